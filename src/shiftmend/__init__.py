@@ -1,3 +1,38 @@
-"""shiftmend."""
+"""shiftmend: mend a model whose measuring device has changed.
 
-from shiftmend.__about__ import __version__ as __version__
+At home: `profile = shiftmend.profile(model, source)`. At the new site: `shiftmend.adapt(model, target, profile)`.
+"""
+
+from shiftmend.__about__ import __version__
+from shiftmend.adaptations import Adaptation
+from shiftmend.engine import DivergedError, adapt
+from shiftmend.errors import AdaptationError, DataError, ProfileError, ShiftmendError, TapError
+from shiftmend.evaluation import evaluate
+from shiftmend.histograms import Bins
+from shiftmend.metrics import RegressionScores, Scores
+from shiftmend.profiles import Profile, profile
+from shiftmend.stats_layer import StatsLayer
+from shiftmend.taps import Tap
+from shiftmend.verification import Verification, verify
+
+__all__ = [
+    "Adaptation",
+    "AdaptationError",
+    "Bins",
+    "DataError",
+    "DivergedError",
+    "Profile",
+    "ProfileError",
+    "RegressionScores",
+    "Scores",
+    "ShiftmendError",
+    "StatsLayer",
+    "Tap",
+    "TapError",
+    "Verification",
+    "__version__",
+    "adapt",
+    "evaluate",
+    "profile",
+    "verify",
+]

@@ -1,0 +1,89 @@
+"""`Adaptation`: what adapting gives back. An ordinary module, how it got there, and under which protocol."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from shiftmend.__about__ import __version__
+from shiftmend.files import write_atomically
+from shiftmend.verification import Verification
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One row of the history; row 0 is the model before anything was done."""
+
+    epoch: int
+    block: str
+    learning_rate: float
+    losses: dict[str, float]
+    """Mean over the epoch's batches of each term that was minimised, by tap."""
+    verification: float | None
+    """Mean divergence of the verification slices afterwards, in eval mode; no method minimises it."""
+    seconds: float
+
+    @property
+    def loss(self) -> float | None:
+        return sum(self.losses.values()) if self.losses else None
+
+
+@dataclass(eq=False)
+class Adaptation:
+    """The result of `shiftmend.adapt`."""
+
+    model: nn.Module = field(repr=False)
+    history: list[Epoch] = field(repr=False)
+    manifest: dict[str, Any] = field(repr=False)
+    before: Verification | None = None
+    after: Verification | None = None
+
+    @property
+    def interrupted(self) -> bool:
+        return bool(self.manifest["status"] == "interrupted")
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write `model.safetensors`, `manifest.json` and `history.json` into a folder."""
+        home = Path(folder)
+        tensors = {name: value.contiguous() for name, value in _unshared(self.model.state_dict()).items()}
+        write_atomically(home / "model.safetensors", safetensors.torch.save(tensors))
+        rows = [asdict(row) for row in self.history]
+        write_atomically(home / "history.json", (json.dumps(rows, indent=1) + "\n").encode())
+        write_atomically(home / "manifest.json", (json.dumps(self.manifest, indent=1) + "\n").encode())
+
+    def __repr__(self) -> str:
+        epochs = self.history[-1].epoch if self.history else 0
+        lines = [f"Adaptation by {self.manifest['method']['name']}, {epochs} epochs, {self.manifest['status']}"]
+        lines += [f"  before  {self.before}"] if self.before else []
+        lines += [f"  after   {self.after}"] if self.after else []
+        return "\n".join(lines)
+
+
+def _unshared(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Copies of tensors that share memory under two names, which a safetensors file cannot express."""
+    seen: set[int] = set()
+    result = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            result[name] = value.clone() if value.data_ptr() in seen else value
+            seen.add(value.data_ptr())
+    return result
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Versions and machine that a number was obtained with."""
+    return {
+        "shiftmend": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "platform": platform.platform(),
+    }

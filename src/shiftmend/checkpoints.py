@@ -1,0 +1,83 @@
+"""Checkpoints: a run that was killed goes on where it was, and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor, nn, optim
+
+from shiftmend.adaptations import Epoch
+from shiftmend.errors import AdaptationError
+from shiftmend.files import write_atomically
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state after some whole epoch: position, weights, momentum, history."""
+
+    stage: int
+    epoch: int
+    """Epochs of that stage that are done."""
+    history: list[Epoch]
+    state: dict[str, Tensor]
+    momentum: dict[str, Tensor]
+
+
+def identify(facts: dict[str, Any]) -> str:
+    """A short name for everything that decides how a run goes."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def save(
+    path: Path,
+    run: str,
+    stage: int,
+    epoch: int,
+    history: list[Epoch],
+    model: nn.Module,
+    optimiser: optim.SGD | None,
+) -> None:
+    """Write the state of a run, atomically."""
+    tensors = {f"model.{name}": value.detach().cpu().clone() for name, value in model.state_dict().items()}
+    if optimiser is not None:
+        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        for parameter, state in optimiser.state.items():
+            if state.get("momentum_buffer") is not None:
+                tensors[f"momentum.{names[parameter]}"] = state["momentum_buffer"].detach().cpu().clone()
+    facts = {"run": run, "stage": stage, "epoch": epoch, "history": [asdict(row) for row in history]}
+    metadata = {"format": "shiftmend checkpoint", "facts": json.dumps(facts)}
+    write_atomically(path, safetensors.torch.save(tensors, metadata))
+
+
+def load(path: Path, run: str) -> Checkpoint | None:
+    """Read the state of the run called `run`; None if there is no file yet."""
+    if not path.exists():
+        return None
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        facts = json.loads(metadata["facts"])
+        found = str(facts["run"])
+        history = [Epoch(**row) for row in facts["history"]]
+        position = int(facts["stage"]), int(facts["epoch"])
+    except Exception as error:
+        raise AdaptationError(
+            f"{path} is no readable shiftmend checkpoint; delete it to start over, or name another file"
+        ) from error
+    if found != run:
+        raise AdaptationError(
+            f"checkpoint {path} belongs to another run (other model, data, profile, method or options); delete it to "
+            "start over, or name another file"
+        )
+    return Checkpoint(*position, history, _under(tensors, "model."), _under(tensors, "momentum."))
+
+
+def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

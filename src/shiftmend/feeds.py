@@ -1,0 +1,250 @@
+"""Batches of inputs from whatever the user has: a tensor, an array, a `Dataset` or a `DataLoader`.
+
+Only inputs leave a feed. Labels that came along are kept apart for the evaluator and never reach a method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from shiftmend.errors import DataError
+
+Preprocess = Callable[[Tensor], Tensor]
+DEFAULT_BATCH = 256
+
+
+class Feed:
+    """A source of batches that can be run through again and again.
+
+    Data that fits is read once and kept on the device as it came (8-bit images stay 8-bit), so that an epoch is a
+    permutation and a few gathers with nothing to wait for; `resident=False`, or more than `limit` bytes, streams from
+    the loader in every epoch. Augmentation that a loader draws anew in each epoch needs `resident=False`.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        batch_size: int | None = None,
+        device: torch.device | None = None,
+        preprocess: Preprocess | None = None,
+        resident: bool = True,
+        limit: int | None = None,
+        what: str = "data",
+    ) -> None:
+        self.device = device or torch.device("cpu")
+        self.preprocess = preprocess
+        self.what = what
+        self._loader, own = _as_loader(source, batch_size, what)
+        self.batch_size = batch_size or own or DEFAULT_BATCH
+        if self.batch_size < 1:
+            raise DataError(f"the batch size must be at least 1, got {self.batch_size}")
+        self._inputs: Tensor | None = None
+        self._labels: Tensor | None = None
+        self._samples: int | None = None
+        self._clean = False
+        if isinstance(self._loader, tuple):
+            self._keep(*self._loader)
+        elif resident:
+            self._read(limit if limit is not None else _room(self.device))
+
+    @property
+    def resident(self) -> bool:
+        return self._inputs is not None
+
+    @property
+    def inputs(self) -> Tensor | None:
+        """Everything at once, as it came, if it is resident."""
+        return self._inputs
+
+    @property
+    def samples(self) -> int:
+        """Number of samples; a streamed source is counted on its first whole pass."""
+        if self._samples is None:
+            self._samples = sum(len(inputs) for inputs, _ in self._stream())
+            if self._samples == 0:
+                raise DataError(f"the {self.what} is empty: expected at least one sample")
+        return self._samples
+
+    def first(self, count: int) -> Tensor:
+        """The first few inputs, preprocessed and on the device."""
+        if self._inputs is not None:
+            return self._ready(self._inputs[:count])
+        for inputs, _ in self._stream():
+            return self._ready(inputs[:count])
+        raise DataError(f"the {self.what} is empty: expected at least one sample")
+
+    def batches(self) -> Iterator[Tensor]:
+        """Every sample once, in the order given."""
+        for inputs, _ in self._in_order():
+            yield self._ready(inputs)
+
+    def labelled(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every sample with its label, for evaluation only."""
+        for inputs, labels in self._in_order():
+            if labels is None:
+                raise DataError(f"the {self.what} has no labels: expected pairs of (inputs, labels)")
+            yield self._ready(inputs), labels.to(self.device, non_blocking=True)
+
+    def subset(self, count: int, seed: int) -> Iterator[Tensor]:
+        """At most `count` samples, the same ones each time; a streamed source gives its first ones."""
+        if self._inputs is None:
+            for inputs, _ in self._stream():
+                yield self._ready(inputs[:count])
+                count -= len(inputs)
+                if count <= 0:
+                    return
+        elif len(self._inputs) <= count:
+            yield from self.batches()
+        else:
+            chosen = torch.randperm(len(self._inputs), generator=torch.Generator().manual_seed(seed))[:count]
+            for index in chosen.sort().values.to(self.device).split(self.batch_size):
+                yield self._ready(self._inputs[index])
+
+    def epoch(self, seed: int, number: int) -> Iterator[Tensor]:
+        """Batches of equal size in a random order that depends on nothing but `seed` and `number`.
+
+        What is left over at the end of an epoch is too small a sample for BatchNorm and for a histogram, and is left
+        out; the next epoch leaves others out. A source smaller than one batch is one batch.
+        """
+        order_seed = (seed * 1_000_003 + number) % (1 << 63)
+        if self._inputs is None:
+            # a loader draws its order from the global generator, which is put back afterwards
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(order_seed)
+                yield from self._full(self._stream())
+            return
+        size = min(self.batch_size, len(self._inputs))
+        order = torch.randperm(len(self._inputs), generator=torch.Generator().manual_seed(order_seed))
+        order = order.to(self.device, non_blocking=True)
+        for start in range(0, len(self._inputs) - size + 1, size):
+            yield self._ready(self._inputs[order[start : start + size]])
+
+    def _full(self, stream: Iterable[tuple[Tensor, Any]]) -> Iterator[Tensor]:
+        """Leave out a last batch of less than half the size, unless it is the only one."""
+        for index, (inputs, _) in enumerate(stream):
+            if index == 0 or len(inputs) * 2 >= self.batch_size:
+                yield self._ready(inputs)
+
+    def _in_order(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        if self._inputs is None:
+            yield from self._stream()
+            return
+        for start in range(0, len(self._inputs), self.batch_size):
+            part = slice(start, start + self.batch_size)
+            yield self._inputs[part], None if self._labels is None else self._labels[part]
+
+    def _ready(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.to(self.device, non_blocking=True)
+        return self.preprocess(inputs) if self.preprocess is not None else inputs
+
+    def _stream(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        assert not isinstance(self._loader, tuple)
+        for batch in self._loader:
+            inputs, labels = _split(batch, self.what)
+            if not self._clean:
+                _refuse_non_finite(inputs, self.what)
+            yield inputs, labels
+        self._clean = True
+
+    def _read(self, limit: int) -> None:
+        """Keep everything if it stays below the limit; if not, forget it and stream."""
+        inputs: list[Tensor] = []
+        labels: list[Tensor] = []
+        size = 0
+        for batch, label in self._stream():
+            size += batch.numel() * batch.element_size()
+            if size > limit:
+                self._clean = False  # not seen whole yet
+                return
+            inputs.append(batch)
+            if label is not None:
+                labels.append(label)
+        if not inputs:
+            raise DataError(f"the {self.what} is empty: expected at least one sample")
+        if len({tuple(part.shape[1:]) for part in inputs}) > 1:
+            raise DataError(f"the batches of the {self.what} differ in shape; bring all samples to one size first")
+        whole = torch.cat(labels) if labels and sum(map(len, labels)) == sum(map(len, inputs)) else None
+        self._keep(torch.cat(inputs), whole)
+
+    def _keep(self, inputs: Tensor, labels: Tensor | None) -> None:
+        if len(inputs) == 0:
+            raise DataError(f"the {self.what} is empty: expected at least one sample")
+        if not self._clean:
+            _refuse_non_finite(inputs, self.what)
+        self._samples = len(inputs)
+        self._inputs = inputs.detach().to(self.device)
+        self._labels = None if labels is None else labels.to(self.device)
+
+
+def _as_loader(source: Any, batch_size: int | None, what: str) -> tuple[Any, int | None]:
+    """A pair of whole tensors, or something to iterate over, with the batch size it brings along."""
+    if isinstance(source, Feed):
+        raise DataError(f"the {what} is a Feed already; pass what it was made from")
+    if isinstance(source, np.ndarray):
+        source = torch.from_numpy(source)
+    if isinstance(source, Tensor):
+        return (_at_least_1d(source, what), None), None
+    if isinstance(source, TensorDataset):
+        return (source.tensors[0], source.tensors[1] if len(source.tensors) > 1 else None), None
+    if isinstance(source, tuple) and source and isinstance(source[0], Tensor | np.ndarray):
+        parts = [torch.as_tensor(part) for part in source]
+        if len(parts) > 1 and len(parts[0]) != len(parts[1]):
+            raise DataError(f"the {what} has {len(parts[0])} inputs but {len(parts[1])} labels")
+        return (_at_least_1d(parts[0], what), parts[1] if len(parts) > 1 else None), None
+    if isinstance(source, DataLoader):
+        if batch_size is not None and source.batch_size is not None and batch_size != source.batch_size:
+            raise DataError(
+                f"the {what} is a DataLoader of batches of {source.batch_size}, but batch_size={batch_size} was asked "
+                "for; leave one of the two out"
+            )
+        return source, source.batch_size
+    if isinstance(source, IterableDataset | Dataset):
+        return DataLoader(source, batch_size=batch_size or DEFAULT_BATCH), None
+    if isinstance(source, Iterable) and not isinstance(source, Iterator | str | bytes | dict):
+        return source, None
+    raise DataError(
+        f"the {what} is a {type(source).__name__}; expected a tensor, an array, a Dataset or a DataLoader "
+        "(a generator can be run through only once: make a list of it)"
+    )
+
+
+def _at_least_1d(inputs: Tensor, what: str) -> Tensor:
+    if inputs.ndim == 0:
+        raise DataError(f"the {what} is a single number; expected samples along the first axis")
+    return inputs
+
+
+def _split(batch: Any, what: str) -> tuple[Tensor, Tensor | None]:
+    """Inputs and, if there are any, labels; whatever else the loader gives is dropped here."""
+    labels = None
+    if isinstance(batch, tuple | list) and batch:
+        labels = batch[1] if len(batch) > 1 and isinstance(batch[1], Tensor) and batch[1].ndim > 0 else None
+        batch = batch[0]
+    if isinstance(batch, np.ndarray):
+        batch = torch.from_numpy(batch)
+    if not isinstance(batch, Tensor) or batch.ndim == 0:
+        raise DataError(
+            f"the {what} gives batches of type {type(batch).__name__}; expected a tensor of inputs, or (inputs, ...)"
+        )
+    return batch, labels
+
+
+def _refuse_non_finite(inputs: Tensor, what: str) -> None:
+    if inputs.is_floating_point() and not bool(torch.isfinite(inputs).all()):
+        bad = int((~torch.isfinite(inputs)).flatten(1).any(1).sum()) if inputs.ndim > 1 else "some"
+        raise DataError(f"the {what} has NaN or infinite values in {bad} samples; remove or repair them first")
+
+
+def _room(device: torch.device) -> int:
+    """How much data may stay on the device: part of what is free there."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * 0.4)
+    return 4 << 30

@@ -1,0 +1,112 @@
+"""Short descriptions of a model and of its inputs, to notice when a profile is used with something else."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shiftmend.statistics import RangeTracker
+
+INPUTS_SEEN = 4096  # samples that describe the inputs: enough for a mean, and cheap
+_MOST_CHANNELS = 16
+
+
+def architecture(model: nn.Module) -> str:
+    """SHA-256 over names and shapes of parameters."""
+    lines = (f"{name}:{tuple(p.shape)}" for name, p in sorted(model.named_parameters()))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def weights(model: nn.Module) -> str:
+    """SHA-256 over names and values of parameters and buffers."""
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        if isinstance(value, Tensor):
+            digest.update(name.encode())
+            digest.update(tensor_bytes(value))
+    return digest.hexdigest()
+
+
+def tensor_bytes(value: Tensor) -> bytes:
+    """The raw bytes of a tensor of any dtype."""
+    flat = value.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+@dataclass(frozen=True)
+class InputSummary:
+    """How the inputs looked that a model was fed with: what another normalisation or channel order would change."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    low: float
+    high: float
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    @staticmethod
+    def of(batches: Iterable[Tensor], most: int = INPUTS_SEEN) -> InputSummary:
+        """Summarise the first `most` samples; channels are on axis 1 where there are few enough of them."""
+        tracker, seen, first = RangeTracker(), 0, None
+        for batch in batches:
+            first = batch if first is None else first
+            values = batch[: most - seen].float()
+            by_channel = values.ndim > 2 and values.shape[1] <= _MOST_CHANNELS
+            tracker.update(values.movedim(1, -1).flatten(0, -2) if by_channel else values.reshape(-1, 1))
+            seen += len(batch)
+            if seen >= most:
+                break
+        assert first is not None, "feeds refuse empty data"
+        return InputSummary(
+            tuple(first.shape[1:]),
+            str(first.dtype).removeprefix("torch."),
+            float(tracker.low.min()),
+            float(tracker.high.max()),
+            tuple(round(value, 6) for value in tracker.mean.tolist()),
+            tuple(round(value, 6) for value in tracker.deviation.tolist()),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Any) -> InputSummary:
+        return InputSummary(
+            tuple(int(n) for n in data["shape"]),
+            str(data["dtype"]),
+            float(data["low"]),
+            float(data["high"]),
+            tuple(float(v) for v in data["mean"]),
+            tuple(float(v) for v in data["deviation"]),
+        )
+
+    def differences(self, target: InputSummary) -> list[str]:
+        """What suggests that the target is preprocessed otherwise than the source was, in words.
+
+        A new device changes the inputs as well, so none of these is certain: they are reasons to look.
+        """
+        found = []
+        if target.dtype != self.dtype:
+            found.append(f"they are {target.dtype}, at the source they were {self.dtype}")
+        if target.shape[:1] != self.shape[:1] or len(target.shape) != len(self.shape):
+            found.append(f"their shape is {list(target.shape)}, at the source it was {list(self.shape)}")
+            return found
+        span = max(self.high - self.low, 1e-12)
+        outside = max(self.low - target.low, target.high - self.high) / span
+        covered = (target.high - target.low) / span
+        if outside > 0.25 or covered < 0.55:
+            found.append(
+                f"their values lie in [{target.low:.3g}, {target.high:.3g}], at the source in "
+                f"[{self.low:.3g}, {self.high:.3g}]: another normalisation?"
+            )
+        elif len(self.mean) == 3 and len(target.mean) == 3:
+            as_is = sum(abs(a - b) for a, b in zip(self.mean, target.mean, strict=True))
+            flipped = sum(abs(a - b) for a, b in zip(self.mean, reversed(target.mean), strict=True))
+            if as_is > 0.05 * span and flipped < 0.25 * as_is:
+                found.append("their channels fit the source better in reverse order: BGR instead of RGB?")
+        return found

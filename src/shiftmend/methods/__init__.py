@@ -1,0 +1,35 @@
+"""The methods, by name. Adding one: its file, a line here, its test, a line in `docs/methods.md`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from shiftmend.errors import AdaptationError
+from shiftmend.methods.adabn import AdaBN
+from shiftmend.methods.base import Method, Network, Objective, Stage
+from shiftmend.methods.bufr import BUFR
+from shiftmend.methods.fr import FR
+from shiftmend.methods.source_only import SourceOnly
+
+METHODS: dict[str, type[Method]] = {method.name: method for method in (SourceOnly, AdaBN, FR, BUFR)}
+
+
+def method(name: str | Method, **options: Any) -> Method:
+    """A method by name with its options, or one made before, as it is."""
+    if isinstance(name, Method):
+        if options:
+            raise AdaptationError(f"give the options of {name.name} when making it, not beside it")
+        return name
+    if name not in METHODS:
+        raise AdaptationError(f"unknown method {name!r}, expected one of {', '.join(METHODS)}")
+    kind = METHODS[name]
+    known = [field.name for field in fields(kind)]
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        has = f"it has {', '.join(known)}" if known else "it has none"
+        raise AdaptationError(f"method {name!r} has no option {unknown[0]!r}; {has}")
+    return kind(**options)
+
+
+__all__ = ["BUFR", "FR", "METHODS", "AdaBN", "Method", "Network", "Objective", "SourceOnly", "Stage", "method"]

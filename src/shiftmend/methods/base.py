@@ -1,0 +1,81 @@
+"""What a method is: what it trains, in which order, and its loss on a batch of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from shiftmend.blocks import Block
+from shiftmend.errors import AdaptationError
+from shiftmend.profiles import Profile
+
+Activations = Mapping[str, Tensor]
+Objective = Callable[[Activations], dict[str, Tensor]]
+"""Turns the activations of one batch into named terms, whose sum is minimised."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a method may know about a model: its bottom-up blocks, and the model for what else it needs."""
+
+    model: nn.Module
+    blocks: tuple[Block, ...]
+
+    @property
+    def layerwise(self) -> bool:
+        """Every block is one single layer, as in the paper's CNN; in a ResNet a block is a stage."""
+        return all(block.layers <= 1 for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of epochs with one set of trained parameters; without any, batches only run forward."""
+
+    name: str
+    epochs: int
+    learning_rate: float = 0.0
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to adapt. Subclasses are frozen dataclasses: their fields are the hyper-parameters."""
+
+    name: ClassVar[str]
+    needs_profile: ClassVar[bool] = False
+    momentum: ClassVar[float] = 0.9
+
+    def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
+        """What to train, in order; none at all leaves the model as it is."""
+        raise NotImplementedError
+
+    def objective(self, profile: Profile | None, device: torch.device) -> Objective | None:
+        """The loss, ready on the device; None for methods that only run forward."""
+        return None
+
+    def taps(self, profile: Profile | None) -> tuple[str, ...]:
+        """Taps whose activations the objective reads."""
+        return ()
+
+    @contextmanager
+    def prepared(self, model: nn.Module) -> Iterator[None]:
+        """Change the model for the length of the adaptation, beyond what is trained."""
+        yield
+
+    def hyperparameters(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_epochs(value: int, what: str) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise AdaptationError(f"{what} must be a whole number of at least 1, got {value!r}")
+
+
+def check_positive(value: float | None, what: str) -> None:
+    if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
+        raise AdaptationError(f"{what} must be a positive number, got {value!r}")

@@ -1,0 +1,38 @@
+"""BUFR, Bottom-Up Feature Restoration: FR that unfreezes one block after the other (paper, section 3.3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shiftmend.methods.base import Network, Stage, check_epochs, check_positive
+from shiftmend.methods.fr import Alignment
+from shiftmend.profiles import Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class BUFR(Alignment):
+    """`epochs_per_block` epochs on the first block, then on the first two, and so on, each with a fresh optimiser.
+
+    The learning rate is divided by `decay` at each unfreezing. Published: rate 1.0 and decay 1.5 where a block is one
+    layer (the CNN), 0.1 and 5 where it is a stage (ResNets); those are what None takes.
+    """
+
+    name: ClassVar[str] = "bufr"
+    epochs_per_block: int = 30
+    decay: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_epochs(self.epochs_per_block, "epochs_per_block")
+        check_positive(self.decay, "the decay of the learning rate")
+
+    def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
+        rate = self.rate(1.0 if network.layerwise else 0.1, profile)
+        decay = self.decay or (1.5 if network.layerwise else 5.0)
+        unfrozen: tuple[str, ...] = ()
+        stages = []
+        for index, block in enumerate(network.blocks):
+            unfrozen += block.parameters
+            stages.append(Stage(block.name, self.epochs_per_block, rate / decay**index, unfrozen))
+        return stages

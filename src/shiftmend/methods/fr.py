@@ -1,0 +1,96 @@
+"""FR, Feature Restoration: align features and logits with the profile, all layers at once (paper, section 3.2)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shiftmend.errors import AdaptationError
+from shiftmend.histograms import Divergence
+from shiftmend.methods.base import Activations, Method, Network, Objective, Stage, check_epochs, check_positive
+from shiftmend.presets import Preset
+from shiftmend.presets import preset as find_preset
+from shiftmend.profiles import Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alignment(Method):
+    """What FR and BUFR share: the alignment loss of equation (2).
+
+    `align` names the taps (the paper's ablation leaves out the logits; further taps of the profile may be added),
+    `divergence` replaces the preset's, e.g. by `"kl-target-source"`, the paper's other ablation. The preset is the
+    profile's own. A learning rate of None takes the published one for networks of this kind.
+    """
+
+    needs_profile: ClassVar[bool] = True
+    learning_rate: float | None = None
+    align: tuple[str, ...] = ("features", "logits")
+    divergence: Divergence | None = None
+    slice_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive(self.learning_rate, "the learning rate")
+        if not self.align:
+            raise AdaptationError("align names no tap; expected e.g. ('features', 'logits')")
+
+    def taps(self, profile: Profile | None) -> tuple[str, ...]:
+        needs_features = profile is not None and find_preset(profile.preset).aligned_slices
+        return tuple(dict.fromkeys((*self.align, *(("features",) if needs_features else ()))))
+
+    def objective(self, profile: Profile | None, device: torch.device) -> Objective:
+        assert profile is not None
+        missing = [name for name in self.align if name not in profile.taps]
+        if missing:
+            raise AdaptationError(f"the profile has no tap {missing[0]!r}; it has {', '.join(profile.taps)}")
+        chosen = find_preset(profile.preset)
+        kind = self.divergence or chosen.divergence
+        homes = {name: profile.taps[name].to(device) for name in self.align}
+        slices = profile.slices["alignment"].to(device) if chosen.aligned_slices else None
+
+        def losses(activations: Activations) -> dict[str, Tensor]:
+            terms = {}
+            for name, home in homes.items():
+                per_unit = home.divergence(home.of(activations[name]), kind)
+                divisor = max(1, home.usable_count) if chosen.reduction == "mean" else 1
+                terms[name] = per_unit.sum() / divisor
+            if slices is not None:
+                terms["slices"] = self.slice_weight * slices.divergence(activations["features"], kind)
+            return terms
+
+        return losses
+
+    def rate(self, published: float, profile: Profile | None) -> float:
+        """The learning rate given, or the published one, translated to the profile's preset."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        assert profile is not None
+        return published * _loss_scale(find_preset(profile.preset), profile)
+
+
+def _loss_scale(chosen: Preset, profile: Profile) -> float:
+    """The published rates belong to the mean of PSI; the paper's sum of half-KLs is D ln(10) / 2 times larger."""
+    if chosen.reduction == "mean":
+        return 1.0
+    units = max(1, profile.taps["features"].usable_count)
+    return 2 / (math.log(10) * units)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FR(Alignment):
+    """All blocks at once for `epochs` epochs. Published rates: 1.0 for the CNN, 0.001 for ResNets."""
+
+    name: ClassVar[str] = "fr"
+    epochs: int = 150
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_epochs(self.epochs, "epochs")
+
+    def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
+        everything = tuple(name for block in network.blocks for name in block.parameters)
+        rate = self.rate(1.0 if network.layerwise else 1e-3, profile)
+        return [Stage("all blocks", self.epochs, rate, everything)]

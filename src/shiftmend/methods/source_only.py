@@ -1,0 +1,19 @@
+"""Source-only: the model as it came, to compare with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shiftmend.methods.base import Method, Network, Stage
+from shiftmend.profiles import Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOnly(Method):
+    """No adaptation."""
+
+    name: ClassVar[str] = "source-only"
+
+    def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
+        return []

@@ -1,0 +1,42 @@
+"""The paper's networks, by the names that the command line and the benchmarks use.
+
+Any `nn.Module` can be adapted; these are here so that the paper's experiments can be run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+from torch import nn
+
+from shiftmend.errors import DataError
+from shiftmend.models.digit_cnn import DigitCNN
+from shiftmend.models.resnets import ResNet, resnet18, resnet18_cifar, resnet101
+
+__all__ = ["MODELS", "DigitCNN", "ResNet", "build", "resnet18", "resnet18_cifar", "resnet101"]
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "digit-cnn": DigitCNN,
+    "resnet18-cifar": resnet18_cifar,
+    "resnet18": resnet18,
+    "resnet101": resnet101,
+}
+
+
+def build(name: str, **options: int) -> nn.Module:
+    """A freshly initialised network, for example `build("digit-cnn", classes=47)`."""
+    factory = MODELS.get(name)
+    if factory is None:
+        raise DataError(f"there is no model named {name!r}, the known ones are {', '.join(MODELS)}")
+    signature = inspect.signature(factory)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        accepted = ", ".join(signature.parameters)
+        raise DataError(f"wrong options for model {name}: {error}; it takes {accepted}") from error
+    for option, value in options.items():
+        # Command lines and manifests also deliver text, floats and booleans.
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise DataError(f"option {option} of model {name} must be a whole number above 0, got {value!r}")
+    return factory(**options)

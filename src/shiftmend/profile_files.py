@@ -1,0 +1,229 @@
+"""The profile's file: one safetensors file, checked from the first byte to the last before it is believed.
+
+The header's metadata holds the SHA-256 of the whole file, taken with 64 zeros in its own place, so any damaged byte
+is noticed; whoever writes a matching sum on purpose still has to pass every check of `problems`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from shiftmend.errors import ProfileError, ShiftmendError
+from shiftmend.fingerprints import InputSummary
+from shiftmend.histograms import Bins
+from shiftmend.presets import PRESETS
+from shiftmend.profiles import Profile
+from shiftmend.statistics import Histogram, Projector, Slices
+from shiftmend.taps import Tap
+
+SCHEMA = 1
+MOST_BYTES = 64 << 20
+_MOST_HEADER = 4 << 20
+_MOST_WEIGHTS = 1 << 27  # of all directions of one set of slices, which are rebuilt from their seed
+_NO_SUM = "0" * 64
+_ROW_TOLERANCE = 1e-3  # float32 counts of millions of samples
+
+
+def encode(profile: Profile) -> bytes:
+    """The content of the file."""
+    tensors: dict[str, Tensor] = {"features.mean": profile.mean, "features.deviation": profile.deviation}
+    for group, histograms in (
+        ("tap", profile.taps),
+        ("slices", {name: part.histogram for name, part in profile.slices.items()}),
+    ):
+        for name, histogram in histograms.items():
+            for part in ("counts", "low", "high"):
+                tensors[f"{group}.{name}.{part}"] = getattr(histogram, part).contiguous()
+    bins = profile.bins
+    facts = {
+        "library": profile.library,
+        "preset": profile.preset,
+        "bins": {"count": bins.count, "layout": bins.layout, "temperature": bins.temperature},
+        "taps": {
+            name: {"spec": str(tap), "entry": tap.entry, "samples": profile.taps[name].samples}
+            for name, tap in profile.specs.items()
+        },
+        "slices": {
+            name: {"seed": part.seed, "samples": part.histogram.samples} for name, part in profile.slices.items()
+        },
+        "architecture": profile.architecture,
+        "weights": profile.weights,
+        "inputs": profile.inputs.to_json(),
+    }
+    metadata = {"format": "shiftmend profile", "schema": str(SCHEMA), "sha256": _NO_SUM}
+    content = safetensors.torch.save(tensors, metadata | {"profile": json.dumps(facts)})
+    return _with_sum(content, hashlib.sha256(content).hexdigest())
+
+
+def _with_sum(content: bytes, digest: str) -> bytes:
+    return content.replace(f'"sha256":"{_NO_SUM}"'.encode(), f'"sha256":"{digest}"'.encode(), 1)
+
+
+def read(path: Path) -> Profile:
+    """Load a profile from a file."""
+    try:
+        size = path.stat().st_size
+        if size > MOST_BYTES:
+            raise ProfileError(f"{path} has {size:,} bytes; a profile has at most {MOST_BYTES:,}, so it is none")
+        content = path.read_bytes()
+    except OSError as error:
+        raise ProfileError(f"{path} could not be read ({error.strerror}); expected a shiftmend profile") from error
+    try:
+        return decode(content)
+    except ProfileError as error:
+        raise ProfileError(f"{path}: {error}") from error
+
+
+def decode(content: bytes) -> Profile:
+    """Turn the bytes of a file into a profile; anything wrong is a `ProfileError`."""
+    metadata = _metadata(content)
+    if metadata.get("format") != "shiftmend profile":
+        raise ProfileError("this is a safetensors file but no shiftmend profile; make one with `shiftmend profile`")
+    if metadata.get("schema") != str(SCHEMA):
+        raise ProfileError(f"it has schema {metadata.get('schema')!r}, this version reads {SCHEMA}; profile again")
+    digest = metadata.get("sha256", "")
+    blank = content.replace(f'"sha256":"{digest}"'.encode(), f'"sha256":"{_NO_SUM}"'.encode(), 1)
+    if hashlib.sha256(blank).hexdigest() != digest:
+        raise ProfileError("it is damaged: its content does not match its SHA-256; copy it again from the source site")
+    try:
+        tensors = safetensors.torch.load(content)
+        profile = _assemble(json.loads(metadata["profile"]), tensors)
+    except ShiftmendError as error:
+        raise ProfileError(f"it is not valid: {error}") from error
+    except Exception as error:  # whatever a hostile file can provoke, it must end as one clear error
+        raise ProfileError(f"it is not valid: {type(error).__name__} while reading it ({error})") from error
+    found = problems(profile)
+    if found:
+        raise ProfileError(f"it is not valid: {found[0]}")
+    return profile
+
+
+def _metadata(content: bytes) -> dict[str, str]:
+    """The header's metadata, read with bounds before anything else looks at the file."""
+    damaged = ProfileError("it is damaged or no safetensors file; copy it again from the source site")
+    if len(content) < 10:
+        raise damaged
+    (length,) = struct.unpack("<Q", content[:8])
+    if length > min(_MOST_HEADER, len(content) - 8):
+        raise damaged
+    try:
+        header = json.loads(content[8 : 8 + length])
+        metadata = header["__metadata__"]
+        if not all(isinstance(key, str) and isinstance(value, str) for key, value in metadata.items()):
+            raise damaged
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged from error
+    return dict(metadata)
+
+
+def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
+    bins = Bins(**facts["bins"])
+    expected = {"features.mean", "features.deviation"} | {
+        f"{group}.{name}.{part}"
+        for group, names in (("tap", facts["taps"]), ("slices", facts["slices"]))
+        for name in names
+        for part in ("counts", "low", "high")
+    }
+    if expected != set(tensors):
+        wrong = sorted(expected ^ set(tensors))[0]
+        raise ProfileError(f"tensor {wrong!r} is missing or unexpected")
+    for name, tensor in tensors.items():
+        dimensions = 2 if name.endswith(".counts") else 1
+        if tensor.dtype != torch.float32 or tensor.ndim != dimensions:
+            raise ProfileError(f"tensor {name!r} should be float32 with {dimensions} dimensions")
+    taps = _histograms("tap", facts["taps"], tensors, bins)
+    slices = _histograms("slices", facts["slices"], tensors, bins)
+    specs = {}
+    for name, entry in facts["taps"].items():
+        if not (isinstance(entry["spec"], str) and isinstance(entry["entry"], int | str | None)):
+            raise ProfileError(f"tap {name!r} is not described by a module name")
+        parsed = Tap.parse(name, entry["spec"])
+        specs[name] = Tap(name, parsed.module, parsed.side, parsed.channel_axis, entry["entry"])
+    if not {"features", "logits"} <= set(taps):
+        raise ProfileError("it lacks the taps 'features' and 'logits'")
+    mean, deviation = tensors["features.mean"], tensors["features.deviation"]
+    if not mean.shape == deviation.shape == taps["features"].low.shape == taps["features"].high.shape:
+        raise ProfileError("mean and deviation are not of as many units as the features")
+    units = mean.shape[0]
+    if any(part.units * units > _MOST_WEIGHTS for part in slices.values()):
+        raise ProfileError(f"its slices need more than {_MOST_WEIGHTS:,} weights")
+    return Profile(
+        taps=taps,
+        mean=mean,
+        deviation=deviation,
+        slices={
+            name: Slices(part, seed, Projector.build(mean, deviation, taps["features"].usable, part.units, seed))
+            for name, part in slices.items()
+            for seed in [int(facts["slices"][name]["seed"])]
+        },
+        specs=specs,
+        preset=str(facts["preset"]),
+        architecture=str(facts["architecture"]),
+        weights=str(facts["weights"]),
+        inputs=InputSummary.from_json(facts["inputs"]),
+        library=str(facts["library"]),
+    )
+
+
+def _histograms(group: str, facts: dict[str, Any], tensors: dict[str, Tensor], bins: Bins) -> dict[str, Histogram]:
+    return {
+        name: Histogram(
+            counts=tensors[f"{group}.{name}.counts"],
+            low=tensors[f"{group}.{name}.low"],
+            high=tensors[f"{group}.{name}.high"],
+            samples=_positive(entry["samples"], f"samples of {name!r}"),
+            bins=bins,
+        )
+        for name, entry in facts.items()
+    }
+
+
+def _positive(value: Any, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 53:
+        raise ProfileError(f"the number of {what} is {value!r}, expected a positive integer")
+    return value
+
+
+def problems(profile: Profile) -> list[str]:
+    """Everything that is wrong with a profile, in words; empty if nothing is."""
+    found = []
+    if profile.preset not in PRESETS:
+        found.append(f"its preset {profile.preset!r} is unknown (known: {', '.join(PRESETS)})")
+    if "verification" not in profile.slices:
+        found.append("it has no verification slices")
+    if not bool(torch.isfinite(profile.mean).all() & torch.isfinite(profile.deviation).all()):
+        found.append("the features' mean or deviation is not finite")
+    elif bool((profile.deviation < 0).any()):
+        found.append("the features' deviation is negative")
+    numbers = (profile.inputs.low, profile.inputs.high, *profile.inputs.mean, *profile.inputs.deviation)
+    if not all(math.isfinite(number) for number in numbers):
+        found.append("the description of its inputs is not finite")
+    parts = dict(profile.taps) | {f"{name} slices": part.histogram for name, part in profile.slices.items()}
+    for name, histogram in parts.items():
+        found += [f"{name}: {problem}" for problem in _histogram_problems(histogram)]
+    return found
+
+
+def _histogram_problems(histogram: Histogram) -> list[str]:
+    counts, low, high = histogram.counts, histogram.low, histogram.high
+    if counts.shape != (low.shape[0], histogram.bins.total) or low.shape != high.shape or low.shape[0] == 0:
+        return [f"counts {list(counts.shape)} and ranges {list(low.shape)} do not fit {histogram.bins.total} bins"]
+    if not all(bool(torch.isfinite(part).all()) for part in (counts, low, high)):
+        return ["counts or ranges are not finite"]
+    if bool((counts < 0).any()):
+        return ["counts are negative"]
+    if bool((low > high).any()):
+        return ["the lowest value of a unit lies above its highest"]
+    off = (counts.double().sum(1) - histogram.samples).abs().max().item()
+    if off > _ROW_TOLERANCE * histogram.samples:
+        return [f"the counts of a unit do not add up to the {histogram.samples} samples"]
+    return []

@@ -1,0 +1,279 @@
+"""`Profile`: what leaves the source site. How features and logits were distributed there, in a few kilobytes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shiftmend import fingerprints
+from shiftmend.__about__ import __version__
+from shiftmend.devices import placed, resolve_device
+from shiftmend.errors import ProfileError
+from shiftmend.feeds import Feed, Preprocess
+from shiftmend.fingerprints import InputSummary
+from shiftmend.histograms import Bins
+from shiftmend.presets import preset as find_preset
+from shiftmend.progress import Progress, progress_bar
+from shiftmend.statistics import CountTracker, Histogram, Projector, RangeTracker, Slices
+from shiftmend.taps import Entry, Tap, modes, tapped, trace, unwrap
+
+logger = logging.getLogger(__name__)
+
+VERIFICATION_SLICES = 128
+SLICE_SEEDS = {"verification": 20220425, "alignment": 20220426}
+KEEP_BYTES = 2 << 30
+"""Activations up to this size are kept, so that the network runs once instead of three times."""
+
+Samples = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Soft histograms of every tap, slices of the features, and what they belong to.
+
+    `slices["verification"]` is for judging and is never aligned; `slices["alignment"]` is there for the preset
+    `sliced` alone. `mean` and `deviation` standardise the features before they are sliced.
+    """
+
+    taps: dict[str, Histogram]
+    mean: Tensor
+    deviation: Tensor
+    slices: dict[str, Slices]
+    specs: dict[str, Tap]
+    preset: str
+    architecture: str
+    weights: str
+    inputs: InputSummary
+    library: str = __version__
+
+    @property
+    def bins(self) -> Bins:
+        return self.taps["features"].bins
+
+    @property
+    def samples(self) -> int:
+        """Source samples behind the features (positions, for feature maps)."""
+        return self.taps["features"].samples
+
+    @property
+    def unusable(self) -> dict[str, int]:
+        """Units per tap that were constant on the source and take no part in anything."""
+        return {name: tap.units - tap.usable_count for name, tap in self.taps.items()}
+
+    def merge(self, other: Profile) -> Profile:
+        """The profile of both samples, if the second was collected with `like=` the first."""
+        mine = (self.preset, self.specs, self.architecture, sorted(self.slices))
+        if mine != (other.preset, other.specs, other.architecture, sorted(other.slices)):
+            raise ProfileError("these profiles are of different models, taps or presets and cannot be merged")
+        return replace(
+            self,
+            taps={name: tap.merge(other.taps[name]) for name, tap in self.taps.items()},
+            slices={
+                name: replace(own, histogram=own.histogram.merge(other.slices[name].histogram))
+                for name, own in self.slices.items()
+            },
+        )
+
+    def to_bytes(self) -> bytes:
+        """The file's content: safetensors with a SHA-256 over all of it."""
+        from shiftmend import profile_files
+
+        return profile_files.encode(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one small safetensors file, atomically."""
+        from shiftmend.files import write_atomically
+
+        write_atomically(path, self.to_bytes())
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Profile:
+        """Read and validate a file; anything wrong with it is one `ProfileError`."""
+        from shiftmend import profile_files
+
+        return profile_files.read(Path(path))
+
+    def check_architecture(self, model: nn.Module) -> None:
+        """Refuse a model of another architecture."""
+        if fingerprints.architecture(model) != self.architecture:
+            raise ProfileError(
+                "the profile was made for a model with other layers (names or shapes of parameters differ); profile "
+                "this model at its source, or load the model that the profile belongs to"
+            )
+
+    def check_weights(self, model: nn.Module) -> None:
+        """Say so if the weights are others than those profiled."""
+        if fingerprints.weights(model) != self.weights:
+            logger.warning("the model's weights are not those the profile was made with; alignment may mislead")
+
+    def check_inputs(self, target: InputSummary) -> None:
+        """Warn if the target seems to be preprocessed otherwise than the source was."""
+        for difference in self.inputs.differences(target):
+            logger.warning("look at the preprocessing of the target inputs: %s", difference)
+
+    def __repr__(self) -> str:
+        lines = [
+            f"Profile of {self.samples:,} source samples, preset {self.preset!r}, shiftmend {self.library}",
+            f"  bins        {self.bins.inner} inner + 2 outer, temperature {self.bins.temperature:g}",
+            f"  inputs      {list(self.inputs.shape)} {self.inputs.dtype} in "
+            f"[{self.inputs.low:.3g}, {self.inputs.high:.3g}]",
+        ]
+        for name, tap in self.taps.items():
+            dead = f", {self.unusable[name]} constant and left out" if self.unusable[name] else ""
+            lines.append(f"  {name:<11} {tap.units} units at {str(self.specs[name])!r}{dead}")
+        lines += [f"  slices      {s.histogram.units} for {name}" for name, s in self.slices.items()]
+        lines.append(f"  model       architecture {self.architecture[:12]}, weights {self.weights[:12]}")
+        return "\n".join(lines)
+
+
+def profile(
+    model: nn.Module,
+    source: Any,
+    *,
+    preset: str = "reference",
+    bins: Bins | None = None,
+    head: str | None = None,
+    taps: Mapping[str, str | Tap] | None = None,
+    output: Entry = None,
+    like: Profile | None = None,
+    batch_size: int | None = None,
+    preprocess: Preprocess | None = None,
+    device: str | torch.device = "auto",
+    keep_bytes: int = KEEP_BYTES,
+    progress: Progress = None,
+) -> Profile:
+    """Collect a profile of `model` over unlabelled `source` inputs (a loader may give labels; they are dropped).
+
+    The model runs in eval mode and gets its own modes back. One pass is enough where the activations at the taps fit
+    into `keep_bytes`; otherwise the network runs three times (ranges, counts, slices) with the same result. With
+    `like`, the ranges and slices of another profile are used, and the two can be merged.
+    """
+    model = unwrap(model)
+    place = resolve_device(device, model)
+    chosen = find_preset(like.preset if like else preset)
+    cut = like.bins if like else bins or chosen.bins
+    feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, what="source data")
+    with (
+        placed(model, place),
+        modes(model),
+        torch.no_grad(),
+        progress_bar(progress, "profiling", feed.samples if feed.resident else None) as bar,
+    ):
+        model.eval()
+        specs = trace(model, feed.first(2), head=head, taps=like.specs if like else taps, output=output).taps
+        passes = _Passes(model, feed, specs, keep_bytes, bar.advance)
+        ranges = _ranges(passes, specs)
+        if like is not None:
+            low_high = {name: (tap.low.to(place), tap.high.to(place)) for name, tap in like.taps.items()}
+            mean, deviation = like.mean, like.deviation
+            projectors = {name: part.projector.to(place) for name, part in like.slices.items()}
+        else:
+            low_high = {name: (tracker.low, tracker.high) for name, tracker in ranges.items()}
+            mean, deviation = ranges["features"].mean.float().cpu(), ranges["features"].deviation.float().cpu()
+            usable = Histogram(mean[:, None], *low_high["features"], 1, cut).usable
+            numbers = {"verification": VERIFICATION_SLICES} | (
+                {"alignment": chosen.aligned_slices} if chosen.aligned_slices else {}
+            )
+            projectors = {
+                name: Projector.build(mean, deviation, usable, count, SLICE_SEEDS[name]).to(place)
+                for name, count in numbers.items()
+            }
+        counters = {name: CountTracker(*low_high[name], cut) for name in specs}
+        reach = {name: RangeTracker() for name in projectors}
+        for samples in passes():
+            for name, counter in counters.items():
+                counter.update(samples[name])
+            for name, projector in projectors.items():
+                reach[name].update(projector(samples["features"]))
+        slice_counters = {
+            name: CountTracker(reach[name].low, reach[name].high, cut)
+            if like is None
+            else CountTracker(
+                like.slices[name].histogram.low.to(place), like.slices[name].histogram.high.to(place), cut
+            )
+            for name in projectors
+        }
+        for samples in passes():
+            for name, projector in projectors.items():
+                slice_counters[name].update(projector(samples["features"]))
+        summary = InputSummary.of(feed.batches())
+
+    result = Profile(
+        taps={name: counter.histogram() for name, counter in counters.items()},
+        mean=mean,
+        deviation=deviation,
+        slices={
+            name: Slices(slice_counters[name].histogram(), SLICE_SEEDS[name], projector.to(torch.device("cpu")))
+            for name, projector in projectors.items()
+        },
+        specs=specs,
+        preset=chosen.name,
+        architecture=fingerprints.architecture(model),
+        weights=fingerprints.weights(model),
+        inputs=summary,
+    )
+    for name, count in result.unusable.items():
+        if count:
+            units = result.taps[name].units
+            logger.info("%d of %d units at %r were constant on the source and are left out", count, units, name)
+    return result
+
+
+class _Passes:
+    """Runs the network over the source; once only, where what the taps gave could be kept."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        feed: Feed,
+        specs: Mapping[str, Tap],
+        keep_bytes: int,
+        advance: Callable[[int], None],
+    ) -> None:
+        self.model, self.feed, self.specs, self.advance = model, feed, specs, advance
+        self.room = keep_bytes
+        self.kept: list[Samples] | None = None
+
+    def __call__(self) -> Iterator[Samples]:
+        if self.kept is not None:
+            yield from self.kept
+            return
+        kept: list[Samples] | None = []
+        used = 0
+        with tapped(self.model, self.specs) as recorder:
+            for batch in self.feed.batches():
+                self.model(batch)
+                samples = recorder.read()
+                used += sum(value.numel() * value.element_size() for value in samples.values())
+                if used > self.room:
+                    kept = None
+                if kept is not None:
+                    kept.append(samples)
+                self.advance(len(batch))
+                yield samples
+        self.kept = kept
+
+
+def _ranges(passes: _Passes, specs: Mapping[str, Tap]) -> dict[str, RangeTracker]:
+    trackers = {name: RangeTracker() for name in specs}
+    for samples in passes():
+        for name, values in samples.items():
+            trackers[name].update(values)
+    for name, tracker in trackers.items():
+        finite = torch.isfinite(tracker.low) & torch.isfinite(tracker.high)
+        if not bool(finite.all()):
+            bad = int((~finite).sum())
+            raise ProfileError(f"tap {name!r} gave NaN or infinite values in {bad} units on the source data")
+        if not bool((tracker.high > tracker.low).any()):
+            raise ProfileError(
+                f"every unit at tap {name!r} was constant over the source data ({passes.feed.samples} samples): a "
+                "profile needs varied samples, and a model that reacts to them"
+            )
+    return trackers

@@ -1,0 +1,38 @@
+"""Progress for people: a bar on the terminal if there is one, silence otherwise."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+Progress = bool | None
+"""True: show; False: do not; None: show if standard error is a terminal."""
+
+
+class Bar:
+    """Takes the steps of some work; this one shows nothing."""
+
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        """Say that so many steps more are done."""
+
+
+@contextmanager
+def progress_bar(show: Progress, title: str, total: int | None) -> Iterator[Bar]:
+    """A bar for the length of the block."""
+    if show is False or (show is None and not sys.stderr.isatty()):
+        yield Bar()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as RichProgress
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+    with RichProgress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(title, total=total, note="")
+
+        class RichBar(Bar):
+            def advance(self, steps: int = 1, note: str = "") -> None:
+                shown.update(task, advance=steps, note=note)
+
+        yield RichBar()

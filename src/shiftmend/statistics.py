@@ -1,0 +1,190 @@
+"""What a profile stores about a tap: a soft histogram of each unit, and slices of all units together.
+
+Shared by the profile and by `StatsLayer`, so that there is one way to track a range, to count and to compare.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shiftmend.errors import ProfileError
+from shiftmend.histograms import Bins, Divergence, Form, divergence, soft_histogram, usable_units
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """Soft counts `[D, B]` (each row sums to `samples`) over the range `low` to `high` `[D]` of each unit."""
+
+    counts: Tensor
+    low: Tensor
+    high: Tensor
+    samples: int
+    bins: Bins
+
+    @cached_property
+    def usable(self) -> Tensor:
+        """Units that varied on the source; the others are left out of every divergence."""
+        return usable_units(self.low, self.high)
+
+    @cached_property
+    def usable_count(self) -> int:
+        return int(self.usable.sum())
+
+    @cached_property
+    def probabilities(self) -> Tensor:
+        """Normalised counts, pi^s of equation (1)."""
+        return self.counts / self.samples
+
+    @property
+    def units(self) -> int:
+        return self.counts.shape[0]
+
+    def to(self, device: torch.device) -> Histogram:
+        moved = Histogram(self.counts.to(device), self.low.to(device), self.high.to(device), self.samples, self.bins)
+        moved.__dict__["usable_count"] = self.usable_count  # known already: spares a wait for the device
+        return moved
+
+    def of(self, values: Tensor, form: Form = "auto") -> Tensor:
+        """The normalised counts of other values `[N, D]` in the bins of this histogram."""
+        return soft_histogram(values, self.low, self.high, self.bins, form=form)
+
+    def divergence(self, target: Tensor, kind: Divergence = "psi") -> Tensor:
+        """Divergence of each unit to normalised `target` counts; zero, without a gradient, where unusable."""
+        per_unit = divergence(self.probabilities.to(target.dtype), target, kind)
+        return torch.where(self.usable, per_unit, torch.zeros((), dtype=per_unit.dtype, device=per_unit.device))
+
+    def mean_divergence(self, target: Tensor, kind: Divergence = "psi") -> Tensor:
+        """Mean over usable units (zero if there is none)."""
+        return self.divergence(target, kind).sum() / max(1, self.usable_count)
+
+    def merge(self, other: Histogram) -> Histogram:
+        """The histogram of both samples; their ranges and bins must be the same."""
+        same = self.bins == other.bins and torch.equal(self.low, other.low) and torch.equal(self.high, other.high)
+        if not same:
+            raise ProfileError(
+                "these histograms were collected over different ranges or bins; collect the second with like=first"
+            )
+        counts = (self.counts.double() + other.counts.double()).to(self.counts.dtype)
+        return Histogram(counts, self.low, self.high, self.samples + other.samples, self.bins)
+
+
+class RangeTracker:
+    """First pass: the range of each unit, with its mean and variance, in float64 and mergeable in any order."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.low: Tensor
+        self.high: Tensor
+        self.mean: Tensor
+        self.squares: Tensor  # sum of squared deviations from the mean
+
+    def update(self, values: Tensor) -> None:
+        values = values.detach()
+        low, high = values.amin(0).float(), values.amax(0).float()
+        # float64 is missing on some devices; where it is there, long sums stay exact
+        work = values.double() if values.device.type != "mps" else values.float()
+        mean = work.mean(0)
+        squares = (work - mean).square().sum(0)
+        count = values.shape[0]
+        if self.samples == 0:
+            self.low, self.high, self.mean, self.squares = low, high, mean, squares
+        else:
+            total = self.samples + count
+            delta = mean - self.mean
+            self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
+            self.squares = self.squares + squares + delta.square() * (self.samples * count / total)
+            self.mean = self.mean + delta * (count / total)
+        self.samples += count
+
+    @property
+    def deviation(self) -> Tensor:
+        return (self.squares / max(1, self.samples)).sqrt()
+
+
+class CountTracker:
+    """Second pass: soft counts over ranges that are known by now."""
+
+    def __init__(self, low: Tensor, high: Tensor, bins: Bins) -> None:
+        self.low, self.high, self.bins = low, high, bins
+        wide = torch.float64 if low.device.type != "mps" else torch.float32
+        self.counts = torch.zeros(low.shape[0], bins.total, dtype=wide, device=low.device)
+        self.samples = 0
+
+    def update(self, values: Tensor) -> None:
+        values = values.detach()
+        share = soft_histogram(values, self.low, self.high, self.bins)
+        self.counts += share.to(self.counts.dtype) * values.shape[0]
+        self.samples += values.shape[0]
+
+    def histogram(self) -> Histogram:
+        return Histogram(
+            self.counts.float().cpu(), self.low.float().cpu(), self.high.float().cpu(), self.samples, self.bins
+        )
+
+
+def random_directions(count: int, units: int, seed: int) -> Tensor:
+    """`count` fixed random unit vectors `[count, units]`, the same on every machine and in every version.
+
+    A profile stores only the seed, so the numbers must never change: they come from a splitmix64 counter and
+    Box-Muller written out here rather than from a library's generator, whose stream may change.
+    """
+    with np.errstate(over="ignore"):
+        index = np.arange(2 * count * units, dtype=np.uint64) + np.uint64(seed) * np.uint64(0xD1342543DE82EF95)
+        z = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    uniform = ((z >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    radius, angle = uniform.reshape(2, -1)
+    normal = np.sqrt(-2 * np.log(radius)) * np.cos(2 * np.pi * angle)
+    vectors: Tensor = torch.from_numpy(normal.reshape(count, units))
+    return torch.nn.functional.normalize(vectors, dim=1).float()
+
+
+@dataclass(frozen=True, eq=False)
+class Projector:
+    """Turns values `[N, D]` of a tap into slices `[N, S]`: standardise, then project on fixed directions.
+
+    Units that were constant on the source are left out: their weight in every direction is zero.
+    """
+
+    weight: Tensor
+    offset: Tensor
+
+    @staticmethod
+    def build(mean: Tensor, deviation: Tensor, usable: Tensor, count: int, seed: int) -> Projector:
+        directions = random_directions(count, mean.shape[0], seed).double()
+        directions = directions * usable.cpu().double()
+        directions /= directions.norm(dim=1, keepdim=True).clamp_min(1e-12)
+        inverse = torch.where(usable.cpu(), 1 / deviation.cpu().double().clamp_min(1e-30), 0.0)
+        weight = directions * inverse
+        return Projector(weight.float(), (weight @ mean.cpu().double()).float())
+
+    def to(self, device: torch.device) -> Projector:
+        return Projector(self.weight.to(device), self.offset.to(device))
+
+    def __call__(self, values: Tensor) -> Tensor:
+        with torch.autocast(device_type=values.device.type, enabled=False):
+            projected: Tensor = torch.nn.functional.linear(values.to(self.weight.dtype), self.weight)
+            return projected - self.offset
+
+
+@dataclass(frozen=True, eq=False)
+class Slices:
+    """Histograms of random projections of a tap: they see the joint distribution, where marginals cannot."""
+
+    histogram: Histogram
+    seed: int
+    projector: Projector
+
+    def to(self, device: torch.device) -> Slices:
+        return Slices(self.histogram.to(device), self.seed, self.projector.to(device))
+
+    def divergence(self, values: Tensor, kind: Divergence = "psi") -> Tensor:
+        """Mean divergence over slices of values `[N, D]` of the tap."""
+        return self.histogram.mean_divergence(self.histogram.of(self.projector(values)), kind)

@@ -1,0 +1,105 @@
+"""`StatsLayer`: the paper's layer (appendix G) that a user places in a network by hand."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from shiftmend.errors import ShiftmendError
+from shiftmend.histograms import Bins, Divergence, as_samples
+from shiftmend.statistics import CountTracker, Histogram, RangeTracker
+
+Mode = Literal["off", "range", "counts", "align"]
+
+
+class StatsLayer(nn.Module):
+    """Passes its input through and tracks how it is distributed.
+
+    At home: `layer.track("range")`, one pass over the data, `layer.track("counts")`, a second pass. The statistics are
+    persistent buffers, so they are saved and loaded with the state dict. At the new site: `layer.track("align")`, and
+    after each forward pass `layer.loss()` is the divergence of that batch from home. A layer whose buffers were never
+    filled says so. Profiles do the same for any model without placing anything in it.
+
+    >>> layer = StatsLayer(3)
+    >>> home = torch.randn(512, 3)
+    >>> for mode in ("range", "counts"):
+    ...     _ = layer.track(mode)(home)
+    >>> _ = layer.track("align")(home + 2.0)
+    >>> bool(layer.loss() > 0.1)
+    True
+    """
+
+    low: Tensor
+    high: Tensor
+    counts: Tensor
+    samples: Tensor
+
+    def __init__(self, units: int, bins: Bins | None = None, *, channel_axis: int = 1) -> None:
+        super().__init__()
+        self.bins = bins or Bins()
+        self.channel_axis = channel_axis
+        self.mode: Mode = "off"
+        self._last: Tensor | None = None
+        self.register_buffer("low", torch.full((units,), torch.inf))
+        self.register_buffer("high", torch.full((units,), -torch.inf))
+        self.register_buffer("counts", torch.zeros(units, self.bins.total))
+        self.register_buffer("samples", torch.zeros((), dtype=torch.int64))
+
+    def track(self, mode: Mode) -> StatsLayer:
+        """Say what the next forward passes are for; `range` and `counts` start anew."""
+        if mode not in ("off", "range", "counts", "align"):
+            raise ShiftmendError(f"unknown mode {mode!r}, expected 'off', 'range', 'counts' or 'align'")
+        if mode in ("counts", "align") and not bool(torch.isfinite(self.low).all()):
+            raise ShiftmendError(f"mode {mode!r} needs the range first: track('range') and one pass over the source")
+        if mode == "align" and int(self.samples) == 0:
+            raise ShiftmendError("mode 'align' needs the counts first: track('counts') and one pass over the source")
+        if mode == "range":
+            self.low.fill_(torch.inf)
+            self.high.fill_(-torch.inf)
+        if mode in ("range", "counts"):
+            self.counts.zero_()
+            self.samples.zero_()
+        self.mode, self._last = mode, None
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mode == "off":
+            return x
+        values = as_samples(x, self.channel_axis)
+        if values.shape[1] != self.low.shape[0]:
+            raise ShiftmendError(
+                f"this StatsLayer was made for {self.low.shape[0]} units, its input {list(x.shape)} has "
+                f"{values.shape[1]} on axis {self.channel_axis}"
+            )
+        if self.mode == "range":
+            tracker = RangeTracker()
+            tracker.update(values)
+            self.low.copy_(torch.minimum(self.low, tracker.low))
+            self.high.copy_(torch.maximum(self.high, tracker.high))
+        elif self.mode == "counts":
+            counter = CountTracker(self.low, self.high, self.bins)
+            counter.update(values)
+            self.counts += counter.counts.to(self.counts.dtype)
+            self.samples += values.shape[0]
+        else:
+            self._last = values.clone()  # a following in-place layer must not change it
+        return x
+
+    def histogram(self) -> Histogram:
+        """What has been tracked, in the form a profile stores."""
+        return Histogram(self.counts, self.low, self.high, int(self.samples), self.bins)
+
+    def loss(self, kind: Divergence = "psi") -> Tensor:
+        """Mean divergence over units between the last batch and the stored statistics."""
+        if self._last is None:
+            raise ShiftmendError("there is no batch to compare: track('align'), then run a forward pass")
+        stored = self.histogram()
+        return stored.mean_divergence(stored.of(self._last), kind)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_last": None}  # a graph can neither be copied nor saved
+
+    def extra_repr(self) -> str:
+        return f"units={self.low.shape[0]}, bins={self.bins.count}, layout={self.bins.layout}, mode={self.mode}"
