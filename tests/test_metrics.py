@@ -47,9 +47,7 @@ def reference(logits: np.ndarray, labels: np.ndarray, bins: int = 10) -> dict[st
     }
 
 
-def random_batch(
-    samples: int, classes: int, scale: float = 3.0, seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def random_batch(samples: int, classes: int, scale: float = 3.0, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits that are right more often than not, so that bins differ in accuracy."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(classes, (samples,), generator=generator)
@@ -385,9 +383,7 @@ def test_restoration_distance_equals_numpy() -> None:
     for image in range(50):
         total += np.abs(source[image] - adapted[image]).sum() / 128
     expected = total / 50
-    assert restoration_distance(torch.from_numpy(source), torch.from_numpy(adapted)) == pytest.approx(
-        expected
-    )
+    assert restoration_distance(torch.from_numpy(source), torch.from_numpy(adapted)) == pytest.approx(expected)
     assert restoration_distance(torch.from_numpy(source), torch.from_numpy(source)) == 0
 
 

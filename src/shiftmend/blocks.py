@@ -46,7 +46,8 @@ def _owned_parameters(model: nn.Module, trace: Trace) -> dict[str, tuple[str, ..
     above it that ran. What the head or anything behind the features shares is left out: it must stay fixed.
     """
     ran = set(trace.order)
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first_names = dict(model.named_parameters())
     behind: set[int] = set()
     owned: dict[str, list[str]] = {name: [] for name in trace.extractor}
     for owner in owners(model):
@@ -55,7 +56,7 @@ def _owned_parameters(model: nn.Module, trace: Trace) -> dict[str, tuple[str, ..
         while runner not in ran and runner:
             runner = runner.rpartition(".")[0]
         if runner in owned:
-            owned[runner] += mine
+            owned[runner] += [name for name in mine if name in first_names]
         else:
             behind.update(id(parameters[name]) for name in mine)
     return {

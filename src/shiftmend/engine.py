@@ -99,7 +99,7 @@ def adapt(
         "method": {"name": chosen.name, **chosen.hyperparameters()},
         "stages": [{k: v for k, v in asdict(stage).items() if k != "parameters"} for stage in stages],
         "preset": profile.preset if profile else None,
-        "learning_rate_chosen": "given" if options.get("learning_rate") else "published default, not tuned",
+        "learning_rate_chosen": "given" if getattr(chosen, "learning_rate", None) else "default, not tuned",
         "seed": seed,
         "batch_size": min(feed.batch_size, feed.samples),
         "target": {"samples": feed.samples, "sha256": _data_digest(feed), **summary.to_json()},

@@ -6,6 +6,7 @@ Only inputs leave a feed. Labels that came along are kept apart for the evaluato
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ class Feed:
 
     Data that fits is read once and kept on the device as it came (8-bit images stay 8-bit), so that an epoch is a
     permutation and a few gathers with nothing to wait for; `resident=False`, or more than `limit` bytes, streams from
-    the loader in every epoch. Augmentation that a loader draws anew in each epoch needs `resident=False`.
+    the loader in every epoch (a tensor stays where it is and goes to the device by batches). Augmentation that a loader
+    draws anew in each epoch needs `resident=False`.
     """
 
     def __init__(
@@ -41,18 +43,20 @@ class Feed:
         self.device = device or torch.device("cpu")
         self.preprocess = preprocess
         self.what = what
+        if batch_size is not None and (isinstance(batch_size, bool) or batch_size < 1):
+            raise DataError(f"the batch size must be at least 1, got {batch_size!r}")
         self._loader, own = _as_loader(source, batch_size, what)
         self.batch_size = batch_size or own or DEFAULT_BATCH
-        if self.batch_size < 1:
-            raise DataError(f"the batch size must be at least 1, got {self.batch_size}")
         self._inputs: Tensor | None = None
         self._labels: Tensor | None = None
         self._samples: int | None = None
         self._clean = False
+        limit = 0 if not resident else _room(self.device) if limit is None else limit
         if isinstance(self._loader, tuple):
-            self._keep(*self._loader)
+            whole, labels = self._loader
+            self._keep(whole, labels, limit)
         elif resident:
-            self._read(limit if limit is not None else _room(self.device))
+            self._read(limit)
 
     @property
     def resident(self) -> bool:
@@ -67,18 +71,15 @@ class Feed:
     def samples(self) -> int:
         """Number of samples; a streamed source is counted on its first whole pass."""
         if self._samples is None:
-            self._samples = sum(len(inputs) for inputs, _ in self._stream())
-            if self._samples == 0:
-                raise DataError(f"the {self.what} is empty: expected at least one sample")
+            self._samples = sum(len(inputs) for inputs, _ in self._stream(copy=False))
         return self._samples
 
     def first(self, count: int) -> Tensor:
         """The first few inputs, preprocessed and on the device."""
         if self._inputs is not None:
-            return self._ready(self._inputs[:count])
-        for inputs, _ in self._stream():
-            return self._ready(inputs[:count])
-        raise DataError(f"the {self.what} is empty: expected at least one sample")
+            return self._ready(self._inputs[:count].clone())
+        inputs, _ = next(self._stream())
+        return self._ready(inputs[:count])
 
     def batches(self) -> Iterator[Tensor]:
         """Every sample once, in the order given."""
@@ -104,32 +105,36 @@ class Feed:
             yield from self.batches()
         else:
             chosen = torch.randperm(len(self._inputs), generator=torch.Generator().manual_seed(seed))[:count]
-            for index in chosen.sort().values.to(self.device).split(self.batch_size):
+            for index in chosen.sort().values.to(self._inputs.device).split(self.batch_size):
                 yield self._ready(self._inputs[index])
 
     def epoch(self, seed: int, number: int) -> Iterator[Tensor]:
         """Batches of equal size in a random order that depends on nothing but `seed` and `number`.
 
         What is left over at the end of an epoch is too small a sample for BatchNorm and for a histogram, and is left
-        out; the next epoch leaves others out. A source smaller than one batch is one batch.
+        out; the next epoch leaves others out. A source smaller than one batch is one batch. A streamed source gives
+        its own batches, and only a last one of less than half the size is left out.
         """
         order_seed = (seed * 1_000_003 + number) % (1 << 63)
         if self._inputs is None:
-            # a loader draws its order from the global generator, which is put back afterwards
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(order_seed)
+            with _drawing_from(order_seed):
                 yield from self._full(self._stream())
             return
         size = min(self.batch_size, len(self._inputs))
         order = torch.randperm(len(self._inputs), generator=torch.Generator().manual_seed(order_seed))
-        order = order.to(self.device, non_blocking=True)
+        order = order.to(self._inputs.device, non_blocking=True)
         for start in range(0, len(self._inputs) - size + 1, size):
             yield self._ready(self._inputs[order[start : start + size]])
 
     def _full(self, stream: Iterable[tuple[Tensor, Any]]) -> Iterator[Tensor]:
-        """Leave out a last batch of less than half the size, unless it is the only one."""
-        for index, (inputs, _) in enumerate(stream):
-            if index == 0 or len(inputs) * 2 >= self.batch_size:
+        """Leave out a last batch of less than half the size, unless it is the only one.
+
+        The first batch says what the size is: a list of batches need not have been cut to `batch_size`.
+        """
+        size = 0
+        for inputs, _ in stream:
+            size = size or len(inputs)
+            if len(inputs) * 2 >= size:
                 yield self._ready(inputs)
 
     def _in_order(self) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -138,19 +143,27 @@ class Feed:
             return
         for start in range(0, len(self._inputs), self.batch_size):
             part = slice(start, start + self.batch_size)
-            yield self._inputs[part], None if self._labels is None else self._labels[part]
+            # a copy: a model or a preprocessing that works in place must not change the data, least of all the caller's
+            yield self._inputs[part].clone(), None if self._labels is None else self._labels[part]
 
     def _ready(self, inputs: Tensor) -> Tensor:
         inputs = inputs.to(self.device, non_blocking=True)
         return self.preprocess(inputs) if self.preprocess is not None else inputs
 
-    def _stream(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def _stream(self, copy: bool = True) -> Iterator[tuple[Tensor, Tensor | None]]:
         assert not isinstance(self._loader, tuple)
+        copy = copy and not isinstance(self._loader, DataLoader)  # which makes its batches anew; a list gives its own
+        empty = True
         for batch in self._loader:
             inputs, labels = _split(batch, self.what)
+            if len(inputs) == 0:
+                continue
+            empty = False
             if not self._clean:
                 _refuse_non_finite(inputs, self.what)
-            yield inputs, labels
+            yield inputs.clone() if copy else inputs, labels
+        if empty:
+            raise DataError(f"the {self.what} is empty: expected at least one sample")
         self._clean = True
 
     def _read(self, limit: int) -> None:
@@ -158,46 +171,52 @@ class Feed:
         inputs: list[Tensor] = []
         labels: list[Tensor] = []
         size = 0
-        for batch, label in self._stream():
-            size += batch.numel() * batch.element_size()
-            if size > limit:
-                self._clean = False  # not seen whole yet
-                return
-            inputs.append(batch)
-            if label is not None:
-                labels.append(label)
-        if not inputs:
-            raise DataError(f"the {self.what} is empty: expected at least one sample")
+        with _drawing_from(0):  # a loader that shuffles gives one order, so that a seed names a run
+            for batch, label in self._stream(copy=False):
+                size += batch.numel() * batch.element_size()
+                if size > limit:
+                    return
+                inputs.append(batch)
+                if label is not None:
+                    labels.append(label)
         if len({tuple(part.shape[1:]) for part in inputs}) > 1:
             raise DataError(f"the batches of the {self.what} differ in shape; bring all samples to one size first")
         whole = torch.cat(labels) if labels and sum(map(len, labels)) == sum(map(len, inputs)) else None
-        self._keep(torch.cat(inputs), whole)
+        self._keep(torch.cat(inputs), whole, limit)
 
-    def _keep(self, inputs: Tensor, labels: Tensor | None) -> None:
+    def _keep(self, inputs: Tensor, labels: Tensor | None, limit: int) -> None:
         if len(inputs) == 0:
             raise DataError(f"the {self.what} is empty: expected at least one sample")
         if not self._clean:
             _refuse_non_finite(inputs, self.what)
         self._samples = len(inputs)
-        self._inputs = inputs.detach().to(self.device)
+        fits = inputs.numel() * inputs.element_size() <= limit
+        self._inputs = inputs.detach().to(self.device) if fits else inputs.detach()
         self._labels = None if labels is None else labels.to(self.device)
+
+
+@contextmanager
+def _drawing_from(seed: int) -> Iterator[None]:
+    """Seed the global generator, from which loaders draw their order, and put it back afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the accelerators too
+        yield
 
 
 def _as_loader(source: Any, batch_size: int | None, what: str) -> tuple[Any, int | None]:
     """A pair of whole tensors, or something to iterate over, with the batch size it brings along."""
     if isinstance(source, Feed):
         raise DataError(f"the {what} is a Feed already; pass what it was made from")
-    if isinstance(source, np.ndarray):
-        source = torch.from_numpy(source)
-    if isinstance(source, Tensor):
-        return (_at_least_1d(source, what), None), None
+    if isinstance(source, Tensor | np.ndarray):
+        return (_at_least_1d(_as_tensor(source, what), what), None), None
     if isinstance(source, TensorDataset):
         return (source.tensors[0], source.tensors[1] if len(source.tensors) > 1 else None), None
     if isinstance(source, tuple) and source and isinstance(source[0], Tensor | np.ndarray):
-        parts = [torch.as_tensor(part) for part in source]
-        if len(parts) > 1 and len(parts[0]) != len(parts[1]):
-            raise DataError(f"the {what} has {len(parts[0])} inputs but {len(parts[1])} labels")
-        return (_at_least_1d(parts[0], what), parts[1] if len(parts) > 1 else None), None
+        inputs = _at_least_1d(_as_tensor(source[0], what), what)
+        labels = _as_tensor(source[1], what) if len(source) > 1 and source[1] is not None else None
+        if labels is not None and (labels.ndim == 0 or len(inputs) != len(labels)):
+            raise DataError(f"the {what} has {len(inputs)} inputs but {len(labels) if labels.ndim else 1} labels")
+        return (inputs, labels), None
     if isinstance(source, DataLoader):
         if batch_size is not None and source.batch_size is not None and batch_size != source.batch_size:
             raise DataError(
@@ -215,6 +234,16 @@ def _as_loader(source: Any, batch_size: int | None, what: str) -> tuple[Any, int
     )
 
 
+def _as_tensor(values: Any, what: str) -> Tensor:
+    if isinstance(values, np.ndarray) and any(stride < 0 for stride in values.strides):
+        values = values.copy()  # a flipped array: torch knows no negative strides
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else f"a {type(values).__name__}"
+        raise DataError(f"the {what} holds {kind}, which is no tensor of numbers; convert it first") from error
+
+
 def _at_least_1d(inputs: Tensor, what: str) -> Tensor:
     if inputs.ndim == 0:
         raise DataError(f"the {what} is a single number; expected samples along the first axis")
@@ -225,10 +254,14 @@ def _split(batch: Any, what: str) -> tuple[Tensor, Tensor | None]:
     """Inputs and, if there are any, labels; whatever else the loader gives is dropped here."""
     labels = None
     if isinstance(batch, tuple | list) and batch:
-        labels = batch[1] if len(batch) > 1 and isinstance(batch[1], Tensor) and batch[1].ndim > 0 else None
+        labels = batch[1] if len(batch) > 1 and isinstance(batch[1], Tensor | np.ndarray) else None
         batch = batch[0]
+    if isinstance(labels, np.ndarray):  # what torch does not know, such as names, is no label to evaluate with
+        labels = _as_tensor(labels, what) if labels.dtype.kind in "biuf" else None
+    if labels is not None and labels.ndim == 0:
+        labels = None
     if isinstance(batch, np.ndarray):
-        batch = torch.from_numpy(batch)
+        batch = _as_tensor(batch, what)
     if not isinstance(batch, Tensor) or batch.ndim == 0:
         raise DataError(
             f"the {what} gives batches of type {type(batch).__name__}; expected a tensor of inputs, or (inputs, ...)"

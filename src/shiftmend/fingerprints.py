@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shiftmend.errors import ShiftmendError
 from shiftmend.statistics import RangeTracker
 
 INPUTS_SEEN = 4096  # samples that describe the inputs: enough for a mean, and cheap
@@ -36,6 +38,11 @@ def tensor_bytes(value: Tensor) -> bytes:
     """The raw bytes of a tensor of any dtype."""
     flat = value.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _is_number(value: Any) -> bool:
+    """A finite number as JSON writes it; Python's bool is an int, JSON's is not."""
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
@@ -76,13 +83,26 @@ class InputSummary:
 
     @staticmethod
     def from_json(data: Any) -> InputSummary:
+        """The inverse of `to_json`, for data that may be anything: what does not fit is an error."""
+        names = [field.name for field in fields(InputSummary)]
+        if not isinstance(data, dict) or sorted(data) != sorted(names):
+            raise ShiftmendError(f"the description of its inputs should have the entries {', '.join(names)}")
+        shape, mean, deviation = data["shape"], data["mean"], data["deviation"]
+        fits = (
+            isinstance(data["dtype"], str)
+            and data["dtype"].isidentifier()
+            and all(isinstance(part, list) for part in (shape, mean, deviation))
+            and all(type(size) is int and size > 0 for size in shape)
+            and all(_is_number(value) for value in (data["low"], data["high"], *mean, *deviation))
+            and data["low"] <= data["high"]
+            and len(mean) == len(deviation) > 0
+            and min(deviation) >= 0
+        )
+        if not fits:
+            raise ShiftmendError("the description of its inputs has entries of the wrong kind")
+        low, high = float(data["low"]), float(data["high"])
         return InputSummary(
-            tuple(int(n) for n in data["shape"]),
-            str(data["dtype"]),
-            float(data["low"]),
-            float(data["high"]),
-            tuple(float(v) for v in data["mean"]),
-            tuple(float(v) for v in data["deviation"]),
+            tuple(shape), data["dtype"], low, high, tuple(map(float, mean)), tuple(map(float, deviation))
         )
 
     def differences(self, target: InputSummary) -> list[str]:

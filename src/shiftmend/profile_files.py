@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+import re
+import reprlib
 import struct
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from shiftmend.taps import Tap
 SCHEMA = 1
 MOST_BYTES = 64 << 20
 _MOST_HEADER = 4 << 20
-_MOST_WEIGHTS = 1 << 27  # of all directions of one set of slices, which are rebuilt from their seed
+_MOST_WEIGHTS = 1 << 26  # of all slices together: they are rebuilt from their seeds, 16 bytes each at most
 _NO_SUM = "0" * 64
+_SUM = "[0-9a-f]{64}"
 _ROW_TOLERANCE = 1e-3  # float32 counts of millions of samples
 
 
@@ -60,8 +62,16 @@ def encode(profile: Profile) -> bytes:
         "inputs": profile.inputs.to_json(),
     }
     metadata = {"format": "shiftmend profile", "schema": str(SCHEMA), "sha256": _NO_SUM}
-    content = safetensors.torch.save(tensors, metadata | {"profile": json.dumps(facts)})
+    content = _ordered(safetensors.torch.save(tensors, metadata | {"profile": json.dumps(facts)}))
     return _with_sum(content, hashlib.sha256(content).hexdigest())
+
+
+def _ordered(content: bytes) -> bytes:
+    """The same file with its header sorted: the library orders metadata by chance, and equal profiles shall be equal."""
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.dumps(json.loads(content[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return struct.pack("<Q", len(header)) + header + content[8 + length :]
 
 
 def _with_sum(content: bytes, digest: str) -> bytes:
@@ -71,12 +81,12 @@ def _with_sum(content: bytes, digest: str) -> bytes:
 def read(path: Path) -> Profile:
     """Load a profile from a file."""
     try:
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise ProfileError(f"{path} has {size:,} bytes; a profile has at most {MOST_BYTES:,}, so it is none")
-        content = path.read_bytes()
+        with path.open("rb") as handle:
+            content = handle.read(MOST_BYTES + 1)
     except OSError as error:
         raise ProfileError(f"{path} could not be read ({error.strerror}); expected a shiftmend profile") from error
+    if len(content) > MOST_BYTES:
+        raise ProfileError(f"{path} has more than {MOST_BYTES:,} bytes; a profile has fewer, so it is none")
     try:
         return decode(content)
     except ProfileError as error:
@@ -89,8 +99,10 @@ def decode(content: bytes) -> Profile:
     if metadata.get("format") != "shiftmend profile":
         raise ProfileError("this is a safetensors file but no shiftmend profile; make one with `shiftmend profile`")
     if metadata.get("schema") != str(SCHEMA):
-        raise ProfileError(f"it has schema {metadata.get('schema')!r}, this version reads {SCHEMA}; profile again")
+        schema = reprlib.repr(metadata.get("schema"))
+        raise ProfileError(f"it has schema {schema}, this version reads {SCHEMA}; profile again")
     digest = metadata.get("sha256", "")
+    digest = digest if re.fullmatch(_SUM, digest) else _NO_SUM
     blank = content.replace(f'"sha256":"{digest}"'.encode(), f'"sha256":"{_NO_SUM}"'.encode(), 1)
     if hashlib.sha256(blank).hexdigest() != digest:
         raise ProfileError("it is damaged: its content does not match its SHA-256; copy it again from the source site")
@@ -98,13 +110,20 @@ def decode(content: bytes) -> Profile:
         tensors = safetensors.torch.load(content)
         profile = _assemble(json.loads(metadata["profile"]), tensors)
     except ShiftmendError as error:
-        raise ProfileError(f"it is not valid: {error}") from error
+        raise ProfileError(f"it is not valid: {_one_line(error)}") from error
     except Exception as error:  # whatever a hostile file can provoke, it must end as one clear error
-        raise ProfileError(f"it is not valid: {type(error).__name__} while reading it ({error})") from error
+        what = f"{type(error).__name__} while reading it ({_one_line(error)})"
+        raise ProfileError(f"it is not valid: {what}") from error
     found = problems(profile)
     if found:
-        raise ProfileError(f"it is not valid: {found[0]}")
+        raise ProfileError(f"it is not valid: {_one_line(found[0])}")
     return profile
+
+
+def _one_line(message: object) -> str:
+    """Names in a damaged file can be of any length and hold line breaks."""
+    line = " ".join(str(message).split())
+    return line if len(line) <= 300 else f"{line[:300]} ..."
 
 
 def _metadata(content: bytes) -> dict[str, str]:
@@ -116,17 +135,18 @@ def _metadata(content: bytes) -> dict[str, str]:
     if length > min(_MOST_HEADER, len(content) - 8):
         raise damaged
     try:
-        header = json.loads(content[8 : 8 + length])
-        metadata = header["__metadata__"]
-        if not all(isinstance(key, str) and isinstance(value, str) for key, value in metadata.items()):
-            raise damaged
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        metadata = dict(json.loads(content[8 : 8 + length])["__metadata__"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged from error
-    return dict(metadata)
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise damaged
+    return metadata
 
 
 def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     bins = Bins(**facts["bins"])
+    if type(bins.count) is not int or type(bins.temperature) not in (int, float):
+        raise ProfileError("its bins are not described by numbers")
     expected = {"features.mean", "features.deviation"} | {
         f"{group}.{name}.{part}"
         for group, names in (("tap", facts["taps"]), ("slices", facts["slices"]))
@@ -144,7 +164,7 @@ def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     slices = _histograms("slices", facts["slices"], tensors, bins)
     specs = {}
     for name, entry in facts["taps"].items():
-        if not (isinstance(entry["spec"], str) and isinstance(entry["entry"], int | str | None)):
+        if type(entry["spec"]) is not str or type(entry["entry"]) not in (int, str, type(None)):
             raise ProfileError(f"tap {name!r} is not described by a module name")
         parsed = Tap.parse(name, entry["spec"])
         specs[name] = Tap(name, parsed.module, parsed.side, parsed.channel_axis, entry["entry"])
@@ -154,7 +174,7 @@ def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     if not mean.shape == deviation.shape == taps["features"].low.shape == taps["features"].high.shape:
         raise ProfileError("mean and deviation are not of as many units as the features")
     units = mean.shape[0]
-    if any(part.units * units > _MOST_WEIGHTS for part in slices.values()):
+    if sum(part.units for part in slices.values()) * units > _MOST_WEIGHTS:
         raise ProfileError(f"its slices need more than {_MOST_WEIGHTS:,} weights")
     return Profile(
         taps=taps,
@@ -163,14 +183,14 @@ def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
         slices={
             name: Slices(part, seed, Projector.build(mean, deviation, taps["features"].usable, part.units, seed))
             for name, part in slices.items()
-            for seed in [int(facts["slices"][name]["seed"])]
+            for seed in [_whole(facts["slices"][name]["seed"], f"the seed of slices {name!r}", 0, (1 << 64) - 1)]
         },
         specs=specs,
-        preset=str(facts["preset"]),
-        architecture=str(facts["architecture"]),
-        weights=str(facts["weights"]),
+        preset=_text(facts["preset"], "preset", ".*"),
+        architecture=_text(facts["architecture"], "architecture", _SUM),
+        weights=_text(facts["weights"], "weights", _SUM),
         inputs=InputSummary.from_json(facts["inputs"]),
-        library=str(facts["library"]),
+        library=_text(facts["library"], "library", "[ -~]{1,64}"),
     )
 
 
@@ -180,16 +200,23 @@ def _histograms(group: str, facts: dict[str, Any], tensors: dict[str, Tensor], b
             counts=tensors[f"{group}.{name}.counts"],
             low=tensors[f"{group}.{name}.low"],
             high=tensors[f"{group}.{name}.high"],
-            samples=_positive(entry["samples"], f"samples of {name!r}"),
+            samples=_whole(entry["samples"], f"the number of samples of {name!r}", 1, (1 << 53) - 1),
             bins=bins,
         )
         for name, entry in facts.items()
     }
 
 
-def _positive(value: Any, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 53:
-        raise ProfileError(f"the number of {what} is {value!r}, expected a positive integer")
+def _whole(value: Any, what: str, least: int, most: int) -> int:
+    """JSON has numbers only; Python would take true and 3.0 for whole ones too."""
+    if type(value) is not int or not least <= value <= most:
+        raise ProfileError(f"{what} is {reprlib.repr(value)}, expected a whole number from {least} to {most}")
+    return value
+
+
+def _text(value: Any, what: str, pattern: str) -> str:
+    if not isinstance(value, str) or not re.fullmatch(pattern, value):
+        raise ProfileError(f"its entry {what!r} is {reprlib.repr(value)}, which is not of the expected form")
     return value
 
 
@@ -198,19 +225,25 @@ def problems(profile: Profile) -> list[str]:
     found = []
     if profile.preset not in PRESETS:
         found.append(f"its preset {profile.preset!r} is unknown (known: {', '.join(PRESETS)})")
-    if "verification" not in profile.slices:
-        found.append("it has no verification slices")
+    elif sorted(profile.slices) != sorted(_slices_of(profile.preset)):
+        expected = " and ".join(_slices_of(profile.preset))
+        found.append(f"its slices are {sorted(profile.slices)}, expected those for {expected}")
     if not bool(torch.isfinite(profile.mean).all() & torch.isfinite(profile.deviation).all()):
         found.append("the features' mean or deviation is not finite")
     elif bool((profile.deviation < 0).any()):
         found.append("the features' deviation is negative")
-    numbers = (profile.inputs.low, profile.inputs.high, *profile.inputs.mean, *profile.inputs.deviation)
-    if not all(math.isfinite(number) for number in numbers):
-        found.append("the description of its inputs is not finite")
+    elif bool((profile.deviation == 0)[profile.taps["features"].usable].any()):
+        found.append("the features' deviation is zero in a unit that varied")
+    if any(part.histogram.samples != profile.samples for part in profile.slices.values()):
+        found.append(f"its slices are not of the {profile.samples} samples of the features")
     parts = dict(profile.taps) | {f"{name} slices": part.histogram for name, part in profile.slices.items()}
     for name, histogram in parts.items():
         found += [f"{name}: {problem}" for problem in _histogram_problems(histogram)]
     return found
+
+
+def _slices_of(preset: str) -> tuple[str, ...]:
+    return ("verification", "alignment") if PRESETS[preset].aligned_slices else ("verification",)
 
 
 def _histogram_problems(histogram: Histogram) -> list[str]:

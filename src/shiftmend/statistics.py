@@ -10,10 +10,13 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shiftmend.errors import ProfileError
 from shiftmend.histograms import Bins, Divergence, Form, divergence, soft_histogram, usable_units
+
+_NUMBERS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,19 +134,28 @@ def random_directions(count: int, units: int, seed: int) -> Tensor:
     """`count` fixed random unit vectors `[count, units]`, the same on every machine and in every version.
 
     A profile stores only the seed, so the numbers must never change: they come from a splitmix64 counter and
-    Box-Muller written out here rather than from a library's generator, whose stream may change.
+    Box-Muller written out here rather than from a library's generator, whose stream may change. A few rows are
+    made at a time, so that a file which asks for many costs little more memory than the result.
     """
+    directions = torch.empty(count, units)
+    rows = max(1, _NUMBERS_AT_ONCE // max(1, units))
+    for first in range(0, count, rows):
+        index = np.arange(first * units, min(count, first + rows) * units, dtype=np.uint64)
+        radius, angle = _uniform(index, seed), _uniform(index + np.uint64(count * units), seed)
+        normal = np.sqrt(-2 * np.log(radius)) * np.cos(2 * np.pi * angle)
+        vectors = torch.from_numpy(normal.reshape(-1, units))
+        directions[first : first + rows] = torch.nn.functional.normalize(vectors, dim=1)
+    return directions
+
+
+def _uniform(index: NDArray[np.uint64], seed: int) -> NDArray[np.float64]:
+    """The numbers at these places of the splitmix64 stream of a seed, strictly between 0 and 1."""
     with np.errstate(over="ignore"):
-        index = np.arange(2 * count * units, dtype=np.uint64) + np.uint64(seed) * np.uint64(0xD1342543DE82EF95)
-        z = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (index + np.uint64(seed) * np.uint64(0xD1342543DE82EF95) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         z = z ^ (z >> np.uint64(31))
-    uniform = ((z >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    radius, angle = uniform.reshape(2, -1)
-    normal = np.sqrt(-2 * np.log(radius)) * np.cos(2 * np.pi * angle)
-    vectors: Tensor = torch.from_numpy(normal.reshape(count, units))
-    return torch.nn.functional.normalize(vectors, dim=1).float()
+    return ((z >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,11 +170,10 @@ class Projector:
 
     @staticmethod
     def build(mean: Tensor, deviation: Tensor, usable: Tensor, count: int, seed: int) -> Projector:
-        directions = random_directions(count, mean.shape[0], seed).double()
-        directions = directions * usable.cpu().double()
-        directions /= directions.norm(dim=1, keepdim=True).clamp_min(1e-12)
-        inverse = torch.where(usable.cpu(), 1 / deviation.cpu().double().clamp_min(1e-30), 0.0)
-        weight = directions * inverse
+        weight = random_directions(count, mean.shape[0], seed).double()
+        weight *= usable.cpu()
+        weight /= weight.norm(dim=1, keepdim=True).clamp_min(1e-12)
+        weight *= torch.where(usable.cpu(), 1 / deviation.cpu().double().clamp_min(1e-30), 0.0)
         return Projector(weight.float(), (weight @ mean.cpu().double()).float())
 
     def to(self, device: torch.device) -> Projector:

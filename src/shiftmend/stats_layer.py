@@ -51,8 +51,13 @@ class StatsLayer(nn.Module):
         """Say what the next forward passes are for; `range` and `counts` start anew."""
         if mode not in ("off", "range", "counts", "align"):
             raise ShiftmendError(f"unknown mode {mode!r}, expected 'off', 'range', 'counts' or 'align'")
-        if mode in ("counts", "align") and not bool(torch.isfinite(self.low).all()):
-            raise ShiftmendError(f"mode {mode!r} needs the range first: track('range') and one pass over the source")
+        if mode != "off" and self.counts.dtype not in (torch.float32, torch.float64):
+            raise ShiftmendError(
+                f"the statistics are {self.counts.dtype}, too coarse to count in; call .float() on the StatsLayer "
+                "after converting the network (its input may be of any precision)"
+            )
+        if mode in ("counts", "align"):
+            self._check_range(mode)
         if mode == "align" and int(self.samples) == 0:
             raise ShiftmendError("mode 'align' needs the counts first: track('counts') and one pass over the source")
         if mode == "range":
@@ -63,6 +68,16 @@ class StatsLayer(nn.Module):
             self.samples.zero_()
         self.mode, self._last = mode, None
         return self
+
+    def _check_range(self, mode: Mode) -> None:
+        if bool((self.low > self.high).any()):  # as they were at the start
+            raise ShiftmendError(f"mode {mode!r} needs the range first: track('range') and one pass over the source")
+        finite = torch.isfinite(self.low) & torch.isfinite(self.high)
+        if not bool(finite.all()):
+            raise ShiftmendError(
+                f"{int((~finite).sum())} units were NaN or infinite in mode 'range'; look at the source data and at "
+                "the layers before this one"
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mode == "off":
@@ -88,8 +103,8 @@ class StatsLayer(nn.Module):
         return x
 
     def histogram(self) -> Histogram:
-        """What has been tracked, in the form a profile stores."""
-        return Histogram(self.counts, self.low, self.high, int(self.samples), self.bins)
+        """What has been tracked up to now, in the form a profile stores."""
+        return Histogram(self.counts.clone(), self.low.clone(), self.high.clone(), int(self.samples), self.bins)
 
     def loss(self, kind: Divergence = "psi") -> Tensor:
         """Mean divergence over units between the last batch and the stored statistics."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shiftmend.blocks import Block
 from shiftmend.errors import AdaptationError
@@ -30,6 +31,16 @@ class Network:
     def layerwise(self) -> bool:
         """Every block is one single layer, as in the paper's CNN; in a ResNet a block is a stage."""
         return all(block.layers <= 1 for block in self.blocks)
+
+    @property
+    def batch_normalised(self) -> bool:
+        """Has BatchNorm, which forgives large steps: it undoes what they do to the scale of a layer."""
+        return any(isinstance(module, _BatchNorm) for module in self.model.modules())
+
+    def published(self, name: str) -> float | None:
+        """A rate that was published for this very network, which it carries in `shiftmend_rates`."""
+        rates: Mapping[str, float] = getattr(self.model, "shiftmend_rates", {})
+        return rates.get(name)
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from shiftmend.profiles import Profile
 class BUFR(Alignment):
     """`epochs_per_block` epochs on the first block, then on the first two, and so on, each with a fresh optimiser.
 
-    The learning rate is divided by `decay` at each unfreezing. Published: rate 1.0 and decay 1.5 where a block is one
-    layer (the CNN), 0.1 and 5 where it is a stage (ResNets); those are what None takes.
+    The learning rate is divided by `decay` at each unfreezing. Published: rate 1.0 and decay 1.5 for the CNN, where a
+    block is one layer, 0.1 and 5 for ResNets, where it is a stage. None takes the decay by that rule.
     """
 
     name: ClassVar[str] = "bufr"
+    staged_rate: ClassVar[float] = 0.1
     epochs_per_block: int = 30
     decay: float | None = None
 
@@ -28,7 +29,7 @@ class BUFR(Alignment):
         check_positive(self.decay, "the decay of the learning rate")
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
-        rate = self.rate(1.0 if network.layerwise else 0.1, profile)
+        rate = self.rate(network, profile)
         decay = self.decay or (1.5 if network.layerwise else 5.0)
         unfrozen: tuple[str, ...] = ()
         stages = []

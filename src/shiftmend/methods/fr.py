@@ -23,10 +23,11 @@ class Alignment(Method):
 
     `align` names the taps (the paper's ablation leaves out the logits; further taps of the profile may be added),
     `divergence` replaces the preset's, e.g. by `"kl-target-source"`, the paper's other ablation. The preset is the
-    profile's own. A learning rate of None takes the published one for networks of this kind.
+    profile's own. A learning rate of None takes a default that fits the network, see `rate`.
     """
 
     needs_profile: ClassVar[bool] = True
+    staged_rate: ClassVar[float]
     learning_rate: float | None = None
     align: tuple[str, ...] = ("features", "logits")
     divergence: Divergence | None = None
@@ -63,12 +64,20 @@ class Alignment(Method):
 
         return losses
 
-    def rate(self, published: float, profile: Profile | None) -> float:
-        """The learning rate given, or the published one, translated to the profile's preset."""
+    def rate(self, network: Network, profile: Profile | None) -> float:
+        """The learning rate given, or the default for such a network, translated to the profile's preset.
+
+        The default is the one published for this network; for others of one layer a block 0.1, of stages what was
+        published for ResNets; a tenth of that without BatchNorm, where large steps are not forgiven.
+        """
         if self.learning_rate is not None:
             return self.learning_rate
         assert profile is not None
-        return published * _loss_scale(find_preset(profile.preset), profile)
+        default = network.published(self.name)
+        if default is None:
+            default = self.staged_rate if not network.layerwise else 0.1
+            default *= 1.0 if network.batch_normalised else 0.1
+        return default * _loss_scale(find_preset(profile.preset), profile)
 
 
 def _loss_scale(chosen: Preset, profile: Profile) -> float:
@@ -84,6 +93,7 @@ class FR(Alignment):
     """All blocks at once for `epochs` epochs. Published rates: 1.0 for the CNN, 0.001 for ResNets."""
 
     name: ClassVar[str] = "fr"
+    staged_rate: ClassVar[float] = 1e-3
     epochs: int = 150
 
     def __post_init__(self) -> None:
@@ -92,5 +102,4 @@ class FR(Alignment):
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         everything = tuple(name for block in network.blocks for name in block.parameters)
-        rate = self.rate(1.0 if network.layerwise else 1e-3, profile)
-        return [Stage("all blocks", self.epochs, rate, everything)]
+        return [Stage("all blocks", self.epochs, self.rate(network, profile), everything)]

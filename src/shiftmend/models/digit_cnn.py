@@ -30,6 +30,8 @@ class DigitCNN(nn.Module):
         ("conv3", "bn3"),
         ("linear",),
     )
+    # Learning rates published for this very network, by method; others get a default.
+    shiftmend_rates: ClassVar[Mapping[str, float]] = {"fr": 1.0, "bufr": 1.0}
 
     def __init__(self, classes: int = 10, channels: int = 3, width: int = 64, image_size: int = 28) -> None:
         super().__init__()

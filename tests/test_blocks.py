@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shiftmend.blocks import Block, split
+from shiftmend.errors import AdaptationError
+from shiftmend.models import build
+from shiftmend.taps import trace
+from zoo import ZOO
+
+
+def blocks_of(model: nn.Module, inputs: torch.Tensor, names: object = None, output: object = None) -> tuple[Block, ...]:
+    return split(model, trace(model, inputs, output=output), names)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_blocks_of_every_kind_of_model(name: str) -> None:
+    case = ZOO[name]
+    model = case.model()
+    blocks = blocks_of(model, case.inputs(2), output=case.output)
+    assert len(blocks) == case.blocks
+    inside = [parameter for block in blocks for parameter in block.parameters]
+    assert len(inside) == len(set(inside))
+    assert not any(parameter.startswith(f"{case.head}.") for parameter in inside)
+    if name != "paper-cnn":  # its BatchNorm behind the features belongs to the classifier
+        everything = {n for n, _ in model.named_parameters() if not n.startswith(f"{case.head}.")}
+        assert set(inside) == everything
+
+
+def test_the_papers_cnn() -> None:
+    case = ZOO["paper-cnn"]
+    blocks = blocks_of(case.model(), case.inputs(2))
+    assert [b.modules for b in blocks] == [("conv1", "bn1"), ("conv2", "bn2"), ("conv3", "bn3"), ("linear",)]
+    assert [b.layers for b in blocks] == [1, 1, 1, 1]
+
+
+def test_resnet_stages_are_found_without_being_told() -> None:
+    model = build("resnet18", classes=5).eval()
+    told = blocks_of(model, torch.randn(2, 3, 64, 64))
+    type(model).shiftmend_blocks, kept = None, type(model).shiftmend_blocks
+    try:
+        found = blocks_of(model, torch.randn(2, 3, 64, 64))
+    finally:
+        type(model).shiftmend_blocks = kept
+    assert [b.parameters for b in told] == [b.parameters for b in found]
+    assert [b.name for b in found] == ["conv1 + bn1", "layer1", "layer2", "layer3", "layer4"]
+
+
+def test_a_transformer_is_stem_and_layers() -> None:
+    case = ZOO["vit"]
+    blocks = blocks_of(case.model(), case.inputs(2))
+    assert "patches" in blocks[0].modules
+    assert {"token", "positions"} <= set(blocks[0].parameters)
+    assert [b.name for b in blocks[1:3]] == ["blocks.0", "blocks.1"]
+    assert "blocks.1.attention.out_proj.weight" in blocks[2].parameters  # used without being called
+    assert "norm.weight" in blocks[3].parameters
+
+
+def test_a_backbone_in_a_wrapper_and_a_plain_chain() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features = nn.Sequential(
+                nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)
+            )
+            self.classifier = nn.Sequential(
+                nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.classifier(self.features(x).mean((2, 3)))
+
+    blocks = blocks_of(Net().eval(), torch.randn(2, 1, 12, 12))
+    assert [b.modules for b in blocks] == [
+        ("features.0", "features.1"),
+        ("features.3",),
+        ("features.5",),
+        ("classifier.0",),
+        ("classifier.2",),
+        ("classifier.4",),
+    ]
+
+
+def test_running_order_counts_not_the_order_of_definition() -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 2)
+            self.second = nn.Linear(4, 4)
+            self.first = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.second(self.first(x).relu()).relu())
+
+    assert [b.name for b in blocks_of(Backwards(), torch.randn(2, 4))] == ["first", "second"]
+
+
+def test_shared_weights_with_the_head_stay_fixed() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4, bias=False)
+            self.middle = nn.Linear(4, 4)
+            self.head = nn.Linear(4, 4)
+            self.head.weight = self.first.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.middle(self.first(x)))
+
+    model = Tied()
+    trained = {p for b in blocks_of(model, torch.randn(2, 4)) for p in b.parameters}
+    assert trained == {"middle.weight", "middle.bias"}
+
+
+def test_names_given_by_the_user() -> None:
+    case = ZOO["vit"]
+    blocks = blocks_of(case.model(), case.inputs(2), ["patches", ["blocks.0", "blocks.1"], "blocks.2"])
+    assert [b.layers for b in blocks] == [1, 6, 3]
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["nowhere"], "names no module"),
+        (["head"], "below the features"),
+        (["blocks.0", "blocks"], "twice"),
+        ([], "empty"),
+    ],
+)
+def test_wrong_names_are_one_sentence(names: list[str], words: str) -> None:
+    case = ZOO["vit"]
+    with pytest.raises(AdaptationError, match=words):
+        blocks_of(case.model(), case.inputs(2), names)
+
+
+def test_a_head_on_raw_inputs_has_nothing_to_adapt() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+    with pytest.raises(AdaptationError, match="nothing below the features"):
+        blocks_of(model, torch.randn(2, 4))

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import shiftmend
+from shiftmend.errors import AdaptationError
+from worlds import sensors
+
+HERE = Path(__file__).parent
+OPTIONS = {"method": "bufr", "epochs_per_block": 6, "learning_rate": 0.1, "batch_size": 100, "progress": False}
+
+SCRIPT = """
+import sys, time
+sys.path.insert(0, {here!r})
+import torch
+torch.set_num_threads(1)
+import shiftmend
+from worlds import sensors
+world = sensors()
+slow = {slow!r}
+def preprocess(x):
+    time.sleep(slow)
+    return x
+result = shiftmend.adapt(
+    world.model, world.target, world.profile(), checkpoint={checkpoint!r}, preprocess=preprocess, **{options!r}
+)
+result.save({out!r})
+"""
+
+
+def command(tmp_path: Path, slow: float) -> list[str]:
+    text = SCRIPT.format(
+        here=str(HERE), slow=slow, checkpoint=str(tmp_path / "run.ckpt"), options=OPTIONS, out=str(tmp_path / "out")
+    )
+    return [sys.executable, "-c", text]
+
+
+def test_a_run_killed_without_warning_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run.ckpt"
+    process = subprocess.Popen(command(tmp_path, slow=0.02))
+    seen: set[int] = set()
+    deadline = time.monotonic() + 60
+    while len(seen) < 4 and time.monotonic() < deadline and process.poll() is None:  # a few epochs, then no mercy
+        if checkpoint.exists():
+            seen.add(checkpoint.stat().st_mtime_ns)
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run was over before it could be killed"
+    assert checkpoint.exists()
+    assert not (tmp_path / "out").exists()
+
+    subprocess.run(command(tmp_path, slow=0.0), check=True)
+    torch.set_num_threads(1)
+    world = sensors()
+    whole = shiftmend.adapt(world.model, world.target, world.profile(), **OPTIONS)
+    resumed = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(resumed[name], value) for name, value in whole.model.state_dict().items())
+    assert not list(tmp_path.glob("*.partial"))
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("epochs", [1, 5, 6, 7, 11])
+def test_resuming_after_any_epoch_is_bit_identical(
+    tmp_path: Path, epochs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also exactly between two blocks, where the optimiser is a fresh one."""
+    world = sensors()
+    profile = world.profile()
+    whole = shiftmend.adapt(world.model, world.target, profile, **OPTIONS)
+    from shiftmend import checkpoints
+
+    original, saved = checkpoints.save, []
+
+    def counted(*args: object) -> None:
+        original(*args)  # type: ignore[arg-type]
+        saved.append(1)
+        if len(saved) == epochs:
+            raise Stop
+
+    monkeypatch.setattr(checkpoints, "save", counted)
+    with pytest.raises(Stop):
+        shiftmend.adapt(world.model, world.target, profile, checkpoint=tmp_path / "c", **OPTIONS)
+    monkeypatch.setattr(checkpoints, "save", original)
+    resumed = shiftmend.adapt(world.model, world.target, profile, checkpoint=tmp_path / "c", **OPTIONS)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+    assert [row.losses for row in resumed.history] == [row.losses for row in whole.history]
+    assert [row.verification for row in resumed.history] == [row.verification for row in whole.history]
+
+
+def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
+    world = sensors()
+    first = shiftmend.adapt(world.model, world.target, world.profile(), checkpoint=tmp_path / "c", **OPTIONS)
+    second = shiftmend.adapt(world.model, world.target, world.profile(), checkpoint=tmp_path / "c", **OPTIONS)
+    assert [row.seconds for row in first.history] == [row.seconds for row in second.history]
+    assert torch.equal(first.model[0].weight, second.model[0].weight)
+
+
+def test_adabn_resumes_too(tmp_path: Path) -> None:
+    world = sensors()
+    whole = shiftmend.adapt(world.model, world.target, world.profile(), "adabn", progress=False)
+    for _ in range(2):
+        again = shiftmend.adapt(
+            world.model, world.target, world.profile(), "adabn", checkpoint=tmp_path / "c", progress=False
+        )
+        assert torch.equal(again.model[1].running_var, whole.model[1].running_var)
+
+
+def test_checkpoints_of_other_runs_are_refused(tmp_path: Path) -> None:
+    world = sensors()
+    profile = world.profile()
+    path = tmp_path / "c"
+    shiftmend.adapt(world.model, world.target, profile, checkpoint=path, **OPTIONS)
+    for other in ({"seed": 1}, {"epochs_per_block": 7}, {"learning_rate": 0.2}):
+        with pytest.raises(AdaptationError, match="belongs to another run"):
+            shiftmend.adapt(world.model, world.target, profile, checkpoint=path, **(OPTIONS | other))
+    with pytest.raises(AdaptationError, match="belongs to another run"):
+        shiftmend.adapt(world.model, world.target + 1, profile, checkpoint=path, **OPTIONS)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"\xff" * 100])
+def test_damaged_checkpoints_are_refused(tmp_path: Path, content: bytes) -> None:
+    world = sensors()
+    (tmp_path / "c").write_bytes(content)
+    with pytest.raises(AdaptationError, match="no readable shiftmend checkpoint"):
+        shiftmend.adapt(world.model, world.target, world.profile(), checkpoint=tmp_path / "c", **OPTIONS)
+    assert (tmp_path / "c").read_bytes() == content

@@ -1,0 +1,385 @@
+from __future__ import annotations
+
+import json
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shiftmend
+from shiftmend.engine import DivergedError
+from shiftmend.errors import AdaptationError, DataError
+from shiftmend.methods import FR
+from worlds import sensors
+from zoo import SMALL, ZOO
+
+
+def states_equal(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+def test_mends_a_measurement_shift_and_leaves_the_callers_model_alone() -> None:
+    world = sensors()
+    before = {k: v.clone() for k, v in world.model.state_dict().items()}
+    flags = [p.requires_grad for p in world.model.parameters()]
+    result = shiftmend.adapt(
+        world.model, world.target, world.profile(), "bufr", epochs_per_block=40, learning_rate=0.1, progress=False
+    )
+    assert world.accuracy(world.model) < 0.75
+    assert world.accuracy(result.model) > 0.9
+    assert all(torch.equal(v, before[k]) for k, v in world.model.state_dict().items())
+    assert type(result.model) is type(world.model)
+    assert not any(m.training for m in result.model.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in result.model.modules())
+    assert [p.requires_grad for p in result.model.parameters()] == flags
+    assert all(p.grad is None for p in result.model.parameters())
+    assert result.after.divergence < result.before.divergence / 5
+    head = result.model[6]
+    assert torch.equal(head.weight, world.model[6].weight)
+    assert torch.equal(head.bias, world.model[6].bias)
+
+
+def test_agrees_with_the_algorithm_written_out() -> None:
+    """Two epochs of FR by hand: softmax binning in float64 formulas, plain momentum, BatchNorm on batch statistics."""
+    world = sensors()
+    profile = world.profile()
+    rate, size = 0.05, 200
+    result = shiftmend.adapt(
+        world.model, world.target, profile, "fr", epochs=2, learning_rate=rate, batch_size=size, seed=7, progress=False
+    )
+
+    import copy
+
+    model = copy.deepcopy(world.model).eval()
+    model[1].train()
+    trained = [p for i in (0, 1, 4) for p in model[i].parameters()]
+    velocity = [torch.zeros_like(p) for p in trained]
+    cuts = torch.arange(9) / 8
+    offsets = torch.cat([torch.zeros(1), -cuts.cumsum(0)])
+    for epoch in (1, 2):
+        order = torch.randperm(600, generator=torch.Generator().manual_seed(7 * 1_000_003 + epoch))
+        for start in (0, 200, 400):
+            features = model[:6](world.target[order[start : start + size]])
+            loss = torch.zeros(())
+            for name, values in (("features", features), ("logits", model[6](features))):
+                home = profile.taps[name]
+                keep = home.high - home.low > 1e-4 * torch.maximum(home.low.abs(), home.high.abs())
+                x = ((values - home.low) / (home.high - home.low))[:, keep]
+                mass = torch.softmax((x[..., None] * torch.arange(1, 11) + offsets) / 0.01, -1)
+                q = mass.mean(0)
+                p = (home.counts / home.samples)[keep]
+                both = (p * ((p + 1e-8) / (q + 1e-8)).log()).sum(1) + (q * ((q + 1e-8) / (p + 1e-8)).log()).sum(1)
+                loss = loss + both.mean() / math.log(10)
+            gradients = torch.autograd.grad(loss, trained)
+            with torch.no_grad():
+                for p_, v, g in zip(trained, velocity, gradients, strict=True):
+                    v.mul_(0.9).add_(g)
+                    p_.sub_(rate * v)
+    for ours, theirs in zip(result.model.state_dict().values(), model.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_kind_of_model_can_be_adapted(name: str) -> None:
+    case = ZOO[name]
+    model = case.model()
+    profile = shiftmend.profile(model, case.inputs(128), output=case.output, progress=False)
+    target = case.inputs(128, seed=2) * 1.5 + 0.5
+    result = shiftmend.adapt(
+        model, target, profile, "fr", output=case.output, epochs=15, learning_rate=1e-3, batch_size=128, progress=False
+    )
+    assert result.after.divergence < result.before.divergence
+    assert not states_equal(result.model, model)
+
+
+def test_same_seed_same_result_other_seed_other_result() -> None:
+    world = sensors()
+    profile = world.profile()
+    runs = [
+        shiftmend.adapt(
+            world.model, world.target, profile, "fr", epochs=3, seed=s, learning_rate=0.1, progress=False
+        ).model
+        for s in (1, 1, 2)
+    ]
+    assert states_equal(runs[0], runs[1])
+    assert not states_equal(runs[0], runs[2])
+
+
+def test_labels_never_reach_a_method() -> None:
+    world = sensors()
+    profile = world.profile()
+    options = {"method": "fr", "epochs": 2, "learning_rate": 0.1, "progress": False}
+    plain = shiftmend.adapt(world.model, world.target, profile, **options)
+    paired = shiftmend.adapt(world.model, TensorDataset(world.target, world.labels), profile, **options)
+    loader = DataLoader(TensorDataset(world.target, world.labels, world.labels), batch_size=256)
+    loaded = shiftmend.adapt(world.model, loader, profile, **options)
+    assert states_equal(plain.model, paired.model)
+    assert states_equal(plain.model, loaded.model)
+
+
+def test_streamed_data_is_reproducible_and_leaves_the_global_generator_alone() -> None:
+    world = sensors()
+    loader = DataLoader(TensorDataset(world.target), batch_size=100, shuffle=True)
+    before = torch.random.get_rng_state()
+    runs = [
+        shiftmend.adapt(
+            world.model, loader, world.profile(), "fr", epochs=2, learning_rate=0.1, resident=False, progress=False
+        ).model
+        for _ in range(2)
+    ]
+    assert states_equal(*runs)
+    del before
+
+
+class Probe(nn.Module):
+    """Remembers in which mode it ran while gradients were on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[bool] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            self.seen.add(self.training)
+        return x
+
+
+def test_batch_norm_trains_everywhere_and_nothing_else_does() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(4, 8),
+        nn.BatchNorm1d(8),
+        nn.Dropout(0.9),
+        Probe(),
+        nn.Linear(8, 6),
+        nn.BatchNorm1d(6),
+        nn.Linear(6, 2),
+    )
+    inputs = torch.randn(200, 4)
+    model(inputs)
+    profile = shiftmend.profile(model, inputs)
+    model[3].seen.clear()
+    result = shiftmend.adapt(
+        model, inputs + 1, profile, "bufr", epochs_per_block=1, learning_rate=1e-12, batch_size=100, progress=False
+    )
+    assert result.model[3].seen == {False}
+    assert not torch.equal(result.model[5].running_mean, model[5].running_mean)  # also where nothing was unfrozen yet
+    expected = (model[0](inputs + 1)).detach()  # the weights hardly move, so the statistics must go there
+    moved = (result.model[1].running_mean - expected.mean(0)).abs() < (model[1].running_mean - expected.mean(0)).abs()
+    assert bool(moved.all())
+
+
+def test_bottom_up_schedule() -> None:
+    case = ZOO["paper-cnn"]
+    model = case.model()
+    profile = shiftmend.profile(model, case.inputs(128))
+    result = shiftmend.adapt(model, case.inputs(64) * 2, profile, epochs_per_block=2, batch_size=32, progress=False)
+    rows = result.history
+    assert [row.epoch for row in rows] == list(range(9))
+    assert [row.block for row in rows[1:]] == [
+        n for n in ("conv1 + bn1", "conv2 + bn2", "conv3 + bn3", "linear") for _ in (0, 1)
+    ]
+    np.testing.assert_allclose([row.learning_rate for row in rows[1::2]], [1, 1 / 1.5, 1 / 1.5**2, 1 / 1.5**3])
+    assert set(rows[1].losses) == {"features", "logits"}
+    assert all(row.verification is not None and row.seconds > 0 for row in rows[1:])
+    assert torch.equal(result.model.bn4.weight, model.bn4.weight)  # behind the features: part of the fixed classifier
+    assert not torch.equal(result.model.linear.weight, model.linear.weight)
+
+
+def test_the_first_stage_trains_the_first_block_alone() -> None:
+    case = ZOO["paper-cnn"]
+    model = case.model()
+    profile = shiftmend.profile(model, case.inputs(128))
+    result = shiftmend.adapt(
+        model,
+        case.inputs(64) * 2,
+        profile,
+        blocks=[["conv1", "bn1"]],
+        epochs_per_block=1,
+        batch_size=32,
+        progress=False,
+    )
+    changed = {
+        n
+        for (n, a), b in zip(result.model.named_parameters(), model.parameters(), strict=True)
+        if not torch.equal(a, b)
+    }
+    assert changed == {"conv1.weight", "conv1.bias", "bn1.weight", "bn1.bias"}
+
+
+@pytest.mark.parametrize(("samples", "batch"), [(257, 256), (40, 256), (65, 64), (2, 256)])
+def test_small_last_batches_and_small_targets(samples: int, batch: int) -> None:
+    world = sensors()
+    result = shiftmend.adapt(
+        world.model,
+        world.target[:samples],
+        world.profile(),
+        "fr",
+        epochs=2,
+        batch_size=batch,
+        learning_rate=0.01,
+        progress=False,
+    )
+    assert all(math.isfinite(row.loss) for row in result.history[1:])
+    assert result.manifest["batch_size"] == min(samples, batch)
+
+
+def test_one_sample() -> None:
+    with_norm, without = sensors(), sensors(norm=False)
+    with pytest.raises(AdaptationError, match="one target sample"):
+        shiftmend.adapt(with_norm.model, with_norm.target[:1], with_norm.profile(), "fr")
+    result = shiftmend.adapt(
+        without.model, without.target[:1], without.profile(), "fr", epochs=1, learning_rate=1e-3, progress=False
+    )
+    assert math.isfinite(result.history[-1].loss)
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state() -> None:
+    world = sensors(norm=False)
+    with pytest.raises(DivergedError, match="lower the learning rate") as caught:
+        shiftmend.adapt(world.model, world.target, world.profile(), "fr", epochs=9, learning_rate=1e38, progress=False)
+    kept = caught.value.adaptation
+    assert kept.manifest["status"] == "diverged"
+    assert all(bool(torch.isfinite(v).all()) for v in kept.model.state_dict().values())
+    assert kept.manifest["epochs"] < 9
+
+
+def test_an_interrupt_returns_what_there_is(caplog: pytest.LogCaptureFixture) -> None:
+    world = sensors()
+    profile = world.profile()
+
+    class Stops(FR):
+        def objective(self, profile, device):  # type: ignore[no-untyped-def]
+            losses, calls = super().objective(profile, device), []
+
+            def counted(activations):  # type: ignore[no-untyped-def]
+                calls.append(1)
+                if len(calls) > 5:
+                    raise KeyboardInterrupt
+                return losses(activations)
+
+            return counted
+
+    result = shiftmend.adapt(
+        world.model, world.target, profile, Stops(epochs=50, learning_rate=0.1), batch_size=300, progress=False
+    )
+    assert result.interrupted
+    assert len(result.history) == 3
+    assert "interrupted after 2 epochs" in caplog.text
+    assert not any(m._forward_hooks for m in result.model.modules())
+
+
+def test_warns_when_it_does_not_help(caplog: pytest.LogCaptureFixture) -> None:
+    world = sensors()
+    with caplog.at_level(logging.WARNING):
+        shiftmend.adapt(world.model, world.source, world.profile(), "fr", epochs=1, learning_rate=20.0, progress=False)
+    assert "verification got worse" in caplog.text
+
+
+def test_autocast_stays_close_to_full_precision() -> None:
+    world = sensors()
+    options = {"method": "fr", "epochs": 3, "learning_rate": 0.05, "progress": False}
+    full = shiftmend.adapt(world.model, world.target, world.profile(), **options)
+    half = shiftmend.adapt(world.model, world.target, world.profile(), autocast=True, **options)
+    assert half.manifest["autocast"]
+    assert half.history[-1].loss == pytest.approx(full.history[-1].loss, rel=0.25)
+    assert all(p.dtype == torch.float32 for p in half.model.parameters())
+
+
+def test_compiled_models_come_back_plain() -> None:
+    world = sensors()
+    compiled = torch.compile(world.model, backend="eager")
+    compiled(world.target[:4])
+    profile = shiftmend.profile(compiled, world.source, progress=False)
+    result = shiftmend.adapt(compiled, world.target, profile, "fr", epochs=1, learning_rate=0.1, progress=False)
+    assert type(result.model) is nn.Sequential
+
+
+def test_preprocess_is_applied_on_the_way() -> None:
+    world = sensors()
+    plain = shiftmend.adapt(world.model, world.target, world.profile(), "adabn", progress=False)
+    shifted = shiftmend.adapt(
+        world.model, world.target + 5, world.profile(), "adabn", preprocess=lambda x: x - 5, progress=False
+    )
+    torch.testing.assert_close(plain.model[1].running_mean, shifted.model[1].running_mean, atol=1e-5, rtol=1e-5)
+
+
+def test_the_manifest_says_how_and_can_be_saved(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    world = sensors()
+    result = shiftmend.adapt(
+        world.model, world.target, world.profile(), "bufr", epochs_per_block=1, learning_rate=0.1, progress=False
+    )
+    result.save(tmp_path / "out")
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    assert manifest["method"]["name"] == "bufr"
+    assert manifest["learning_rate_chosen"] == "given"
+    assert manifest["status"] == "finished"
+    assert manifest["target"]["samples"] == 600
+    assert manifest["verification"]["after"]["verdict"] == result.after.verdict
+    assert len(json.loads((tmp_path / "out/history.json").read_text())) == 3
+    from safetensors.torch import load_file
+
+    state = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(value, result.model.state_dict()[name]) for name, value in state.items())
+    assert "Adaptation by bufr, 2 epochs, finished" in repr(result)
+
+
+def test_bad_input_is_one_sentence() -> None:
+    world = sensors()
+    profile = world.profile()
+    with pytest.raises(AdaptationError, match="unknown method 'magic', expected one of source-only"):
+        shiftmend.adapt(world.model, world.target, profile, "magic")
+    with pytest.raises(AdaptationError, match="no option 'epoch'"):
+        shiftmend.adapt(world.model, world.target, profile, "fr", epoch=3)
+    with pytest.raises(AdaptationError, match="needs a profile"):
+        shiftmend.adapt(world.model, world.target)
+    with pytest.raises(DataError, match="empty"):
+        shiftmend.adapt(world.model, world.target[:0], profile)
+    with pytest.raises(DataError, match="NaN"):
+        shiftmend.adapt(world.model, world.target * torch.nan, profile)
+    with pytest.raises(DataError, match="generator"):
+        shiftmend.adapt(world.model, (x for x in world.target), profile)
+    with pytest.raises(shiftmend.ShiftmendError, match="device 'tpu9'"):
+        shiftmend.adapt(world.model, world.target, profile, device="tpu9")
+    with pytest.raises(shiftmend.ProfileError, match="could not be read"):
+        shiftmend.adapt(world.model, world.target, "nowhere.safetensors")
+    with pytest.raises(AdaptationError, match="no tap 'middle'"):
+        shiftmend.adapt(world.model, world.target, profile, "fr", align=("middle",))
+    for wrong in ({"learning_rate": -1}, {"epochs": 0}, {"align": ()}):
+        with pytest.raises(AdaptationError):
+            shiftmend.adapt(world.model, world.target, profile, "fr", **wrong)
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@gpu
+def test_an_epoch_on_a_gpu_never_waits_for_the_host() -> None:
+    world = sensors()
+
+    class Strict(FR):
+        def objective(self, profile, device):  # type: ignore[no-untyped-def]
+            losses = super().objective(profile, device)
+
+            def watched(activations):  # type: ignore[no-untyped-def]
+                torch.cuda.set_sync_debug_mode("error")  # from the first batch of an epoch on
+                return losses(activations)
+
+            return watched
+
+    original = shiftmend.engine._Run._finite_state
+    try:
+        shiftmend.engine._Run._epoch_over = None  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            # the first wait is the one reading of the losses at the end of the epoch, so all batches have run by then
+            shiftmend.adapt(
+                world.model, world.target, world.profile(), Strict(epochs=1, learning_rate=0.1), device="cuda"
+            )
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        shiftmend.engine._Run._finite_state = original

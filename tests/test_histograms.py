@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shiftmend.errors import ShiftmendError
+from shiftmend.histograms import (
+    EPSILON,
+    FORM_TOLERANCE,
+    Bins,
+    as_samples,
+    divergence,
+    logistic_error,
+    sampling_floor,
+    soft_histogram,
+    usable_units,
+)
+
+LAYOUTS = [Bins(8, "reference"), Bins(8, "paper"), Bins(3, "paper"), Bins(1, "reference"), Bins(20, "reference", 0.004)]
+
+
+def reference_histogram(values: np.ndarray, low: np.ndarray, high: np.ndarray, bins: Bins) -> np.ndarray:
+    """Appendix A of the paper, one number at a time."""
+    total = bins.count if bins.layout == "paper" else bins.count + 2
+    cuts = [k / (total - 2) for k in range(total - 1)]
+    result = np.zeros((values.shape[1], total))
+    for d in range(values.shape[1]):
+        for value in values[:, d].astype(np.float64):
+            x = (value - low[d]) / (high[d] - low[d])
+            logits = np.array([(b + 1) * x - sum(cuts[:b]) for b in range(total)]) / bins.temperature
+            weights = np.exp(logits - logits.max())
+            result[d] += weights / weights.sum()
+    return result / len(values)
+
+
+def case(samples: int = 40, units: int = 5, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values that partly lie outside the range they are binned in."""
+    generator = torch.Generator().manual_seed(seed)
+    home = torch.randn(samples, units, generator=generator, dtype=torch.float64) * 3 + 1
+    values = home * 1.3 + 0.5 * torch.randn(samples, units, generator=generator, dtype=torch.float64)
+    return values, home.amin(0), home.amax(0)
+
+
+@pytest.mark.parametrize("bins", LAYOUTS, ids=str)
+@pytest.mark.parametrize("form", ["exact", "logistic"])
+def test_agrees_with_the_paper_written_out(bins: Bins, form: str) -> None:
+    values, low, high = case()
+    expected = reference_histogram(values.numpy(), low.numpy(), high.numpy(), bins)
+    got = soft_histogram(values, low, high, bins, form=form)
+    tolerance = 1e-12 if form == "exact" else max(1e-12, logistic_error(bins))
+    assert got.shape == (5, bins.total)
+    np.testing.assert_allclose(got.numpy(), expected, atol=tolerance)
+
+
+def test_layouts_count_their_outer_bins_as_said() -> None:
+    assert (Bins(8, "reference").total, Bins(8, "reference").inner) == (10, 8)
+    assert (Bins(8, "paper").total, Bins(8, "paper").inner) == (8, 6)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"count": 0}, {"count": 2, "layout": "paper"}, {"layout": "?"}, {"temperature": 0.0}, {"count": 1.5}]
+)
+def test_bins_refuse_nonsense(wrong: dict[str, object]) -> None:
+    with pytest.raises(ShiftmendError):
+        Bins(**wrong)  # type: ignore[arg-type]
+
+
+def test_auto_takes_the_logistic_form_where_it_is_close_enough() -> None:
+    assert logistic_error(Bins(temperature=0.01)) < FORM_TOLERANCE < logistic_error(Bins(temperature=0.05))
+    values, low, high = case()
+    for temperature, form in ((0.01, "logistic"), (0.05, "exact")):
+        bins = Bins(temperature=temperature)
+        assert torch.equal(soft_histogram(values, low, high, bins), soft_histogram(values, low, high, bins, form=form))
+
+
+@given(st.floats(0.002, 0.1), st.integers(1, 12), st.integers(0, 5))
+def test_the_stated_error_of_the_logistic_form_is_not_exceeded(temperature: float, count: int, seed: int) -> None:
+    bins = Bins(count, "reference", temperature)
+    values, low, high = case(seed=seed)
+    exact = soft_histogram(values, low, high, bins, form="exact")
+    logistic = soft_histogram(values, low, high, bins, form="logistic")
+    assert float((exact - logistic).abs().max()) <= logistic_error(bins) * 1.01 + 1e-12
+
+
+@given(st.integers(1, 60), st.integers(1, 6), st.integers(0, 1000), st.sampled_from(["exact", "logistic"]))
+def test_rows_are_probabilities_whatever_the_values(samples: int, units: int, seed: int, form: str) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(samples, units, generator=generator) * 10.0 ** torch.randint(
+        -3, 6, (units,), generator=generator
+    )
+    low, high = -torch.rand(units, generator=generator), torch.rand(units, generator=generator) + 0.1
+    counts = soft_histogram(values, low, high, Bins(), form=form)
+    assert bool((counts >= 0).all())
+    torch.testing.assert_close(counts.sum(1), torch.ones(units), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("form", ["exact", "logistic"])
+def test_values_outside_the_range_fall_into_the_outer_bins(form: str) -> None:
+    low, high = torch.zeros(1), torch.ones(1)
+    below = soft_histogram(torch.full((3, 1), -1e7), low, high, Bins(), form=form)
+    above = soft_histogram(torch.full((3, 1), 1e7), low, high, Bins(), form=form)
+    assert below[0, 0] == 1
+    assert above[0, -1] == 1
+
+
+@pytest.mark.parametrize("form", ["exact", "logistic"])
+@pytest.mark.parametrize("bins", [Bins(), Bins(8, "paper"), Bins(temperature=0.05)], ids=str)
+def test_gradients(form: str, bins: Bins) -> None:
+    values, low, high = case(samples=9, units=3)
+    values.requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: soft_histogram(v, low, high, bins, form=form), (values,), atol=1e-6)
+
+
+def test_gradients_of_both_forms_agree_through_a_divergence() -> None:
+    values, low, high = case(samples=64)
+    home = soft_histogram(values * 0.9, low, high, Bins())
+    gradients = []
+    for form in ("exact", "logistic"):
+        leaf = values.clone().requires_grad_()
+        divergence(home, soft_histogram(leaf, low, high, Bins(), form=form)).sum().backward()
+        gradients.append(leaf.grad)
+    scale = gradients[0].abs().max()
+    assert float((gradients[0] - gradients[1]).abs().max() / scale) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_values_are_binned_in_float32(dtype: torch.dtype) -> None:
+    values, low, high = case()
+    halves = values.to(dtype)
+    got = soft_histogram(halves, low.float(), high.float(), Bins())
+    assert got.dtype == torch.float32
+    expected = reference_histogram(halves.double().numpy(), low.float().numpy(), high.float().numpy(), Bins())
+    np.testing.assert_allclose(got.numpy(), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["exact", "logistic"])
+def test_autocast_changes_nothing(form: str) -> None:
+    values, low, high = (part.float() for part in case())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = soft_histogram(values, low, high, Bins(), form=form)
+    assert torch.equal(inside, soft_histogram(values, low, high, Bins(), form=form))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Watches every tensor an operation returns, in the forward and in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = function(*args, **(kwargs or {}))
+        for part in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(part, torch.Tensor):
+                self.most = max(self.most, part.numel())
+        return result
+
+
+def test_the_logistic_form_builds_nothing_larger_than_its_input() -> None:
+    values, low, high = case(samples=300, units=8)
+    values.requires_grad_()
+    with LargestTensor() as watch:
+        soft_histogram(values, low, high, Bins(), form="logistic").square().sum().backward()
+    assert values.numel() <= watch.most <= values.numel()
+    with LargestTensor() as watch:
+        soft_histogram(values, low, high, Bins(), form="exact").square().sum().backward()
+    assert watch.most == values.numel() * 10  # the watch would have seen it
+
+
+def test_constant_units_are_unusable_and_stay_finite() -> None:
+    low = torch.tensor([0.0, 3.0, -5.0, 1e-30, 0.0])
+    high = torch.tensor([0.0, 3.0, 1.0, 1e-30, 1.0])
+    assert usable_units(low, high).tolist() == [False, False, True, False, True]
+    values = torch.randn(20, 5, requires_grad=True)
+    counts = soft_histogram(values, low, high, Bins())
+    divergence(torch.full_like(counts, 0.1), counts).sum().backward()
+    assert bool(torch.isfinite(counts).all())
+    assert bool(torch.isfinite(values.grad).all())
+    assert values.grad[:, :2].abs().max() == 0
+
+
+def test_nan_values_show_in_the_counts_instead_of_crashing() -> None:
+    values = torch.zeros(4, 2)
+    values[1, 0] = torch.nan
+    counts = soft_histogram(values, torch.tensor([-1.0, -1.0]), torch.ones(2), Bins(), form="logistic")
+    assert bool(torch.isnan(counts[0]).any())
+    assert bool(torch.isfinite(counts[1]).all())
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "samples", "units"),
+    [((6, 4), 1, 6, 4), ((6, 4, 3, 2), 1, 36, 4), ((6, 4, 5), 1, 30, 4), ((6, 5, 4), -1, 30, 4), ((6,), 1, 6, 1)],
+)
+def test_positions_are_samples_of_their_channel(shape: tuple[int, ...], axis: int, samples: int, units: int) -> None:
+    values = torch.randn(shape)
+    flat = as_samples(values, axis)
+    assert flat.shape == (samples, units)
+    if len(shape) > 1:
+        assert torch.equal(flat[:, 2].sort().values, values.select(axis, 2).flatten().sort().values)
+
+
+def reference_kl(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    def one(x: np.ndarray, y: np.ndarray) -> float:
+        return sum(a * (math.log(a + 1e-8) - math.log(b + 1e-8)) for a, b in zip(x, y, strict=True))
+
+    return np.array([one(x, y) for x, y in zip(p, q, strict=True)])
+
+
+def tables(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    p = torch.rand(6, 10, generator=generator, dtype=torch.float64) ** 4
+    q = torch.rand(6, 10, generator=generator, dtype=torch.float64) ** 4
+    p[0, :4] = 0  # empty bins
+    q[1, 5:] = 0
+    return p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
+
+
+@given(st.integers(0, 50))
+def test_divergences_against_numpy(seed: int) -> None:
+    p, q = tables(seed)
+    forward, backward = reference_kl(p.numpy(), q.numpy()), reference_kl(q.numpy(), p.numpy())
+    expected = {
+        "kl-source-target": forward,
+        "kl-target-source": backward,
+        "symmetric-kl": (forward + backward) / 2,
+        "psi": (forward + backward) / math.log(10),
+    }
+    for kind, value in expected.items():
+        np.testing.assert_allclose(divergence(p, q, kind).numpy(), value, rtol=1e-10, atol=1e-12)  # type: ignore[arg-type]
+    assert bool((divergence(p, q) >= 0).all())
+    assert float(divergence(p, p).abs().max()) == 0
+    assert EPSILON == 1e-8
+
+
+def test_divergence_gradcheck() -> None:
+    p, q = tables(3)
+    q = (q + 0.01).requires_grad_()
+    for kind in ("psi", "symmetric-kl", "kl-source-target", "kl-target-source"):
+        assert torch.autograd.gradcheck(lambda t, kind=kind: divergence(p, t, kind), (q,))
+
+
+def test_the_reference_loss_is_the_papers_times_a_constant() -> None:
+    p, q = tables(1)
+    torch.testing.assert_close(divergence(p, q, "psi"), divergence(p, q, "symmetric-kl") * (2 / math.log(10)))
+
+
+@pytest.mark.parametrize(
+    ("values", "units"),
+    [(torch.zeros(0, 3), 3), (torch.zeros(4), 1), (torch.zeros(4, 3), 2), (torch.zeros(2, 3, 4), 3)],
+)
+def test_wrong_shapes_are_one_sentence(values: torch.Tensor, units: int) -> None:
+    with pytest.raises(ShiftmendError):
+        soft_histogram(values, torch.zeros(units), torch.ones(units), Bins())
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ShiftmendError, match="form"):
+        soft_histogram(torch.zeros(2, 1), torch.zeros(1), torch.ones(1), Bins(), form="fast")  # type: ignore[arg-type]
+    with pytest.raises(ShiftmendError, match="divergence"):
+        divergence(torch.ones(1, 3), torch.ones(1, 3), "hellinger")  # type: ignore[arg-type]
+    with pytest.raises(ShiftmendError, match="shape"):
+        divergence(torch.ones(1, 3), torch.ones(1, 4))
+
+
+def test_the_sampling_floor_is_what_chance_gives() -> None:
+    """Samples of one distribution, many times: the mean divergence is the floor, within its stated roughness."""
+    generator = torch.Generator().manual_seed(0)
+    home, away = (torch.rand(400, 600, generator=generator) for _ in range(2))
+    low, high = torch.zeros(600), torch.ones(600)
+    # uniform values leave the outer bins nearly empty: eight bins take part
+    measured = float(
+        divergence(soft_histogram(home, low, high, Bins()), soft_histogram(away, low, high, Bins())).mean()
+    )
+    floor = sampling_floor(Bins(), 400, 400)
+    assert 0.5 * floor < measured < 1.1 * floor
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_same_on_a_gpu() -> None:
+    values, low, high = case(samples=500)
+    for form in ("exact", "logistic"):
+        expected = soft_histogram(values, low, high, Bins(), form=form)
+        got = soft_histogram(values.float().cuda(), low.float().cuda(), high.float().cuda(), Bins(), form=form)
+        torch.testing.assert_close(got.double().cpu(), expected, atol=1e-5, rtol=0)

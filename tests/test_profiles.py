@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shiftmend
+from shiftmend import profile_files
+from shiftmend.errors import DataError, ProfileError, TapError
+from shiftmend.histograms import Bins
+from shiftmend.profiles import Profile
+from shiftmend.taps import tapped
+from zoo import SMALL, ZOO
+
+
+def same(a: Profile, b: Profile) -> bool:
+    return all(
+        torch.equal(getattr(x, part), getattr(y, part)) and x.samples == y.samples
+        for x, y in [
+            *((a.taps[n], b.taps[n]) for n in a.taps),
+            *((a.slices[n].histogram, b.slices[n].histogram) for n in a.slices),
+        ]
+        for part in ("counts", "low", "high")
+    ) and torch.equal(a.mean, b.mean)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_profiles_every_kind_of_model_and_leaves_it_as_it_was(name: str) -> None:
+    case = ZOO[name]
+    model = case.model()
+    model.train()
+    if len(list(model.children())) > 1:
+        next(model.children()).eval()
+    modes = [m.training for m in model.modules()]
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    made = shiftmend.profile(model, case.inputs(), output=case.output, progress=False)
+    assert made.taps["features"].units == case.features
+    assert made.taps["logits"].units == case.outputs
+    assert made.taps["features"].samples == 64
+    assert profile_files.problems(made) == []
+    assert [m.training for m in model.modules()] == modes
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+
+
+def test_counts_and_ranges_are_those_of_the_activations() -> None:
+    case = ZOO["tabular"]
+    model, inputs = case.model(), case.inputs(100)
+    made = shiftmend.profile(model, inputs, batch_size=32)
+    with torch.no_grad():
+        features = model[:5](inputs).double().numpy()
+    low, high = features.min(0), features.max(0)
+    usable = high > low
+    np.testing.assert_allclose(made.taps["features"].low.numpy(), low, rtol=1e-6)
+    np.testing.assert_allclose(made.taps["features"].high.numpy(), high, rtol=1e-6)
+    np.testing.assert_allclose(made.mean.numpy(), features.mean(0), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(made.deviation.numpy(), features.std(0), rtol=1e-5, atol=1e-7)
+    x = (features - low)[:, usable] / (high - low)[usable]
+    cuts = np.arange(9) / 8
+    logits = (x[..., None] * np.arange(1, 11) - np.concatenate([[0], cuts.cumsum()])) / 0.01
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    expected = (weights / weights.sum(-1, keepdims=True)).sum(0)
+    np.testing.assert_allclose(made.taps["features"].counts.numpy()[usable], expected, atol=2e-3)
+    assert made.unusable["features"] == int((~usable).sum())
+
+
+def test_slices_are_histograms_of_projected_standardised_features() -> None:
+    case = ZOO["signal"]
+    model, inputs = case.model(), case.inputs(200)
+    made = shiftmend.profile(model, inputs)
+    part = made.slices["verification"]
+    assert part.histogram.units == 128
+    with torch.no_grad():
+        features = model[:8](inputs).double()
+    usable = made.taps["features"].usable
+    standard = torch.where(usable, (features - made.mean) / made.deviation.clamp_min(1e-30), 0.0)
+    from shiftmend.statistics import random_directions
+
+    directions = random_directions(128, 16, part.seed).double() * usable
+    directions /= directions.norm(dim=1, keepdim=True)
+    expected = standard @ directions.T
+    torch.testing.assert_close(part.projector(features.float()).double(), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(part.histogram.low.double(), expected.amin(0), atol=1e-4, rtol=1e-4)
+
+
+def test_one_pass_and_three_passes_give_the_same() -> None:
+    case = ZOO["paper-cnn"]
+    model, inputs = case.model(), case.inputs(100)
+    kept = shiftmend.profile(model, inputs, batch_size=16)
+    streamed = shiftmend.profile(model, inputs, batch_size=16, keep_bytes=0)
+    assert same(kept, streamed)
+
+
+def test_the_network_runs_once_if_its_features_fit() -> None:
+    case = ZOO["tabular"]
+    model = case.model()
+    calls: list[int] = []
+    handle = model.register_forward_hook(lambda m, a, o: calls.append(len(o)))
+    shiftmend.profile(model, case.inputs(96), batch_size=32)
+    once = sum(calls)
+    shiftmend.profile(model, case.inputs(96), batch_size=32, keep_bytes=0)
+    handle.remove()
+    assert once < 2 * 96 < sum(calls) - once
+
+
+def test_loaders_with_labels_and_tensors_give_the_same() -> None:
+    case = ZOO["tabular"]
+    model, inputs = case.model(), case.inputs(70)
+    loader = DataLoader(TensorDataset(inputs, torch.arange(70)), batch_size=32)
+    assert same(shiftmend.profile(model, loader), shiftmend.profile(model, inputs, batch_size=32))
+
+
+@pytest.mark.parametrize("preset", ["reference", "paper", "sliced"])
+def test_merged_halves_equal_the_whole(preset: str) -> None:
+    case = ZOO["signal"]
+    model, inputs = case.model(), case.inputs(128)
+    whole = shiftmend.profile(model, inputs, preset=preset)
+    halves = [shiftmend.profile(model, part, like=whole) for part in inputs.split(50)]
+    merged = halves[0]
+    for half in halves[1:]:
+        merged = merged.merge(half)
+    for name, tap in whole.taps.items():
+        assert merged.taps[name].samples == 128
+        torch.testing.assert_close(merged.taps[name].counts, tap.counts, atol=1e-4, rtol=1e-5)
+    for name, part in whole.slices.items():
+        torch.testing.assert_close(merged.slices[name].histogram.counts, part.histogram.counts, atol=1e-4, rtol=1e-5)
+    assert profile_files.problems(merged) == []
+
+
+def test_profiles_of_other_ranges_do_not_merge() -> None:
+    case = ZOO["signal"]
+    model = case.model()
+    first, second = (shiftmend.profile(model, case.inputs(64, seed=s)) for s in (1, 2))
+    with pytest.raises(ProfileError, match="like="):
+        first.merge(second)
+    with pytest.raises(ProfileError, match="different models"):
+        first.merge(shiftmend.profile(model, case.inputs(), preset="paper"))
+
+
+def test_presets_store_what_they_say() -> None:
+    case = ZOO["tabular"]
+    made = {p: shiftmend.profile(case.model(), case.inputs(), preset=p) for p in ("reference", "paper", "sliced")}
+    assert {p: m.taps["features"].counts.shape[1] for p, m in made.items()} == {
+        "reference": 10,
+        "paper": 8,
+        "sliced": 10,
+    }
+    assert made["sliced"].slices["alignment"].histogram.units == 512
+    assert made["sliced"].slices["alignment"].seed != made["sliced"].slices["verification"].seed
+    assert "alignment" not in made["reference"].slices
+    online = shiftmend.profile(case.model(), case.inputs(), bins=Bins(temperature=0.05))
+    assert online.bins.temperature == 0.05
+
+
+def test_more_taps() -> None:
+    case = ZOO["signal"]
+    made = shiftmend.profile(case.model(), case.inputs(10), taps={"first": "0"})
+    assert made.taps["first"].samples == 10 * 30
+    assert made.taps["first"].units == 8
+
+
+def test_dead_and_constant_units_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    case = ZOO["tabular"]
+    model = case.model()
+    with torch.no_grad():
+        model[3].weight[:4] = 0
+        model[3].bias[:2] = -1.0  # dead behind the ReLU
+        model[3].bias[2:4] = 2.5  # constant, not zero
+    with caplog.at_level(logging.INFO):
+        made = shiftmend.profile(model, case.inputs())
+    assert made.unusable["features"] >= 4
+    assert "constant on the source" in caplog.text
+    assert "constant and left out" in repr(made)
+    result = shiftmend.adapt(model, case.inputs(seed=3), made, "fr", epochs=2, learning_rate=0.01, progress=False)
+    assert all(np.isfinite(row.loss) for row in result.history[1:])
+
+
+def test_size_of_a_cifar_resnet_profile() -> None:
+    case = ZOO["resnet18"]
+    made = shiftmend.profile(case.model(), case.inputs(32))
+    assert len(made.to_bytes()) <= 48 * 1024
+
+
+def test_save_load_round_trip_and_summary(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    case = ZOO["dict"]
+    made = shiftmend.profile(case.model(), case.inputs(), output="logits", preset="sliced", taps={"deep": "encoder.0"})
+    made.save(tmp_path / "a.profile.safetensors")
+    back = Profile.load(tmp_path / "a.profile.safetensors")
+    assert same(made, back)
+    assert made.to_bytes() == back.to_bytes() == (tmp_path / "a.profile.safetensors").read_bytes()
+    assert (back.specs, back.preset, back.inputs, back.library) == (made.specs, made.preset, made.inputs, made.library)
+    features = torch.randn(5, case.features)
+    for name in made.slices:
+        assert torch.equal(back.slices[name].projector(features), made.slices[name].projector(features))
+    assert repr(made) == repr(back)
+    assert "64 source samples" in repr(back)
+
+
+def test_the_profile_notices_another_model(caplog: pytest.LogCaptureFixture) -> None:
+    case = ZOO["tabular"]
+    made = shiftmend.profile(case.model(), case.inputs())
+    with pytest.raises(ProfileError, match="other layers"):
+        shiftmend.adapt(ZOO["signal"].model(), ZOO["signal"].inputs(), made)
+    shiftmend.adapt(case.model(seed=5), case.inputs(), made, "source-only")
+    assert "not those the profile was made with" in caplog.text
+
+
+def test_other_preprocessing_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    case = ZOO["paper-cnn"]
+    images = torch.rand(64, 3, 28, 28)
+    made = shiftmend.profile(case.model(), images)
+    shiftmend.adapt(case.model(), images * 255, made, "source-only")
+    assert "another normalisation" in caplog.text
+    caplog.clear()
+    shiftmend.adapt(case.model(), 1 - images, made, "source-only")  # an inverted image is a shift, not a mistake
+    assert "preprocessing" not in caplog.text
+
+
+def test_bad_input_is_one_sentence() -> None:
+    case = ZOO["tabular"]
+    model = case.model()
+    with pytest.raises(DataError, match="empty"):
+        shiftmend.profile(model, torch.zeros(0, 7))
+    with pytest.raises(DataError, match="NaN"):
+        shiftmend.profile(model, torch.full((4, 7), torch.nan))
+    with pytest.raises(ProfileError, match="varied samples"):
+        shiftmend.profile(model, case.inputs(1))
+    with pytest.raises(shiftmend.ShiftmendError, match="preset"):
+        shiftmend.profile(model, case.inputs(), preset="best")
+    with pytest.raises(TapError, match="head"):
+        shiftmend.profile(nn.Sequential(model, nn.Softmax(1)), case.inputs())
+    broken = case.model()
+    with torch.no_grad():
+        broken[0].weight[0, 0] = torch.nan
+    with pytest.raises(ProfileError, match="NaN"):
+        shiftmend.profile(broken, case.inputs())
+
+
+def test_hooks_never_stay() -> None:
+    case = ZOO["tabular"]
+    model = case.model()
+    shiftmend.profile(model, case.inputs())
+    with tapped(model, {}):
+        pass
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shiftmend.errors import TapError
+from shiftmend.taps import Tap, modes, tapped, trace, unwrap
+from zoo import SMALL, ZOO, InPlace, Wrapped
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_finds_features_and_logits_of_every_kind_of_model(name: str) -> None:
+    case = ZOO[name]
+    model = case.model().train()
+    found = trace(model, case.inputs(2), output=case.output)
+    assert found.head == case.head
+    assert all(module.training for module in model.modules())
+    with torch.no_grad(), modes(model), tapped(model, found.taps) as recorder:
+        model.eval()
+        result = model(case.inputs(6))
+        activations = recorder.read()
+    result = result if case.output is None else result[case.output]
+    assert activations["features"].shape == (6, case.features)
+    assert torch.equal(activations["logits"].reshape(result.shape), result)
+    assert hooks(model) == 0
+
+
+@pytest.mark.parametrize("name", [n for n in SMALL if n != "paper-cnn"])
+def test_features_are_what_the_head_reads(name: str) -> None:
+    case = ZOO[name]
+    model = case.model()
+    found = trace(model, case.inputs(2), output=case.output)
+    with torch.no_grad(), tapped(model, found.taps) as recorder:
+        model(case.inputs(6))
+        activations = recorder.read()
+    head = model.get_submodule(case.head)
+    torch.testing.assert_close(head(activations["features"]), activations["logits"])
+
+
+def test_the_papers_cnn_taps_its_features_before_their_batch_norm() -> None:
+    case = ZOO["paper-cnn"]
+    found = trace(case.model(), case.inputs(2))
+    assert str(found.taps["features"]) == "linear"
+    assert found.extractor == ("conv1", "bn1", "conv2", "bn2", "conv3", "bn3", "linear")
+    assert found.order[-2:] == ("bn4", "head")
+
+
+def test_in_place_layers_do_not_overwrite_what_was_tapped() -> None:
+    model = InPlace().eval()
+    x = torch.randn(8, 3, 16, 16)
+    with torch.no_grad(), tapped(model, {"raw": Tap.parse("raw", "squeeze")}) as recorder:
+        model(x)
+        raw = recorder.read()["raw"]
+        expected = model.squeeze(model.body(x).mean((2, 3)))
+    assert bool((expected < 0).any())
+    assert torch.equal(raw, expected)
+
+
+def test_gradients_flow_through_a_tap_before_an_in_place_layer() -> None:
+    model = InPlace()
+    with tapped(model, {"raw": Tap.parse("raw", "squeeze")}) as recorder:
+        model(torch.randn(8, 3, 16, 16)).sum()
+        recorder.read()["raw"].square().sum().backward()
+    assert model.squeeze.weight.grad is not None
+    assert model.fc.weight.grad is None
+
+
+def test_hooks_are_gone_after_an_error() -> None:
+    case = ZOO["tabular"]
+    model = case.model()
+    taps = trace(model, case.inputs(2)).taps
+    with pytest.raises(RuntimeError, match="on purpose"), tapped(model, taps):
+        raise RuntimeError("on purpose")
+    assert hooks(model) == 0
+    with pytest.raises(RuntimeError):
+        trace(model, torch.randn(2, 99))
+    assert hooks(model) == 0
+
+
+class Odd(nn.Module):
+    """One layer that never runs and one that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(4, 4)
+        self.twice = nn.Linear(4, 4)
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.twice(self.twice(x)))
+
+
+@pytest.mark.parametrize(("module", "words"), [("unused", "never ran"), ("twice", "ran 2 times")])
+def test_a_tap_that_did_not_fire_once_is_named(module: str, words: str) -> None:
+    model = Odd()
+    with tapped(model, {"mine": Tap.parse("mine", module)}) as recorder:
+        model(torch.randn(2, 4))
+        with pytest.raises(TapError, match=f"'mine' watches '{module}', which {words}"):
+            recorder.read()
+    with pytest.raises(TapError, match="'mine'"):
+        trace(model, torch.randn(2, 4), taps={"mine": module})
+    assert hooks(model) == 0
+
+
+def test_reading_starts_afresh() -> None:
+    model = Odd()
+    with tapped(model, {"mine": Tap.parse("mine", "fc")}) as recorder:
+        for _ in range(3):
+            model(torch.randn(2, 4))
+            recorder.read()
+
+
+def test_more_taps_and_other_axes() -> None:
+    case = ZOO["vit"]
+    model = case.model()
+    found = trace(model, case.inputs(2), taps={"tokens": "blocks.1@-1", "patches": "patches"})
+    with torch.no_grad(), tapped(model, found.taps) as recorder:
+        model(case.inputs(3))
+        seen = recorder.read()
+    assert seen["tokens"].shape == (3 * 17, 16)
+    assert seen["patches"].shape == (3 * 16, 16)
+    assert list(found.taps) == ["features", "logits", "tokens", "patches"]
+
+
+def test_a_named_head_wins() -> None:
+    case = ZOO["tabular"]
+    found = trace(case.model(), case.inputs(2), head="3")
+    assert str(found.taps["features"]) == "3:input"
+    assert found.extractor == ("0", "1")
+
+
+def test_a_model_that_ends_in_softmax_asks_for_its_head() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.Softmax(1))
+    with pytest.raises(TapError, match="head='2'"):
+        trace(model, torch.randn(2, 4))
+    assert trace(model, torch.randn(2, 4), head="2").extractor == ("0",)
+
+
+def test_a_model_without_a_head_is_one_sentence() -> None:
+    with pytest.raises(TapError, match="no parameters"):
+        trace(nn.Flatten(), torch.randn(2, 4))
+    with pytest.raises(TapError, match="single layer"):
+        trace(nn.Linear(4, 2), torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("kind", [tuple, dict])
+def test_tuples_and_dicts_ask_which_entry(kind: type) -> None:
+    with pytest.raises(TapError, match="output="):
+        trace(Wrapped(kind), torch.randn(2, 6))
+    with pytest.raises(TapError, match="no entry"):
+        trace(Wrapped(kind), torch.randn(2, 6), output="nothing" if kind is dict else 7)
+
+
+def test_unknown_modules_get_a_hint() -> None:
+    case = ZOO["in-place"]
+    with pytest.raises(TapError, match=r"did you mean 'body'"):
+        trace(case.model(), case.inputs(2), taps={"mine": "body.conv9"})
+
+
+@pytest.mark.parametrize("spec", ["fc:out", "fc@x", "fc:input@1@2"])
+def test_tap_grammar_errors(spec: str) -> None:
+    with pytest.raises(TapError, match="expected 'module'"):
+        Tap.parse("mine", spec)
+
+
+@pytest.mark.parametrize("spec", ["fc", "fc:input", "a.b.c@-1", "a:input@2"])
+def test_tap_text_round_trip(spec: str) -> None:
+    assert str(Tap.parse("mine", spec)) == spec
+
+
+def test_compiled_models_are_unwrapped() -> None:
+    case = ZOO["tabular"]
+    model = case.model()
+    compiled = torch.compile(model, backend="eager")
+    assert unwrap(compiled) is model
+    found = trace(unwrap(compiled), case.inputs(2))
+    assert found.head == case.head
+
+
+def test_a_model_compiled_in_place_is_tapped_eagerly_and_stays_compiled() -> None:
+    case = ZOO["tabular"]
+    model = case.model()
+    model.compile(backend="eager")
+    model(case.inputs(2))
+    call = model._compiled_call_impl
+    found = trace(model, case.inputs(2))
+    with tapped(model, found.taps) as recorder:
+        model(case.inputs(2))
+        assert set(recorder.read()) == {"features", "logits"}
+    assert model._compiled_call_impl is call
+
+
+def test_weight_normalised_heads_are_found() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.utils.parametrizations.weight_norm(nn.Linear(8, 3)))
+    found = trace(model, torch.randn(2, 4))
+    assert (found.head, found.extractor) == ("2", ("0",))

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shiftmend
+from shiftmend.verification import FAILED, RESTORED, Verification, measure
+from zoo import ZOO
+
+
+@pytest.mark.parametrize(
+    ("excess", "verdict"),
+    [(0.0, "restored"), (RESTORED * 0.9, "restored"), (RESTORED * 1.1, "partly restored"), (FAILED, "not restored")],
+)
+def test_verdicts(excess: float, verdict: str) -> None:
+    assert Verification(0.004 + excess, 0.004, 100).verdict == verdict
+
+
+def test_home_is_restored_and_a_shift_is_not() -> None:
+    case = ZOO["signal"]
+    model = case.model()
+    made = shiftmend.profile(model, case.inputs(3000))
+    assert shiftmend.verify(model, case.inputs(2000, seed=9), made).verdict == "restored"
+    away = shiftmend.verify(model, case.inputs(2000, seed=9) * 2 + 1, made)
+    assert away.verdict == "not restored"
+    assert "by chance" in str(away)
+
+
+def test_slices_see_what_marginals_cannot() -> None:
+    """Units shuffled against each other keep every marginal and lose the joint distribution."""
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(4000, 1, generator=generator)
+    features = torch.cat([base, base + 0.1 * torch.randn(4000, 1, generator=generator), -base], 1)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(3))
+        model[0].bias.zero_()
+    made = shiftmend.profile(model, features)
+    shuffled = torch.stack([column[torch.randperm(4000, generator=generator)] for column in features.T], 1)
+    home = made.taps["features"]
+    marginal = float(home.mean_divergence(home.of(shuffled)))
+    judged = measure([shuffled], made)
+    assert marginal < 1e-5
+    assert judged.verdict == "not restored"
+    assert measure(features.split(1000), made).divergence < 1e-6
+
+
+def test_verification_leaves_the_model_alone() -> None:
+    case = ZOO["signal"]
+    model = case.model().train()
+    made = shiftmend.profile(model, case.inputs())
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    shiftmend.verify(model, case.inputs(), made)
+    assert model.training
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
