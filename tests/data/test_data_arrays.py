@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_layouts import random_images
+
+from shiftmend.data import npz_file
+from shiftmend.errors import DataError
+
+GREY = random_images(4, 8, 9)
+COLOUR = random_images(4, 8, 9, 3)
+
+
+def test_grey_colour_first_or_last(tmp_path: Path) -> None:
+    path = tmp_path / "site.npz"
+    for stored, expected in (
+        (GREY, GREY[:, None]),
+        (GREY[..., None], GREY[:, None]),
+        (COLOUR, COLOUR.transpose(0, 3, 1, 2)),
+        (COLOUR.transpose(0, 3, 1, 2), COLOUR.transpose(0, 3, 1, 2)),
+    ):
+        np.savez(path, images=stored, labels=np.array([0, 1, 2, 1], np.int32))
+        split = npz_file(path, classes=("a", "b", "c"))
+        np.testing.assert_array_equal(split.images.numpy(), expected)
+        assert split.labels is not None
+        assert split.labels.tolist() == [0, 1, 2, 1]
+        assert split.name == "site"
+
+
+def test_other_names_and_no_labels(tmp_path: Path) -> None:
+    path = tmp_path / "site.npz"
+    np.savez_compressed(path, pictures=GREY)
+    assert npz_file(path, images="pictures").labels is None
+    with pytest.raises(DataError, match="has no array 'images'; expected it beside pictures"):
+        npz_file(path)
+
+
+def test_channels_that_cannot_be_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "odd.npz"
+    odd = random_images(2, 3, 5, 3)
+    np.savez(path, images=odd)
+    with pytest.raises(DataError, match="pass channels_last="):
+        npz_file(path)
+    np.testing.assert_array_equal(npz_file(path, channels_last=False).images.numpy(), odd)
+    np.testing.assert_array_equal(npz_file(path, channels_last=True).images.numpy(), odd.transpose(0, 3, 1, 2))
+
+
+def test_bad_archives(tmp_path: Path) -> None:
+    path = tmp_path / "bad.npz"
+    with pytest.raises(DataError, match=r"bad\.npz is missing"):
+        npz_file(path)
+    np.savez(path, images=GREY)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100])
+    with pytest.raises(DataError, match=r"bad\.npz"):
+        npz_file(path)
+    path.write_bytes(whole[:150] + bytes([whole[150] ^ 255]) + whole[151:])
+    with pytest.raises(DataError, match=r"bad\.npz is damaged"):
+        npz_file(path)
+    np.savez(path, images=np.array([{}, {}], dtype=object))  # would need unpickling
+    with pytest.raises(DataError, match=r"bad\.npz"):
+        npz_file(path)
+    for images, labels in ((GREY.astype(float), [0] * 4), (GREY[0], [0] * 8), (GREY, [0.5] * 4), (GREY, [[0]] * 4)):
+        np.savez(path, images=images, labels=np.array(labels))
+        with pytest.raises(DataError, match=r"bad\.npz holds"):
+            npz_file(path)
+    np.savez(path, images=GREY, labels=np.zeros(3, int))
+    with pytest.raises(DataError, match="4 images but labels"):
+        npz_file(path)
+    with path.open("wb") as handle:
+        np.save(handle, GREY)
+    with pytest.raises(DataError, match="holds a single array"):
+        npz_file(path)

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import bz2
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_layouts import idx_bytes, random_images, write_idx
+
+from shiftmend.data import emnist, fashion_mnist, kmnist, mnist, usps
+from shiftmend.data.digits import read_idx
+from shiftmend.errors import DataError
+
+LABELS = np.array([3, 1, 4, 1, 5], np.uint8)
+IMAGES = random_images(5, 28, 28)
+
+
+def lay_out_mnist(root: Path, folder: str = "MNIST/raw", suffix: str = ".gz", prefix: str = "t10k") -> None:
+    write_idx(root / folder / f"{prefix}-images-idx3-ubyte{suffix}", IMAGES)
+    write_idx(root / folder / f"{prefix}-labels-idx1-ubyte{suffix}", LABELS)
+
+
+@pytest.mark.parametrize("folder", ["MNIST/raw", "MNIST"])
+@pytest.mark.parametrize("suffix", [".gz", ""])
+def test_mnist_compressed_or_not_in_raw_or_beside_it(tmp_path: Path, folder: str, suffix: str) -> None:
+    lay_out_mnist(tmp_path, folder, suffix)
+    split = mnist("test", tmp_path)
+    np.testing.assert_array_equal(split.images.numpy(), IMAGES[:, None])
+    assert split.labels is not None
+    np.testing.assert_array_equal(split.labels.numpy(), LABELS)
+    assert split.name == "mnist-test"
+    assert split.classes == tuple("0123456789")
+
+
+def test_the_relatives_have_folders_and_classes_of_their_own(tmp_path: Path) -> None:
+    lay_out_mnist(tmp_path, "FashionMNIST/raw", prefix="train")
+    lay_out_mnist(tmp_path, "KMNIST/raw", prefix="train")
+    assert fashion_mnist("train", tmp_path).classes[3] == "Dress"
+    assert kmnist("train", tmp_path).classes[1] == "ki"
+
+
+def test_emnist_is_turned_upright(tmp_path: Path) -> None:
+    write_idx(tmp_path / "EMNIST/raw/emnist-balanced-train-images-idx3-ubyte.gz", IMAGES.transpose(0, 2, 1))
+    write_idx(tmp_path / "EMNIST/raw/emnist-balanced-train-labels-idx1-ubyte.gz", LABELS + 41)
+    split = emnist("train", tmp_path)
+    np.testing.assert_array_equal(split.images.numpy(), IMAGES[:, None])
+    assert split.images.is_contiguous()
+    assert split.labels is not None
+    assert [split.classes[label] for label in split.labels] == ["q", "h", "r", "h", "t"]
+
+
+def test_usps_from_libsvm_text(tmp_path: Path) -> None:
+    values = np.linspace(-1, 1, 512).reshape(2, 256)
+    lines = [
+        f"{label} " + " ".join(f"{i + 1}:{v:.7f}" for i, v in enumerate(row))
+        for label, row in zip((10, 1), values, strict=True)
+    ]
+    lines.append("4 1:-1 256:0.5")  # sparse: what is left out is 0
+    (tmp_path / "USPS").mkdir()
+    (tmp_path / "USPS/usps.t.bz2").write_bytes(bz2.compress("\n".join(lines).encode() + b"\n"))
+    split = usps("test", tmp_path)
+    assert split.labels is not None
+    assert split.labels.tolist() == [9, 0, 3]
+    reference = np.round((values + 1) / 2 * 255).reshape(2, 1, 16, 16)
+    assert np.abs(split.images[:2].numpy() - reference).max() <= 1  # a printed half may round either way
+    assert split.images[2].flatten()[[0, 1, 255]].tolist() == [0, 128, 191]
+
+
+def test_usps_from_npz(tmp_path: Path) -> None:
+    (tmp_path / "USPS").mkdir()
+    images = random_images(5, 16, 16)
+    np.savez(tmp_path / "USPS/usps.npz", x_train=images, y_train=LABELS, x_test=images[:2], y_test=LABELS[:2])
+    np.testing.assert_array_equal(usps("train", tmp_path).images.numpy(), images[:, None])
+    assert len(usps("test", tmp_path)) == 2
+    np.savez(tmp_path / "USPS/usps.npz", x_train=images.astype(float), y_train=LABELS)
+    with pytest.raises(DataError, match=r"usps\.npz holds float64 .*expected uint8"):
+        usps("train", tmp_path)
+    with pytest.raises(DataError, match="no array 'x_test'"):
+        usps("test", tmp_path)
+
+
+def test_a_missing_file_is_named_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"MNIST/raw/train-images-idx3-ubyte\.gz is missing.*fetch\(\"mnist\"\)"):
+        mnist("train", tmp_path)
+    with pytest.raises(DataError, match=r"usps\.bz2 is missing.*usps\.npz"):
+        usps("train", tmp_path)
+    with pytest.raises(DataError, match="no split called 'valid'; expected one of train, test"):
+        mnist("valid", tmp_path)
+
+
+def test_damage_is_told_in_one_sentence(tmp_path: Path) -> None:
+    lay_out_mnist(tmp_path)
+    images = tmp_path / "MNIST/raw/t10k-images-idx3-ubyte.gz"
+    labels = tmp_path / "MNIST/raw/t10k-labels-idx1-ubyte.gz"
+    whole = images.read_bytes()
+
+    def complaint() -> str:
+        with pytest.raises(DataError) as caught:
+            mnist("test", tmp_path)
+        message = str(caught.value)
+        assert "\n" not in message
+        return message
+
+    images.write_bytes(whole[:-100])  # an interrupted download
+    assert "t10k-images" in complaint()
+    images.write_bytes(b"<html>not found</html>")
+    assert "t10k-images" in complaint()
+    images.write_bytes(gzip.compress(idx_bytes(IMAGES)[:-1]))  # whole gzip, too little in it
+    assert "announces 5 x 28 x 28" in complaint()
+    images.write_bytes(gzip.compress(idx_bytes(IMAGES)[:9]))
+    assert "inside its header" in complaint()
+    images.write_bytes(labels.read_bytes())  # the wrong file under the right name
+    assert "expected N x 28 x 28" in complaint()
+    images.write_bytes(whole)
+    write_idx(labels, LABELS[:-1])
+    assert "one label for each of the 5 images" in complaint()
+    write_idx(labels, LABELS + 20)
+    assert "labels up to 25; expected 0 to 9" in complaint()
+
+
+@pytest.mark.parametrize("line", ["3 257:0.1", "3 1;0.1", "eleven 1:0.1", "11 1:0.1", "3 1:7"])
+def test_text_that_is_not_usps_is_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "USPS").mkdir()
+    path = tmp_path / "USPS/usps.bz2"
+    path.write_bytes(bz2.compress(line.encode()))
+    with pytest.raises(DataError, match=r"usps\.bz2"):
+        usps("train", tmp_path)
+    path.write_bytes(bz2.compress(b"3 1:0.5\n" * 1000)[:-10])
+    with pytest.raises(DataError, match=r"usps\.bz2 cannot be read whole"):
+        usps("train", tmp_path)
+
+
+def test_read_idx_of_any_rank(tmp_path: Path) -> None:
+    for shape in ((7,), (2, 3), (2, 3, 4, 5)):
+        array = random_images(*shape)
+        write_idx(tmp_path / "a-idx", array)
+        np.testing.assert_array_equal(read_idx(tmp_path / "a-idx"), array)

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_layouts import random_images, write_png
+from PIL import Image
+
+from shiftmend.data import folders, image_folder
+from shiftmend.errors import DataError
+
+
+def lay_out(folder: Path, classes: list[str], per_class: int = 3) -> None:
+    """Every image has one grey level, which says its class and number."""
+    for position, name in enumerate(classes):
+        for number in range(per_class):
+            write_png(folder / name / f"{number}.png", np.full((4, 5), position * 10 + number, np.uint8))
+
+
+def test_numeric_classes_are_ordered_by_value(tmp_path: Path) -> None:
+    names = [str(number) for number in range(12)]
+    lay_out(tmp_path, names)
+    split = image_folder(tmp_path)
+    assert split.classes == tuple(names)  # as text it would be 0, 1, 10, 11, 2, ...
+    assert split.labels is not None
+    assert split.labels.tolist() == [label for label in range(12) for _ in range(3)]
+    assert split.images.shape == (36, 1, 4, 5)
+    assert split.images[:, 0, 0, 0].tolist() == [label * 10 + number for label in range(12) for number in range(3)]
+
+
+def test_names_that_are_no_numbers_are_ordered_as_text(tmp_path: Path) -> None:
+    lay_out(tmp_path, ["b", "a", "10"])
+    assert image_folder(tmp_path).classes == ("10", "a", "b")
+
+
+def test_files_with_numbers_are_ordered_by_value(tmp_path: Path) -> None:
+    for number in (0, 2, 9, 10, 11, 100):
+        write_png(tmp_path / f"{number}.png", np.full((2, 2), number, np.uint8))
+    split = image_folder(tmp_path, name="site")
+    assert split.images[:, 0, 0, 0].tolist() == [0, 2, 9, 10, 11, 100]
+    assert split.labels is None
+    assert split.classes == ()
+    assert split.name == "site"
+
+
+def test_colour_and_channels(tmp_path: Path) -> None:
+    colour = random_images(1, 4, 4, 3)[0]
+    write_png(tmp_path / "a.png", np.full((4, 4), 7, np.uint8))
+    assert image_folder(tmp_path).images.shape == (1, 1, 4, 4)
+    write_png(tmp_path / "b.png", colour)
+    mixed = image_folder(tmp_path)
+    assert mixed.images.shape == (2, 3, 4, 4)
+    assert (mixed.images[0] == 7).all()
+    np.testing.assert_array_equal(mixed.images[1].numpy(), colour.transpose(2, 0, 1))
+    grey = image_folder(tmp_path, channels=1).images
+    assert grey.shape == (2, 1, 4, 4)
+    with pytest.raises(DataError, match="1 or 3 channels"):
+        image_folder(tmp_path, channels=2)
+
+
+def test_mixed_sizes_need_a_size(tmp_path: Path) -> None:
+    write_png(tmp_path / "a.png", np.full((4, 6), 10, np.uint8))
+    write_png(tmp_path / "b.png", np.full((8, 8), 20, np.uint8))
+    with pytest.raises(DataError, match=r"b\.png is 8 x 8 pixels but .*a\.png is 4 x 6; .*pass size="):
+        image_folder(tmp_path)
+    assert image_folder(tmp_path, size=(3, 5)).images.shape == (2, 1, 3, 5)
+    scaled = image_folder(tmp_path, size=6).images
+    assert scaled.shape == (2, 1, 6, 6)
+    assert scaled.amax((1, 2, 3)).tolist() == [10, 20]
+
+
+def test_pixels_of_more_than_8_bits_are_refused(tmp_path: Path) -> None:
+    Image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(tmp_path / "deep.png")
+    with pytest.raises(DataError, match=r"deep\.png has pixels of mode I;16; expected 8 bits"):
+        image_folder(tmp_path)
+
+
+def test_folders_that_are_no_dataset(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="absent is missing"):
+        image_folder(tmp_path / "absent")
+    with pytest.raises(DataError, match="holds no images"):
+        image_folder(tmp_path)
+    lay_out(tmp_path, ["0", "1"])
+    (tmp_path / "2").mkdir()
+    with pytest.raises(DataError, match="2 holds no images"):
+        image_folder(tmp_path)
+    (tmp_path / "2").rmdir()
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "notes.txt").write_text("nothing")
+    assert len(image_folder(tmp_path)) == 6
+    with pytest.raises(DataError, match=r"2 class folders \(0, 1\); expected 3 class folders \(0, 1, 2\)"):
+        image_folder(tmp_path, classes=("0", "1", "2"))
+    write_png(tmp_path / "stray.png", np.zeros((4, 5), np.uint8))
+    with pytest.raises(DataError, match=r"images \(stray\.png\) beside folders"):
+        image_folder(tmp_path)
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_a_damaged_image_is_named(tmp_path: Path, size: int | None) -> None:
+    write_png(tmp_path / "good.png", random_images(1, 40, 40)[0])
+    whole = (tmp_path / "good.png").read_bytes()
+    (tmp_path / "half.png").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"half\.png is no whole image"):
+        image_folder(tmp_path, size=size)
+    (tmp_path / "half.png").write_bytes(b"not an image")
+    with pytest.raises(DataError, match=r"half\.png is no whole image"):
+        image_folder(tmp_path, size=size)
+
+
+def test_the_cache_is_used_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, cache = tmp_path / "images", tmp_path / "cache"
+    lay_out(images, ["0", "1"])
+    decoded = 0
+    original = folders.decode_image
+
+    def counting(*arguments: object) -> object:
+        nonlocal decoded
+        decoded += 1
+        return original(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(folders, "decode_image", counting)
+    first = image_folder(images, cache=cache)
+    assert decoded == 6
+    (kept,) = cache.glob("*.npy")
+    np.testing.assert_array_equal(np.load(kept), first.images.numpy())
+    second = image_folder(images, cache=cache)
+    assert decoded == 6
+    assert (second.images == first.images).all()
+    assert second.labels is not None
+    assert second.labels.tolist() == [0, 0, 0, 1, 1, 1]
+
+    changed = images / "1" / "2.png"
+    length = changed.stat().st_size
+    write_png(changed, np.full((4, 5), 13, np.uint8))
+    os.utime(changed, ns=(1, 1))  # even if the clock did not move on
+    assert changed.stat().st_size == length  # the time alone gives it away
+    third = image_folder(images, cache=cache)
+    assert decoded == 12
+    assert third.images[5, 0, 0, 0] == 13
+    assert len(list(cache.glob("*"))) == 1  # the old array is gone
+
+    (images / "0" / "1.png").unlink()
+    assert len(image_folder(images, cache=cache)) == 5
+    assert decoded == 17
+    image_folder(images, cache=cache, size=8)  # another size is another array, and does not displace the first
+    assert decoded == 22
+    assert image_folder(images, cache=cache).images.shape[2:] == (4, 5)
+    assert decoded == 22
+
+
+def test_a_damaged_cache_is_made_anew(tmp_path: Path) -> None:
+    images, cache = tmp_path / "images", tmp_path / "cache"
+    lay_out(images, ["0", "1"])
+    first = image_folder(images, cache=cache)
+    (kept,) = cache.glob("*.npy")
+    whole = kept.read_bytes()
+    for damage in (whole[:-1], b"", b"nonsense"):
+        kept.write_bytes(damage)
+        assert (image_folder(images, cache=cache).images == first.images).all()
+        assert kept.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None:
+    lay_out(tmp_path / "images", ["0", "1"])
+    (tmp_path / "file").write_text("a file where the cache folder would be")
+    assert len(image_folder(tmp_path / "images", cache=tmp_path / "file" / "cache")) == 6
