@@ -1,0 +1,77 @@
+"""Shifts: named, seeded transformations that turn source images into target images.
+
+    from shiftmend import shifts
+    foggy = shifts.apply("emnist-da/fog", images, seed=1)
+
+`images` are uint8 `[N, C, H, W]`, on the CPU or a GPU, and so is the result. `SHIFTS` lists what there is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shiftmend.errors import DataError
+from shiftmend.shifts import cifar_c, emnist_da, mnist_c, mnist_m
+from shiftmend.shifts.base import Shift, check_images
+from shiftmend.shifts.textures import Folder, load
+
+__all__ = ["SHIFTS", "Shift", "apply", "find"]
+
+SHIFTS: dict[str, Shift] = {**emnist_da.SHIFTS, **mnist_c.SHIFTS, **mnist_m.SHIFTS, **cifar_c.SHIFTS}
+
+# Bounds the memory a shift needs, whatever the number of images.
+CHUNK = 2000
+
+
+def find(name: str) -> Shift:
+    """The shift of this name; an unknown name gets the nearest ones as a suggestion."""
+    if name in SHIFTS:
+        return SHIFTS[name]
+    same_end = [known for known in SHIFTS if known.rpartition("/")[2] == name.rpartition("/")[2]]
+    near = same_end or difflib.get_close_matches(name, SHIFTS, n=3, cutoff=0.5)
+    groups = sorted({known.partition("/")[0] for known in SHIFTS})
+    hint = f"did you mean {' or '.join(near)}?" if near else f"names begin with {', '.join(groups)}"
+    raise DataError(f"unknown shift {name!r}: {hint}")
+
+
+def apply(
+    name: str,
+    images: Tensor,
+    *,
+    severity: int | None = None,
+    seed: int = 0,
+    textures: Folder = None,
+    **overrides: Any,
+) -> Tensor:
+    """The shifted images: uint8 `[N, C', H, W]` from uint8 `[N, C, H, W]`, on the device they came from.
+
+    Without `severity`, that of the published set is used. `textures` is the folder for shifts that need pictures
+    (see `shiftmend.shifts.textures`); without one they use stand-ins. `overrides` replace single parameters of
+    the severity, as in `apply("emnist-da/gaussian_blur", images, isotropic=True)`.
+
+    The same seed gives the same result for the same images on the same kind of device. One image's random numbers
+    depend on its place in the batch, so shift a whole set in one call.
+    """
+    shift = find(name)
+    check_images(images)
+    if len(images) == 0:
+        raise DataError(f"no images to apply {name} to, expected at least one")
+    parameters = {**shift.parameters(severity), **overrides}
+    _check_parameters(shift, overrides)
+    if shift.texture is not None:
+        parameters["textures"] = [picture.to(images.device) for picture in load(shift.texture, textures)]
+    generator = torch.Generator(images.device).manual_seed(seed)
+    parts = [shift.function(part, generator=generator, **parameters) for part in images.split(CHUNK)]
+    return torch.cat(parts)
+
+
+def _check_parameters(shift: Shift, overrides: dict[str, Any]) -> None:
+    known = set(inspect.signature(shift.function).parameters) - {"images", "generator", "textures"}
+    if unknown := sorted(set(overrides) - known):
+        accepted = f"it has {', '.join(sorted(known))}" if known else "it has none"
+        raise DataError(f"shift {shift.name} has no parameter {', '.join(unknown)}: {accepted}")

@@ -1,0 +1,46 @@
+"""What a shift is: a named, seeded function over a whole batch of uint8 images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shiftmend.errors import DataError
+
+
+@dataclass(frozen=True)
+class Shift:
+    """One way a measuring device can change its images.
+
+    `function(images, generator=..., **parameters)` takes uint8 `[N, C, H, W]` on any device and returns
+    uint8 `[N, C', H, W]`; the generator lives on the device of the images. `severities[s - 1]` holds the
+    parameters of severity `s`, so everything a shift does can be read off its entry.
+    """
+
+    name: str
+    function: Callable[..., Tensor]
+    severities: tuple[Mapping[str, Any], ...]
+    default: int
+    summary: str
+    random: bool = True
+    texture: str | None = None
+
+    def parameters(self, severity: int | None = None) -> Mapping[str, Any]:
+        """The keyword arguments of one severity (the default one if none is named)."""
+        level = self.default if severity is None else severity
+        if not 1 <= level <= len(self.severities):
+            raise DataError(f"shift {self.name} has severities 1 to {len(self.severities)}, got {level}")
+        return self.severities[level - 1]
+
+
+def check_images(images: Tensor) -> None:
+    """Refuse what is no batch of 8-bit images, before any arithmetic."""
+    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
+        raise DataError(
+            "a shift takes uint8 images of shape [N, 1 or 3, H, W], got "
+            f"{str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
+        )

@@ -1,0 +1,76 @@
+"""A contact sheet: one row per shift, one column per image, for looking at shifts before measuring anything."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from shiftmend.errors import DataError
+from shiftmend.files import write_atomically
+from shiftmend.shifts import apply
+from shiftmend.shifts.textures import Folder
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
+MARGIN = 8
+GAP = 2
+TEXT_SIZE = 14
+
+
+def contact_sheet(
+    images: Tensor,
+    names: Sequence[str],
+    path: str | os.PathLike[str],
+    columns: int = 8,
+    *,
+    scale: int = 2,
+    severity: int | None = None,
+    seed: int = 0,
+    textures: Folder = None,
+) -> None:
+    """Write the first `columns` of the images under each named shift to a PNG or JPEG file, `scale` times enlarged.
+
+    Begin `names` with an identity shift to have the originals on top.
+    """
+    target = Path(path)
+    if target.suffix.lower() not in FORMATS:
+        raise DataError(f"a contact sheet is a PNG or JPEG file, got {target.name}: give it a name ending in .png")
+    if not names or columns < 1 or scale < 1:
+        raise DataError(
+            f"a contact sheet needs at least one shift, column and scale of 1, got {len(names)}, {columns}, {scale}"
+        )
+    rows = [apply(name, images[:columns], severity=severity, seed=seed, textures=textures) for name in names]
+    labels = ["original" if name.endswith("/identity") else name for name in names]
+    sheet = draw_sheet(rows, labels, scale)
+    buffer = io.BytesIO()
+    sheet.save(buffer, format=FORMATS[target.suffix.lower()], optimize=True, quality=90)
+    write_atomically(target, buffer.getvalue())
+
+
+def draw_sheet(rows: Sequence[Tensor], labels: Sequence[str], scale: int = 2) -> Image.Image:
+    """Rows of uint8 images `[N, 1 or 3, H, W]`, each with its label to the left, as one Pillow image."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    height, width = (side * scale for side in rows[0].shape[-2:])
+    line = max(height, TEXT_SIZE + 4) + GAP
+    font = ImageFont.load_default(TEXT_SIZE)
+    label_width = max(int(font.getlength(label)) for label in labels) + 2 * MARGIN
+    count = max(len(row) for row in rows)
+    size = (label_width + count * (width + GAP) + MARGIN, 2 * MARGIN + len(rows) * line)
+    sheet = Image.new("RGB", size, "white")
+    pen = ImageDraw.Draw(sheet)
+    for number, (row, label) in enumerate(zip(rows, labels, strict=True)):
+        top = MARGIN + number * line
+        pen.text((label_width - MARGIN, top + line // 2), label, fill="black", font=font, anchor="rm")
+        for column, image in enumerate(row.cpu().expand(-1, 3, -1, -1)):
+            pixels = image.repeat_interleave(scale, 1).repeat_interleave(scale, 2).permute(1, 2, 0)
+            picture = Image.fromarray(pixels.contiguous().numpy())
+            sheet.paste(picture, (label_width + column * (width + GAP), top))
+    return sheet

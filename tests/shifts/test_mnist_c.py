@@ -1,0 +1,220 @@
+"""MNIST-C's shifts against numpy and scipy references, and their distributions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import ndimage
+
+from shiftmend.shifts import SHIFTS, apply, edges, mnist_c
+
+CENTRE = 13.5
+
+
+def grey(count: int, seed: int = 0) -> torch.Tensor:
+    random = np.random.default_rng(seed)
+    fields = ndimage.gaussian_filter(random.normal(size=(count, 28, 28)), (0, 2, 2))
+    return torch.from_numpy((np.clip(fields * 8, 0, 1) * 255).astype(np.uint8))[:, None]
+
+
+def warp_by_loop(image: np.ndarray, matrix: np.ndarray, offset: tuple[float, float] = (0, 0)) -> np.ndarray:
+    """Output pixel (column, row) reads the input at matrix (p - centre) + centre + offset; bilinear, zero outside."""
+    unit = image / 255.0
+    result = np.zeros((28, 28))
+    for row in range(28):
+        for column in range(28):
+            x, y = matrix @ np.array([column - CENTRE, row - CENTRE]) + CENTRE + np.array(offset)
+            left, top = math.floor(x), math.floor(y)
+            for r, c, weight in (
+                (top, left, (1 - (y - top)) * (1 - (x - left))),
+                (top, left + 1, (1 - (y - top)) * (x - left)),
+                (top + 1, left, (y - top) * (1 - (x - left))),
+                (top + 1, left + 1, (y - top) * (x - left)),
+            ):
+                if 0 <= r < 28 and 0 <= c < 28:
+                    result[row, column] += weight * unit[r, c]
+    return (np.clip(result, 0, 1) * 255).astype(np.float32).astype(np.uint8)
+
+
+def assert_either(shifted: torch.Tensor, candidates: list[list[np.ndarray]]) -> None:
+    """Each image equals one of its candidates, and over the images every candidate occurs."""
+    seen = set()
+    for image, options in zip(shifted[:, 0].numpy(), candidates, strict=True):
+        # One level of difference: a value that is a whole level but for rounding may be truncated either way.
+        near = [i for i, option in enumerate(options) if np.abs(image.astype(int) - option).max() <= 1]
+        exact = [i for i in near if (image != options[i]).mean() < 0.005]
+        assert len(exact) == 1
+        seen.add(exact[0])
+    assert seen == set(range(len(candidates[0])))
+
+
+def test_names_and_default_severities():
+    defaults = {
+        name.removeprefix("mnist-c/"): shift.default for name, shift in SHIFTS.items() if name.startswith("mnist-c/")
+    }
+    assert defaults == {
+        "brightness": 5,
+        "canny_edges": 1,
+        "dotted_line": 1,
+        "fog": 5,
+        "glass_blur": 1,
+        "identity": 1,
+        "impulse_noise": 4,
+        "motion_blur": 1,
+        "rotate": 2,
+        "scale": 3,
+        "shear": 2,
+        "shot_noise": 5,
+        "spatter": 4,
+        "stripe": 1,
+        "translate": 3,
+        "zigzag": 1,
+    }
+
+
+@pytest.mark.parametrize(("severity", "angle"), [(None, 0.4), (5, 1.0)])
+def test_rotate(severity, angle):
+    images = grey(8)
+
+    def turn(a: float) -> np.ndarray:
+        return np.array([[math.cos(a), -math.sin(a)], [math.sin(a), math.cos(a)]])
+
+    expected = [[warp_by_loop(image, turn(a)) for a in (angle, -angle)] for image in images[:, 0].numpy()]
+    assert_either(apply("mnist-c/rotate", images, severity=severity), expected)
+
+
+def test_shear():
+    images = grey(8)
+
+    def slant(a: float) -> np.ndarray:
+        return np.array([[1, -math.sin(a)], [0, math.cos(a)]])
+
+    expected = [[warp_by_loop(image, slant(a)) for a in (0.4, -0.4)] for image in images[:, 0].numpy()]
+    assert_either(apply("mnist-c/shear", images), expected)
+
+
+@pytest.mark.parametrize(("severity", "factor"), [(None, 0.7), (5, 0.5)])
+def test_scale(severity, factor):
+    images = grey(4)
+    expected = [[warp_by_loop(image, np.eye(2) / factor)] for image in images[:, 0].numpy()]
+    assert_either(apply("mnist-c/scale", images, severity=severity), expected)
+
+
+def test_translate_moves_whole_pixels_in_all_four_directions():
+    images = grey(64)
+    shifted = apply("mnist-c/translate", images)[:, 0]
+    padded = torch.nn.functional.pad(images[:, 0], (3, 3, 3, 3))
+    seen = set()
+    for image, wide in zip(shifted, padded, strict=True):
+        matches = [
+            (right, down)
+            for right in (0, 6)
+            for down in (0, 6)
+            if torch.equal(image, wide[down : down + 28, right : right + 28])
+        ]
+        assert len(matches) == 1
+        seen.add(matches[0])
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("severity", range(1, 6))
+def test_brightness_adds_to_the_value(severity):
+    images = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
+    expected = np.clip(images.numpy() / 255.0 + severity / 10, 0, 1) * 255
+    expected = expected.astype(np.float32).astype(np.uint8)
+    assert np.array_equal(apply("mnist-c/brightness", images, severity=severity).numpy(), expected)
+
+
+def glass_by_loop(image: np.ndarray, sigma: float, reach: int, draws: list[np.ndarray]) -> np.ndarray:
+    blurred = ndimage.gaussian_filter1d(image / 255.0, sigma, axis=0, mode="nearest")
+    pixels = (blurred * 255).astype(np.uint8)
+    for moves in draws:
+        visit = 0
+        for row in range(28 - reach, reach, -1):
+            for column in range(28 - reach, reach, -1):
+                swap, down, right = moves[visit]
+                visit += 1
+                if swap:
+                    there = (row + down, column + right)
+                    pixels[row, column], pixels[there] = pixels[there], pixels[row, column]
+    blurred = ndimage.gaussian_filter1d(pixels / 255.0, sigma, axis=0, mode="nearest")
+    return (np.clip(blurred, 0, 1) * 255).astype(np.float32).astype(np.uint8)
+
+
+@pytest.mark.parametrize(("severity", "sigma", "reach", "passes"), [(1, 0.7, 1, 2), (3, 1.0, 2, 3)])
+def test_glass_blur_exchanges_pixels_one_after_the_other(severity, sigma, reach, passes):
+    images = grey(3)
+    generator = torch.Generator().manual_seed(11)
+    visits = (28 - 2 * reach) ** 2
+    draws = []
+    for _ in range(passes):
+        offsets = torch.randint(-reach, reach, (2, visits, 3), generator=generator)
+        swaps = torch.randint(0, 2, (visits, 3), generator=generator)
+        draws.append(torch.stack((swaps, offsets[0], offsets[1]), dim=-1).numpy())
+    expected = [
+        glass_by_loop(image, sigma, reach, [moves[:, index] for moves in draws])
+        for index, image in enumerate(images[:, 0].numpy())
+    ]
+    shifted = apply("mnist-c/glass_blur", images, severity=severity, seed=11)
+    assert np.array_equal(shifted[:, 0].numpy(), np.stack(expected))
+
+
+def test_glass_blur_without_blur_is_a_permutation():
+    images = grey(5)
+    shifted = apply("mnist-c/glass_blur", images, sigma=0.01, isotropic=True)
+    assert not torch.equal(shifted, images)
+    assert torch.equal(shifted.flatten(1).sort(dim=1).values, images.flatten(1).sort(dim=1).values)
+    assert torch.equal(shifted[..., 0, :], images[..., 0, :])
+
+
+def test_motion_blur_smears_sideways_within_45_degrees():
+    images = torch.zeros(200, 1, 28, 28, dtype=torch.uint8)
+    images[:, :, 14, 20] = 255
+    shifted = apply("mnist-c/motion_blur", images)[:, 0].double()
+    total = shifted.sum(dim=(1, 2))
+    grid = torch.arange(28, dtype=torch.float64)
+    left = 20 - (shifted.sum(dim=1) * grid).sum(dim=1) / total
+    up = 14 - (shifted.sum(dim=2) * grid).sum(dim=1) / total
+    # Output pixels mix in what lies to their right, so the point is dragged to the left.
+    assert (left > 0.5).all()
+    slope = up / left
+    assert slope.abs().max() < 1.15
+    assert slope.min() < -0.7
+    assert slope.max() > 0.7
+
+
+def test_canny_edges_are_white_on_black():
+    images = grey(4)
+    shifted = apply("mnist-c/canny_edges", images)
+    expected = edges.canny(images[:, 0].double() / 255)
+    assert torch.equal(shifted[:, 0] == 255, expected)
+    assert set(shifted.unique().tolist()) == {0, 255}
+
+
+@pytest.mark.parametrize("severity", range(1, 6))
+def test_spatter_pulls_towards_mud_or_leaves_alone(severity):
+    images = grey(30)
+    shifted = apply("mnist-c/spatter", images, severity=severity)
+    unchanged = shifted == images
+    assert 0.2 < unchanged.float().mean() < 0.999
+    # Where the cover is at least 0.8, at most a fifth of the picture shows through.
+    mud = shifted[~unchanged].float()
+    assert mud.min() >= 0.8 * 63 - 1
+    assert mud.max() <= 0.8 * 63 + 0.2 * 255
+
+
+def test_spatter_covers_as_much_as_its_noise_says():
+    black = torch.zeros(100, 1, 28, 28, dtype=torch.uint8)
+    random = np.random.default_rng(0)
+    noise = ndimage.gaussian_filter(random.normal(0.65, 0.3, (100, 28, 28)), (0, 1, 1), mode="nearest")
+    cover = ndimage.gaussian_filter((noise > 0.65).astype(float), (0, 1.5, 1.5), mode="nearest")
+    expected = (cover >= 0.8).mean()
+    assert (apply("mnist-c/spatter", black) > 0).double().mean().item() == pytest.approx(expected, abs=0.02)
+
+
+def test_warp_leaves_images_alone_where_it_maps_nothing():
+    images = grey(3)
+    assert torch.equal(mnist_c.warp(images, torch.eye(2, dtype=torch.float64).expand(3, 2, 2)), images)
