@@ -1,0 +1,72 @@
+"""The command line: parses, calls the library, prints. Errors are one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import typer
+from rich.console import Console
+
+from shiftmend.__about__ import __version__
+from shiftmend.cli import core, datasets, shifting
+from shiftmend.errors import ShiftmendError
+
+app = typer.Typer(
+    name="shiftmend",
+    help="Mend a model whose measuring device has changed: no labels, no source data.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+core.register(app)
+datasets.register(app)
+shifting.register(app)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+) -> None:
+    pass
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; every mistake of the user's ends in one sentence and exit code 2."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    _show_warnings(console)
+    try:
+        code = app(args=arguments, standalone_mode=False)
+    except (ShiftmendError, OSError) as error:
+        console.print(f"error: {error}", markup=False)
+        code = 2
+    except KeyboardInterrupt:
+        console.print("interrupted", markup=False)
+        code = 130
+    except Exception as error:
+        message = getattr(error, "format_message", None)  # a wrong option, argument or command name
+        if message is None:
+            if type(error).__name__ != "Abort":
+                raise
+            code = 130
+        else:
+            console.print(f"error: {message()} (see `shiftmend --help`)", markup=False)
+            code = 2
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _show_warnings(console: Console) -> None:
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            console.print(f"{record.levelname.lower()}: {record.getMessage()}", markup=False)
+
+    logger = logging.getLogger("shiftmend")
+    logger.handlers = [Handler(level=logging.WARNING)]
+    logger.propagate = False

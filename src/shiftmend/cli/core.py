@@ -1,0 +1,348 @@
+"""`demo`, `profile`, `inspect`, `blocks`, `adapt`, `verify` and `evaluate`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from shiftmend.errors import DataError
+
+console = Console(highlight=False)
+
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A built-in network, package.module:factory, or file.py:factory."),
+]
+Data = Annotated[Path, typer.Option("--data", "-d", help="A folder of images (flat, or one per class), or an .npz.")]
+Weights = Annotated[Path | None, typer.Option("--weights", "-w", help="A safetensors file with the model's weights.")]
+Options = Annotated[list[str] | None, typer.Option("--model-option", help="name=value for the factory; repeatable.")]
+Pickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Read a .pt file. A pickle can run code: trust its origin.")
+]
+ProfileFile = Annotated[Path, typer.Option("--profile", "-p", help="The source's profile.")]
+Size = Annotated[int | None, typer.Option(help="Scale images to this side.")]
+Channels = Annotated[int | None, typer.Option(help="Repeat grey images to so many channels.")]
+Mean = Annotated[str, typer.Option(help="Subtracted from images in 0..1; one number, or one per channel.")]
+Deviation = Annotated[str, typer.Option("--std", help="Divides them afterwards; one number, or one per channel.")]
+Batch = Annotated[int, typer.Option("--batch-size", help="Samples in a batch.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, ...")]
+Head = Annotated[str | None, typer.Option(help="Name of the model's last layer, if it is not found by itself.")]
+Output = Annotated[str | None, typer.Option("--output-entry", help="Which entry of a tuple or dict is the output.")]
+Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
+
+
+def register(app: typer.Typer) -> None:
+    for command in (demo, profile, inspect, blocks, adapt, verify, evaluate):
+        app.command()(command)
+
+
+def demo(
+    folder: Annotated[Path, typer.Option("--out", "-o", help="Where to write the results.")] = Path("demo"),
+    seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Train, profile, shift and mend a small digit reader on real handwritten digits, in about a minute."""
+    from shiftmend.demo import run
+
+    report = run(folder, seed=seed, say=None if as_json else console.print)
+    if as_json:
+        print(json.dumps(report.to_json()))
+
+
+def profile(
+    model: Model,
+    data: Data,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The profile to write.")],
+    weights: Weights = None,
+    model_option: Options = None,
+    preset: Annotated[str, typer.Option(help="reference, paper or sliced.")] = "reference",
+    head: Head = None,
+    output_entry: Output = None,
+    size: Size = None,
+    channels: Channels = None,
+    mean: Mean = "0.5",
+    std: Deviation = "0.5",
+    batch_size: Batch = 256,
+    device: Device = "auto",
+    allow_pickle: Pickle = False,
+    as_json: Json = False,
+) -> None:
+    """At home: store how the model's features are distributed on its source data."""
+    import shiftmend
+
+    net, inputs, _, preprocess = _gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
+    made = shiftmend.profile(
+        net,
+        inputs,
+        preset=preset,
+        head=head,
+        output=_entry(output_entry),
+        batch_size=batch_size,
+        preprocess=preprocess,
+        device=device,
+    )
+    made.save(out)
+    if as_json:
+        print(json.dumps(_profile_json(made, out)))
+    else:
+        console.print(f"{made}\nwritten to {out} ({out.stat().st_size:,} bytes)", markup=False)
+
+
+def inspect(file: Annotated[Path, typer.Argument(help="A profile.")], as_json: Json = False) -> None:
+    """Show what a profile holds."""
+    import shiftmend
+
+    loaded = shiftmend.Profile.load(file)
+    if as_json:
+        print(json.dumps(_profile_json(loaded, file)))
+    else:
+        console.print(f"{loaded}\n  file        {file.stat().st_size:,} bytes, intact", markup=False)
+
+
+def blocks(
+    model: Model,
+    shape: Annotated[str, typer.Option(help="Shape of one input, e.g. 3,32,32.")],
+    weights: Weights = None,
+    model_option: Options = None,
+    head: Head = None,
+    output_entry: Output = None,
+    allow_pickle: Pickle = False,
+    as_json: Json = False,
+) -> None:
+    """Show the bottom-up blocks a model is split into."""
+    import torch
+
+    from shiftmend.blocks import split
+    from shiftmend.cli.inputs import load_model
+    from shiftmend.taps import trace
+
+    net = load_model(model, weights, model_option or [], allow_pickle)
+    try:
+        sides = [int(side) for side in shape.split(",")]
+        sample = torch.zeros(2, *sides)
+    except (ValueError, RuntimeError) as error:
+        raise DataError(f"--shape {shape!r} should be whole numbers with commas, e.g. 3,32,32") from error
+    try:
+        found = split(net, trace(net, sample, head=head, output=_entry(output_entry)))
+    except RuntimeError as error:
+        raise DataError(f"the model does not take inputs of shape {sides}: {error}") from error
+    parameters = dict(net.named_parameters())
+    rows = [
+        {
+            "block": block.name,
+            "modules": list(block.modules),
+            "layers": block.layers,
+            "parameters": sum(parameters[name].numel() for name in block.parameters),
+        }
+        for block in found
+    ]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = Table("block", "layers", "parameters", box=None)
+    for row in rows:
+        table.add_row(str(row["block"]), str(row["layers"]), f"{row['parameters']:,}")
+    console.print(table)
+    fixed = sum(p.numel() for p in net.parameters()) - sum(int(str(row["parameters"])) for row in rows)
+    console.print(f"{fixed:,} parameters stay fixed: the head and what is behind the features")
+
+
+def adapt(
+    model: Model,
+    data: Data,
+    profile: ProfileFile,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the adapted model, history and manifest.")],
+    method: Annotated[str, typer.Option("--method", "-m", help="source-only, adabn, fr or bufr.")] = "bufr",
+    option: Annotated[list[str] | None, typer.Option(help="name=value for the method; repeatable.")] = None,
+    weights: Weights = None,
+    model_option: Options = None,
+    output_entry: Output = None,
+    size: Size = None,
+    channels: Channels = None,
+    mean: Mean = "0.5",
+    std: Deviation = "0.5",
+    batch_size: Batch = 256,
+    seed: Annotated[int, typer.Option(help="Order of the batches.")] = 0,
+    device: Device = "auto",
+    autocast: Annotated[bool, typer.Option(help="Run the network in bfloat16.")] = False,
+    checkpoint: Annotated[Path | None, typer.Option(help="Save here after each epoch; go on if it exists.")] = None,
+    allow_pickle: Pickle = False,
+    as_json: Json = False,
+) -> None:
+    """At the new site: re-align the model's features with the profile, from unlabelled data alone."""
+    import shiftmend
+
+    net, inputs, labels, preprocess = _gather(
+        model, weights, model_option, allow_pickle, data, size, channels, mean, std
+    )
+    result = shiftmend.adapt(
+        net,
+        inputs,
+        profile,
+        method,
+        batch_size=batch_size,
+        seed=seed,
+        preprocess=preprocess,
+        output=_entry(output_entry),
+        device=device,
+        autocast=autocast,
+        checkpoint=checkpoint,
+        **dict(_method_option(text) for text in option or []),
+    )
+    result.save(out)
+    scores = {}
+    if labels is not None:  # they were there; adaptation has not seen them
+        pairs = {"before": net, "after": result.model}
+        for name, which in pairs.items():
+            scored = shiftmend.evaluate(
+                which, (inputs, labels), preprocess=preprocess, output=_entry(output_entry), device=device
+            )
+            scores[name] = _scores_json(scored)
+    if as_json:
+        print(json.dumps({"manifest": result.manifest, "scores": scores, "folder": str(out)}))
+        return
+    console.print(f"{result}\nwritten to {out}/: model.safetensors, history.json, manifest.json", markup=False)
+    for name, values in scores.items():
+        console.print(f"{name}: {_scores_text(values)}", markup=False)
+
+
+def verify(
+    model: Model,
+    data: Data,
+    profile: ProfileFile,
+    weights: Weights = None,
+    model_option: Options = None,
+    size: Size = None,
+    channels: Channels = None,
+    mean: Mean = "0.5",
+    std: Deviation = "0.5",
+    batch_size: Batch = 256,
+    device: Device = "auto",
+    allow_pickle: Pickle = False,
+    as_json: Json = False,
+) -> None:
+    """Ask, without labels, whether a model's features on some data are distributed as at home."""
+    import shiftmend
+
+    net, inputs, _, preprocess = _gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
+    found = shiftmend.verify(
+        net, inputs, shiftmend.Profile.load(profile), batch_size=batch_size, preprocess=preprocess, device=device
+    )
+    if as_json:
+        print(json.dumps(asdict(found) | {"verdict": found.verdict}))
+    else:
+        console.print(str(found), markup=False)
+
+
+def evaluate(
+    model: Model,
+    data: Data,
+    weights: Weights = None,
+    model_option: Options = None,
+    output_entry: Output = None,
+    size: Size = None,
+    channels: Channels = None,
+    mean: Mean = "0.5",
+    std: Deviation = "0.5",
+    batch_size: Batch = 256,
+    device: Device = "auto",
+    allow_pickle: Pickle = False,
+    as_json: Json = False,
+) -> None:
+    """Score a model on labelled data: accuracy and calibration."""
+    import shiftmend
+
+    net, inputs, labels, preprocess = _gather(
+        model, weights, model_option, allow_pickle, data, size, channels, mean, std
+    )
+    if labels is None:
+        raise DataError(f"{data} has no labels: expected one folder per class, or an array 'labels' in the .npz")
+    scores = shiftmend.evaluate(
+        net,
+        (inputs, labels),
+        batch_size=batch_size,
+        preprocess=preprocess,
+        output=_entry(output_entry),
+        device=device,
+    )
+    values = _scores_json(scores)
+    if as_json:
+        print(json.dumps(values))
+    else:
+        console.print(_scores_text(values), markup=False)
+
+
+def _gather(
+    model: str,
+    weights: Path | None,
+    model_option: list[str] | None,
+    allow_pickle: bool,
+    data: Path,
+    size: int | None,
+    channels: int | None,
+    mean: str,
+    std: str,
+) -> tuple[Any, Any, Any, Any]:
+    from shiftmend.cli.inputs import load_data, load_model, normalisation
+
+    preprocess = normalisation(mean, std, channels)
+    net = load_model(model, weights, model_option or [], allow_pickle)
+    inputs, labels = load_data(data, size)
+    return net, inputs, labels, preprocess
+
+
+def _entry(text: str | None) -> int | str | None:
+    return int(text) if text is not None and text.lstrip("-").isdigit() else text
+
+
+def _method_option(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise DataError(f"--option {text!r} should read name=value, e.g. learning_rate=0.1")
+    if "," in value:
+        return key, tuple(part for part in value.split(",") if part)
+    for kind in (int, float):
+        try:
+            return key, kind(value)
+        except ValueError:
+            continue
+    return key, value
+
+
+def _profile_json(profile: Any, file: Path) -> dict[str, Any]:
+    return {
+        "file": str(file),
+        "bytes": file.stat().st_size,
+        "preset": profile.preset,
+        "samples": profile.samples,
+        "bins": asdict(profile.bins),
+        "taps": {
+            name: {"at": str(profile.specs[name]), "units": tap.units, "constant": profile.unusable[name]}
+            for name, tap in profile.taps.items()
+        },
+        "slices": {name: part.histogram.units for name, part in profile.slices.items()},
+        "inputs": profile.inputs.to_json(),
+        "architecture": profile.architecture,
+        "weights": profile.weights,
+        "library": profile.library,
+    }
+
+
+def _scores_json(scores: Any) -> dict[str, Any]:
+    return {name: value for name, value in asdict(scores).items() if name != "reliability"}
+
+
+def _scores_text(values: dict[str, Any]) -> str:
+    percent = {"accuracy", "ece", "mce"}
+    shown = [
+        f"{name} {100 * value:.1f} %" if name in percent else f"{name} {value:,.4g}"
+        for name, value in values.items()
+        if value is not None
+    ]
+    return ", ".join(shown)

@@ -1,0 +1,85 @@
+"""`data list`, `data fetch` and `data verify`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+console = Console(highlight=False)
+Root = Annotated[Path | None, typer.Option("--data-root", help="Where the data sets lie; default SHIFTMEND_DATA.")]
+Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
+data = typer.Typer(help="Data sets: what there is, get it, check it.", no_args_is_help=True, rich_markup_mode=None)
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(data, name="data")
+
+
+@data.command("list")
+def list_sets(as_json: Json = False) -> None:
+    """Every data set shiftmend reads, its size, and whether it can be fetched."""
+    from shiftmend.data import listing
+
+    rows = listing()
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return
+    table = Table("data set", "what it is", "download", box=None)
+    for row in rows:
+        size = "" if row.download_bytes is None else f"{row.download_bytes / 1e6:,.0f} MB"
+        table.add_row(row.dataset, row.summary, size if row.fetchable else f"{size} by hand".strip())
+    console.print(table)
+
+
+@data.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="A name from `shiftmend data list`.")],
+    data_root: Root = None,
+    as_json: Json = False,
+) -> None:
+    """Download a data set, check it and put it where the loaders look."""
+    from shiftmend.data import fetch as fetch_set
+    from shiftmend.progress import progress_bar
+
+    with progress_bar(False if as_json else None, f"fetching {name}", None) as bar:
+        row = fetch_set(name, data_root, report=lambda p: bar.advance(0, f"{p.file} {_amount(p)} {p.message}"))
+    _show([row], as_json)
+
+
+@data.command()
+def verify(
+    names: Annotated[list[str] | None, typer.Argument(help="Only these sets.")] = None,
+    data_root: Root = None,
+    checksums: Annotated[bool, typer.Option(help="Also compare published checksums.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Check what lies in the data root against what was published; exit code 1 if anything is damaged."""
+    from shiftmend.data import verify as verify_sets
+
+    rows = verify_sets(data_root, names or None, checksums=checksums)
+    _show(rows, as_json)
+    if any(row.state == "damaged" for row in rows):
+        raise typer.Exit(1)
+
+
+def _amount(progress: Any) -> str:
+    done = f"{progress.done / 1e6:,.1f}"
+    return f"{done} of {progress.total / 1e6:,.1f} MB" if progress.total else f"{done} MB"
+
+
+def _show(rows: list[Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return
+    table = Table("data set", "state", "detail", box=None)
+    colours = {"complete": "green", "damaged": "red"}
+    for row in rows:
+        colour = colours.get(row.state)
+        table.add_row(row.dataset, f"[{colour}]{row.state}[/]" if colour else row.state, row.detail)
+    console.print(table)

@@ -1,0 +1,1 @@
+"""Figures, one file each. Importing this package does not import matplotlib; drawing does."""
