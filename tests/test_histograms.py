@@ -64,7 +64,15 @@ def test_layouts_count_their_outer_bins_as_said() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"count": 0}, {"count": 2, "layout": "paper"}, {"layout": "?"}, {"temperature": 0.0}, {"count": 1.5}]
+    "wrong",
+    [
+        {"count": 0},
+        {"count": 2, "layout": "paper"},
+        {"layout": "?"},
+        {"temperature": 0.0},
+        {"count": 1.5},
+        {"count": True},
+    ],
 )
 def test_bins_refuse_nonsense(wrong: dict[str, object]) -> None:
     with pytest.raises(ShiftmendError):

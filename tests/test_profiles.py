@@ -246,3 +246,23 @@ def test_hooks_never_stay() -> None:
     with tapped(model, {}):
         pass
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_too_many_features_for_slices_are_refused_before_a_file_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shiftmend.profiles.MOST_WEIGHTS", 1000)
+    case = ZOO["tabular"]
+    with pytest.raises(ProfileError, match="16 features are too many for 128 slices"):
+        shiftmend.profile(case.model(), case.inputs())
+
+
+def test_profiles_of_other_weights_do_not_merge() -> None:
+    case = ZOO["tabular"]
+    first = shiftmend.profile(case.model(), case.inputs())
+    with pytest.raises(ProfileError, match="different models"):
+        first.merge(shiftmend.profile(case.model(seed=1), case.inputs(), like=first))
+
+
+def test_arrays_of_doubles_are_taken_as_numpy_gives_them() -> None:
+    case = ZOO["tabular"]
+    inputs = case.inputs()
+    assert same(shiftmend.profile(case.model(), inputs), shiftmend.profile(case.model(), inputs.double().numpy()))

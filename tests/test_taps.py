@@ -162,7 +162,7 @@ def test_unknown_modules_get_a_hint() -> None:
         trace(case.model(), case.inputs(2), taps={"mine": "body.conv9"})
 
 
-@pytest.mark.parametrize("spec", ["fc:out", "fc@x", "fc:input@1@2"])
+@pytest.mark.parametrize("spec", ["fc:out", "fc@x", "fc:input@1@2", "fc@²", "fc@--1"])
 def test_tap_grammar_errors(spec: str) -> None:
     with pytest.raises(TapError, match="expected 'module'"):
         Tap.parse("mine", spec)

@@ -10,10 +10,34 @@ from zoo import ZOO
 
 @pytest.mark.parametrize(
     ("excess", "verdict"),
-    [(0.0, "restored"), (RESTORED * 0.9, "restored"), (RESTORED * 1.1, "partly restored"), (FAILED, "not restored")],
+    [
+        (0.0, "restored"),
+        (RESTORED * 0.9, "restored"),
+        (RESTORED * 1.1, "partly restored"),
+        (FAILED * 1.01, "not restored"),
+    ],
 )
 def test_verdicts(excess: float, verdict: str) -> None:
-    assert Verification(0.004 + excess, 0.004, 100).verdict == verdict
+    assert Verification(0.001 + excess, 0.001, 5000).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("excess", "floor", "verdict"),
+    [
+        (0.007, 0.008, "restored"),
+        (0.009, 0.008, "partly restored"),
+        (0.025, 0.008, "not restored"),
+        (0.0, 0.02, "undecided"),
+        (0.05, 0.02, "undecided"),
+        (0.061, 0.02, "not restored"),
+    ],
+)
+def test_a_small_sample_is_not_judged_more_finely_than_chance_lets_it(
+    excess: float, floor: float, verdict: str
+) -> None:
+    judged = Verification(floor + excess, floor, 200)
+    assert judged.verdict == verdict
+    assert ("too few samples" in str(judged)) == (verdict == "undecided")
 
 
 def test_home_is_restored_and_a_shift_is_not() -> None:

@@ -6,7 +6,6 @@ Only inputs leave a feed. Labels that came along are kept apart for the evaluato
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -117,8 +116,7 @@ class Feed:
         """
         order_seed = (seed * 1_000_003 + number) % (1 << 63)
         if self._inputs is None:
-            with _drawing_from(order_seed):
-                yield from self._full(self._stream())
+            yield from self._full(self._stream(order_seed))
             return
         size = min(self.batch_size, len(self._inputs))
         order = torch.randperm(len(self._inputs), generator=torch.Generator().manual_seed(order_seed))
@@ -150,11 +148,12 @@ class Feed:
         inputs = inputs.to(self.device, non_blocking=True)
         return self.preprocess(inputs) if self.preprocess is not None else inputs
 
-    def _stream(self, copy: bool = True) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def _stream(self, seed: int = 0, copy: bool = True) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Batches as the loader gives them; a loader that shuffles gives the order of the seed."""
         assert not isinstance(self._loader, tuple)
         copy = copy and not isinstance(self._loader, DataLoader)  # which makes its batches anew; a list gives its own
         empty = True
-        for batch in self._loader:
+        for batch in _drawn(self._loader, seed):
             inputs, labels = _split(batch, self.what)
             if len(inputs) == 0:
                 continue
@@ -171,14 +170,13 @@ class Feed:
         inputs: list[Tensor] = []
         labels: list[Tensor] = []
         size = 0
-        with _drawing_from(0):  # a loader that shuffles gives one order, so that a seed names a run
-            for batch, label in self._stream(copy=False):
-                size += batch.numel() * batch.element_size()
-                if size > limit:
-                    return
-                inputs.append(batch)
-                if label is not None:
-                    labels.append(label)
+        for batch, label in self._stream(copy=False):
+            size += batch.numel() * batch.element_size()
+            if size > limit:
+                return
+            inputs.append(batch)
+            if label is not None:
+                labels.append(label)
         if len({tuple(part.shape[1:]) for part in inputs}) > 1:
             raise DataError(f"the batches of the {self.what} differ in shape; bring all samples to one size first")
         whole = torch.cat(labels) if labels and sum(map(len, labels)) == sum(map(len, inputs)) else None
@@ -195,12 +193,25 @@ class Feed:
         self._labels = None if labels is None else labels.to(self.device)
 
 
-@contextmanager
-def _drawing_from(seed: int) -> Iterator[None]:
-    """Seed the global generator, from which loaders draw their order, and put it back afterwards."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the accelerators too
-        yield
+def _drawn(loader: Iterable[Any], seed: int) -> Iterator[Any]:
+    """Run through a loader whose order and augmentation are drawn from a seed instead of the global generator.
+
+    Loaders know no generator but the global one, so it is set while a batch is made, and put back before it is used.
+    """
+    own = torch.Generator().manual_seed(seed).get_state()
+    batches: Iterator[Any] | None = None
+    while True:
+        outside = torch.get_rng_state()
+        torch.set_rng_state(own)
+        try:
+            batches = iter(loader) if batches is None else batches
+            batch = next(batches)
+        except StopIteration:
+            return
+        finally:
+            own = torch.get_rng_state()
+            torch.set_rng_state(outside)
+        yield batch
 
 
 def _as_loader(source: Any, batch_size: int | None, what: str) -> tuple[Any, int | None]:
@@ -208,11 +219,11 @@ def _as_loader(source: Any, batch_size: int | None, what: str) -> tuple[Any, int
     if isinstance(source, Feed):
         raise DataError(f"the {what} is a Feed already; pass what it was made from")
     if isinstance(source, Tensor | np.ndarray):
-        return (_at_least_1d(_as_tensor(source, what), what), None), None
+        return (_as_inputs(source, what), None), None
     if isinstance(source, TensorDataset):
         return (source.tensors[0], source.tensors[1] if len(source.tensors) > 1 else None), None
     if isinstance(source, tuple) and source and isinstance(source[0], Tensor | np.ndarray):
-        inputs = _at_least_1d(_as_tensor(source[0], what), what)
+        inputs = _as_inputs(source[0], what)
         labels = _as_tensor(source[1], what) if len(source) > 1 and source[1] is not None else None
         if labels is not None and (labels.ndim == 0 or len(inputs) != len(labels)):
             raise DataError(f"the {what} has {len(inputs)} inputs but {len(labels) if labels.ndim else 1} labels")
@@ -244,9 +255,12 @@ def _as_tensor(values: Any, what: str) -> Tensor:
         raise DataError(f"the {what} holds {kind}, which is no tensor of numbers; convert it first") from error
 
 
-def _at_least_1d(inputs: Tensor, what: str) -> Tensor:
+def _as_inputs(values: Any, what: str) -> Tensor:
+    inputs = _as_tensor(values, what)
     if inputs.ndim == 0:
         raise DataError(f"the {what} is a single number; expected samples along the first axis")
+    if isinstance(values, np.ndarray) and inputs.dtype == torch.float64:
+        return inputs.to(torch.get_default_dtype())  # numpy's default is not what networks take
     return inputs
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import math
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -42,7 +42,7 @@ def tensor_bytes(value: Tensor) -> bytes:
 
 def _is_number(value: Any) -> bool:
     """A finite number as JSON writes it; Python's bool is an int, JSON's is not."""
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 @dataclass(frozen=True)

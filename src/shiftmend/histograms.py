@@ -48,7 +48,7 @@ class Bins:
     def __post_init__(self) -> None:
         if self.layout not in get_args(Layout):
             raise ShiftmendError(f"unknown bin layout {self.layout!r}, expected 'reference' or 'paper'")
-        if not isinstance(self.count, int) or not 1 <= self.inner <= 1024:
+        if type(self.count) is not int or not 1 <= self.inner <= 1024:
             raise ShiftmendError(f"{self.count!r} bins in the {self.layout} layout leave no usable inner bin")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ShiftmendError(f"the temperature must be a positive number, got {self.temperature!r}")

@@ -23,13 +23,12 @@ from shiftmend.fingerprints import InputSummary
 from shiftmend.histograms import Bins
 from shiftmend.presets import PRESETS
 from shiftmend.profiles import Profile
-from shiftmend.statistics import Histogram, Projector, Slices
+from shiftmend.statistics import MOST_WEIGHTS, Histogram, Projector, Slices
 from shiftmend.taps import Tap
 
 SCHEMA = 1
 MOST_BYTES = 64 << 20
 _MOST_HEADER = 4 << 20
-_MOST_WEIGHTS = 1 << 26  # of all slices together: they are rebuilt from their seeds, 16 bytes each at most
 _NO_SUM = "0" * 64
 _SUM = "[0-9a-f]{64}"
 _ROW_TOLERANCE = 1e-3  # float32 counts of millions of samples
@@ -67,7 +66,7 @@ def encode(profile: Profile) -> bytes:
 
 
 def _ordered(content: bytes) -> bytes:
-    """The same file with its header sorted: the library orders metadata by chance, and equal profiles shall be equal."""
+    """The same file with its header sorted: the library orders metadata by chance, equal profiles are equal files."""
     (length,) = struct.unpack("<Q", content[:8])
     header = json.dumps(json.loads(content[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
@@ -144,9 +143,7 @@ def _metadata(content: bytes) -> dict[str, str]:
 
 
 def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
-    bins = Bins(**facts["bins"])
-    if type(bins.count) is not int or type(bins.temperature) not in (int, float):
-        raise ProfileError("its bins are not described by numbers")
+    bins = _bins(facts["bins"])
     expected = {"features.mean", "features.deviation"} | {
         f"{group}.{name}.{part}"
         for group, names in (("tap", facts["taps"]), ("slices", facts["slices"]))
@@ -174,8 +171,8 @@ def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     if not mean.shape == deviation.shape == taps["features"].low.shape == taps["features"].high.shape:
         raise ProfileError("mean and deviation are not of as many units as the features")
     units = mean.shape[0]
-    if sum(part.units for part in slices.values()) * units > _MOST_WEIGHTS:
-        raise ProfileError(f"its slices need more than {_MOST_WEIGHTS:,} weights")
+    if sum(part.units for part in slices.values()) * units > MOST_WEIGHTS:
+        raise ProfileError(f"its slices need more than {MOST_WEIGHTS:,} weights")
     return Profile(
         taps=taps,
         mean=mean,
@@ -192,6 +189,13 @@ def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
         inputs=InputSummary.from_json(facts["inputs"]),
         library=_text(facts["library"], "library", "[ -~]{1,64}"),
     )
+
+
+def _bins(cut: dict[str, Any]) -> Bins:
+    kinds = {name: type(value) for name, value in cut.items()}
+    if kinds not in ({"count": int, "layout": str, "temperature": kind} for kind in (int, float)):
+        raise ProfileError("its bins are not described by a count, a layout and a temperature")
+    return Bins(**cut)
 
 
 def _histograms(group: str, facts: dict[str, Any], tensors: dict[str, Tensor], bins: Bins) -> dict[str, Histogram]:

@@ -21,7 +21,7 @@ from shiftmend.fingerprints import InputSummary
 from shiftmend.histograms import Bins
 from shiftmend.presets import preset as find_preset
 from shiftmend.progress import Progress, progress_bar
-from shiftmend.statistics import CountTracker, Histogram, Projector, RangeTracker, Slices
+from shiftmend.statistics import MOST_WEIGHTS, CountTracker, Histogram, Projector, RangeTracker, Slices
 from shiftmend.taps import Entry, Tap, modes, tapped, trace, unwrap
 
 logger = logging.getLogger(__name__)
@@ -69,8 +69,8 @@ class Profile:
 
     def merge(self, other: Profile) -> Profile:
         """The profile of both samples, if the second was collected with `like=` the first."""
-        mine = (self.preset, self.specs, self.architecture, sorted(self.slices))
-        if mine != (other.preset, other.specs, other.architecture, sorted(other.slices)):
+        mine = (self.preset, self.specs, self.architecture, self.weights, sorted(self.slices))
+        if mine != (other.preset, other.specs, other.architecture, other.weights, sorted(other.slices)):
             raise ProfileError("these profiles are of different models, taps or presets and cannot be merged")
         return replace(
             self,
@@ -181,6 +181,11 @@ def profile(
             numbers = {"verification": VERIFICATION_SLICES} | (
                 {"alignment": chosen.aligned_slices} if chosen.aligned_slices else {}
             )
+            if sum(numbers.values()) * len(mean) > MOST_WEIGHTS:
+                raise ProfileError(
+                    f"{len(mean):,} features are too many for {sum(numbers.values())} slices; tap a smaller layer with "
+                    "taps={'features': ...}, or leave out the preset 'sliced'"
+                )
             projectors = {
                 name: Projector.build(mean, deviation, usable, count, SLICE_SEEDS[name]).to(place)
                 for name, count in numbers.items()

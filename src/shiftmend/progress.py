@@ -28,7 +28,8 @@ def progress_bar(show: Progress, title: str, total: int | None) -> Iterator[Bar]
     from rich.progress import Progress as RichProgress
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
-    with RichProgress(*columns, console=Console(stderr=True), transient=True) as shown:
+    # on a terminal it goes away when done; in a log file, where asked for, its last state stays
+    with RichProgress(*columns, console=Console(stderr=True), transient=sys.stderr.isatty()) as shown:
         task = shown.add_task(title, total=total, note="")
 
         class RichBar(Bar):

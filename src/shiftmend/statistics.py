@@ -18,6 +18,9 @@ from shiftmend.histograms import Bins, Divergence, Form, divergence, soft_histog
 
 _NUMBERS_AT_ONCE = 1 << 20
 
+MOST_WEIGHTS = 1 << 26
+"""Of all slices of a profile together: they are rebuilt from their seeds, 16 bytes each at most."""
+
 
 @dataclass(frozen=True, eq=False)
 class Histogram:

@@ -6,6 +6,7 @@ cloned at once, because a following in-place ReLU would overwrite it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ class Tap:
             return Tap(name, spec.module, spec.side, spec.channel_axis, spec.entry)
         rest, _, axis = spec.partition("@")
         module, _, side = rest.partition(":")
-        if side not in ("", "input", "output") or (axis and not axis.lstrip("-").isdigit()):
+        if side not in ("", "input", "output") or (axis and not re.fullmatch("-?[0-9]+", axis)):
             raise TapError(
                 f"tap {name!r} is given as {spec!r}, expected 'module', 'module:input' or 'module:output', "
                 "with '@axis' behind it where units are not on axis 1"

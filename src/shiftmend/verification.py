@@ -3,7 +3,8 @@
 The loss that was optimised never judges. Marginals can be matched by scrambling the features: FR can reach a lower
 alignment loss at 4 % accuracy than BUFR at 80 %. The profile's verification slices are aligned by no method and
 see the joint distribution. The thresholds are empirical: on rebuilt EMNIST-DA every adaptation below 0.005 was good
-and every one above 0.01 had failed or half failed.
+and every one above 0.01 had failed or half failed. A small sample resolves no more than chance lets it, so the
+thresholds are never tighter than its sampling floor, and a very small one is called undecided.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shiftmend.taps import modes, tapped, unwrap
 RESTORED = 0.005
 FAILED = 0.01
 
-Verdict = Literal["restored", "partly restored", "not restored"]
+Verdict = Literal["restored", "partly restored", "not restored", "undecided"]
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,15 @@ class Verification:
 
     @property
     def verdict(self) -> Verdict:
-        if self.excess < RESTORED:
-            return "restored"
-        return "partly restored" if self.excess < FAILED else "not restored"
+        if self.excess >= max(FAILED, 3 * self.floor):
+            return "not restored"
+        if self.floor > FAILED:
+            return "undecided"
+        return "restored" if self.excess < max(RESTORED, self.floor) else "partly restored"
 
     def __str__(self) -> str:
-        return f"{self.verdict} (slices {self.divergence:.4f}, of which {self.floor:.4f} by chance)"
+        few = f", too few samples ({self.samples}) to tell" if self.verdict == "undecided" else ""
+        return f"{self.verdict} (slices {self.divergence:.4f}, of which {self.floor:.4f} by chance{few})"
 
 
 def measure(features: Iterable[Tensor], profile: Profile) -> Verification:

@@ -25,16 +25,12 @@ def test_passes_options_on() -> None:
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(
-        DataError, match=r"no model named 'vgg'.*digit-cnn, resnet18-cifar, resnet18, resnet101"
-    ):
+    with pytest.raises(DataError, match=r"no model named 'vgg'.*digit-cnn, resnet18-cifar, resnet18, resnet101"):
         build("vgg")
 
 
 def test_unknown_option_lists_the_known_ones() -> None:
-    with pytest.raises(
-        DataError, match=r"digit-cnn.*'depth'; it takes classes, channels, width, image_size$"
-    ):
+    with pytest.raises(DataError, match=r"digit-cnn.*'depth'; it takes classes, channels, width, image_size$"):
         build("digit-cnn", depth=3)
 
 

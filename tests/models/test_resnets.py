@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from shiftmend.models import ResNet, resnet18, resnet18_cifar, resnet101
 
 
-def torchvision_table(
-    depths: tuple[int, ...], bottleneck: bool, classes: int, stem: int = 7
-) -> dict[str, tuple]:
+def torchvision_table(depths: tuple[int, ...], bottleneck: bool, classes: int, stem: int = 7) -> dict[str, tuple]:
     """Names and shapes of torchvision's state dict, from its naming rules and not from our modules."""
     table: dict[str, tuple] = {}
 
@@ -45,9 +43,7 @@ def torchvision_table(
     return table
 
 
-def reference_features(
-    state: dict[str, Tensor], images: Tensor, depths: tuple[int, ...], cifar: bool
-) -> Tensor:
+def reference_features(state: dict[str, Tensor], images: Tensor, depths: tuple[int, ...], cifar: bool) -> Tensor:
     """The forward pass in evaluation mode, from a state dict alone."""
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -150,9 +146,7 @@ def test_taps_see_pooled_features_and_logits(factory: Callable[[int], ResNet], s
         images = torch.empty(2, 3, size, size)
     assert model.shiftmend_taps == {"features": "fc:input", "logits": "fc"}
     seen: dict[str, Tensor] = {}
-    model.fc.register_forward_hook(
-        lambda module, inputs, output: seen.update(features=inputs[0], logits=output)
-    )
+    model.fc.register_forward_hook(lambda module, inputs, output: seen.update(features=inputs[0], logits=output))
     output = model(images)
     assert output.shape == (2, 12)
     assert seen["features"].shape == (2, units)

@@ -1,0 +1,421 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from shiftmend.errors import DataError
+from shiftmend.feeds import DEFAULT_BATCH, Feed
+
+INPUTS = torch.arange(70 * 3, dtype=torch.float32).reshape(70, 3)
+LABELS = -1 - torch.arange(70)  # no input is negative: a label that leaks is seen at once
+
+
+class Pairs(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, inputs: Tensor = INPUTS, labels: Tensor = LABELS) -> None:
+        self.inputs, self.labels = inputs, labels
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.labels[index]
+
+
+class Endless(IterableDataset[tuple[Tensor, Tensor]]):
+    """Has no length, but an end."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter([(INPUTS[i], LABELS[i]) for i in range(len(INPUTS))])
+
+
+LABELLED: dict[str, Callable[[], Any]] = {
+    "(tensor, tensor)": lambda: (INPUTS, LABELS),
+    "(array, array)": lambda: (INPUTS.numpy(), LABELS.numpy()),
+    "(array, list)": lambda: (INPUTS.numpy(), LABELS.tolist()),
+    "TensorDataset": lambda: TensorDataset(INPUTS, LABELS),
+    "Dataset": Pairs,
+    "IterableDataset": Endless,
+    "DataLoader": lambda: DataLoader(Pairs(), batch_size=16),
+    "list of pairs": lambda: list(zip(INPUTS.split(16), LABELS.split(16), strict=True)),
+    "list of lists": lambda: [[a, b] for a, b in zip(INPUTS.split(16), LABELS.split(16), strict=True)],
+    "list of array pairs": lambda: [
+        (a.numpy(), b.numpy()) for a, b in zip(INPUTS.split(16), LABELS.split(16), strict=True)
+    ],
+    "list of triples": lambda: [
+        (a, b, "meta") for a, b in zip(INPUTS.split(16), LABELS.split(16), strict=True)
+    ],
+}  # fmt: skip
+UNLABELLED: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: INPUTS,
+    "array": lambda: INPUTS.numpy(),
+    "flipped array": lambda: INPUTS.numpy()[::-1].copy()[::-1],
+    "(tensor,)": lambda: (INPUTS,),
+    "(tensor, None)": lambda: (INPUTS, None),
+    "TensorDataset of one": lambda: TensorDataset(INPUTS),
+    "list of batches": lambda: list(INPUTS.split(16)),
+    "list of arrays": lambda: [part.numpy() for part in INPUTS.split(16)],
+    "list of (batch, names)": lambda: [(part, ["a name"] * len(part)) for part in INPUTS.split(16)],
+    "list of (batch, array of names)": lambda: [(part, np.array(["a name"] * len(part))) for part in INPUTS.split(16)],
+    "list with an empty batch": lambda: [INPUTS[:0], *INPUTS.split(16), INPUTS[:0]],
+}
+WAYS = LABELLED | UNLABELLED
+ROOM = {"resident": {}, "streamed": {"limit": 0}, "not resident": {"resident": False}}
+
+
+@pytest.mark.parametrize("room", ROOM)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_gives_every_input_once_in_order(way: str, room: str) -> None:
+    feed = Feed(WAYS[way](), **ROOM[room])
+    batches = list(feed.batches())
+    assert all(isinstance(batch, Tensor) for batch in batches)
+    assert torch.equal(torch.cat(batches), INPUTS)
+    assert feed.samples == 70
+    assert torch.equal(torch.cat(list(feed.batches())), INPUTS)  # again, as often as one likes
+    assert torch.equal(feed.first(5), INPUTS[:5])
+
+
+@pytest.mark.parametrize("room", ROOM)
+@pytest.mark.parametrize("way", LABELLED)
+def test_labels_come_with_their_inputs_and_nowhere_else(way: str, room: str) -> None:
+    feed = Feed(LABELLED[way](), **ROOM[room])
+    inputs, labels = zip(*feed.labelled(), strict=True)
+    assert torch.equal(torch.cat(inputs), INPUTS)
+    assert torch.equal(torch.cat(labels), LABELS)
+    for batch in [*feed.batches(), *feed.epoch(0, 1), *feed.subset(20, 0), feed.first(8)]:
+        assert isinstance(batch, Tensor)
+        assert batch.shape[1:] == (3,)
+        assert bool((batch >= 0).all())
+
+
+@pytest.mark.parametrize("way", UNLABELLED)
+def test_missing_labels_are_missed_only_by_the_evaluator(way: str) -> None:
+    feed = Feed(UNLABELLED[way](), what="target data")
+    with pytest.raises(DataError, match="target data has no labels"):
+        list(feed.labelled())
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ((INPUTS[i : i + 9] for i in range(0, 70, 9)), "generator can be run through only once"),
+        (iter(INPUTS.split(9)), "run through only once"),
+        (3, "is a int"),
+        ("folder/images", "is a str"),
+        ({"image": INPUTS}, "is a dict"),
+        (None, "NoneType"),
+        (torch.tensor(3.0), "single number"),
+        (np.array(3.0), "single number"),
+        ((INPUTS, LABELS[:-1]), "70 inputs but 69 labels"),
+        ((INPUTS, torch.tensor(1)), "70 inputs but 1 labels"),
+        (np.array([None, "a"], dtype=object), "array of object"),
+        ((INPUTS, np.array(["cat", "dog"] * 35)), "no tensor of numbers"),
+        (["a", "b"], "batches of type str"),
+        ([{"image": INPUTS}], "batches of type dict"),
+        ([torch.tensor(1.0)], "batches of type Tensor; expected a tensor of inputs"),
+        (Feed(INPUTS), "is a Feed already"),
+        (INPUTS[:0], "is empty"),
+        (np.zeros((0, 3)), "is empty"),
+        ((INPUTS[:0], LABELS[:0]), "is empty"),
+        ([], "is empty"),
+        ([INPUTS[:0]], "is empty"),
+        (TensorDataset(INPUTS[:0]), "is empty"),
+        (Pairs(INPUTS[:0]), "is empty"),
+        (DataLoader(Pairs(INPUTS[:5]), batch_size=10, drop_last=True), "is empty"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_data_is_refused(source: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        Feed(source, what="target data")
+    assert "target data" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", [[], [INPUTS[:0]], DataLoader(Pairs(INPUTS[:5]), batch_size=10, drop_last=True)])
+@pytest.mark.parametrize("use", [
+    lambda feed: list(feed.batches()), lambda feed: list(feed.epoch(0, 1)), lambda feed: list(feed.labelled()),
+    lambda feed: list(feed.subset(5, 0)), lambda feed: feed.first(2), lambda feed: feed.samples,
+])  # fmt: skip
+def test_an_empty_stream_is_noticed_whatever_is_asked_first(source: Any, use: Callable[[Feed], Any]) -> None:
+    with pytest.raises(DataError, match="is empty"):
+        use(Feed(source, resident=False))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_numbers_that_are_none_are_refused(bad: float, dtype: torch.dtype) -> None:
+    inputs = torch.zeros(40, 3, 2, 2, dtype=dtype)
+    inputs[7, 0, 1, 1] = inputs[7, 1, 0, 0] = inputs[31, 2, 0, 0] = bad
+    for source in (inputs, inputs.numpy(), (inputs, LABELS[:40]), TensorDataset(inputs)):
+        with pytest.raises(DataError, match="NaN or infinite values in 2 samples"):
+            Feed(source)
+    with pytest.raises(DataError, match="NaN or infinite values in 1 samples"):
+        Feed(list(inputs.split(8)))
+    with pytest.raises(DataError, match="NaN or infinite"):
+        list(Feed(list(inputs.split(8)), limit=0).batches())
+    with pytest.raises(DataError, match="NaN or infinite"):
+        Feed(torch.tensor([1.0, bad], dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.float16], ids=str)
+def test_inputs_stay_of_the_type_they_came_in(dtype: torch.dtype) -> None:
+    inputs = torch.ones(9, 2).to(dtype)
+    for source in (inputs, inputs.numpy(), list(inputs.split(4))):
+        assert next(Feed(source).batches()).dtype == dtype
+
+
+def test_batches_of_different_shapes_are_refused() -> None:
+    with pytest.raises(DataError, match="differ in shape"):
+        Feed([torch.zeros(4, 3), torch.zeros(4, 2)])
+    with pytest.raises(DataError, match="differ in shape"):
+        Feed([INPUTS, LABELS])  # a list where a tuple was meant
+
+
+@pytest.mark.parametrize("size", [0, -3, True])
+@pytest.mark.parametrize("way", ["tensor", "Dataset", "list of batches"])
+def test_impossible_batch_sizes_are_refused(size: int, way: str) -> None:
+    with pytest.raises(DataError, match="batch size must be at least 1"):
+        Feed(WAYS[way](), batch_size=size)
+
+
+def test_a_loader_and_another_batch_size_contradict_each_other() -> None:
+    loader = DataLoader(Pairs(), batch_size=16)
+    with pytest.raises(DataError, match="batches of 16, but batch_size=32"):
+        Feed(loader, batch_size=32)
+    assert Feed(loader, batch_size=16).batch_size == Feed(loader).batch_size == 16
+    # a loader with its own sampler of batches has no batch size to contradict
+    sampler = torch.utils.data.BatchSampler(range(70), 16, drop_last=False)
+    assert Feed(DataLoader(Pairs(), batch_sampler=sampler), batch_size=32).batch_size == 32
+
+
+def test_the_default_batch_size() -> None:
+    assert Feed(torch.zeros(1000, 1)).batch_size == DEFAULT_BATCH
+    assert [len(batch) for batch in Feed(torch.zeros(600, 1)).batches()] == [256, 256, 88]
+
+
+@pytest.mark.parametrize("room", ROOM)
+@pytest.mark.parametrize(("samples", "size", "sizes"), [
+    (70, 16, [16, 16, 16, 16, 6]), (64, 16, [16] * 4), (5, 16, [5]), (1, 1, [1]), (70, 70, [70]), (70, 71, [70])
+])  # fmt: skip
+def test_sizes_of_batches(samples: int, size: int, sizes: list[int], room: str) -> None:
+    feed = Feed(Pairs(INPUTS[:samples]), batch_size=size, **ROOM[room])
+    assert [len(batch) for batch in feed.batches()] == sizes
+    assert [len(inputs) for inputs, _ in feed.labelled()] == sizes
+
+
+@given(st.integers(1, 60), st.integers(1, 70), st.integers(-(2**62), 2**62), st.integers(0, 5000))
+def test_an_epoch_is_whole_batches_of_distinct_samples(samples: int, size: int, seed: int, number: int) -> None:
+    feed = Feed(torch.arange(samples), batch_size=size)
+    batches = list(feed.epoch(seed, number))
+    expected = min(size, samples)
+    assert {len(batch) for batch in batches} == {expected}
+    seen = torch.cat(batches).tolist()
+    assert len(seen) == len(set(seen)) == samples - samples % expected
+
+
+def test_an_epoch_depends_on_seed_and_number_only() -> None:
+    def epoch(feed: Feed, seed: int, number: int) -> list[int]:
+        return torch.cat(list(feed.epoch(seed, number))).tolist()
+
+    feed = Feed(torch.arange(1000), batch_size=100)
+    first = epoch(feed, 3, 5)
+    torch.manual_seed(99)
+    assert epoch(feed, 3, 5) == first
+    assert epoch(Feed(torch.arange(1000), batch_size=100), 3, 5) == first
+    orders = {tuple(epoch(feed, seed, number)) for seed in range(5) for number in range(5)}
+    assert len(orders) == 25
+    assert first != sorted(first)
+
+
+def test_each_epoch_leaves_others_out() -> None:
+    feed = Feed(torch.arange(70), batch_size=64)
+    left_out = [set(range(70)) - set(torch.cat(list(feed.epoch(0, number))).tolist()) for number in range(40)]
+    assert all(len(rest) == 6 for rest in left_out)
+    assert len(set.union(*left_out)) > 60
+
+
+@pytest.mark.parametrize("room", ROOM)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_global_generator_is_left_alone(way: str, room: str) -> None:
+    feed = Feed(WAYS[way](), **ROOM[room])
+    before = torch.get_rng_state()
+    for _ in [*feed.epoch(0, 1), *feed.batches(), *feed.subset(10, 0), feed.first(3), feed.samples]:
+        assert torch.equal(torch.get_rng_state(), before)
+    unfinished = feed.epoch(0, 2)
+    next(unfinished)
+    assert torch.equal(torch.get_rng_state(), before)  # also between batches, where a model may draw
+
+
+@pytest.mark.parametrize("room", ROOM)
+def test_a_shuffling_loader_is_put_in_an_order_by_the_seed(room: str) -> None:
+    def orders(start: int) -> list[list[float]]:
+        torch.manual_seed(start)
+        feed = Feed(DataLoader(Pairs(), batch_size=10, shuffle=True), **ROOM[room])
+        assert torch.equal(torch.cat(list(feed.batches())), torch.cat(list(feed.batches())))
+        assert torch.equal(torch.cat(list(feed.subset(25, 3))), torch.cat(list(feed.subset(25, 3))))
+        return [torch.cat(list(feed.epoch(seed, number)))[:, 0].tolist() for seed, number in ((0, 1), (0, 2), (1, 1))]
+
+    first, second, other = orders(1)
+    assert sorted(first) == sorted(second) == sorted(other) == INPUTS[:, 0].tolist()
+    assert first != second != other != first
+    assert orders(2) == [first, second, other]  # whatever the global generator was at
+
+
+def test_reading_a_shuffling_loader_leaves_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    Feed(DataLoader(Pairs(), batch_size=10, shuffle=True))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_augmentation_is_drawn_anew_in_each_epoch_if_data_is_streamed() -> None:
+    class Noisy(Pairs):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return self.inputs[index] + torch.rand(3), self.labels[index]
+
+    streamed, kept = Feed(Noisy(), batch_size=70, resident=False), Feed(Noisy(), batch_size=70)
+    first, again, second = (next(streamed.epoch(0, number)) for number in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    assert torch.equal(first.floor(), INPUTS)
+    first, second = (next(kept.epoch(0, number)).sort(0).values for number in (1, 2))
+    assert torch.equal(first, second)
+
+
+def test_a_failing_loader_fails_with_its_own_error_and_leaves_the_generator_alone() -> None:
+    class Broken(Pairs):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            torch.rand(1)
+            if index == 50:
+                raise OSError("the file of sample 50 is gone")
+            return super().__getitem__(index)
+
+    before = torch.get_rng_state()
+    with pytest.raises(OSError, match="sample 50"):
+        Feed(Broken(), batch_size=8)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("sizes", [[20, 20, 20, 10], [20, 20, 20], [20, 20, 20, 9], [3], [20, 30, 20]])
+def test_a_streamed_epoch_leaves_out_a_small_last_batch_only(sizes: list[int]) -> None:
+    """The size of batches is what the list has, not the default of 256."""
+    parts = list(torch.arange(sum(sizes)).split(sizes))
+    kept = [size for size in sizes if size * 2 >= sizes[0]]
+    assert [len(batch) for batch in Feed(parts, limit=0).epoch(0, 1)] == kept
+
+
+def test_a_streamed_loader_with_its_own_sampler_gives_all_its_batches() -> None:
+    sampler = torch.utils.data.BatchSampler(range(70), 10, drop_last=False)
+    feed = Feed(DataLoader(Pairs(), batch_sampler=sampler), resident=False)
+    assert torch.equal(torch.cat(list(feed.epoch(0, 1))), INPUTS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_limit_decides_where_data_stays_and_nothing_else(way: str) -> None:
+    kept, streamed = Feed(WAYS[way](), limit=INPUTS.numel() * 4), Feed(WAYS[way](), limit=INPUTS.numel() * 4 - 1)
+    assert kept.resident
+    assert kept.inputs is not None
+    whole = isinstance(WAYS[way](), Tensor | np.ndarray | tuple | TensorDataset)
+    assert streamed.resident is whole  # what lies in memory already is not read again
+    assert torch.equal(torch.cat(list(kept.batches())), torch.cat(list(streamed.batches())))
+
+
+def test_a_streamed_source_is_really_streamed() -> None:
+    class Counting(Pairs):
+        reads = 0
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            self.reads += 1
+            return super().__getitem__(index)
+
+    data = Counting()
+    feed = Feed(data, batch_size=10, resident=False)
+    assert data.reads == 0
+    feed.first(2)
+    assert data.reads == 10
+    list(feed.subset(15, 0))
+    assert data.reads == 30
+    list(feed.batches())
+    list(feed.batches())
+    assert data.reads == 170
+    resident = Counting()
+    feed = Feed(resident, batch_size=10)
+    for number in range(3):
+        list(feed.epoch(0, number))
+    assert resident.reads == 70
+
+
+def test_a_subset_is_the_same_each_time_and_spread_over_everything() -> None:
+    feed = Feed(torch.arange(1000), batch_size=64)
+    chosen = torch.cat(list(feed.subset(100, 7))).tolist()
+    assert len(set(chosen)) == 100
+    assert chosen == sorted(chosen)
+    assert chosen == torch.cat(list(feed.subset(100, 7))).tolist()
+    assert chosen != torch.cat(list(feed.subset(100, 8))).tolist()
+    assert min(chosen) < 100 < 900 < max(chosen)
+    assert all(len(batch) <= 64 for batch in feed.subset(100, 7))
+    for count in (1000, 2000):
+        assert torch.equal(torch.cat(list(feed.subset(count, 7))), torch.arange(1000))
+
+
+def test_a_subset_of_a_stream_is_its_beginning() -> None:
+    feed = Feed(list(INPUTS.split(16)), limit=0)
+    assert torch.equal(torch.cat(list(feed.subset(20, 7))), INPUTS[:20])
+    assert torch.equal(torch.cat(list(feed.subset(16, 7))), INPUTS[:16])
+    assert torch.equal(torch.cat(list(feed.subset(500, 7))), INPUTS)
+
+
+@pytest.mark.parametrize("room", ROOM)
+@pytest.mark.parametrize("way", ["(tensor, tensor)", "DataLoader", "list of pairs"])
+def test_preprocessing_is_applied_everywhere_once(way: str, room: str) -> None:
+    feed = Feed(LABELLED[way](), preprocess=lambda batch: batch / 2 + 1, **ROOM[room])
+    expected = INPUTS / 2 + 1
+    for _ in range(2):
+        assert torch.equal(torch.cat(list(feed.batches())), expected)
+        assert torch.equal(torch.cat([inputs for inputs, _ in feed.labelled()]), expected)
+        assert torch.equal(feed.first(4), expected[:4])
+        for batch in [*feed.epoch(0, 1), *feed.subset(5, 0)]:
+            assert {tuple(row) for row in batch.tolist()} <= {tuple(row) for row in expected.tolist()}
+
+
+@pytest.mark.parametrize("room", ROOM)
+@pytest.mark.parametrize("way", WAYS)
+def test_work_in_place_changes_neither_the_feed_nor_the_callers_data(way: str, room: str) -> None:
+    """A first layer or a preprocessing may overwrite its input; the second pass must not see that."""
+    source = WAYS[way]()
+    feed = Feed(source, preprocess=lambda batch: batch.mul_(2), **ROOM[room])
+    reference = INPUTS.clone()
+    try:
+        for _ in range(2):
+            for batch in [*feed.batches(), feed.first(9), *feed.epoch(0, 1), *feed.subset(9, 0), *feed.subset(99, 0)]:
+                batch.add_(1000)
+        assert torch.equal(INPUTS, reference)
+        assert torch.equal(torch.cat(list(feed.batches())), reference * 2)
+    finally:
+        INPUTS.copy_(reference)
+
+
+def test_inputs_need_no_gradient() -> None:
+    assert not next(Feed(INPUTS.clone().requires_grad_()).batches()).requires_grad
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_tensor_too_large_for_the_device_goes_there_by_batches() -> None:
+    place = torch.device("cuda")
+    for limit, kept in ((None, "cuda"), (0, "cpu")):
+        feed = Feed((INPUTS, LABELS), device=place, limit=limit, batch_size=16)
+        assert feed.inputs is not None
+        assert feed.inputs.device.type == kept
+        for batch in [*feed.batches(), *feed.epoch(0, 1), *feed.subset(9, 0), feed.first(2)]:
+            assert batch.device.type == "cuda"
+        assert torch.equal(torch.cat(list(feed.batches())).cpu(), INPUTS)
+        inputs, labels = next(feed.labelled())
+        assert inputs.device.type == labels.device.type == "cuda"

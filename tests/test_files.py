@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shiftmend.files import write_atomically
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+@pytest.mark.parametrize("content", [b"", b"x", bytes(range(256)) * 5000], ids=len)
+def test_writes_exactly_the_content(content: bytes, tmp_path: Path) -> None:
+    write_atomically(tmp_path / "file", content)
+    assert (tmp_path / "file").read_bytes() == content
+    write_atomically(str(tmp_path / "file"), content + b"!")
+    assert (tmp_path / "file").read_bytes() == content + b"!"
+    assert names(tmp_path) == ["file"]
+
+
+def test_makes_missing_folders(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "a" / "b" / "file", b"content")
+    assert (tmp_path / "a" / "b" / "file").read_bytes() == b"content"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_a_new_file_gets_what_the_umask_gives(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        write_atomically(tmp_path / "file", b"content")
+        assert os.umask(umask) == umask  # looked at, not changed
+    finally:
+        os.umask(before)
+    assert mode(tmp_path / "file") == 0o666 & ~umask
+
+
+@pytest.mark.parametrize("permissions", [0o600, 0o640, 0o755])
+def test_an_existing_file_keeps_its_permissions(permissions: int, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    path.chmod(permissions)
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert mode(path) == permissions
+
+
+@pytest.mark.parametrize("step", ["replace", "fsync", "fchmod"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "ctrl-c"])
+@pytest.mark.parametrize("existing", [True, False])
+def test_a_failure_leaves_everything_as_it_was(
+    step: str, error: BaseException, existing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    if existing:
+        path.write_bytes(b"old")
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(os, step, fail)
+    with pytest.raises(type(error)):
+        write_atomically(path, b"new")
+    monkeypatch.undo()
+    assert names(tmp_path) == (["file"] if existing else [])
+    assert not existing or path.read_bytes() == b"old"
+
+
+def test_is_on_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    synchronise, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (steps.append("fsync"), synchronise(handle))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (steps.append("replace"), replace(a, b))[1])
+    write_atomically(tmp_path / "file", b"content")
+    assert steps == ["fsync", "replace"]
+
+
+def test_a_reader_of_the_old_file_is_not_disturbed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old content")
+    with path.open("rb") as reader:
+        assert reader.read(4) == b"old "
+        write_atomically(path, b"new")
+        assert reader.read() == b"content"
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        write_atomically(tmp_path, b"content")
+    assert names(tmp_path) == []
