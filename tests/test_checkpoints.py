@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import shiftmend
 from shiftmend.errors import AdaptationError
 from worlds import sensors
+from zoo import ZOO
 
 HERE = Path(__file__).parent
 OPTIONS = {"method": "bufr", "epochs_per_block": 6, "learning_rate": 0.1, "batch_size": 100, "progress": False}
@@ -25,6 +26,7 @@ import torch
 torch.set_num_threads(1)
 import shiftmend
 from worlds import sensors
+from zoo import ZOO
 world = sensors()
 slow = {slow!r}
 def preprocess(x):
@@ -98,6 +100,18 @@ def test_resuming_after_any_epoch_is_bit_identical(
         assert torch.equal(resumed.model.state_dict()[name], value), name
     assert [row.losses for row in resumed.history] == [row.losses for row in whole.history]
     assert [row.verification for row in resumed.history] == [row.verification for row in whole.history]
+
+
+def test_channels_last_models_are_saved_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = ZOO["paper-cnn"]
+    model = case.model().to(memory_format=torch.channels_last)
+    profile = shiftmend.profile(model, case.inputs(128))
+    options = {"method": "fr", "epochs": 3, "learning_rate": 0.1, "progress": False}
+    whole = shiftmend.adapt(model, case.inputs(64), profile, **options)
+    shiftmend.adapt(model, case.inputs(64), profile, checkpoint=tmp_path / "c", **options)
+    again = shiftmend.adapt(model, case.inputs(64), profile, checkpoint=tmp_path / "c", **options)
+    again.save(tmp_path / "out")
+    assert torch.equal(whole.model.conv2.weight, again.model.conv2.weight)
 
 
 def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:

@@ -684,7 +684,7 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
     for name, expected in {
         "empty": "damaged or no safetensors file",
         "text": "damaged or no safetensors file",
-        "weights": "damaged or no safetensors file",
+        "weights": "no shiftmend profile",
         "other": "no shiftmend profile",
         "pickle": "damaged or no safetensors file",
         "folder": "could not be read",

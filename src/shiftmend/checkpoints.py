@@ -10,6 +10,7 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor, nn, optim
 
 from shiftmend.adaptations import Epoch
@@ -44,15 +45,20 @@ def save(
     optimiser: optim.SGD | None,
 ) -> None:
     """Write the state of a run, atomically."""
-    tensors = {f"model.{name}": value.detach().cpu().clone() for name, value in model.state_dict().items()}
+    tensors = {f"model.{name}": _packed(value) for name, value in model.state_dict().items()}
     if optimiser is not None:
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         for parameter, state in optimiser.state.items():
             if state.get("momentum_buffer") is not None:
-                tensors[f"momentum.{names[parameter]}"] = state["momentum_buffer"].detach().cpu().clone()
+                tensors[f"momentum.{names[parameter]}"] = _packed(state["momentum_buffer"])
     facts = {"run": run, "stage": stage, "epoch": epoch, "history": [asdict(row) for row in history]}
     metadata = {"format": "shiftmend checkpoint", "facts": json.dumps(facts)}
     write_atomically(path, safetensors.torch.save(tensors, metadata))
+
+
+def _packed(value: Tensor) -> Tensor:
+    """A copy without gaps or sharing, whatever the memory format: a safetensors file knows no other."""
+    return value.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def load(path: Path, run: str) -> Checkpoint | None:

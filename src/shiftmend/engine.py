@@ -27,7 +27,7 @@ from shiftmend.methods import Method, Network, Objective, Stage
 from shiftmend.methods import method as make_method
 from shiftmend.profiles import Profile
 from shiftmend.progress import Progress, progress_bar
-from shiftmend.taps import Entry, Tap, tapped, trace, unwrap
+from shiftmend.taps import Entry, Tap, check_takes, tapped, trace, unwrap
 from shiftmend.verification import Verification, verify_feed
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,7 @@ def adapt(
     if profile is not None:
         profile.check_inputs(summary)
     adapted = _copy(model).to(place)
+    check_takes(adapted, feed.first(2))
     network = _network(adapted, feed, profile, chosen, blocks, output)
     stages = chosen.stages(network, profile)
     if stages and feed.samples < 2 and _batch_norms(adapted):
@@ -251,7 +252,8 @@ class _Run:
         if optimiser is not None:
             for name, parameter in self.model.named_parameters():
                 if name in momentum:
-                    optimiser.state[parameter]["momentum_buffer"] = momentum[name].to(parameter)
+                    kept = torch.empty_like(parameter).copy_(momentum[name])  # in the parameter's memory format
+                    optimiser.state[parameter]["momentum_buffer"] = kept.detach()
 
     def _epoch(
         self, stage: Stage, optimiser: optim.SGD | None, objective: Objective | None, taps: dict[str, Tap]

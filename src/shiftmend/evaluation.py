@@ -11,7 +11,7 @@ from shiftmend.devices import placed, resolve_device
 from shiftmend.errors import DataError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.metrics import ClassificationMetrics, RegressionMetrics, RegressionScores, Scores
-from shiftmend.taps import Entry, modes, pick, unwrap
+from shiftmend.taps import Entry, check_takes, modes, pick, unwrap
 
 
 def evaluate(
@@ -33,6 +33,7 @@ def evaluate(
     metrics: ClassificationMetrics | RegressionMetrics | None = None
     with placed(model, place), modes(model), torch.no_grad():
         model.eval()
+        check_takes(model, feed.first(2))
         for inputs, labels in feed.labelled():
             result = pick(model(inputs), output, "the model")
             if metrics is None:

@@ -134,8 +134,8 @@ def _metadata(content: bytes) -> dict[str, str]:
     if length > min(_MOST_HEADER, len(content) - 8):
         raise damaged
     try:
-        metadata = dict(json.loads(content[8 : 8 + length])["__metadata__"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        metadata = dict(json.loads(content[8 : 8 + length]).get("__metadata__", {}))
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise damaged from error
     if not all(isinstance(value, str) for value in metadata.values()):
         raise damaged

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shiftmend.errors import TapError
+from shiftmend.errors import DataError, TapError
 from shiftmend.histograms import as_samples
 
 Entry = int | str | None
@@ -171,6 +171,20 @@ def modes(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def check_takes(model: nn.Module, sample: Tensor) -> None:
+    """Refuse inputs the model cannot take, before anything else is done with them."""
+    with torch.no_grad(), modes(model), eager(model):
+        model.eval()
+        try:
+            model(sample)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            kind = str(sample.dtype).removeprefix("torch.")
+            raise DataError(
+                f"the model does not take inputs of shape {list(sample.shape[1:])} and type {kind}: {first}"
+            ) from error
+
+
 @dataclass(frozen=True)
 class Trace:
     """What one forward pass tells about a model."""
@@ -220,6 +234,7 @@ def trace(
     owning = owners(model)
     if not owning:
         raise TapError("the model has no parameters, so there is no head to tap and nothing to adapt")
+    check_takes(model, sample)
     first = _watch(model, sample, owning, None)
     result = pick(first[1], output, "the model")
     if head is None:

@@ -21,7 +21,7 @@ from shiftmend.feeds import Feed, Preprocess
 from shiftmend.histograms import sampling_floor
 from shiftmend.profiles import Profile
 from shiftmend.statistics import CountTracker
-from shiftmend.taps import modes, tapped, unwrap
+from shiftmend.taps import check_takes, modes, tapped, unwrap
 
 RESTORED = 0.005
 FAILED = 0.01
@@ -89,6 +89,7 @@ def verify(
     place = resolve_device(device, model)
     feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
     with placed(model, place):
+        check_takes(model, feed.first(2))
         return verify_feed(model, feed, profile)
 
 

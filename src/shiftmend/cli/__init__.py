@@ -15,7 +15,6 @@ from shiftmend.errors import ShiftmendError
 app = typer.Typer(
     name="shiftmend",
     help="Mend a model whose measuring device has changed: no labels, no source data.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -31,11 +30,13 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def options(
+    context: typer.Context,
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def main(arguments: list[str] | None = None) -> None:

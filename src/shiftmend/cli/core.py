@@ -13,7 +13,7 @@ from rich.table import Table
 
 from shiftmend.errors import DataError
 
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
 
 Model = Annotated[
     str,
@@ -128,10 +128,7 @@ def blocks(
         sample = torch.zeros(2, *sides)
     except (ValueError, RuntimeError) as error:
         raise DataError(f"--shape {shape!r} should be whole numbers with commas, e.g. 3,32,32") from error
-    try:
-        found = split(net, trace(net, sample, head=head, output=_entry(output_entry)))
-    except RuntimeError as error:
-        raise DataError(f"the model does not take inputs of shape {sides}: {error}") from error
+    found = split(net, trace(net, sample, head=head, output=_entry(output_entry)))
     parameters = dict(net.named_parameters())
     rows = [
         {

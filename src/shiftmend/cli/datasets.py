@@ -11,14 +11,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
 Root = Annotated[Path | None, typer.Option("--data-root", help="Where the data sets lie; default SHIFTMEND_DATA.")]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
-data = typer.Typer(help="Data sets: what there is, get it, check it.", no_args_is_help=True, rich_markup_mode=None)
+data = typer.Typer(help="Data sets: what there is, get it, check it.", rich_markup_mode=None)
 
 
 def register(app: typer.Typer) -> None:
     app.add_typer(data, name="data")
+
+
+@data.callback(invoke_without_command=True)
+def show_help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @data.command("list")

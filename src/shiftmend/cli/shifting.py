@@ -13,7 +13,7 @@ from rich.table import Table
 
 from shiftmend.errors import DataError
 
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
 Textures = Annotated[Path | None, typer.Option(help="A folder with your own texture pictures.")]
 Severity = Annotated[int | None, typer.Option(help="Severity, from 1; default: that of the published set.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random draws.")]

@@ -1,0 +1,241 @@
+"""The command line, called as a user calls it: what it prints, what it writes, how it refuses nonsense."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shiftmend.cli import main
+from shiftmend.models.digit_cnn import DigitCNN
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    shown = capsys.readouterr()
+    return int(stop.value.code or 0), shown.out, shown.err
+
+
+def ok(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    code, out, err = call(capsys, *arguments)
+    assert code == 0, err
+    return out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    code, out, err = call(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+    assert len(err.strip().splitlines()) == 1
+    return err
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a factory, weights, source and target data, and a profile."""
+    home = tmp_path_factory.mktemp("site")
+    torch.manual_seed(0)
+    model = DigitCNN(classes=4, width=4, channels=1, image_size=16)
+    images = torch.randint(0, 256, (80, 1, 16, 16), dtype=torch.uint8)
+    with torch.no_grad():
+        for _ in range(20):
+            model(images.float() / 127.5 - 1)
+    (home / "factory.py").write_text(
+        "from shiftmend.models.digit_cnn import DigitCNN\n"
+        "def make(classes=4): return DigitCNN(classes=classes, width=4, channels=1, image_size=16)\n"
+        "def number(): return 7\n"
+    )
+    save_file(model.state_dict(), home / "w.safetensors")
+    torch.save(model.state_dict(), home / "w.pt")
+    labels = np.arange(80) % 4
+    np.savez(home / "source.npz", images=images.numpy(), labels=labels)
+    np.savez(home / "target.npz", images=(255 - images).numpy(), labels=labels)
+    np.savez(home / "bare.npz", images=images.numpy())
+    with pytest.raises(SystemExit):
+        main(["profile", *common(home), "-d", str(home / "source.npz"), "-o", str(home / "p.safetensors")])
+    return home
+
+
+def common(home: Path) -> list[str]:
+    return [f"{home}/factory.py:make", "-w", f"{home}/w.safetensors"]
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    listing = ok(capsys)
+    for command in ("demo", "profile", "inspect", "blocks", "adapt", "verify", "evaluate", "shift", "shifts", "data"):
+        assert f"\n  {command} " in listing
+    assert "fetch" in ok(capsys, "data")
+    assert ok(capsys, "--version").strip() == "0.1.0"
+    assert "--profile" in ok(capsys, "adapt", "--help")
+
+
+def test_profile_and_inspect(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ok(capsys, "profile", *common(site), "-d", site / "source.npz", "-o", tmp_path / "p", "--json")
+    facts = json.loads(out)
+    assert facts["samples"] == 80
+    assert facts["bytes"] == (tmp_path / "p").stat().st_size
+    text = ok(capsys, "inspect", tmp_path / "p")
+    assert "80 source samples" in text
+    assert "8 units at 'linear'" in text
+    assert json.loads(ok(capsys, "inspect", tmp_path / "p", "--json"))["taps"]["logits"]["units"] == 4
+
+
+def test_blocks(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(ok(capsys, "blocks", *common(site), "--shape", "1,16,16", "--json"))
+    assert [row["block"] for row in rows] == ["conv1 + bn1", "conv2 + bn2", "conv3 + bn3", "linear"]
+    text = ok(capsys, "blocks", "resnet18-cifar", "--shape", "3,32,32")
+    assert "8,393,728" in text
+    assert "5,130 parameters stay fixed" in text
+
+
+def test_adapt_writes_everything_and_says_what_changed(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["adapt", *common(site), "-d", site / "target.npz", "-p", site / "p.safetensors", "-m", "fr"]
+    out = ok(
+        capsys, *arguments, "-o", tmp_path / "a", "--option", "epochs=2", "--option", "learning_rate=0.01", "--json"
+    )
+    result = json.loads(out)
+    assert result["manifest"]["method"] | {"epochs": 2, "learning_rate": 0.01} == result["manifest"]["method"]
+    assert set(result["scores"]) == {"before", "after"}
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {"model.safetensors", "history.json", "manifest.json"}
+    adapted, source = load_file(tmp_path / "a/model.safetensors"), load_file(site / "w.safetensors")
+    assert not torch.equal(adapted["conv1.weight"], source["conv1.weight"])
+    assert torch.equal(adapted["head.weight"], source["head.weight"])
+    text = ok(capsys, *arguments, "-o", tmp_path / "b", "--option", "epochs=1", "--option", "align=features,logits")
+    assert "Adaptation by fr, 1 epochs, finished" in text
+    verified = json.loads(
+        ok(capsys, "verify", f"{site}/factory.py:make", *("-w", tmp_path / "a/model.safetensors"),
+           *("-d", site / "target.npz", "-p", site / "p.safetensors", "--json"))
+    )  # fmt: skip
+    assert verified["divergence"] == pytest.approx(result["manifest"]["verification"]["after"]["divergence"], rel=1e-4)
+
+
+def test_evaluate(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = json.loads(ok(capsys, "evaluate", *common(site), "-d", site / "source.npz", "--json"))
+    assert 0 <= scores["accuracy"] <= 1
+    assert "accuracy" in ok(capsys, "evaluate", *common(site), "-d", site / "source.npz")
+    assert ok(
+        capsys, "evaluate", f"{site}/factory.py:make", "-w", site / "w.pt", "--allow-pickle", "-d", site / "source.npz"
+    )
+
+
+def test_folders_of_images_and_tables(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ok(capsys, "shift", "emnist-da/inverse", site / "source.npz", tmp_path / "pictures")
+    assert sorted(p.name for p in (tmp_path / "pictures").iterdir()) == ["0", "1", "2", "3", "manifest.json"]
+    from_folder = json.loads(ok(capsys, "evaluate", *common(site), "-d", tmp_path / "pictures", "--json"))
+    from_npz = json.loads(ok(capsys, "evaluate", *common(site), "-d", site / "target.npz", "--json"))
+    assert from_folder == pytest.approx(from_npz)
+    (tmp_path / "tabular.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def make():\n    torch.manual_seed(0)\n    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))\n"
+    )
+    np.savez(tmp_path / "table.npz", inputs=np.random.default_rng(0).normal(size=(60, 5)), labels=np.arange(60) % 3)
+    ok(capsys, "profile", f"{tmp_path}/tabular.py:make", "-d", tmp_path / "table.npz", "-o", tmp_path / "t.profile")
+    assert "5] float32" in ok(capsys, "inspect", tmp_path / "t.profile")
+
+
+def test_shift_and_shifts(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ok(capsys, "shift", "cifar-c/contrast", site / "source.npz", tmp_path / "c.npz", "--severity", 3)
+    manifest = json.loads((tmp_path / "c.json").read_text())
+    assert (manifest["severity"], manifest["images"]) == (3, 80)
+    assert np.load(tmp_path / "c.npz")["labels"].tolist() == list(np.arange(80) % 4)
+    names = [row["name"] for row in json.loads(ok(capsys, "shifts", "--json"))]
+    assert {"emnist-da/sky", "mnist-c/zigzag", "mnist-m", "cifar-c/snow"} <= set(names)
+    assert "emnist-da/stripe" in ok(capsys, "shifts", "--only", "emnist-da")
+    ok(capsys, "shifts", "--only", "emnist-da/s", "--sheet", tmp_path / "sheet.png", "-d", site / "source.npz")
+    assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_textures_are_named_in_the_manifest(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.savez(tmp_path / "wide.npz", images=np.zeros((2, 1, 28, 28), np.uint8))
+    ok(capsys, "shift", "emnist-da/grass", tmp_path / "wide.npz", tmp_path / "g.npz")
+    (entry,) = json.loads((tmp_path / "g.json").read_text())["textures"].values()
+    assert entry["origin"] == "procedural"
+    assert len(entry["sha256"]) == 64
+
+
+def test_data_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "emnist" in ok(capsys, "data", "list").lower()
+    assert len(json.loads(ok(capsys, "data", "list", "--json"))) >= 14
+    rows = json.loads(ok(capsys, "data", "verify", "--data-root", tmp_path, "--json"))
+    assert {row["state"] for row in rows} == {"missing"}
+    assert "missing" in ok(capsys, "data", "verify", "mnist", "--data-root", tmp_path)
+    (tmp_path / "MNIST/raw").mkdir(parents=True)
+    (tmp_path / "MNIST/raw/train-images-idx3-ubyte.gz").write_bytes(b"rubbish")
+    code, out, _ = call(capsys, "data", "verify", "mnist", "--data-root", tmp_path)
+    assert code == 1
+    assert "damaged" in out
+    assert "there is no dataset" in refused(capsys, "data", "fetch", "nothing", "--data-root", tmp_path)
+    monkeypatch.delenv("SHIFTMEND_DATA", raising=False)
+    assert "SHIFTMEND_DATA" in refused(capsys, "data", "verify")
+
+
+ADAPT = ["adapt", "{}/factory.py:make", "-d", "{}/target.npz", "-p", "{}/p.safetensors", "-o", "{}/x"]
+NONSENSE: list[tuple[list[str], str]] = [
+    (["fly"], "No such command"),
+    (["adapt"], "Missing"),
+    (["inspect", "{}/nowhere"], "could not be read"),
+    (["inspect", "{}/source.npz"], "damaged or no safetensors"),
+    (["inspect", "{}/w.safetensors"], "no shiftmend profile"),
+    (["inspect", "{}"], "could not be read"),
+    (["evaluate", "nomodel", "-d", "{}/source.npz"], "neither built in"),
+    (["evaluate", "no.such.package:make", "-d", "{}/source.npz"], "could not be found"),
+    (["evaluate", "{}/factory.py:nothing", "-d", "{}/source.npz"], "could not be found"),
+    (["evaluate", "{}/absent.py:make", "-d", "{}/source.npz"], "there is no file"),
+    (["evaluate", "{}/factory.py:number", "-d", "{}/source.npz"], "expected a torch.nn.Module"),
+    (["evaluate", "{}/factory.py:make", "--model-option", "width=3", "-d", "{}/source.npz"], "could not be called"),
+    (["evaluate", "{}/factory.py:make", "--model-option", "width", "-d", "{}/source.npz"], "name=value"),
+    (["evaluate", "{}/factory.py:make", "-w", "{}/w.pt", "-d", "{}/source.npz"], "can run code"),
+    (["evaluate", "{}/factory.py:make", "-w", "{}/none.safetensors", "-d", "{}/source.npz"], "no weights file"),
+    (["evaluate", "{}/factory.py:make", "-w", "{}/p.safetensors", "-d", "{}/source.npz"], "do not fit"),
+    (["evaluate", "{}/factory.py:make", "-w", "{}/source.npz", "-d", "{}/source.npz"], "could not be read as weights"),
+    (["evaluate", "{}/factory.py:make", "-d", "{}/nowhere"], "there is no"),
+    (["evaluate", "{}/factory.py:make", "-d", "{}/factory.py"], "neither a folder"),
+    (["evaluate", "{}/factory.py:make", "-d", "{}/bare.npz"], "no labels"),
+    (["evaluate", "{}/factory.py:make", "-d", "{}/source.npz", "--mean", "x"], "one number"),
+    (["evaluate", "{}/factory.py:make", "-d", "{}/source.npz", "--std", "0"], "positive"),
+    (["evaluate", "{}/factory.py:make", "-d", "{}/source.npz", "--channels", "3"], "does not take"),
+    (["evaluate", "{}/factory.py:make", "-d", "{}/source.npz", "--device", "tpu"], "not available"),
+    (["evaluate", "{}/factory.py:make", "-d", "{}/source.npz", "--batch-size", "0"], "at least 1"),
+    (["profile", "{}/factory.py:make", "-d", "{}/source.npz", "-o", "{}/q", "--preset", "best"], "unknown preset"),
+    (["profile", "{}/factory.py:make", "-d", "{}/source.npz", "-o", "{}/q", "--head", "nose"], "does not have"),
+    (["blocks", "{}/factory.py:make", "--shape", "1,x"], "whole numbers"),
+    (["blocks", "{}/factory.py:make", "--shape", "7,16,16"], "does not take inputs"),
+    (["adapt", "resnet18-cifar", "-d", "{}/target.npz", "-p", "{}/p.safetensors", "-o", "{}/x"], "other layers"),
+    ([*ADAPT, "-m", "magic"], "unknown method"),
+    ([*ADAPT, "--option", "speed=9"], "no option 'speed'"),
+    ([*ADAPT, "--option", "learning_rate=fast"], "positive number"),
+    (["shift", "emnist-da/skyy", "{}/source.npz", "{}/x.npz"], "did you mean"),
+    (["shift", "emnist-da/inverse", "{}/source.npz", "{}/x.npz", "--severity", "9"], "severities"),
+    (["shift", "emnist-da/inverse", "{}/source.npz", "{}"], "there already"),
+    (["shifts", "--only", "zzz"], "no shift begins"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "words"), NONSENSE, ids=[" ".join(a)[:60] for a, _ in NONSENSE])
+def test_nonsense_gets_one_sentence(
+    site: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in site.rglob("*") if "__pycache__" not in path.parts}
+    assert words in refused(capsys, *(argument.replace("{}", str(site)) for argument in arguments))
+    after = {path: path.stat().st_mtime_ns for path in site.rglob("*") if "__pycache__" not in path.parts}
+    assert before == after
+
+
+def test_the_script_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
+
+    done = subprocess.run(
+        [Path(sys.executable).parent / "shiftmend", "inspect", "nowhere"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: nowhere could not be read")

@@ -1,0 +1,28 @@
+"""What importing the package costs and exports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import shiftmend
+
+
+def test_importing_is_light() -> None:
+    code = (
+        "import shiftmend, sys; "
+        "heavy = ('matplotlib', 'sklearn', 'PIL', 'torchvision', 'rich', 'typer', 'scipy'); "
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_everything_exported_exists() -> None:
+    assert all(hasattr(shiftmend, name) for name in shiftmend.__all__)
+    assert list(shiftmend.__all__) == sorted(shiftmend.__all__)
+
+
+def test_importing_prints_and_logs_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", "import shiftmend"], capture_output=True, text=True, check=True)
+    assert done.stdout == done.stderr == ""
