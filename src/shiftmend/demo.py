@@ -150,6 +150,7 @@ def _run(folder: Path, seed: int, say: Callable[..., None] | None) -> Report:
     kept: Adaptation | None = None
     with progress_bar(None if say else False, "mending", len(LESSONS) * len(METHODS)) as bar, _quiet():
         for lesson in LESSONS:
+            talk(f"   {lesson.title} ...")
             images = shifts.apply(lesson.shift, target.images, seed=seed)
             guesses: dict[str, Tensor] = {}
             for name, options in METHODS.items():
@@ -245,9 +246,9 @@ def _explain(report: Report, say: Callable[..., None]) -> None:
     for lesson in LESSONS:
         say(f"  {lesson.title:<9} {lesson.text}")
     say(
-        "Accuracy needs labels, which a new site does not have. The last column does not: it compares features with "
-        "home in directions that no method has aligned, and is what to trust at the new site. It is strict: "
-        "predictions can survive features that are not quite restored, as after AdaBN."
+        "Accuracy needs labels, which a new site does not have. The last column does not: it compares\n"
+        "features with home in directions that no method has aligned, and is what to trust at the new\n"
+        "site. It is strict: predictions can survive features that are not quite restored, as after AdaBN."
     )
     say(f"Written to {report.folder}/: the profile, the mended model (stripes-bufr/), the picture digits.png.")
     say(f"{report.seconds:.0f} seconds in all.")
