@@ -83,6 +83,13 @@ def test_a_backbone_in_a_wrapper_and_a_plain_chain() -> None:
     ]
 
 
+def test_blocks_that_are_parts_of_a_container_have_names_of_their_own() -> None:
+    layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())]
+    model = nn.Sequential(nn.Sequential(*layers), nn.Linear(6, 2)).eval()
+    names = [block.name for block in blocks_of(model, torch.randn(2, 6))]
+    assert names == ["0.0 + 0.1", "0.3 + 0.4", "0.6 + 0.7", "0.9 + 0.10"]
+
+
 def test_running_order_counts_not_the_order_of_definition() -> None:
     class Backwards(nn.Module):
         def __init__(self) -> None:

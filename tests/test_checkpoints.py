@@ -142,6 +142,47 @@ def test_checkpoints_of_other_runs_are_refused(tmp_path: Path) -> None:
             shiftmend.adapt(world.model, world.target, profile, checkpoint=path, **(OPTIONS | other))
     with pytest.raises(AdaptationError, match="belongs to another run"):
         shiftmend.adapt(world.model, world.target + 1, profile, checkpoint=path, **OPTIONS)
+    with pytest.raises(AdaptationError, match="belongs to another run"):
+        shiftmend.adapt(world.model, world.target, profile, checkpoint=path, preprocess=lambda x: x.flip(-1), **OPTIONS)
+    with pytest.raises(AdaptationError, match="belongs to another run"):
+        shiftmend.adapt(world.model, world.target, profile, checkpoint=path, blocks=["4", ["0", "1"]], **OPTIONS)
+    one_pixel = world.target.clone()
+    one_pixel[333, 2] += 1
+    with pytest.raises(AdaptationError, match="belongs to another run"):
+        shiftmend.adapt(world.model, one_pixel, profile, checkpoint=path, **OPTIONS)
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_first_epoch(tmp_path: Path) -> None:
+    world = sensors()
+    (tmp_path / "file").write_text("")
+    for path, words in ((tmp_path, "is a folder"), (tmp_path / "file/c", "cannot be written")):
+        with pytest.raises(AdaptationError, match=words):
+            shiftmend.adapt(world.model, world.target, world.profile(), checkpoint=path, **OPTIONS)
+    shiftmend.adapt(
+        world.model,
+        world.target,
+        world.profile(),
+        checkpoint=tmp_path / "new/folder/c",
+        **(OPTIONS | {"epochs_per_block": 1}),
+    )
+    assert (tmp_path / "new/folder/c").exists()
+
+
+def test_a_full_disk_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from shiftmend import checkpoints
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "write_atomically", full)
+    world = sensors()
+    result = shiftmend.adapt(
+        world.model, world.target, world.profile(), checkpoint=tmp_path / "c", **(OPTIONS | {"epochs_per_block": 1})
+    )
+    assert result.manifest["status"] == "finished"
+    assert "No space left" in caplog.text
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"\xff" * 100])

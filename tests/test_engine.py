@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shiftmend
-from shiftmend.engine import DivergedError
 from shiftmend.errors import AdaptationError, DataError
+from shiftmend.loop import DivergedError
 from shiftmend.methods import FR
 from worlds import sensors
 from zoo import SMALL, ZOO
@@ -132,7 +132,7 @@ def test_streamed_data_is_reproducible_and_leaves_the_global_generator_alone() -
         for _ in range(2)
     ]
     assert states_equal(*runs)
-    del before
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 class Probe(nn.Module):
@@ -361,25 +361,276 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 @gpu
 def test_an_epoch_on_a_gpu_never_waits_for_the_host() -> None:
     world = sensors()
+    ran: list[int] = []
 
     class Strict(FR):
         def objective(self, profile, device):  # type: ignore[no-untyped-def]
             losses = super().objective(profile, device)
 
             def watched(activations):  # type: ignore[no-untyped-def]
-                torch.cuda.set_sync_debug_mode("error")  # from the first batch of an epoch on
+                ran.append(1)
+                torch.cuda.set_sync_debug_mode("error")  # from the first batch of the epoch on
                 return losses(activations)
 
             return watched
 
-    original = shiftmend.engine._Run._finite_state
     try:
-        shiftmend.engine._Run._epoch_over = None  # type: ignore[attr-defined]
         with pytest.raises(RuntimeError, match="synchroniz"):
-            # the first wait is the one reading of the losses at the end of the epoch, so all batches have run by then
             shiftmend.adapt(
-                world.model, world.target, world.profile(), Strict(epochs=1, learning_rate=0.1), device="cuda"
+                world.model,
+                world.target,
+                world.profile(),
+                Strict(epochs=1, learning_rate=0.1),
+                batch_size=100,
+                device="cuda",
             )
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        shiftmend.engine._Run._finite_state = original
+    assert len(ran) == 6  # the first wait is the one reading of the losses, when all batches have run
+
+
+@pytest.mark.gpu
+@gpu
+def test_recurrent_networks_adapt_on_a_gpu() -> None:
+    model = Recurrent().eval()
+    inputs = torch.randn(64, 7, 5)
+    profile = shiftmend.profile(model, inputs, device="cuda")
+    result = shiftmend.adapt(
+        model, inputs + 1, profile, "fr", epochs=2, learning_rate=1e-3, device="cuda", progress=False
+    )
+    assert result.model.lstm.dropout == 0.3
+    assert next(result.model.parameters()).device.type == "cpu"
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 8, num_layers=2, dropout=0.3, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def test_recurrent_networks_adapt_without_their_dropout() -> None:
+    torch.manual_seed(0)
+    model = Recurrent().eval()
+    inputs = torch.randn(64, 7, 5)
+    profile = shiftmend.profile(model, inputs)
+    runs = [
+        shiftmend.adapt(model, inputs + 1, profile, "fr", epochs=2, learning_rate=1e-3, progress=False).model
+        for _ in range(2)
+    ]
+    assert states_equal(*runs)
+    assert runs[0].lstm.dropout == 0.3
+
+
+def test_buffers_that_are_infinite_from_the_start_do_no_harm() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), shiftmend.StatsLayer(8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    inputs = torch.randn(100, 6)
+    profile = shiftmend.profile(model, inputs)
+    result = shiftmend.adapt(model, inputs + 1, profile, "fr", epochs=1, learning_rate=1e-3, progress=False)
+    assert result.manifest["status"] == "finished"
+
+
+def test_batch_norm_that_averages_over_its_whole_life_still_adapts() -> None:
+    import copy
+
+    world = sensors()
+    model = copy.deepcopy(world.model)
+    model[1].momentum = None
+    model[1].num_batches_tracked.fill_(100_000)
+    profile = shiftmend.profile(model, world.source)
+    result = shiftmend.adapt(model, world.target, profile, "fr", epochs=40, learning_rate=0.1, progress=False)
+    assert world.accuracy(result.model) > 0.95
+    assert result.model[1].momentum is None
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_interrupts_while_verifying_lose_nothing(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shiftmend import loop
+
+    world = sensors()
+    original, calls = loop.verify_feed, []
+
+    def interrupted(*arguments):  # type: ignore[no-untyped-def]
+        calls.append(1)
+        if len(calls) == (1 if when == "before" else 4):
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    profile = world.profile()
+    monkeypatch.setattr(loop, "verify_feed", interrupted)
+    result = shiftmend.adapt(world.model, world.target, profile, "fr", epochs=2, learning_rate=0.1, progress=False)
+    if when == "before":
+        assert result.interrupted
+        assert states_equal(result.model, world.model)
+    else:
+        assert result.manifest["status"] == "finished"
+        assert result.after is None
+        assert len(result.history) == 3
+
+
+def test_an_interrupt_returns_the_last_whole_epoch_not_half_of_one() -> None:
+    world = sensors()
+    profile = world.profile()
+
+    class Stops(FR):
+        def objective(self, profile, device):  # type: ignore[no-untyped-def]
+            losses, calls = super().objective(profile, device), []
+
+            def counted(activations):  # type: ignore[no-untyped-def]
+                calls.append(1)
+                if len(calls) > (9 if self.learning_rate < 1 else 3):
+                    raise KeyboardInterrupt
+                return losses(activations)
+
+            return counted
+
+    options = {"batch_size": 150, "seed": 3, "progress": False}
+    stopped = shiftmend.adapt(world.model, world.target, profile, Stops(epochs=9, learning_rate=0.1), **options)
+    whole = shiftmend.adapt(world.model, world.target, profile, FR(epochs=2, learning_rate=0.1), **options)
+    assert len(stopped.history) == 3
+    assert states_equal(stopped.model, whole.model)
+    early = shiftmend.adapt(world.model, world.target, profile, Stops(epochs=9, learning_rate=1e38), **options)
+    assert all(bool(torch.isfinite(v).all()) for v in early.model.state_dict().values())
+
+
+def test_batches_of_one_are_refused_where_batch_norm_cannot_take_them() -> None:
+    world = sensors()
+    with pytest.raises(AdaptationError, match="batch size of one"):
+        shiftmend.adapt(world.model, DataLoader(TensorDataset(world.target[:50])), world.profile(), "fr", epochs=1)
+    shiftmend.adapt(
+        world.model,
+        [world.target[:2], world.target[2:3]],
+        world.profile(),
+        "fr",
+        epochs=1,
+        resident=False,
+        progress=False,
+    )
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3))
+    shiftmend.profile(model, world.source[:257], batch_size=256)
+
+
+def test_a_model_that_cuts_the_gradient_off_is_named() -> None:
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                hidden = self.encoder(x)
+            return self.head(hidden)
+
+    world, model = sensors(), Cut()
+    with pytest.raises(AdaptationError, match="cuts the gradient off"):
+        shiftmend.adapt(model, world.target, shiftmend.profile(model, world.source), "bufr", progress=False)
+
+
+class Odd(nn.Module):
+    """Whole-number parameters, extra state, and a weight that hangs on the graph of the last training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.utils.weight_norm(nn.Linear(6, 8))
+        self.table = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.first(x).relu())
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+def test_odd_models_are_adapted_all_the_same(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    world, model = sensors(), Odd()
+    model(world.source[:4]).sum().backward()
+    profile = shiftmend.profile(model, world.source)
+    result = shiftmend.adapt(
+        model, world.target, profile, "fr", epochs=1, learning_rate=1e-3, checkpoint=tmp_path / "c", progress=False
+    )
+    assert torch.equal(result.model.table, model.table)
+
+
+def test_an_output_named_when_profiling_need_not_be_named_again() -> None:
+    case = ZOO["tuple"]
+    model = case.model()
+    profile = shiftmend.profile(model, case.inputs(), output=1)
+    shiftmend.adapt(model, case.inputs(seed=2), profile, "fr", epochs=1, learning_rate=1e-3, progress=False)
+
+
+def test_wrong_types_are_one_sentence() -> None:
+    world = sensors()
+    profile = world.profile()
+    with pytest.raises(shiftmend.ShiftmendError, match=r"expected a torch\.nn\.Module"):
+        shiftmend.profile(lambda x: x, world.source)  # type: ignore[arg-type]
+    with pytest.raises(shiftmend.ShiftmendError, match="scripted"):
+        shiftmend.profile(torch.jit.script(nn.Linear(2, 2)), world.source)
+    with pytest.raises(AdaptationError, match="the profile is a dict"):
+        shiftmend.adapt(world.model, world.target, {})  # type: ignore[arg-type]
+    with pytest.raises(AdaptationError, match="seed"):
+        shiftmend.adapt(world.model, world.target, profile, seed=None)  # type: ignore[arg-type]
+    for wrong in (
+        {"epochs": True},
+        {"learning_rate": True},
+        {"slice_weight": -1},
+        {"slice_weight": math.nan},
+        {"divergence": "x"},
+    ):
+        with pytest.raises(AdaptationError):
+            shiftmend.adapt(world.model, world.target, profile, "fr", **wrong)
+    assert FR(align="features").align == ("features",)
+    assert FR(learning_rate=np.float32(0.1)).learning_rate == np.float32(0.1)
+
+
+def test_a_sorted_dataset_is_shuffled_also_when_it_streams(caplog: pytest.LogCaptureFixture) -> None:
+    class Sorted(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __init__(self) -> None:
+            world = sensors()
+            self.inputs = world.target[world.labels.argsort()]
+
+        def __len__(self) -> int:
+            return len(self.inputs)
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return self.inputs[index]
+
+    world = sensors()
+    options = {"method": "fr", "epochs": 20, "learning_rate": 0.1, "progress": False}
+    streamed = shiftmend.adapt(world.model, Sorted(), world.profile(), batch_size=100, resident=False, **options)
+    assert world.accuracy(streamed.model) > 0.95
+    assert "fixed order" not in caplog.text
+    loader = DataLoader(Sorted(), batch_size=100)
+    shiftmend.adapt(world.model, loader, world.profile(), resident=False, **(options | {"epochs": 1}))
+    assert "fixed order" in caplog.text
+
+
+def test_a_loader_with_its_own_generator_is_reproducible_and_left_as_it_was() -> None:
+    world = sensors()
+    generator = torch.Generator().manual_seed(5)
+    before = generator.get_state()
+    loader = DataLoader(TensorDataset(world.target), batch_size=100, shuffle=True, generator=generator)
+    for resident in (True, False):
+        runs = [
+            shiftmend.adapt(
+                world.model,
+                loader,
+                world.profile(),
+                "fr",
+                epochs=2,
+                learning_rate=0.1,
+                resident=resident,
+                progress=False,
+            ).model
+            for _ in range(2)
+        ]
+        assert states_equal(*runs)
+    assert torch.equal(generator.get_state(), before)

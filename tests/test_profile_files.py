@@ -169,6 +169,7 @@ def sized(
         architecture="a" * 64,
         weights="b" * 64,
         inputs=InputSummary((3, 32, 32), "float32", 0.0, 1.0, (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)),
+        inputs_seen=samples,
     )
 
 

@@ -262,6 +262,48 @@ def test_profiles_of_other_weights_do_not_merge() -> None:
         first.merge(shiftmend.profile(case.model(seed=1), case.inputs(), like=first))
 
 
+def test_features_that_hardly_vary_are_refused() -> None:
+    class Stiff(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.a(x) * 1e-3 + 1e3)
+
+    with pytest.raises(ProfileError, match="every unit at tap 'features' was constant"):
+        shiftmend.profile(Stiff(), torch.randn(200, 6))
+
+
+def test_like_keeps_the_seed_of_the_slices_and_takes_nothing_beside_it() -> None:
+    from dataclasses import replace
+
+    from shiftmend.profile_files import decode
+    from shiftmend.statistics import Projector, Slices
+
+    case = ZOO["tabular"]
+    model, inputs = case.model(), case.inputs(300)
+    made = shiftmend.profile(model, inputs)
+    own = made.slices["verification"]
+    projector = Projector.build(made.mean, made.deviation, made.taps["features"].usable, 128, 7)
+    other = replace(made, slices={"verification": Slices(own.histogram, 7, projector)})
+    again = shiftmend.profile(model, inputs, like=other)
+    before = shiftmend.verify(model, inputs, again).divergence
+    assert shiftmend.verify(model, inputs, decode(again.to_bytes())).divergence == pytest.approx(before, abs=1e-6)
+    for beside in ({"preset": "paper"}, {"bins": Bins()}, {"taps": {"a": "0"}}):
+        with pytest.raises(ProfileError, match="like="):
+            shiftmend.profile(model, inputs, like=made, **beside)
+
+
+def test_a_profile_that_could_not_be_loaded_again_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = ZOO["tabular"]
+    made = shiftmend.profile(case.model(), case.inputs(), bins=Bins(temperature=np.float32(0.01)))
+    made.to_bytes()
+    monkeypatch.setattr(profile_files, "MOST_BYTES", 1000)
+    with pytest.raises(ProfileError, match="could not be loaded again"):
+        made.to_bytes()
+
+
 def test_arrays_of_doubles_are_taken_as_numpy_gives_them() -> None:
     case = ZOO["tabular"]
     inputs = case.inputs()

@@ -125,7 +125,7 @@ def test_gradients_reach_the_layers_below_and_only_those() -> None:
     assert bool(torch.isfinite(below.weight.grad).all())
     assert float(below.weight.grad.abs().sum()) > 0
     assert above.weight.grad is None
-    assert [buffer.requires_grad for buffer in layer.buffers()] == [False] * 4
+    assert [buffer.requires_grad for buffer in layer.buffers()] == [False] * 5
 
 
 def test_descending_the_loss_restores_the_features() -> None:
@@ -165,7 +165,8 @@ def test_statistics_ride_along_in_the_state_dict(way: str) -> None:
         state = safetensors.torch.load(safetensors.torch.save(model.state_dict()))
     fresh = nn.Sequential(nn.Linear(4, 4), StatsLayer(4), nn.Linear(4, 2))
     fresh.load_state_dict(state)
-    assert sorted(name for name in state if name.startswith("1.")) == ["1.counts", "1.high", "1.low", "1.samples"]
+    own = {name for name in state if name.startswith("1.")}
+    assert own == {"1.counts", "1.cut", "1.high", "1.low", "1.samples"}
     for one in (model, fresh):
         one[1].track("align")
         one(sample(seed=1))
@@ -361,3 +362,12 @@ def test_a_network_in_half_precision_keeps_its_statistics_in_full() -> None:
 
 def test_what_it_prints_says_what_it_is() -> None:
     assert repr(StatsLayer(4, Bins(8, "paper"))) == "StatsLayer(units=4, bins=8, layout=paper, mode=off)"
+
+
+def test_counts_are_not_loaded_into_other_bins() -> None:
+    layer = StatsLayer(3)
+    for mode in ("range", "counts"):
+        layer.track(mode)(torch.randn(50, 3))
+    with pytest.raises(RuntimeError, match="make it with the same Bins"):
+        StatsLayer(3, Bins(temperature=0.05)).load_state_dict(layer.state_dict())
+    StatsLayer(3).load_state_dict(layer.state_dict())

@@ -6,7 +6,7 @@ from torch import nn
 
 from shiftmend.errors import DataError, TapError
 from shiftmend.taps import Tap, modes, tapped, trace, unwrap
-from zoo import SMALL, ZOO, InPlace, Wrapped
+from zoo import SMALL, ZOO, InPlace, SmallViT, Wrapped
 
 
 def hooks(model: nn.Module) -> int:
@@ -193,6 +193,40 @@ def test_a_model_compiled_in_place_is_tapped_eagerly_and_stays_compiled() -> Non
         model(case.inputs(2))
         assert set(recorder.read()) == {"features", "logits"}
     assert model._compiled_call_impl is call
+
+
+def test_the_head_inside_a_wrapper_whose_inner_net_owns_tokens() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), SmallViT()).eval()
+    found = trace(model, torch.randn(2, 3, 16, 16))
+    assert found.head == "1.head"
+    assert "1.blocks.0.mlp.0" in found.extractor
+
+
+def test_a_linear_head_on_tokens_counts_the_last_axis() -> None:
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3)).eval()
+    found = trace(model, torch.randn(2, 5, 6))
+    assert (str(found.taps["features"]), str(found.taps["logits"])) == ("2:input@-1", "2@-1")
+
+
+def test_an_axis_that_is_not_there_is_named() -> None:
+    case = ZOO["tabular"]
+    with pytest.raises(TapError, match="axis 7"):
+        trace(case.model(), case.inputs(2), taps={"mine": "0@7"})
+
+
+def test_a_compiled_submodule_is_seen_through() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = torch.compile(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8)), backend="eager")
+            self.head = nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x))
+
+    model = Net().eval()
+    model(torch.randn(2, 4))
+    assert len(trace(model, torch.randn(2, 4)).extractor) == 2
 
 
 def test_weight_normalised_heads_are_found() -> None:

@@ -69,6 +69,38 @@ def test_slices_see_what_marginals_cannot() -> None:
     assert measure(features.split(1000), made).divergence < 1e-6
 
 
+def test_features_that_are_not_finite_are_never_called_restored() -> None:
+    assert Verification(float("nan"), 0.001, 10_000).verdict == "not restored"
+    assert Verification(float("inf"), 0.02, 100).verdict == "not restored"
+
+    class Logs(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.head = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.log(self.a(x).relu() + (x[:, :1] > -50).float()))
+
+    model = Logs()
+    made = shiftmend.profile(model, torch.rand(200, 3))
+    assert shiftmend.verify(model, torch.full((50, 3), -100.0), made).verdict == "not restored"
+
+
+def test_positions_of_a_feature_map_do_not_count_as_so_many_samples() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(4, 4, 1), torch.nn.ReLU(),
+        torch.nn.Conv2d(4, 2, 1)
+    )  # fmt: skip
+    images = torch.rand(300, 1, 1, 1) + 0.1 * torch.rand(300, 1, 16, 16)
+    made = shiftmend.profile(model, images)
+    assert made.samples == 300
+    assert made.taps["features"].samples == 300 * 256
+    judged = shiftmend.verify(model, images[:4], made)
+    assert judged.samples == 4
+    assert judged.verdict == "undecided"
+
+
 def test_verification_leaves_the_model_alone() -> None:
     case = ZOO["signal"]
     model = case.model().train()

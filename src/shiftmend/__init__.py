@@ -5,10 +5,11 @@ At home: `profile = shiftmend.profile(model, source)`. At the new site: `shiftme
 
 from shiftmend.__about__ import __version__
 from shiftmend.adaptations import Adaptation
-from shiftmend.engine import DivergedError, adapt
+from shiftmend.engine import adapt
 from shiftmend.errors import AdaptationError, DataError, ProfileError, ShiftmendError, TapError
 from shiftmend.evaluation import evaluate
 from shiftmend.histograms import Bins
+from shiftmend.loop import DivergedError
 from shiftmend.metrics import RegressionScores, Scores
 from shiftmend.profiles import Profile, profile
 from shiftmend.stats_layer import StatsLayer

@@ -34,9 +34,11 @@ def split(model: nn.Module, trace: Trace, names: Names | None = None) -> tuple[B
     below = _owned_parameters(model, trace)
     if not below:
         raise AdaptationError("nothing below the features has parameters, so there is nothing to adapt")
+    if isinstance(names, str):
+        names = [names]
     given = names if names is not None else getattr(model, "shiftmend_blocks", None)
     groups = _named(model, given, below) if given is not None else _found(model, list(below))
-    return tuple(_block(model, group, below) for group in groups)
+    return tuple(_block(model, group, below) for group in groups if group)
 
 
 def _owned_parameters(model: nn.Module, trace: Trace) -> dict[str, tuple[str, ...]]:
@@ -51,7 +53,7 @@ def _owned_parameters(model: nn.Module, trace: Trace) -> dict[str, tuple[str, ..
     behind: set[int] = set()
     owned: dict[str, list[str]] = {name: [] for name in trace.extractor}
     for owner in owners(model):
-        mine = [name for name in parameters if _owner_of(name) == owner]
+        mine = [name for name, p in parameters.items() if _owner_of(name) == owner and p.is_floating_point()]
         runner = owner
         while runner not in ran and runner:
             runner = runner.rpartition(".")[0]
@@ -162,15 +164,15 @@ def _is_plain_chain(modules: dict[str, nn.Module], name: str, inside: list[str])
 def _block(model: nn.Module, group: list[str], below: dict[str, tuple[str, ...]]) -> Block:
     modules = dict(model.named_modules())
     return Block(
-        name=_title(group),
+        name=_title(group, list(below)),
         modules=tuple(group),
         parameters=tuple(parameter for owner in group for parameter in below[owner]),
         layers=_layers(modules, group),
     )
 
 
-def _title(group: list[str]) -> str:
-    """A readable name: the common parent of all modules, or the modules themselves."""
+def _title(group: list[str], everything: list[str]) -> str:
+    """A readable name: the common parent, if all of it is in the group, or the modules themselves."""
     if len(group) == 1:
         return group[0] or "(own parameters)"
     paths = [name.split(".") for name in group]
@@ -179,5 +181,8 @@ def _title(group: list[str]) -> str:
         if len(set(parts)) > 1:
             break
         common.append(parts[0])
+    parent = ".".join(common)
+    if parent and {owner for owner in everything if _inside(owner, parent)} == set(group):
+        return parent
     shown = [name or "(own parameters)" for name in group]
-    return ".".join(common) or (" + ".join(shown) if len(shown) <= 3 else f"{shown[0]} ... {shown[-1]}")
+    return " + ".join(shown) if len(shown) <= 3 else f"{shown[0]} ... {shown[-1]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,18 @@ class Checkpoint:
     momentum: dict[str, Tensor]
 
 
+def check_place(path: Path) -> None:
+    """Refuse a path that cannot be written to before an epoch is spent."""
+    if path.is_dir():
+        raise AdaptationError(f"checkpoint {path} is a folder, expected the name of a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError(13, "no permission to write there")
+    except OSError as error:
+        raise AdaptationError(f"checkpoint {path} cannot be written: {error.strerror}") from error
+
+
 def identify(facts: dict[str, Any]) -> str:
     """A short name for everything that decides how a run goes."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -45,7 +58,8 @@ def save(
     optimiser: optim.SGD | None,
 ) -> None:
     """Write the state of a run, atomically."""
-    tensors = {f"model.{name}": _packed(value) for name, value in model.state_dict().items()}
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    tensors = {f"model.{name}": _packed(value) for name, value in state.items()}
     if optimiser is not None:
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         for parameter, state in optimiser.state.items():

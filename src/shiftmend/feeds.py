@@ -5,15 +5,18 @@ Only inputs leave a feed. Labels that came along are kept apart for the evaluato
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
 from shiftmend.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 Preprocess = Callable[[Tensor], Tensor]
 DEFAULT_BATCH = 256
@@ -56,6 +59,14 @@ class Feed:
             self._keep(whole, labels, limit)
         elif resident:
             self._read(limit)
+        self._shuffled = self._loader
+        if self._inputs is None and isinstance(self._loader, DataLoader):
+            if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
+                self._shuffled = DataLoader(source, batch_size=self.batch_size, shuffle=True)
+            elif isinstance(self._loader.sampler, SequentialSampler):
+                logger.warning(
+                    "the %s streams in a fixed order: if it is sorted, batches are one-sided; use shuffle=True", what
+                )
 
     @property
     def resident(self) -> bool:
@@ -93,9 +104,9 @@ class Feed:
             yield self._ready(inputs), labels.to(self.device, non_blocking=True)
 
     def subset(self, count: int, seed: int) -> Iterator[Tensor]:
-        """At most `count` samples, the same ones each time; a streamed source gives its first ones."""
+        """At most `count` samples, the same ones each time."""
         if self._inputs is None:
-            for inputs, _ in self._stream():
+            for inputs, _ in self._stream(seed, shuffled=True):
                 yield self._ready(inputs[:count])
                 count -= len(inputs)
                 if count <= 0:
@@ -116,7 +127,7 @@ class Feed:
         """
         order_seed = (seed * 1_000_003 + number) % (1 << 63)
         if self._inputs is None:
-            yield from self._full(self._stream(order_seed))
+            yield from self._full(self._stream(order_seed, shuffled=True))
             return
         size = min(self.batch_size, len(self._inputs))
         order = torch.randperm(len(self._inputs), generator=torch.Generator().manual_seed(order_seed))
@@ -132,15 +143,18 @@ class Feed:
         size = 0
         for inputs, _ in stream:
             size = size or len(inputs)
-            if len(inputs) * 2 >= size:
+            if len(inputs) * 2 >= size and (len(inputs) > 1 or size == 1):
                 yield self._ready(inputs)
 
     def _in_order(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         if self._inputs is None:
             yield from self._stream()
             return
-        for start in range(0, len(self._inputs), self.batch_size):
-            part = slice(start, start + self.batch_size)
+        samples, size = len(self._inputs), self.batch_size
+        # a lone last sample joins the batch before it: some normalisation takes its statistics from the batch
+        ends = [end for end in range(size, samples, size) if end != samples - 1 or size == 1] + [samples]
+        for start, end in zip([0, *ends], ends, strict=False):
+            part = slice(start, end)
             # a copy: a model or a preprocessing that works in place must not change the data, least of all the caller's
             yield self._inputs[part].clone(), None if self._labels is None else self._labels[part]
 
@@ -148,12 +162,14 @@ class Feed:
         inputs = inputs.to(self.device, non_blocking=True)
         return self.preprocess(inputs) if self.preprocess is not None else inputs
 
-    def _stream(self, seed: int = 0, copy: bool = True) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def _stream(
+        self, seed: int = 0, copy: bool = True, shuffled: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Batches as the loader gives them; a loader that shuffles gives the order of the seed."""
         assert not isinstance(self._loader, tuple)
         copy = copy and not isinstance(self._loader, DataLoader)  # which makes its batches anew; a list gives its own
         empty = True
-        for batch in _drawn(self._loader, seed):
+        for batch in _drawn(self._shuffled if shuffled else self._loader, seed):
             inputs, labels = _split(batch, self.what)
             if len(inputs) == 0:
                 continue
@@ -196,9 +212,23 @@ class Feed:
 def _drawn(loader: Iterable[Any], seed: int) -> Iterator[Any]:
     """Run through a loader whose order and augmentation are drawn from a seed instead of the global generator.
 
-    Loaders know no generator but the global one, so it is set while a batch is made, and put back before it is used.
+    Most loaders know no generator but the global one, so it is set while a batch is made, and put back before it is
+    used. A generator that a loader or its sampler brings along is set to the seed, too, and put back at the end.
     """
     own = torch.Generator().manual_seed(seed).get_state()
+    parts = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    brought = {id(g): g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)}
+    states = [(generator, generator.get_state()) for generator in brought.values()]
+    try:
+        for generator, _ in states:
+            generator.manual_seed(seed)
+        yield from _with_global_state(loader, own)
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _with_global_state(loader: Iterable[Any], own: Tensor) -> Iterator[Any]:
     batches: Iterator[Any] | None = None
     while True:
         outside = torch.get_rng_state()

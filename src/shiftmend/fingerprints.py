@@ -45,6 +45,14 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
+def digest(values: Tensor) -> str:
+    """SHA-256 over shape, type and values, a part at a time so that nothing large is copied."""
+    result = hashlib.sha256(f"{tuple(values.shape)} {values.dtype}".encode())
+    for part in values.split(max(1, (1 << 24) // max(1, values[:1].numel()))):
+        result.update(tensor_bytes(part))
+    return result.hexdigest()
+
+
 @dataclass(frozen=True)
 class InputSummary:
     """How the inputs looked that a model was fed with: what another normalisation or channel order would change."""

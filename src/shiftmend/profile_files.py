@@ -59,9 +59,15 @@ def encode(profile: Profile) -> bytes:
         "architecture": profile.architecture,
         "weights": profile.weights,
         "inputs": profile.inputs.to_json(),
+        "inputs_seen": profile.inputs_seen,
     }
     metadata = {"format": "shiftmend profile", "schema": str(SCHEMA), "sha256": _NO_SUM}
     content = _ordered(safetensors.torch.save(tensors, metadata | {"profile": json.dumps(facts)}))
+    wrong = problems(profile)
+    if len(content) > MOST_BYTES:
+        wrong.append(f"it would have {len(content):,} bytes, more than {MOST_BYTES:,}; tap fewer units")
+    if wrong:
+        raise ProfileError(f"this profile could not be loaded again: {wrong[0]}")
     return _with_sum(content, hashlib.sha256(content).hexdigest())
 
 
@@ -187,6 +193,7 @@ def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
         architecture=_text(facts["architecture"], "architecture", _SUM),
         weights=_text(facts["weights"], "weights", _SUM),
         inputs=InputSummary.from_json(facts["inputs"]),
+        inputs_seen=_whole(facts["inputs_seen"], "the number of inputs", 1, (1 << 53) - 1),
         library=_text(facts["library"], "library", "[ -~]{1,64}"),
     )
 
@@ -238,8 +245,13 @@ def problems(profile: Profile) -> list[str]:
         found.append("the features' deviation is negative")
     elif bool((profile.deviation == 0)[profile.taps["features"].usable].any()):
         found.append("the features' deviation is zero in a unit that varied")
-    if any(part.histogram.samples != profile.samples for part in profile.slices.values()):
-        found.append(f"its slices are not of the {profile.samples} samples of the features")
+    samples = profile.taps["features"].samples
+    if any(part.histogram.samples != samples for part in profile.slices.values()):
+        found.append(f"its slices are not of the {samples} samples of the features")
+    if any(tap.samples % profile.inputs_seen for tap in profile.taps.values()):
+        found.append(f"the samples of a tap are no multiple of the {profile.inputs_seen} inputs")
+    if profile.taps["features"].usable_count == 0:
+        found.append("every one of its features was constant")
     parts = dict(profile.taps) | {f"{name} slices": part.histogram for name, part in profile.slices.items()}
     for name, histogram in parts.items():
         found += [f"{name}: {problem}" for problem in _histogram_problems(histogram)]

@@ -18,7 +18,7 @@ from shiftmend.devices import placed, resolve_device
 from shiftmend.errors import ProfileError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
-from shiftmend.histograms import Bins
+from shiftmend.histograms import Bins, usable_units
 from shiftmend.presets import preset as find_preset
 from shiftmend.progress import Progress, progress_bar
 from shiftmend.statistics import MOST_WEIGHTS, CountTracker, Histogram, Projector, RangeTracker, Slices
@@ -51,6 +51,7 @@ class Profile:
     architecture: str
     weights: str
     inputs: InputSummary
+    inputs_seen: int
     library: str = __version__
 
     @property
@@ -59,8 +60,8 @@ class Profile:
 
     @property
     def samples(self) -> int:
-        """Source samples behind the features (positions, for feature maps)."""
-        return self.taps["features"].samples
+        """Source inputs; a tap on feature maps counts each of their positions as a sample of its own."""
+        return self.inputs_seen
 
     @property
     def unusable(self) -> dict[str, int]:
@@ -74,6 +75,7 @@ class Profile:
             raise ProfileError("these profiles are of different models, taps or presets and cannot be merged")
         return replace(
             self,
+            inputs_seen=self.inputs_seen + other.inputs_seen,
             taps={name: tap.merge(other.taps[name]) for name, tap in self.taps.items()},
             slices={
                 name: replace(own, histogram=own.histogram.merge(other.slices[name].histogram))
@@ -137,7 +139,7 @@ def profile(
     model: nn.Module,
     source: Any,
     *,
-    preset: str = "reference",
+    preset: str | None = None,
     bins: Bins | None = None,
     head: str | None = None,
     taps: Mapping[str, str | Tap] | None = None,
@@ -153,18 +155,21 @@ def profile(
 
     The model runs in eval mode and gets its own modes back. One pass is enough where the activations at the taps fit
     into `keep_bytes`; otherwise the network runs three times (ranges, counts, slices) with the same result. With
-    `like`, the ranges and slices of another profile are used, and the two can be merged.
+    `like`, the ranges and slices of another profile are used, and the two can be merged. The preset is `reference`
+    unless another is named.
     """
     model = unwrap(model)
     place = resolve_device(device, model)
-    chosen = find_preset(like.preset if like else preset)
+    if like is not None and (preset is not None or bins is not None or taps is not None or head is not None):
+        raise ProfileError("like= brings preset, bins and taps of the other profile; leave them out beside it")
+    chosen = find_preset(like.preset if like else preset or "reference")
     cut = like.bins if like else bins or chosen.bins
     feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, what="source data")
     with (
         placed(model, place),
         modes(model),
         torch.no_grad(),
-        progress_bar(progress, "profiling", feed.samples if feed.resident else None) as bar,
+        progress_bar(progress, "profiling", None) as bar,
     ):
         model.eval()
         specs = trace(model, feed.first(2), head=head, taps=like.specs if like else taps, output=output).taps
@@ -177,7 +182,7 @@ def profile(
         else:
             low_high = {name: (tracker.low, tracker.high) for name, tracker in ranges.items()}
             mean, deviation = ranges["features"].mean.float().cpu(), ranges["features"].deviation.float().cpu()
-            usable = Histogram(mean[:, None], *low_high["features"], 1, cut).usable
+            usable = usable_units(*low_high["features"])
             numbers = {"verification": VERIFICATION_SLICES} | (
                 {"alignment": chosen.aligned_slices} if chosen.aligned_slices else {}
             )
@@ -215,7 +220,11 @@ def profile(
         mean=mean,
         deviation=deviation,
         slices={
-            name: Slices(slice_counters[name].histogram(), SLICE_SEEDS[name], projector.to(torch.device("cpu")))
+            name: Slices(
+                slice_counters[name].histogram(),
+                like.slices[name].seed if like else SLICE_SEEDS[name],
+                projector.to(torch.device("cpu")),
+            )
             for name, projector in projectors.items()
         },
         specs=specs,
@@ -223,6 +232,7 @@ def profile(
         architecture=fingerprints.architecture(model),
         weights=fingerprints.weights(model),
         inputs=summary,
+        inputs_seen=feed.samples,
     )
     for name, count in result.unusable.items():
         if count:
@@ -276,7 +286,7 @@ def _ranges(passes: _Passes, specs: Mapping[str, Tap]) -> dict[str, RangeTracker
         if not bool(finite.all()):
             bad = int((~finite).sum())
             raise ProfileError(f"tap {name!r} gave NaN or infinite values in {bad} units on the source data")
-        if not bool((tracker.high > tracker.low).any()):
+        if not bool(usable_units(tracker.low, tracker.high).any()):
             raise ProfileError(
                 f"every unit at tap {name!r} was constant over the source data ({passes.feed.samples} samples): a "
                 "profile needs varied samples, and a model that reacts to them"

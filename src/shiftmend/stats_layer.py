@@ -35,6 +35,7 @@ class StatsLayer(nn.Module):
     high: Tensor
     counts: Tensor
     samples: Tensor
+    cut: Tensor
 
     def __init__(self, units: int, bins: Bins | None = None, *, channel_axis: int = 1) -> None:
         super().__init__()
@@ -46,6 +47,8 @@ class StatsLayer(nn.Module):
         self.register_buffer("high", torch.full((units,), -torch.inf))
         self.register_buffer("counts", torch.zeros(units, self.bins.total))
         self.register_buffer("samples", torch.zeros((), dtype=torch.int64))
+        cut = torch.tensor([self.bins.inner, self.bins.temperature], dtype=torch.float64)
+        self.register_buffer("cut", cut)  # counts mean something only with the bins they were made with
 
     def track(self, mode: Mode) -> StatsLayer:
         """Say what the next forward passes are for; `range` and `counts` start anew."""
@@ -112,6 +115,17 @@ class StatsLayer(nn.Module):
             raise ShiftmendError("there is no batch to compare: track('align'), then run a forward pass")
         stored = self.histogram()
         return stored.mean_divergence(stored.of(self._last), kind)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        stored = state_dict.get(f"{prefix}cut")
+        if stored is not None and stored.tolist() != self.cut.tolist():
+            errors: list[str] = arguments[-1]
+            errors.append(
+                f"{prefix.rstrip('.') or 'this StatsLayer'} was tracked with {stored.tolist()} inner bins and "
+                f"temperature, but this layer has {self.cut.tolist()}; make it with the same Bins"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_last": None}  # a graph can neither be copied nor saved

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -76,11 +76,21 @@ class Recorder:
                     f"tap {name!r} watches {str(self._taps[name])!r}, which {count} in one forward pass; "
                     "name a module that runs exactly once"
                 )
-        return {name: as_samples(values[0], self._taps[name].channel_axis) for name, values in seen.items()}
+        return {name: self._samples(self._taps[name], values[0]) for name, values in seen.items()}
+
+    @staticmethod
+    def _samples(tap: Tap, values: Tensor) -> Tensor:
+        if values.ndim > 1 and not -values.ndim <= tap.channel_axis < values.ndim:
+            raise TapError(f"tap {tap.name!r} counts units on axis {tap.channel_axis} of {list(values.shape)}")
+        return as_samples(values, tap.channel_axis)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The plain module inside `torch.compile` or data-parallel wrappers, which shares its parameters."""
+    if not isinstance(model, nn.Module):
+        raise TapError(f"the model is a {type(model).__name__}, expected a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TapError("a scripted model cannot be tapped; pass the module it was scripted from")
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -151,10 +161,12 @@ def _output_hook(recorder: Recorder, name: str) -> Callable[..., None]:
 def eager(model: nn.Module) -> Iterator[None]:
     """Set compiled calls of `module.compile()` aside: compiled code would not see hooks that came later."""
     compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
+    inside = any(hasattr(module, "_orig_mod") for module in model.modules())
     try:
         for module in compiled:
             module._compiled_call_impl = None
-        yield
+        with torch.compiler.set_stance("force_eager") if inside else nullcontext():
+            yield
     finally:
         for module, call in compiled.items():
             module._compiled_call_impl = call
@@ -177,6 +189,8 @@ def check_takes(model: nn.Module, sample: Tensor) -> None:
         model.eval()
         try:
             model(sample)
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             kind = str(sample.dtype).removeprefix("torch.")
@@ -235,12 +249,15 @@ def trace(
     if not owning:
         raise TapError("the model has no parameters, so there is no head to tap and nothing to adapt")
     check_takes(model, sample)
-    first = _watch(model, sample, owning, None)
-    result = pick(first[1], output, "the model")
+    events, returned = _watch(model, sample, owning, None)
     if head is None:
-        head = _find_head(first[0], result, given)
+        head = _find_head(events, returned, output, given)
+    # a linear layer works on the last axis, also of tokens [N, T, C]
+    written = [out for name, out in events.written if name == head]
+    on_tokens = isinstance(_module(model, Tap("head", head)), nn.Linear) and any(out.ndim > 2 for out in written)
+    axis = "@-1" if on_tokens else ""
     # the model's own taps before the user's further ones, features and logits first
-    specs: dict[str, str | Tap] = {"features": f"{head}:input", "logits": head, **given}
+    specs: dict[str, str | Tap] = {"features": f"{head}:input{axis}", "logits": f"{head}{axis}", **given}
     resolved = {name: Tap.parse(name, spec) for name, spec in specs.items()}
     events, _ = _watch(model, sample, owning, resolved["features"])
     with torch.no_grad(), modes(model), tapped(model, resolved) as recorder:
@@ -285,14 +302,15 @@ def _watch(model: nn.Module, sample: Tensor, owning: list[str], features: Tap | 
         return events, model(sample)
 
 
-def _find_head(events: _Events, result: Tensor, given: Mapping[str, str | Tap]) -> str:
+def _find_head(events: _Events, returned: Any, output: Entry, given: Mapping[str, str | Tap]) -> str:
     if "logits" in given:
         return Tap.parse("logits", given["logits"]).module
-    written: Any
-    name: str
-    for name, written in reversed(events.written):
-        if name and isinstance(written, Tensor) and _same(written, result):
-            return name
+    result = pick(returned, output, "the model")
+    matching = [name for name, out in events.written if name and isinstance(out, Tensor) and _same(out, result)]
+    # a container with parameters of its own (tokens) writes the same output as the layer inside it
+    layers = [name for name in matching if not any(other.startswith(f"{name}.") for other in matching)]
+    if layers:
+        return layers[-1]
     last = next((name for name, _ in reversed(events.written) if name), None)
     if last is None:
         raise TapError("the model is one single layer: there is nothing below its head that could be restored")

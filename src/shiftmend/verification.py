@@ -9,6 +9,7 @@ thresholds are never tighter than its sampling floor, and a very small one is ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -39,7 +40,9 @@ class Verification:
 
     @property
     def excess(self) -> float:
-        """The divergence that sampling noise does not explain."""
+        """The divergence that sampling noise does not explain; infinite where features are NaN or infinite."""
+        if not math.isfinite(self.divergence):
+            return math.inf
         return max(0.0, self.divergence - self.floor)
 
     @property
@@ -67,10 +70,11 @@ def measure(features: Iterable[Tensor], profile: Profile) -> Verification:
     assert counter is not None, "feeds refuse empty data"
     home = slices.histogram
     target = (counter.counts / counter.samples).to(home.counts.dtype)
+    # positions of one feature map are not independent: what counts against chance is the number of inputs
+    positions = home.samples / profile.inputs_seen
+    inputs = counter.samples / positions
     return Verification(
-        float(home.mean_divergence(target)),
-        sampling_floor(home.bins, home.samples, counter.samples),
-        counter.samples,
+        float(home.mean_divergence(target)), sampling_floor(home.bins, profile.inputs_seen, inputs), round(inputs)
     )
 
 

@@ -99,6 +99,15 @@ def test_bufr_published_schedules() -> None:
     assert {(s.learning_rate, s.epochs) for s in constant} == {(0.5, 3)}
 
 
+def test_many_blocks_keep_the_published_total_decay() -> None:
+    profile = sensors().profile()
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(12)), nn.Linear(6, 2))
+    many = Network(model, split(model, trace(model, torch.randn(2, 6))))
+    rates = [stage.learning_rate for stage in BUFR().stages(many, profile)]
+    assert len(rates) == 12
+    assert rates[0] / rates[-1] == pytest.approx(1.5**3)
+
+
 def reference_terms(world, profile, kind: str, reduction: str) -> dict[str, float]:  # type: ignore[no-untyped-def]
     """The loss of equation (2) in numpy, float64, from the stored counts."""
     total = profile.bins.total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -79,14 +80,15 @@ class Method:
         yield
 
     def hyperparameters(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"momentum": self.momentum}
 
 
 def check_epochs(value: int, what: str) -> None:
-    if not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise AdaptationError(f"{what} must be a whole number of at least 1, got {value!r}")
 
 
-def check_positive(value: float | None, what: str) -> None:
-    if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
+def check_positive(value: Any, what: str) -> None:
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if value is not None and not (real and 0 < value < float("inf")):
         raise AdaptationError(f"{what} must be a positive number, got {value!r}")

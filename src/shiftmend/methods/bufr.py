@@ -15,7 +15,9 @@ class BUFR(Alignment):
     """`epochs_per_block` epochs on the first block, then on the first two, and so on, each with a fresh optimiser.
 
     The learning rate is divided by `decay` at each unfreezing. Published: rate 1.0 and decay 1.5 for the CNN, where a
-    block is one layer, 0.1 and 5 for ResNets, where it is a stage. None takes the decay by that rule.
+    block is one layer, 0.1 and 5 for ResNets, where it is a stage. None takes the decay by that rule; with more blocks
+    than the four and five of those networks it is gentler, so that the last block has as large a share of the first
+    one's rate as there, instead of next to nothing.
     """
 
     name: ClassVar[str] = "bufr"
@@ -30,7 +32,10 @@ class BUFR(Alignment):
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         rate = self.rate(network, profile)
-        decay = self.decay or (1.5 if network.layerwise else 5.0)
+        decay, published = (1.5, 4) if network.layerwise else (5.0, 5)
+        if len(network.blocks) > published:
+            decay **= (published - 1) / (len(network.blocks) - 1)
+        decay = self.decay or decay
         unfrozen: tuple[str, ...] = ()
         stages = []
         for index, block in enumerate(network.blocks):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -29,14 +29,20 @@ class Alignment(Method):
     needs_profile: ClassVar[bool] = True
     staged_rate: ClassVar[float]
     learning_rate: float | None = None
-    align: tuple[str, ...] = ("features", "logits")
+    align: tuple[str, ...] | str = ("features", "logits")
     divergence: Divergence | None = None
     slice_weight: float = 1.0
 
     def __post_init__(self) -> None:
         check_positive(self.learning_rate, "the learning rate")
+        check_positive(self.slice_weight, "the weight of the slices")
+        if isinstance(self.align, str):
+            object.__setattr__(self, "align", (self.align,))
         if not self.align:
             raise AdaptationError("align names no tap; expected e.g. ('features', 'logits')")
+        if self.divergence is not None and self.divergence not in get_args(Divergence):
+            known = ", ".join(get_args(Divergence))
+            raise AdaptationError(f"unknown divergence {self.divergence!r}, expected one of {known}")
 
     def taps(self, profile: Profile | None) -> tuple[str, ...]:
         needs_features = profile is not None and find_preset(profile.preset).aligned_slices

@@ -1,0 +1,279 @@
+"""The loop itself: epochs, modes, optimiser, history, checkpoints, and what happens when it is cut short."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shiftmend import checkpoints, fingerprints
+from shiftmend.adaptations import Adaptation, Epoch
+from shiftmend.errors import AdaptationError
+from shiftmend.feeds import Feed
+from shiftmend.methods import Method, Objective, Stage
+from shiftmend.profiles import Profile
+from shiftmend.progress import Progress, progress_bar
+from shiftmend.taps import Tap, tapped
+from shiftmend.verification import Verification, verify_feed
+
+logger = logging.getLogger(__name__)
+
+VERIFIED_PER_EPOCH = 4096
+"""Target samples behind the verification of each epoch; before and after adapting it is all of them."""
+
+
+class DivergedError(AdaptationError):
+    """The loss became NaN or infinite. `adaptation` holds the state after the last good epoch."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.adaptation: Adaptation
+
+
+def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+
+
+class Run:
+    """One adaptation under way."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        feed: Feed,
+        profile: Profile | None,
+        method: Method,
+        stages: list[Stage],
+        *,
+        seed: int,
+        autocast: bool,
+        checkpoint: str | os.PathLike[str] | None,
+        manifest: dict[str, Any],
+        progress: Progress,
+    ) -> None:
+        self.model, self.feed, self.profile, self.method = model, feed, profile, method
+        self.stages, self.seed, self.autocast, self.progress = stages, seed, autocast, progress
+        self.path = Path(checkpoint) if checkpoint is not None else None
+        self.manifest = manifest
+        if self.path is not None:
+            checkpoints.check_place(self.path)
+        self.name = checkpoints.identify(
+            {key: value for key, value in manifest.items() if key != "environment"}
+            | {"trained": [stage.parameters for stage in stages], "seen": fingerprints.digest(feed.first(64))}
+        )
+        self.before: Verification | None = None
+        self.history: list[Epoch] = []
+        self.good: dict[str, Tensor] = {}
+
+    def go(self) -> Adaptation:
+        """Run to the end, or as far as it gets."""
+        started = time.perf_counter()
+        resumed = checkpoints.load(self.path, self.name) if self.path is not None else None
+        status = "finished"
+        self._keep()
+        try:
+            self.before = self._verify()
+            before = self.before.divergence if self.before else None
+            self.history = resumed.history if resumed else [Epoch(0, "", 0.0, {}, before, 0.0)]
+            with _steady(self.model), self.method.prepared(self.model):
+                self._all_stages(resumed)
+        except KeyboardInterrupt:
+            self.model.load_state_dict(self.good, strict=False)
+            status = "interrupted"
+            logger.warning("interrupted after %d epochs; this is the state reached then", self._epochs())
+        except DivergedError as error:
+            error.adaptation = self._result("diverged", started)
+            raise
+        return self._result(status, started)
+
+    def _epochs(self) -> int:
+        return self.history[-1].epoch if self.history else 0
+
+    def _keep(self) -> None:
+        """Remember the state after the last whole epoch."""
+        state = self.model.state_dict()
+        self.good = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
+
+    def _result(self, status: str, started: float) -> Adaptation:
+        self.model.eval()
+        try:
+            after = self.before if status == "finished" and not self.stages else self._verify()
+        except KeyboardInterrupt:  # the work is done: what is missing is the judgement
+            after = None
+            logger.warning("the last verification was interrupted; ask shiftmend.verify for it")
+        if self.before is not None and after is not None and self.stages:
+            if after.excess > self.before.excess:
+                logger.warning("verification got worse: before %s, after %s", self.before, after)
+            elif after.verdict != "restored":
+                logger.warning("the features are %s", after)
+        self.manifest |= {
+            "status": status,
+            "epochs": self._epochs(),
+            "seconds": round(time.perf_counter() - started, 3),
+            "seconds_in_epochs": round(sum(row.seconds for row in self.history), 3),
+            "verified_per_epoch": min(VERIFIED_PER_EPOCH, self.feed.samples),
+            "verification": {
+                name: asdict(value) | {"verdict": value.verdict}
+                for name, value in (("before", self.before), ("after", after))
+                if value is not None
+            },
+            "adapted_weights": fingerprints.weights(self.model),
+        }
+        return Adaptation(self.model, self.history, self.manifest, self.before, after)
+
+    def _verify(self, most: int | None = None) -> Verification | None:
+        return verify_feed(self.model, self.feed, self.profile, most) if self.profile is not None else None
+
+    def _all_stages(self, resumed: checkpoints.Checkpoint | None) -> None:
+        if resumed is not None:
+            self.model.load_state_dict(resumed.state, strict=False)
+            self._keep()
+            logger.info("going on from %s after epoch %d", self.path, self._epochs())
+        objective = self.method.objective(self.profile, self.feed.device)
+        taps = {name: self.profile.specs[name] for name in self.method.taps(self.profile)} if self.profile else {}
+        total = sum(stage.epochs for stage in self.stages)
+        with progress_bar(self.progress, self.method.name, total) as bar:
+            bar.advance(self._epochs())
+            for index, stage in enumerate(self.stages):
+                if resumed is not None and index < resumed.stage:
+                    continue
+                optimiser = self._optimiser(stage)
+                done = 0
+                if resumed is not None and index == resumed.stage:
+                    done = resumed.epoch
+                    self._restore_momentum(optimiser, resumed.momentum)
+                for epoch in range(done, stage.epochs):
+                    self._epoch(stage, optimiser, objective, taps)
+                    self._checkpoint(index, epoch + 1, optimiser)
+                    bar.advance(1, f"{stage.name}  {_note(self.history[-1])}")
+
+    def _checkpoint(self, stage: int, epoch: int, optimiser: optim.SGD | None) -> None:
+        if self.path is None:
+            return
+        try:
+            checkpoints.save(self.path, self.name, stage, epoch, self.history, self.model, optimiser)
+        except OSError as error:  # a full disk is no reason to lose the run
+            logger.warning("the checkpoint %s could not be written (%s); going on without", self.path, error.strerror)
+
+    def _optimiser(self, stage: Stage) -> optim.SGD | None:
+        """A fresh optimiser over what the stage trains; nothing else requires a gradient."""
+        wanted = set(stage.parameters)
+        trained = []
+        for name, parameter in self.model.named_parameters():
+            if parameter.is_floating_point() or parameter.is_complex():
+                parameter.requires_grad_(name in wanted)
+            parameter.grad = None
+            if name in wanted:
+                trained.append(parameter)
+        return optim.SGD(trained, lr=stage.learning_rate, momentum=self.method.momentum) if trained else None
+
+    def _restore_momentum(self, optimiser: optim.SGD | None, momentum: dict[str, Tensor]) -> None:
+        if optimiser is not None:
+            for name, parameter in self.model.named_parameters():
+                if name in momentum:
+                    kept = torch.empty_like(parameter).copy_(momentum[name])  # in the parameter's memory format
+                    optimiser.state[parameter]["momentum_buffer"] = kept.detach()
+
+    def _epoch(
+        self, stage: Stage, optimiser: optim.SGD | None, objective: Objective | None, taps: dict[str, Tap]
+    ) -> None:
+        number = self._epochs() + 1
+        started = time.perf_counter()
+        self.model.eval()
+        for module in self.model.modules():
+            # a recurrent layer differentiates on CUDA in train mode only; its dropout is off for the run
+            if isinstance(module, _BatchNorm | nn.RNNBase):
+                module.train()
+        sums: dict[str, Tensor] = {}
+        batches = 0
+        trains = optimiser is not None and objective is not None
+        with tapped(self.model, taps) as recorder, torch.inference_mode(False), torch.set_grad_enabled(trains):
+            for batch in self.feed.epoch(self.seed, number):
+                with self._precision():
+                    self.model(batch)
+                activations = recorder.read()
+                batches += 1
+                if optimiser is None or objective is None:
+                    continue
+                terms = objective(activations)
+                total = torch.stack(list(terms.values())).sum()
+                if not total.requires_grad:
+                    raise AdaptationError(
+                        f"what the loss reads does not depend on the parameters of {stage.name!r}: the model cuts the "
+                        "gradient off (no_grad or detach in its forward?)"
+                    )
+                optimiser.zero_grad(set_to_none=True)
+                total.backward()
+                optimiser.step()
+                for name, term in terms.items():
+                    sums[name] = sums.get(name, torch.zeros_like(term)) + term.detach()
+        self.model.eval()
+        losses = {name: float(value) / batches for name, value in sums.items()}
+        finite_losses = all(map(math.isfinite, losses.values()))
+        if not finite_losses or not self._finite_state():
+            self.model.load_state_dict(self.good, strict=False)
+            raise DivergedError(
+                f"{'weights' if finite_losses else 'the loss'} of {self.method.name} became NaN or infinite in epoch "
+                f"{number} ({stage.name}, learning rate {stage.learning_rate:g}); lower the learning rate. The error's "
+                "`adaptation` is the last good state"
+            )
+        verified = self._verify(VERIFIED_PER_EPOCH)
+        seconds = round(time.perf_counter() - started, 4)
+        divergence = verified.divergence if verified else None
+        self.history.append(Epoch(number, stage.name, stage.learning_rate, losses, divergence, seconds))
+        self._keep()
+
+    def _precision(self) -> Any:
+        if not self.autocast:
+            return nullcontext()
+        return torch.autocast(device_type=self.feed.device.type, dtype=torch.bfloat16)
+
+    def _finite_state(self) -> bool:
+        """Whether no weight or statistic has gone bad: a loss can stay finite over weights that are not.
+
+        A buffer that held infinities from the start (a mask) may keep them.
+        """
+        state = self.model.state_dict()
+        flags = [
+            (torch.isfinite(state[name]) | ~torch.isfinite(before)).all()
+            for name, before in self.good.items()
+            if before.is_floating_point() and name in state
+        ]
+        return bool(torch.stack(flags).all()) if flags else True
+
+
+@contextmanager
+def _steady(model: nn.Module) -> Iterator[None]:
+    """What has to hold for the length of a run, whatever the method, and is undone at its end.
+
+    BatchNorm that averages over everything it has ever seen would hardly notice the target; it gets the usual
+    momentum. Recurrent layers, which run in train mode, lose their dropout.
+    """
+    averaging = [module for module in batch_norms(model) if module.momentum is None]
+    recurrent = [(module, module.dropout) for module in model.modules() if isinstance(module, nn.RNNBase)]
+    try:
+        for norm in averaging:
+            norm.momentum = 0.1
+        for layer, _ in recurrent:
+            layer.dropout = 0.0
+        yield
+    finally:
+        for norm in averaging:
+            norm.momentum = None
+        for layer, dropout in recurrent:
+            layer.dropout = dropout
+
+
+def _note(row: Epoch) -> str:
+    loss = "" if row.loss is None else f"loss {row.loss:.4f}"
+    return loss if row.verification is None else f"{loss}  slices {row.verification:.4f}"
