@@ -1,6 +1,6 @@
 """Does verification tell a good adaptation from a bad one? Accuracy beside the verdict, over shifts and sample sizes.
 
-    python benchmarks/verification.py --data-root DATA [--textures FOLDER] [--out rows.json] [--seconds 500]
+    python benchmarks/verification.py --data-root DATA [--textures FOLDER] [--out rows.json] [--per-class all] [--seconds 500]
 
 Trains the paper's CNN on EMNIST (50 epochs), then adapts it by FR and BUFR to shifted test images: all of them, and few
 per class. A run that was cut off goes on from `--out`. Made for a GPU; a CPU takes hours.
@@ -25,7 +25,7 @@ from shiftmend.files import write_atomically
 from shiftmend.models import build
 
 SHIFTS = ("bricks", "sky", "stripe", "inverse", "shot_noise", "crystals")
-PER_CLASS = (20, 50, 5, None)
+PER_CLASS = ("20", "50", "5", "all")
 SOURCE_EPOCHS = 50
 EVALUATION_BATCH = 4096
 
@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--textures", type=Path)
     parser.add_argument("--out", type=Path, default=Path("verification.json"))
+    parser.add_argument("--per-class", nargs="*", default=list(PER_CLASS), help="target images of each class, or all")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further cell after this long")
     options = parser.parse_args()
     started = time.perf_counter()
@@ -87,7 +88,7 @@ def main() -> None:
     profile = shiftmend.profile(model, home.images.to(device), preprocess=preprocess, batch_size=EVALUATION_BATCH)
     rows: list[dict[str, Any]] = json.loads(options.out.read_text()) if options.out.exists() else []
     done = {(row["shift"], row["method"], row["per_class"]) for row in rows}
-    for few in PER_CLASS:
+    for few in (None if text == "all" else int(text) for text in options.per_class):
         for shift in SHIFTS:
             images = shifts.apply(f"emnist-da/{shift}", away.images.to(device), textures=options.textures)
             for method in ("bufr", "fr"):

@@ -29,6 +29,7 @@ FORM_TOLERANCE = 1e-4
 RELATIVE_RANGE = 1e-4
 """A unit whose range is below this share of its magnitude counts as constant: rounding would shape its bins."""
 
+_SMALL_ON_GPU = 1 << 22
 _CHUNK = {"cpu": 1 << 17, "other": 1 << 26}  # elements worked on at once: a CPU core's cache, a share of a GPU
 
 
@@ -93,7 +94,7 @@ def soft_histogram(values: Tensor, low: Tensor, high: Tensor, bins: Bins, *, for
     `logistic` uses that neighbouring bin logits differ by (x - c) / temperature at the cut c between them: where bins
     are wide against the temperature, a value shares its mass with its nearest neighbours only and the mass beyond a
     cut is the logistic function of that difference. No `N x D x B` tensor is built, forward or backward.
-    `auto` chooses the second only where it is within `FORM_TOLERANCE`.
+    `auto` chooses the second only where it is within `FORM_TOLERANCE` (and not for small batches on a GPU).
     Units that are not usable get a finite, meaningless row.
     """
     if values.ndim != 2 or values.shape[0] == 0:
@@ -105,7 +106,7 @@ def soft_histogram(values: Tensor, low: Tensor, high: Tensor, bins: Bins, *, for
     if form not in get_args(Form):
         raise ShiftmendError(f"unknown form {form!r}, expected 'auto', 'exact' or 'logistic'")
     if form == "auto":
-        form = "logistic" if logistic_error(bins) <= FORM_TOLERANCE else "exact"
+        form = _choose(values, bins)
     with torch.autocast(device_type=values.device.type, enabled=False):
         work = values if values.dtype in (torch.float32, torch.float64) else values.float()
         low, high = low.to(work), high.to(work)
@@ -115,6 +116,12 @@ def soft_histogram(values: Tensor, low: Tensor, high: Tensor, bins: Bins, *, for
             return _exact(work, low, scale, bins)
         counts: Tensor = _Logistic.apply(work, low, scale, bins)
         return counts
+
+
+def _choose(values: Tensor, bins: Bins) -> Form:
+    """The logistic form where it is close enough, except for small batches on a GPU, where launches are what costs."""
+    few_launches = values.device.type == "cuda" and values.numel() * bins.total <= _SMALL_ON_GPU
+    return "exact" if few_launches or logistic_error(bins) > FORM_TOLERANCE else "logistic"
 
 
 def soft_assignment(unit_values: Tensor, bins: Bins) -> Tensor:
