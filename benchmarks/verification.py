@@ -1,6 +1,6 @@
 """Does verification tell a good adaptation from a bad one? Accuracy beside the verdict, over shifts and sample sizes.
 
-    python benchmarks/verification.py --data-root DATA [--textures FOLDER] [--out rows.json] [--per-class all] [--seconds 500]
+    python benchmarks/verification.py --data-root DATA [--textures FOLDER] [--out rows.json] [--per-class 20 all]
 
 Trains the paper's CNN on EMNIST (50 epochs), then adapts it by FR and BUFR to shifted test images: all of them, and few
 per class. A run that was cut off goes on from `--out`. Made for a GPU; a CPU takes hours.

@@ -13,7 +13,7 @@ from torch import nn
 
 from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation, environment
-from shiftmend.blocks import Block, Names, split
+from shiftmend.blocks import Names, split
 from shiftmend.devices import device_of, resolve_device
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed, Preprocess
@@ -23,7 +23,7 @@ from shiftmend.methods import Method, Network
 from shiftmend.methods import method as make_method
 from shiftmend.profiles import Profile
 from shiftmend.progress import Progress
-from shiftmend.taps import Entry, check_takes, trace, unwrap
+from shiftmend.taps import Entry, Tap, check_takes, trace, unwrap
 
 
 def adapt(
@@ -80,7 +80,7 @@ def adapt(
         profile.check_inputs(summary)
     adapted = _copy(model, feed).to(place)
     check_takes(adapted, feed.first(2))
-    network = _network(adapted, feed, profile, chosen, blocks, output)
+    network, taps = _examine(adapted, feed, profile, chosen, blocks, output)
     stages = chosen.stages(network, profile)
     if stages and min(feed.batch_size, feed.samples) < 2 and batch_norms(adapted):
         one = "one target sample is" if feed.samples < 2 else "a batch size of one is"
@@ -107,6 +107,7 @@ def adapt(
             profile,
             chosen,
             stages,
+            taps=taps,
             seed=seed,
             autocast=autocast,
             checkpoint=checkpoint,
@@ -139,14 +140,17 @@ def _copy(model: nn.Module, feed: Feed) -> nn.Module:
         raise AdaptationError(f"the model cannot be copied ({error}), and the caller's own is never changed") from error
 
 
-def _network(
+def _examine(
     model: nn.Module, feed: Feed, profile: Profile | None, method: Method, blocks: Names | None, output: Entry
-) -> Network:
-    """Blocks are looked for only where the method trains something: source-only and AdaBN take any model."""
-    found: tuple[Block, ...] = ()
-    if method.needs_profile and profile is not None:
-        found = split(model, trace(model, feed.first(2), taps=profile.specs, output=output), blocks)
-    return Network(model, found)
+) -> tuple[Network, dict[str, Tap]]:
+    """Blocks and taps are looked for only where the method trains something: source-only and AdaBN take any model."""
+    if not method.trains:
+        return Network(model, ()), {}
+    found = trace(model, feed.first(2), taps=profile.specs if profile else None, output=output)
+    missing = [name for name in method.taps(profile) if name not in found.taps]
+    if missing:
+        raise AdaptationError(f"the profile has no tap {missing[0]!r}; it has {', '.join(found.taps)}")
+    return Network(model, split(model, found, blocks)), {name: found.taps[name] for name in method.taps(profile)}
 
 
 def _data_digest(feed: Feed) -> str | None:

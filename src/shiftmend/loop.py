@@ -55,6 +55,7 @@ class Run:
         method: Method,
         stages: list[Stage],
         *,
+        taps: dict[str, Tap],
         seed: int,
         autocast: bool,
         checkpoint: str | os.PathLike[str] | None,
@@ -62,6 +63,7 @@ class Run:
         progress: Progress,
     ) -> None:
         self.model, self.feed, self.profile, self.method = model, feed, profile, method
+        self.taps = taps
         self.stages, self.seed, self.autocast, self.progress = stages, seed, autocast, progress
         self.path = Path(checkpoint) if checkpoint is not None else None
         self.manifest = manifest
@@ -140,7 +142,6 @@ class Run:
             self._keep()
             logger.info("going on from %s after epoch %d", self.path, self._epochs())
         objective = self.method.objective(self.profile, self.feed.device)
-        taps = {name: self.profile.specs[name] for name in self.method.taps(self.profile)} if self.profile else {}
         total = sum(stage.epochs for stage in self.stages)
         with progress_bar(self.progress, self.method.name, total) as bar:
             bar.advance(self._epochs())
@@ -153,7 +154,7 @@ class Run:
                     done = resumed.epoch
                     self._restore_momentum(optimiser, resumed.momentum)
                 for epoch in range(done, stage.epochs):
-                    self._epoch(stage, optimiser, objective, taps)
+                    self._epoch(stage, optimiser, objective)
                     self._checkpoint(index, epoch + 1, optimiser)
                     bar.advance(1, f"{stage.name}  {_note(self.history[-1])}")
 
@@ -184,9 +185,7 @@ class Run:
                     kept = torch.empty_like(parameter).copy_(momentum[name])  # in the parameter's memory format
                     optimiser.state[parameter]["momentum_buffer"] = kept.detach()
 
-    def _epoch(
-        self, stage: Stage, optimiser: optim.SGD | None, objective: Objective | None, taps: dict[str, Tap]
-    ) -> None:
+    def _epoch(self, stage: Stage, optimiser: optim.SGD | None, objective: Objective | None) -> None:
         number = self._epochs() + 1
         started = time.perf_counter()
         self.model.eval()
@@ -197,7 +196,7 @@ class Run:
         sums: dict[str, Tensor] = {}
         batches = 0
         trains = optimiser is not None and objective is not None
-        with tapped(self.model, taps) as recorder, torch.inference_mode(False), torch.set_grad_enabled(trains):
+        with tapped(self.model, self.taps) as recorder, torch.inference_mode(False), torch.set_grad_enabled(trains):
             for batch in self.feed.epoch(self.seed, number):
                 with self._precision():
                     self.model(batch)

@@ -155,7 +155,7 @@ def adapt(
     data: Data,
     profile: ProfileFile,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the adapted model, history and manifest.")],
-    method: Annotated[str, typer.Option("--method", "-m", help="source-only, adabn, fr or bufr.")] = "bufr",
+    method: Annotated[str, typer.Option("--method", "-m", help="bufr, fr, adabn, ...; see docs/methods.md.")] = "bufr",
     option: Annotated[list[str] | None, typer.Option(help="name=value for the method; repeatable.")] = None,
     weights: Weights = None,
     model_option: Options = None,

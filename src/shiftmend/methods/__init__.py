@@ -8,11 +8,17 @@ from typing import Any
 from shiftmend.errors import AdaptationError
 from shiftmend.methods.adabn import AdaBN
 from shiftmend.methods.base import Method, Network, Objective, Stage
+from shiftmend.methods.bnm import BNM, BNMIM
 from shiftmend.methods.bufr import BUFR
 from shiftmend.methods.fr import FR
+from shiftmend.methods.pl import PL
+from shiftmend.methods.shot_im import SHOTIM
 from shiftmend.methods.source_only import SourceOnly
+from shiftmend.methods.tent import TENT
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in (SourceOnly, AdaBN, FR, BUFR)}
+METHODS: dict[str, type[Method]] = {
+    method.name: method for method in (SourceOnly, AdaBN, PL, SHOTIM, TENT, BNM, BNMIM, FR, BUFR)
+}
 
 
 def method(name: str | Method, **options: Any) -> Method:
@@ -32,4 +38,20 @@ def method(name: str | Method, **options: Any) -> Method:
     return kind(**options)
 
 
-__all__ = ["BUFR", "FR", "METHODS", "AdaBN", "Method", "Network", "Objective", "SourceOnly", "Stage", "method"]
+__all__ = [
+    "BNM",
+    "BNMIM",
+    "BUFR",
+    "FR",
+    "METHODS",
+    "PL",
+    "SHOTIM",
+    "TENT",
+    "AdaBN",
+    "Method",
+    "Network",
+    "Objective",
+    "SourceOnly",
+    "Stage",
+    "method",
+]

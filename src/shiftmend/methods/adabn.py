@@ -23,6 +23,7 @@ class AdaBN(Method):
     """
 
     name: ClassVar[str] = "adabn"
+    trains: ClassVar[bool] = False
     passes: int = 2
 
     def __post_init__(self) -> None:

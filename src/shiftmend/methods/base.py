@@ -29,6 +29,11 @@ class Network:
     blocks: tuple[Block, ...]
 
     @property
+    def below_features(self) -> tuple[str, ...]:
+        """Parameters of all blocks: everything but the classifier."""
+        return tuple(name for block in self.blocks for name in block.parameters)
+
+    @property
     def layerwise(self) -> bool:
         """Every block is one single layer, as in the paper's CNN; in a ResNet a block is a stage."""
         return all(block.layers <= 1 for block in self.blocks)
@@ -59,6 +64,8 @@ class Method:
     """One way to adapt. Subclasses are frozen dataclasses: their fields are the hyper-parameters."""
 
     name: ClassVar[str]
+    trains: ClassVar[bool] = True
+    """Whether gradients are involved at all; what does not train takes any model."""
     needs_profile: ClassVar[bool] = False
     momentum: ClassVar[float] = 0.9
 

@@ -50,9 +50,6 @@ class Alignment(Method):
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:
         assert profile is not None
-        missing = [name for name in self.align if name not in profile.taps]
-        if missing:
-            raise AdaptationError(f"the profile has no tap {missing[0]!r}; it has {', '.join(profile.taps)}")
         chosen = find_preset(profile.preset)
         kind = self.divergence or chosen.divergence
         homes = {name: profile.taps[name].to(device) for name in self.align}
@@ -107,5 +104,4 @@ class FR(Alignment):
         check_epochs(self.epochs, "epochs")
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
-        everything = tuple(name for block in network.blocks for name in block.parameters)
-        return [Stage("all blocks", self.epochs, self.rate(network, profile), everything)]
+        return [Stage("all blocks", self.epochs, self.rate(network, profile), network.below_features)]

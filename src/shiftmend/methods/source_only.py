@@ -14,6 +14,7 @@ class SourceOnly(Method):
     """No adaptation."""
 
     name: ClassVar[str] = "source-only"
+    trains: ClassVar[bool] = False
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         return []

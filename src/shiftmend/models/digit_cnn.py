@@ -31,7 +31,14 @@ class DigitCNN(nn.Module):
         ("linear",),
     )
     # Learning rates published for this very network, by method; others get a default.
-    shiftmend_rates: ClassVar[Mapping[str, float]] = {"fr": 1.0, "bufr": 1.0}
+    shiftmend_rates: ClassVar[Mapping[str, float]] = {
+        "fr": 1.0,
+        "bufr": 1.0,
+        "pl": 0.01,
+        "shot-im": 0.1,
+        "bnm": 0.01,
+        "bnm-im": 0.01,
+    }
 
     def __init__(self, classes: int = 10, channels: int = 3, width: int = 64, image_size: int = 28) -> None:
         super().__init__()

@@ -1,0 +1,35 @@
+"""PL, pseudo-labelling (Lee, 2013): believe the model's own predictions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shiftmend.methods.base import Activations, Network, Objective, Stage
+from shiftmend.methods.entropies import Prediction
+from shiftmend.profiles import Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class PL(Prediction):
+    """Cross-entropy to the argmax of the same batch's predictions: no threshold, no memory.
+
+    As in the reference implementation all parameters are trained, the classifier included, unlike in the other methods.
+    """
+
+    name: ClassVar[str] = "pl"
+
+    def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
+        everything = tuple(name for name, p in network.model.named_parameters() if p.is_floating_point())
+        return [Stage("all parameters", self.epochs, self.rate(network), everything)]
+
+    def objective(self, profile: Profile | None, device: torch.device) -> Objective:
+        def losses(activations: Activations) -> dict[str, Tensor]:
+            logits = self.logits(activations).float()
+            return {"logits": functional.cross_entropy(logits, logits.detach().argmax(1))}
+
+        return losses

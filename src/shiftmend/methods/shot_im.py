@@ -1,0 +1,33 @@
+"""SHOT-IM (Liang et al., 2020): information maximisation without SHOT's pseudo-labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shiftmend.methods.base import Activations, Network, Objective, Stage
+from shiftmend.methods.entropies import Prediction, information_maximisation
+from shiftmend.profiles import Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class SHOTIM(Prediction):
+    """Certain predictions that use all classes, by training everything below the classifier.
+
+    As in the reference implementation: both terms with weight 1, a constant learning rate, no weight decay, no label
+    smoothing at the source.
+    """
+
+    name: ClassVar[str] = "shot-im"
+
+    def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
+        return [Stage("all blocks", self.epochs, self.rate(network), network.below_features)]
+
+    def objective(self, profile: Profile | None, device: torch.device) -> Objective:
+        def losses(activations: Activations) -> dict[str, Tensor]:
+            return {"logits": information_maximisation(self.logits(activations))}
+
+        return losses
