@@ -13,6 +13,7 @@ from shiftmend.loop import DivergedError
 from shiftmend.metrics import RegressionScores, Scores
 from shiftmend.profiles import Profile, profile
 from shiftmend.stats_layer import StatsLayer
+from shiftmend.streams import Stream, stream
 from shiftmend.taps import Tap
 from shiftmend.verification import Verification, verify
 
@@ -28,6 +29,7 @@ __all__ = [
     "Scores",
     "ShiftmendError",
     "StatsLayer",
+    "Stream",
     "Tap",
     "TapError",
     "Verification",
@@ -35,5 +37,6 @@ __all__ = [
     "adapt",
     "evaluate",
     "profile",
+    "stream",
     "verify",
 ]

@@ -80,7 +80,7 @@ def adapt(
         profile.check_inputs(summary)
     adapted = _copy(model, feed).to(place)
     check_takes(adapted, feed.first(2))
-    network, taps = _examine(adapted, feed, profile, chosen, blocks, output)
+    network, taps = examine(adapted, feed, profile, chosen, blocks, output)
     stages = chosen.stages(network, profile)
     if stages and min(feed.batch_size, feed.samples) < 2 and batch_norms(adapted):
         one = "one target sample is" if feed.samples < 2 else "a batch size of one is"
@@ -140,7 +140,7 @@ def _copy(model: nn.Module, feed: Feed) -> nn.Module:
         raise AdaptationError(f"the model cannot be copied ({error}), and the caller's own is never changed") from error
 
 
-def _examine(
+def examine(
     model: nn.Module, feed: Feed, profile: Profile | None, method: Method, blocks: Names | None, output: Entry
 ) -> tuple[Network, dict[str, Tap]]:
     """Blocks and taps are looked for only where the method trains something: source-only and AdaBN take any model."""

@@ -44,6 +44,15 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
+def enter_adapting_modes(model: nn.Module) -> None:
+    """BatchNorm on the statistics of the batch, which it also tracks; everything else in eval mode, dropout off."""
+    model.eval()
+    for module in model.modules():
+        # a recurrent layer differentiates on CUDA in train mode only; its dropout is off for the run
+        if isinstance(module, _BatchNorm | nn.RNNBase):
+            module.train()
+
+
 class Run:
     """One adaptation under way."""
 
@@ -87,7 +96,7 @@ class Run:
             self.before = self._verify()
             before = self.before.divergence if self.before else None
             self.history = resumed.history if resumed else [Epoch(0, "", 0.0, {}, before, 0.0)]
-            with _steady(self.model), self.method.prepared(self.model):
+            with steady(self.model), self.method.prepared(self.model):
                 self._all_stages(resumed)
         except KeyboardInterrupt:
             self.model.load_state_dict(self.good, strict=False)
@@ -103,8 +112,7 @@ class Run:
 
     def _keep(self) -> None:
         """Remember the state after the last whole epoch."""
-        state = self.model.state_dict()
-        self.good = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
+        self.good = tensors_of(self.model)
 
     def _result(self, status: str, started: float) -> Adaptation:
         self.model.eval()
@@ -188,11 +196,7 @@ class Run:
     def _epoch(self, stage: Stage, optimiser: optim.SGD | None, objective: Objective | None) -> None:
         number = self._epochs() + 1
         started = time.perf_counter()
-        self.model.eval()
-        for module in self.model.modules():
-            # a recurrent layer differentiates on CUDA in train mode only; its dropout is off for the run
-            if isinstance(module, _BatchNorm | nn.RNNBase):
-                module.train()
+        enter_adapting_modes(self.model)
         sums: dict[str, Tensor] = {}
         batches = 0
         trains = optimiser is not None and objective is not None
@@ -219,7 +223,7 @@ class Run:
         self.model.eval()
         losses = {name: float(value) / batches for name, value in sums.items()}
         finite_losses = all(map(math.isfinite, losses.values()))
-        if not finite_losses or not self._finite_state():
+        if not finite_losses or not still_finite(self.model, self.good):
             self.model.load_state_dict(self.good, strict=False)
             raise DivergedError(
                 f"{'weights' if finite_losses else 'the loss'} of {self.method.name} became NaN or infinite in epoch "
@@ -237,22 +241,28 @@ class Run:
             return nullcontext()
         return torch.autocast(device_type=self.feed.device.type, dtype=torch.bfloat16)
 
-    def _finite_state(self) -> bool:
-        """Whether no weight or statistic has gone bad: a loss can stay finite over weights that are not.
 
-        A buffer that held infinities from the start (a mask) may keep them.
-        """
-        state = self.model.state_dict()
-        flags = [
-            (torch.isfinite(state[name]) | ~torch.isfinite(before)).all()
-            for name, before in self.good.items()
-            if before.is_floating_point() and name in state
-        ]
-        return bool(torch.stack(flags).all()) if flags else True
+def still_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:
+    """Whether no weight or statistic has gone bad: a loss can stay finite over weights that are not.
+
+    A buffer that held infinities before (a mask) may keep them.
+    """
+    state = model.state_dict()
+    flags = [
+        (torch.isfinite(state[name]) | ~torch.isfinite(old)).all()
+        for name, old in before.items()
+        if old.is_floating_point() and name in state
+    ]
+    return bool(torch.stack(flags).all()) if flags else True
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all weights and statistics."""
+    return {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
 @contextmanager
-def _steady(model: nn.Module) -> Iterator[None]:
+def steady(model: nn.Module) -> Iterator[None]:
     """What has to hold for the length of a run, whatever the method, and is undone at its end.
 
     BatchNorm that averages over everything it has ever seen would hardly notice the target; it gets the usual

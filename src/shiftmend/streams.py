@@ -1,0 +1,183 @@
+"""The same methods on a stream: predict, then adapt, one batch after the other."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from shiftmend.devices import resolve_device
+from shiftmend.engine import examine
+from shiftmend.errors import AdaptationError, DataError
+from shiftmend.feeds import Feed, Preprocess
+from shiftmend.histograms import sampling_floor
+from shiftmend.loop import batch_norms, enter_adapting_modes, steady, still_finite, tensors_of
+from shiftmend.methods import Method
+from shiftmend.methods import method as make_method
+from shiftmend.profiles import Profile
+from shiftmend.statistics import CountTracker, Slices
+from shiftmend.taps import Entry, Tap, pick, tapped, unwrap
+from shiftmend.verification import Verification
+
+logger = logging.getLogger(__name__)
+
+
+class Stream:
+    """An online adapter; made by `shiftmend.stream`.
+
+    `step(batch)` returns the model's output for the batch and then updates the model with it, once. The output is
+    that of before the update, with BatchNorm on the statistics of the batch, as in the paper's online experiments. The
+    caller's model is not touched; `snapshot()` gives a plain copy of the adapted one at any time.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        profile: Profile | None,
+        method: Method,
+        *,
+        preprocess: Preprocess | None,
+        output: Entry,
+        device: torch.device,
+        window: int,
+    ) -> None:
+        self.method, self.profile, self.preprocess, self.output = method, profile, preprocess, output
+        self.device = device
+        self.steps = 0
+        self.losses: dict[str, float] = {}
+        """The terms of the last update."""
+        self._model = copy.deepcopy(model).to(device)
+        self._objective = method.objective(profile, device)
+        self._optimiser: optim.SGD | None = None
+        self._taps: dict[str, Tap] | None = None
+        self._judge: Slices | None = profile.slices["verification"].to(device) if profile is not None else None
+        self._seen: deque[CountTracker] = deque(maxlen=window)
+
+    def step(self, batch: Any) -> Tensor:
+        """Predict a batch, then learn from it; a bad one is refused, or skipped with a warning, and changes nothing."""
+        inputs = self._inputs(batch)
+        if self._taps is None:
+            self._prepare(inputs)
+        alone = len(inputs) < 2 and bool(batch_norms(self._model))
+        adapts = self.method.name != "source-only" and not alone
+        if alone and self.method.name != "source-only":
+            logger.warning("a single sample cannot move BatchNorm: predicted with what was learnt so far")
+        before = tensors_of(self._model) if adapts else {}
+        self._model.eval()
+        if adapts:
+            enter_adapting_modes(self._model)
+        assert self._taps is not None
+        trains = adapts and self._optimiser is not None
+        with steady(self._model), tapped(self._model, self._taps) as recorder, torch.set_grad_enabled(trains):
+            result = pick(self._model(inputs), self.output, "the model")
+            activations = recorder.read()
+            good = self._update(activations) if trains else True
+        if adapts and not (good and still_finite(self._model, before)):
+            good = False
+            self._model.load_state_dict(before, strict=False)
+            if self._optimiser is not None:
+                self._optimiser.state.clear()  # momentum remembers the step that went wrong
+            logger.warning("batch %d led to values that are not finite; it was not learnt from", self.steps + 1)
+        if self._judge is not None and good:
+            self._count(activations["features"].detach())
+        self._model.eval()
+        self.steps += 1
+        return result.detach()
+
+    def _inputs(self, batch: Any) -> Tensor:
+        """A batch is checked and moved as data for `adapt` is."""
+        return next(
+            Feed(batch, device=self.device, preprocess=self.preprocess, batch_size=1 << 30, what="batch").batches()
+        )
+
+    def _prepare(self, inputs: Tensor) -> None:
+        """Taps and trained parameters, found with the first batch."""
+        sample = Feed(inputs[:2], device=self.device, what="batch")
+        network, taps = examine(self._model, sample, self.profile, self.method, None, self.output)
+        stages = self.method.stages(network, self.profile)
+        if len(stages) > 1:
+            raise AdaptationError(f"{self.method.name} goes through stages, which a stream has no end to; use fr")
+        wanted = set(stages[0].parameters) if stages else set()
+        trained = [parameter for name, parameter in self._model.named_parameters() if name in wanted]
+        for name, parameter in self._model.named_parameters():
+            if parameter.is_floating_point():
+                parameter.requires_grad_(name in wanted)
+        if trained:
+            self._optimiser = optim.SGD(trained, lr=stages[0].learning_rate, momentum=self.method.momentum)
+        if self.profile is not None:
+            taps = {"features": self.profile.specs["features"], **taps}
+        self._taps = taps
+
+    def _update(self, activations: dict[str, Tensor]) -> bool:
+        """One step; False, and nothing done, if the loss is not finite."""
+        assert self._objective is not None
+        assert self._optimiser is not None
+        terms = self._objective(activations)
+        total = torch.stack(list(terms.values())).sum()
+        if not bool(torch.isfinite(total)):
+            return False
+        self._optimiser.zero_grad(set_to_none=True)
+        total.backward()
+        self._optimiser.step()
+        self.losses = {name: float(term.detach()) for name, term in terms.items()}
+        return True
+
+    def _count(self, features: Tensor) -> None:
+        assert self._judge is not None
+        home = self._judge.histogram
+        counter = CountTracker(home.low, home.high, home.bins)
+        counter.update(self._judge.projector(features))
+        self._seen.append(counter)
+
+    @property
+    def verification(self) -> Verification | None:
+        """The label-free verdict over the last batches, as they were predicted; None without a profile or a batch."""
+        if self._judge is None or self.profile is None or not self._seen:
+            return None
+        home = self._judge.histogram
+        samples = sum(counter.samples for counter in self._seen)
+        counts = torch.stack([counter.counts for counter in self._seen]).sum(0)
+        inputs = samples * self.profile.inputs_seen / home.samples
+        divergence = float(home.mean_divergence((counts / samples).to(home.counts.dtype)))
+        return Verification(divergence, sampling_floor(home.bins, self.profile.inputs_seen, inputs), round(inputs))
+
+    def snapshot(self) -> nn.Module:
+        """A plain copy of the model as it is now, in eval mode."""
+        model = copy.deepcopy(self._model).eval()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return model
+
+
+def stream(
+    model: nn.Module,
+    profile: Profile | None = None,
+    method: str | Method = "fr",
+    *,
+    preprocess: Preprocess | None = None,
+    output: Entry = None,
+    device: str | torch.device = "auto",
+    window: int = 16,
+    **options: Any,
+) -> Stream:
+    """An online adapter for people who have a stream rather than a data set.
+
+    `options` are the method's hyper-parameters; learning rates for one pass differ from those for many, and a softer
+    temperature learns quicker (the paper uses 0.05: `profile(..., bins=Bins(temperature=0.05))`). `window` is the
+    number of batches behind `verification`.
+    """
+    chosen = make_method(method, **options)
+    if profile is None and chosen.needs_profile:
+        raise AdaptationError(f"method {chosen.name!r} needs a profile of the source: make one with shiftmend.profile")
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise DataError(f"the window must be a whole number of batches, at least 1, got {window!r}")
+    model = unwrap(model)
+    if profile is not None:
+        profile.check_architecture(model)
+        profile.check_weights(model)
+    place = resolve_device(device, model)
+    return Stream(model, profile, chosen, preprocess=preprocess, output=output, device=place, window=window)

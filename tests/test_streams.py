@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import shiftmend
+from shiftmend.errors import AdaptationError, DataError, ProfileError
+from worlds import sensors
+from zoo import SMALL, ZOO
+
+
+def state(model: nn.Module) -> list[torch.Tensor]:
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def test_predicts_before_it_adapts_with_the_statistics_of_the_batch() -> None:
+    world = sensors()
+    online = shiftmend.stream(world.model, world.profile(), learning_rate=0.05)
+    first = online.step(world.target[:100])
+    reference = copy.deepcopy(world.model).eval()
+    reference[1].train()  # BatchNorm on the batch, dropout off, source weights
+    with torch.no_grad():
+        torch.testing.assert_close(first, reference(world.target[:100]))
+    assert not first.requires_grad
+    assert online.steps == 1
+    assert set(online.losses) == {"features", "logits"}
+
+
+def test_one_pass_over_a_stream_mends_the_model() -> None:
+    world = sensors()
+    before = state(world.model)
+    online = shiftmend.stream(world.model, world.profile(), learning_rate=0.02, window=2)
+    right = 0
+    for inputs, labels in zip(world.target.split(50), world.labels.split(50), strict=True):
+        right += int((online.step(inputs).argmax(1) == labels).sum())
+    assert right / 600 > 0.9 > world.accuracy(world.model)
+    assert all(torch.equal(a, b) for a, b in zip(before, state(world.model), strict=True))
+    mended = online.snapshot()
+    assert not any(module.training or module._forward_hooks for module in mended.modules())
+    assert world.accuracy(mended) > world.accuracy(world.model) + 0.1  # running statistics need more than 12 batches
+    assert online.verification is not None
+    assert online.verification.samples == 100
+
+
+def test_one_step_equals_one_step_of_the_engine() -> None:
+    world = sensors()
+    profile = world.profile()
+    whole = shiftmend.adapt(
+        world.model, world.target, profile, "fr", epochs=1, learning_rate=0.1, batch_size=600, progress=False
+    )
+    online = shiftmend.stream(world.model, profile, "fr", learning_rate=0.1)
+    online.step(world.target)
+    for ours, theirs in zip(state(online.snapshot()), state(whole.model), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["source-only", "adabn", "pl", "shot-im", "tent", "bnm", "bnm-im"])
+def test_other_methods(name: str) -> None:
+    world = sensors()
+    online = shiftmend.stream(world.model, world.profile(), name)
+    for batch in world.target.split(200):
+        assert online.step(batch).shape == (200, 3)
+    moved = not torch.equal(online.snapshot()[1].running_mean, world.model[1].running_mean)
+    assert moved == (name != "source-only")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_kind_of_model(name: str) -> None:
+    case = ZOO[name]
+    profile = shiftmend.profile(case.model(), case.inputs(), output=case.output)
+    online = shiftmend.stream(case.model(), profile, learning_rate=1e-3, output=case.output)
+    result = online.step(case.inputs(32, seed=4))
+    assert result.shape[0] == 32
+
+
+def test_a_batch_that_is_not_finite_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    world = sensors()
+    online = shiftmend.stream(world.model, world.profile(), learning_rate=0.05)
+    online.step(world.target[:100])
+    before = state(online.snapshot())
+    with pytest.raises(DataError, match="NaN"):
+        online.step(torch.full((10, 6), torch.nan))
+    assert all(torch.equal(a, b) for a, b in zip(before, state(online.snapshot()), strict=True))
+    online.step(torch.full((10, 6), 1e30) * torch.randn(10, 6))
+    assert "not learnt from" in caplog.text
+    assert online.verification.divergence < 10
+    online.step(world.target[100:200])
+    assert all(bool(torch.isfinite(value).all()) for value in state(online.snapshot()))
+    online = shiftmend.stream(world.model, world.profile(), learning_rate=0.05)
+    online.step(world.target[:100])
+    online.step(torch.full((10, 6), 1e30) * torch.randn(10, 6))
+    assert all(torch.equal(a, b) for a, b in zip(before, state(online.snapshot()), strict=True))
+
+
+def test_a_single_sample_is_predicted_and_not_learnt_from(caplog: pytest.LogCaptureFixture) -> None:
+    world = sensors()
+    online = shiftmend.stream(world.model, world.profile())
+    result = online.step(world.target[:1])
+    torch.testing.assert_close(result, world.model(world.target[:1]).detach())
+    assert "single sample" in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(state(online.snapshot()), state(world.model), strict=True))
+
+
+def test_nonsense_is_one_sentence() -> None:
+    world = sensors()
+    with pytest.raises(AdaptationError, match="use fr"):
+        shiftmend.stream(world.model, world.profile(), "bufr").step(world.target[:50])
+    with pytest.raises(AdaptationError, match="needs a profile"):
+        shiftmend.stream(world.model)
+    with pytest.raises(DataError, match="window"):
+        shiftmend.stream(world.model, world.profile(), window=0)
+    with pytest.raises(DataError, match="empty"):
+        shiftmend.stream(world.model, world.profile()).step(world.target[:0])
+    with pytest.raises(ProfileError, match="other layers"):
+        shiftmend.stream(ZOO["signal"].model(), world.profile())
+    assert shiftmend.stream(world.model, method="adabn").verification is None
