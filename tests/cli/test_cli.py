@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from shiftmend.cli import main
@@ -156,6 +157,51 @@ def test_shift_and_shifts(site: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_sheet_of_every_shift(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.savez(tmp_path / "grey.npz", images=np.full((2, 1, 28, 28), 90, np.uint8))
+    for severity in ([], ["--severity", 2]):
+        ok(capsys, "shifts", "--sheet", tmp_path / "all.png", "-d", tmp_path / "grey.npz", *severity)
+        assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
+    colours = np.random.default_rng(0).integers(0, 256, (2, 3, 28, 28), np.uint8)
+    np.savez(tmp_path / "colour.npz", images=colours)
+    words = refused(
+        capsys, "shifts", "--sheet", tmp_path / "no.png", "-d", tmp_path / "colour.npz", "--only", "mnist-m"
+    )
+    assert "mnist-m cannot be drawn" in words
+    assert not (tmp_path / "no.png").exists()
+
+
+def test_a_result_is_written_whole_or_not_at_all(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "copy.npz"
+    copy.write_bytes((site / "source.npz").read_bytes())
+    assert "would be overwritten" in refused(capsys, "shift", "emnist-da/inverse", copy, copy)
+    (tmp_path / "file").write_bytes(b"")
+    for target in (tmp_path / "file/x.npz", tmp_path / "file/folder"):
+        assert "cannot be written" in refused(capsys, "shift", "emnist-da/inverse", copy, target)
+    assert "cannot be written" in refused(
+        capsys, "shifts", "--only", "emnist-da/inverse", "-d", copy, "--sheet", tmp_path / "file/x.png"
+    )
+
+    def full(image: Image.Image, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", full)
+    assert "No space left" in refused(capsys, "shift", "emnist-da/inverse", copy, tmp_path / "pictures")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy.npz", "file"]
+    assert copy.read_bytes() == (site / "source.npz").read_bytes()
+
+
+def test_pictures_of_several_sizes_are_scaled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").mkdir()
+    for side in (20, 30):
+        Image.new("L", (side, side), side).save(tmp_path / f"in/{side}.png")
+    assert "expected one size" in refused(capsys, "shift", "cifar-c/contrast", tmp_path / "in", tmp_path / "o.npz")
+    ok(capsys, "shift", "cifar-c/contrast", tmp_path / "in", tmp_path / "o.npz", "--size", 24)
+    assert np.load(tmp_path / "o.npz")["images"].shape == (2, 1, 24, 24)
+
+
 def test_textures_are_named_in_the_manifest(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.savez(tmp_path / "wide.npz", images=np.zeros((2, 1, 28, 28), np.uint8))
     ok(capsys, "shift", "emnist-da/grass", tmp_path / "wide.npz", tmp_path / "g.npz")
@@ -218,7 +264,11 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["shift", "emnist-da/skyy", "{}/source.npz", "{}/x.npz"], "did you mean"),
     (["shift", "emnist-da/inverse", "{}/source.npz", "{}/x.npz", "--severity", "9"], "severities"),
     (["shift", "emnist-da/inverse", "{}/source.npz", "{}"], "there already"),
+    (["shift", "emnist-da/inverse", "{}/nowhere", "{}/x.npz"], "expected a folder of images or an .npz"),
+    (["shift", "emnist-da/inverse", "{}/factory.py", "{}/x.npz"], "neither a folder of images nor"),
+    (["shift", "emnist-da/fog", "{}/source.npz", "{}/x.npz", "--seed", str(2**70)], "64 bits"),
     (["shifts", "--only", "zzz"], "no shift begins"),
+    (["data", "verify", "--data-root", "{}/nowhere"], "there is no folder"),
 ]  # fmt: skip
 
 

@@ -73,3 +73,24 @@ def test_bad_archives(tmp_path: Path) -> None:
         np.save(handle, GREY)
     with pytest.raises(DataError, match="holds a single array"):
         npz_file(path)
+
+
+def test_a_damaged_stream_and_a_foreign_file_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, images=np.zeros((50, 28, 28), np.uint8))
+    content = bytearray(path.read_bytes())
+    start = content.index(b"images.npy") + len("images.npy")
+    reasons = []
+    for place in range(start, start + 60):  # headers, the stream itself, the array inside: some bytes do not matter
+        content[place] ^= 0xFF
+        path.write_bytes(content)
+        try:
+            assert not npz_file(path).images.any()
+        except DataError as refusal:
+            reasons.append(str(refusal))
+        content[place] ^= 0xFF
+    assert any("while decompressing" in reason for reason in reasons)
+    path.write_text("neither a zip nor an array")
+    with pytest.raises(DataError, match=r"is no \.npz archive") as refused:
+        npz_file(path)
+    assert "pickle" not in str(refused.value)

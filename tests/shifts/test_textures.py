@@ -192,3 +192,10 @@ def test_mnist_m_uses_the_folder(tmp_path):
     black = torch.zeros(2, 1, 28, 28, dtype=torch.uint8)
     expected = textures.photographs(tmp_path)[0][:, :28, :28]
     assert torch.equal(apply("mnist-m", black, textures=tmp_path)[1], expected)
+
+
+@pytest.mark.parametrize("content", [b"P6\n4x 40\n255\n", b"P6\n40000 40000\n255\n", b"\x89PNG\r\n\x1a\n", b""])
+def test_a_damaged_picture_is_refused_in_one_sentence(tmp_path, content):
+    (tmp_path / "sky.png").write_bytes(content)
+    with pytest.raises(DataError, match="could not be read as an image"):
+        textures.texture("sky", tmp_path)

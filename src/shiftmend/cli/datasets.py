@@ -38,8 +38,8 @@ def list_sets(as_json: Json = False) -> None:
         return
     table = Table("data set", "what it is", "download", box=None)
     for row in rows:
-        size = "" if row.download_bytes is None else f"{row.download_bytes / 1e6:,.0f} MB"
-        table.add_row(row.dataset, row.summary, size if row.fetchable else f"{size} by hand".strip())
+        size = "size unknown" if row.download_bytes is None else f"{row.download_bytes / 1e6:,.0f} MB"
+        table.add_row(row.dataset, row.summary, size if row.fetchable else "by hand")
     console.print(table)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from shiftmend.errors import DataError
+from shiftmend.files import write_atomically
 
 console = Console(highlight=False, soft_wrap=True)
 Textures = Annotated[Path | None, typer.Option(help="A folder with your own texture pictures.")]
 Severity = Annotated[int | None, typer.Option(help="Severity, from 1; default: that of the published set.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random draws.")]
+Size = Annotated[int | None, typer.Option(min=1, help="Scale the images of a folder to this height and width.")]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
 
 
@@ -32,19 +37,20 @@ def shift(
     severity: Severity = None,
     seed: Seed = 0,
     textures: Textures = None,
+    size: Size = None,
     as_json: Json = False,
 ) -> None:
     """Apply a shift to a folder of images or an .npz; a manifest beside the result says how it was made."""
     import shiftmend
     from shiftmend import shifts as library
-    from shiftmend.data import image_folder, npz_file
-    from shiftmend.files import write_atomically
     from shiftmend.shifts.textures import digest
 
     found = library.find(name)
-    split = image_folder(source) if source.is_dir() else npz_file(source)
-    if target.exists() and target.suffix != ".npz":
+    if target.exists() and (target.suffix != ".npz" or target.is_dir()):
         raise DataError(f"{target} is there already; name a new folder, or an .npz file")
+    split = _read(source, size)
+    if target.exists() and target.samefile(source):
+        raise DataError(f"{target} holds the images to shift and would be overwritten; name another file")
     shifted = library.apply(name, split.images, severity=severity, seed=seed, textures=textures)
     manifest: dict[str, Any] = {
         "shift": name,
@@ -57,35 +63,68 @@ def shift(
         "shiftmend": shiftmend.__version__,
     }
     beside = target.with_suffix(".json") if target.suffix == ".npz" else target / "manifest.json"
-    if target.suffix == ".npz":
-        import numpy as np
-
-        arrays = {"images": shifted.numpy()} | ({} if split.labels is None else {"labels": split.labels.numpy()})
-        buffer = io.BytesIO()
-        np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
-        write_atomically(target, buffer.getvalue())
-    else:
-        _write_folder(shifted, split, target)
-    write_atomically(beside, (json.dumps(manifest, indent=1) + "\n").encode())
+    text = (json.dumps(manifest, indent=1) + "\n").encode()
+    with _said_where(target):
+        if target.suffix == ".npz":
+            _write_npz(shifted, split, target)
+            write_atomically(beside, text)
+        else:
+            _write_folder(shifted, split, target, text)
     if as_json:
         print(json.dumps(manifest))
     else:
         console.print(f"{len(shifted):,} images under {name} written to {target}, manifest in {beside}", markup=False)
 
 
-def _write_folder(images: Any, split: Any, target: Path) -> None:
-    """One PNG an image, in a folder per class where the source had classes."""
+def _read(source: Path, size: int | None = None) -> Any:
+    from shiftmend.data import image_folder, npz_file
+
+    if source.is_dir():
+        return image_folder(source, size=size)
+    if not source.exists():
+        raise DataError(f"there is no {source}; expected a folder of images or an .npz file")
+    if source.suffix != ".npz":
+        raise DataError(f"{source} is neither a folder of images nor an .npz file")
+    return npz_file(source)
+
+
+@contextmanager
+def _said_where(target: Path) -> Iterator[None]:
+    """What the system says of a failed write names a temporary file at best; say which result it was for."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{target} cannot be written ({error.strerror or error}); choose another place") from error
+
+
+def _write_npz(images: Any, split: Any, target: Path) -> None:
+    import numpy as np
+
+    arrays = {"images": images.numpy()} | ({} if split.labels is None else {"labels": split.labels.numpy()})
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    write_atomically(target, buffer.getvalue())
+
+
+def _write_folder(images: Any, split: Any, target: Path, manifest: bytes) -> None:
+    """One PNG an image, in a folder per class where the source had classes; all of it or nothing."""
     from PIL import Image
 
     partial = target.with_name(f".{target.name}.partial")
     if partial.exists():
         raise DataError(f"{partial} is left from a run that was cut off; delete it and start again")
     digits = len(str(len(images) - 1))
-    for index, image in enumerate(images.movedim(1, -1).numpy()):
-        home = partial if split.labels is None else partial / _class_name(split, int(split.labels[index]))
-        home.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image).save(home / f"{index:0{digits}d}.png")
-    partial.rename(target)
+    try:
+        for index, image in enumerate(images.movedim(1, -1).numpy()):
+            home = partial if split.labels is None else partial / _class_name(split, int(split.labels[index]))
+            home.mkdir(parents=True, exist_ok=True)
+            picture = image.squeeze(-1) if image.shape[-1] == 1 else image
+            Image.fromarray(picture).save(home / f"{index:0{digits}d}.png")
+        write_atomically(partial / "manifest.json", manifest)
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _class_name(split: Any, label: int) -> str:
@@ -110,7 +149,9 @@ def shifts(
     if sheet is not None:
         from shiftmend.shifts.sheet import contact_sheet
 
-        contact_sheet(_sheet_images(data), list(chosen), sheet, severity=severity, seed=seed, textures=textures)
+        images = _sheet_images(data)
+        with _said_where(sheet):
+            contact_sheet(images, list(chosen), sheet, severity=severity, seed=seed, textures=textures)
         console.print(f"written to {sheet}", markup=False)
         return
     if as_json:
@@ -134,10 +175,8 @@ def shifts(
 
 
 def _sheet_images(data: Path | None) -> Any:
-    from shiftmend.data import image_folder, npz_file
-
-    if data is not None:
-        return (image_folder(data) if data.is_dir() else npz_file(data)).images[:8]
+    """Eight images of three channels: shifts of colours take no grey ones, shifts of glyphs take three equal ones."""
     from shiftmend.demo import digits
 
-    return digits().images[:8]
+    images = (digits() if data is None else _read(data)).images[:8]
+    return images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from numpy.typing import NDArray
 
 from shiftmend.data.base import PathLike, Split, as_images, as_labels
 from shiftmend.errors import DataError
+
+# A damaged archive shows itself in its directory, in a member's compressed stream, or in the array inside.
+_DAMAGE = (OSError, ValueError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
 def npz_file(
@@ -60,8 +64,8 @@ def open_npz(path: Path) -> NpzFile:
         archive = np.load(path, allow_pickle=False)
     except FileNotFoundError:
         raise DataError(f"{path} is missing: expected an .npz archive there; put it there by hand") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} is no .npz archive ({error}); replace the file") from error
+    except _DAMAGE as error:
+        raise DataError(f"{path} is no .npz archive ({_reason(error)}); replace the file") from error
     if not isinstance(archive, NpzFile):
         raise DataError(f"{path} holds a single array; expected an .npz archive of named arrays")
     return archive
@@ -72,8 +76,10 @@ def read_member(archive: NpzFile, path: Path, key: str) -> NDArray[Any]:
         raise DataError(f"{path} has no array {key!r}; expected it beside {', '.join(archive.files) or 'nothing'}")
     try:
         array: NDArray[Any] = archive[key]
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} is damaged: array {key!r} cannot be read ({error}); replace the file") from error
+    except _DAMAGE as error:
+        raise DataError(
+            f"{path} is damaged: array {key!r} cannot be read ({_reason(error)}); replace the file"
+        ) from error
     return array
 
 
@@ -83,11 +89,18 @@ def map_npy(path: Path, expected: str, remedy: str) -> NDArray[Any]:
         mapped: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise DataError(f"{path} is missing: expected {expected} there; {remedy}") from None
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} is truncated or no .npy file ({error}): expected {expected}; {remedy}") from error
+    except _DAMAGE as error:
+        raise DataError(
+            f"{path} is truncated or no .npy file ({_reason(error)}): expected {expected}; {remedy}"
+        ) from error
     if not isinstance(mapped, np.ndarray):
         raise DataError(f"{path} is an archive of arrays: expected {expected} as a single .npy array; {remedy}")
     return mapped
+
+
+def _reason(error: Exception) -> str:
+    """NumPy takes whatever it does not know for a pickle and advises to run it; nobody should."""
+    return "it holds no plain numbers" if "pickle" in str(error) else str(error)
 
 
 def _channels_last(images: NDArray[Any], told: bool | None, path: Path) -> bool:

@@ -69,8 +69,8 @@ def data_root(argument: PathLike | None = None) -> Path:
     chosen = os.fspath(argument) if argument is not None else os.environ.get(ROOT_VARIABLE, "")
     if not chosen:
         raise DataError(
-            "no data folder is known: expected the folder that holds the datasets; pass it as `root`, or name it once "
-            f"with `export {ROOT_VARIABLE}=/path/to/data`"
+            "no data folder is known: expected the folder that holds the datasets; pass it as `root` (--data-root), or "
+            f"name it once with `export {ROOT_VARIABLE}=/path/to/data`"
         )
     return Path(chosen).expanduser()
 

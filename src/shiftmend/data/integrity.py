@@ -85,6 +85,8 @@ def verify(
     Without `checksums` only presence, sizes, shapes and counts are looked at, which is quick even for large sets.
     """
     folder = data_root(root)
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}; expected the one that holds the datasets: is the name right?")
     chosen = None if names is None else {find_entry(name, catalogue).name for name in names}
     return [
         verify_entry(entry, folder, checksums=checksums, report=report)

@@ -65,6 +65,8 @@ def apply(
     _check_parameters(shift, overrides)
     if shift.texture is not None:
         parameters["textures"] = [picture.to(images.device) for picture in load(shift.texture, textures)]
+    if not -(2**63) <= seed < 2**64:
+        raise DataError(f"a seed is a whole number of at most 64 bits, got {seed}")
     generator = torch.Generator(images.device).manual_seed(seed)
     parts = [shift.function(part, generator=generator, **parameters) for part in images.split(CHUNK)]
     return torch.cat(parts)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shiftmend.errors import DataError
 from shiftmend.files import write_atomically
-from shiftmend.shifts import apply
+from shiftmend.shifts import apply, find
 from shiftmend.shifts.textures import Folder
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def contact_sheet(
 ) -> None:
     """Write the first `columns` of the images under each named shift to a PNG or JPEG file, `scale` times enlarged.
 
-    Begin `names` with an identity shift to have the originals on top.
+    Begin `names` with an identity shift to have the originals on top. Shifts without severities pass `severity` over.
     """
     target = Path(path)
     if target.suffix.lower() not in FORMATS:
@@ -46,7 +46,13 @@ def contact_sheet(
         raise DataError(
             f"a contact sheet needs at least one shift, column and scale of 1, got {len(names)}, {columns}, {scale}"
         )
-    rows = [apply(name, images[:columns], severity=severity, seed=seed, textures=textures) for name in names]
+    rows = []
+    for name in names:
+        level = severity if len(find(name).severities) > 1 else None
+        try:
+            rows.append(apply(name, images[:columns], severity=level, seed=seed, textures=textures))
+        except DataError as error:
+            raise DataError(f"{name} cannot be drawn: {error}") from error
     labels = ["original" if name.endswith("/identity") else name for name in names]
     sheet = draw_sheet(rows, labels, scale)
     buffer = io.BytesIO()

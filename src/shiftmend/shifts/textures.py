@@ -175,7 +175,7 @@ def _read(path: Path) -> Tensor:
     try:
         with Image.open(path) as image:
             pixels = np.array(image.convert("RGBA" if "A" in image.getbands() else "RGB"))[..., :3]
-    except OSError as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"{path} could not be read as an image ({error}), expected a PNG or JPEG file") from error
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
