@@ -76,6 +76,7 @@ def main() -> None:
     # CIFAR-C has no identity; the originals are shown under MNIST's, which takes colour too.
     cifar = names("cifar-c", ["mnist-c/identity"])
     contact_sheet(drawn_scenes(3), cifar, FOLDER / "shifts-cifar-c.png", seed=SEED)
+    contact_sheet(drawn_scenes(5), names("sensor", ["mnist-c/identity"]), FOLDER / "shifts-sensor.png", seed=SEED)
 
 
 if __name__ == "__main__":

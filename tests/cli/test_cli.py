@@ -202,6 +202,19 @@ def test_pictures_of_several_sizes_are_scaled(tmp_path: Path, capsys: pytest.Cap
     assert np.load(tmp_path / "o.npz")["images"].shape == (2, 1, 24, 24)
 
 
+def test_signals_are_shifted_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    waves = np.random.default_rng(0).normal(size=(6, 2, 50))
+    np.savez(tmp_path / "waves.npz", inputs=waves, labels=np.arange(6))
+    ok(capsys, "shift", "signal/gain", tmp_path / "waves.npz", tmp_path / "loud.npz", "--severity", 5)
+    with np.load(tmp_path / "loud.npz") as loud:
+        np.testing.assert_allclose(loud["inputs"], 2 * waves, rtol=1e-5)
+        assert loud["labels"].tolist() == list(range(6))
+    assert json.loads((tmp_path / "loud.json").read_text())["signals"] == 6
+    assert "[N, C, L]" in refused(capsys, "shift", "signal/gain", tmp_path, tmp_path / "x.npz")
+    assert "into an .npz" in refused(capsys, "shift", "signal/gain", tmp_path / "waves.npz", tmp_path / "folder")
+    assert "not drawn" in refused(capsys, "shifts", "--only", "signal", "--sheet", tmp_path / "s.png")
+
+
 def test_textures_are_named_in_the_manifest(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.savez(tmp_path / "wide.npz", images=np.zeros((2, 1, 28, 28), np.uint8))
     ok(capsys, "shift", "emnist-da/grass", tmp_path / "wide.npz", tmp_path / "g.npz")

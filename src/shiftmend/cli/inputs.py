@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,7 +151,7 @@ def _other_inputs(path: Path) -> tuple[Tensor, Tensor | None] | None:
                 return None
             inputs = archive["inputs"]
             labels = archive["labels"] if "labels" in archive.files else None
-    except (OSError, ValueError, EOFError, KeyError) as error:
+    except (OSError, ValueError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path} could not be read as an .npz of plain arrays: {error}") from error
     if inputs.ndim < 2 or not np.issubdtype(inputs.dtype, np.number):
         raise DataError(f"{path} holds {inputs.dtype} {list(inputs.shape)} under 'inputs'; expected numbers [N, ...]")

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,7 +49,9 @@ def shift(
     found = library.find(name)
     if target.exists() and (target.suffix != ".npz" or target.is_dir()):
         raise DataError(f"{target} is there already; name a new folder, or an .npz file")
-    split = _read(source, size)
+    if found.domain == "signal" and target.suffix != ".npz":
+        raise DataError(f"{name} gives signals, which go into an .npz file; {target} is none")
+    split = _read_signals(source) if found.domain == "signal" else _read(source, size)
     if target.exists() and target.samefile(source):
         raise DataError(f"{target} holds the images to shift and would be overwritten; name another file")
     shifted = library.apply(name, split.images, severity=severity, seed=seed, textures=textures)
@@ -58,7 +61,7 @@ def shift(
         "parameters": dict(found.parameters(severity)),
         "seed": seed,
         "source": str(source),
-        "images": len(shifted),
+        f"{found.domain}s": len(shifted),
         "textures": digest(found.texture, textures) if found.texture else {},
         "shiftmend": shiftmend.__version__,
     }
@@ -66,14 +69,31 @@ def shift(
     text = (json.dumps(manifest, indent=1) + "\n").encode()
     with _said_where(target):
         if target.suffix == ".npz":
-            _write_npz(shifted, split, target)
+            _write_npz("images" if found.domain == "image" else "inputs", shifted, split, target)
             write_atomically(beside, text)
         else:
             _write_folder(shifted, split, target, text)
     if as_json:
         print(json.dumps(manifest))
     else:
-        console.print(f"{len(shifted):,} images under {name} written to {target}, manifest in {beside}", markup=False)
+        console.print(f"{len(shifted):,} {found.domain}s under {name} written to {target}, manifest in {beside}")
+
+
+@dataclass(frozen=True)
+class Signals:
+    """Signals with their labels, if they have any; named like a `Split` so that both are written alike."""
+
+    images: Any
+    labels: Any
+
+
+def _read_signals(source: Path) -> Signals:
+    """An `.npz` with an array `inputs` of signals `[N, C, L]`."""
+    from shiftmend.cli.inputs import load_data
+
+    if source.suffix != ".npz":
+        raise DataError(f"{source} should be an .npz file with an array 'inputs' of signals [N, C, L]")
+    return Signals(*load_data(source, None))
 
 
 def _read(source: Path, size: int | None = None) -> Any:
@@ -97,10 +117,10 @@ def _said_where(target: Path) -> Iterator[None]:
         raise DataError(f"{target} cannot be written ({error.strerror or error}); choose another place") from error
 
 
-def _write_npz(images: Any, split: Any, target: Path) -> None:
+def _write_npz(key: str, images: Any, split: Any, target: Path) -> None:
     import numpy as np
 
-    arrays = {"images": images.numpy()} | ({} if split.labels is None else {"labels": split.labels.numpy()})
+    arrays = {key: images.numpy()} | ({} if split.labels is None else {"labels": split.labels.numpy()})
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
     write_atomically(target, buffer.getvalue())
@@ -150,8 +170,11 @@ def shifts(
         from shiftmend.shifts.sheet import contact_sheet
 
         images = _sheet_images(data)
+        names = [name for name, entry in chosen.items() if entry.domain == "image" and not name.endswith("/identity")]
+        if not names:
+            raise DataError(f"no shift of images begins with {only!r}, and signals are not drawn")
         with _said_where(sheet):
-            contact_sheet(images, list(chosen), sheet, severity=severity, seed=seed, textures=textures)
+            contact_sheet(images, ["mnist-c/identity", *names], sheet, severity=severity, seed=seed, textures=textures)
         console.print(f"written to {sheet}", markup=False)
         return
     if as_json:
@@ -163,6 +186,7 @@ def shifts(
                 "severities": [dict(level) for level in entry.severities],
                 "random": entry.random,
                 "texture": entry.texture,
+                "domain": entry.domain,
             }
             for name, entry in chosen.items()
         ]

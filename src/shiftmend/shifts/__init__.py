@@ -16,13 +16,20 @@ import torch
 from torch import Tensor
 
 from shiftmend.errors import DataError
-from shiftmend.shifts import cifar_c, emnist_da, mnist_c, mnist_m
-from shiftmend.shifts.base import Shift, check_images
+from shiftmend.shifts import cifar_c, emnist_da, mnist_c, mnist_m, sensor, signal
+from shiftmend.shifts.base import Shift, check_images, check_signals
 from shiftmend.shifts.textures import Folder, load
 
 __all__ = ["SHIFTS", "Shift", "apply", "find"]
 
-SHIFTS: dict[str, Shift] = {**emnist_da.SHIFTS, **mnist_c.SHIFTS, **mnist_m.SHIFTS, **cifar_c.SHIFTS}
+SHIFTS: dict[str, Shift] = {
+    **emnist_da.SHIFTS,
+    **mnist_c.SHIFTS,
+    **mnist_m.SHIFTS,
+    **cifar_c.SHIFTS,
+    **sensor.SHIFTS,
+    **signal.SHIFTS,
+}
 
 # Bounds the memory a shift needs, whatever the number of images.
 CHUNK = 2000
@@ -50,6 +57,8 @@ def apply(
 ) -> Tensor:
     """The shifted images: uint8 `[N, C', H, W]` from uint8 `[N, C, H, W]`, on the device they came from.
 
+    Shifts called `signal/...` take and give floating-point signals `[N, C, L]` instead.
+
     Without `severity`, that of the published set is used. `textures` is the folder for shifts that need pictures
     (see `shiftmend.shifts.textures`); without one they use stand-ins. `overrides` replace single parameters of
     the severity, as in `apply("emnist-da/gaussian_blur", images, isotropic=True)`.
@@ -58,9 +67,9 @@ def apply(
     depend on its place in the batch, so shift a whole set in one call.
     """
     shift = find(name)
-    check_images(images)
+    (check_signals if shift.domain == "signal" else check_images)(images)
     if len(images) == 0:
-        raise DataError(f"no images to apply {name} to, expected at least one")
+        raise DataError(f"no {shift.domain}s to apply {name} to, expected at least one")
     parameters = {**shift.parameters(severity), **overrides}
     _check_parameters(shift, overrides)
     if shift.texture is not None:
@@ -73,7 +82,7 @@ def apply(
 
 
 def _check_parameters(shift: Shift, overrides: dict[str, Any]) -> None:
-    known = set(inspect.signature(shift.function).parameters) - {"images", "generator", "textures"}
+    known = set(inspect.signature(shift.function).parameters) - {"images", "signals", "generator", "textures"}
     if unknown := sorted(set(overrides) - known):
         accepted = f"it has {', '.join(sorted(known))}" if known else "it has none"
         raise DataError(f"shift {shift.name} has no parameter {', '.join(unknown)}: {accepted}")

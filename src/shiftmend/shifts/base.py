@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from shiftmend.errors import DataError
 
 @dataclass(frozen=True)
 class Shift:
-    """One way a measuring device can change its images.
+    """One way a measuring device can change its images (or its signals, where `domain` says so).
 
     `function(images, generator=..., **parameters)` takes uint8 `[N, C, H, W]` on any device and returns
     uint8 `[N, C', H, W]`; the generator lives on the device of the images. `severities[s - 1]` holds the
@@ -28,6 +28,7 @@ class Shift:
     summary: str
     random: bool = True
     texture: str | None = None
+    domain: Literal["image", "signal"] = "image"
 
     def parameters(self, severity: int | None = None) -> Mapping[str, Any]:
         """The keyword arguments of one severity (the default one if none is named)."""
@@ -35,6 +36,15 @@ class Shift:
         if not 1 <= level <= len(self.severities):
             raise DataError(f"shift {self.name} has severities 1 to {len(self.severities)}, got {level}")
         return self.severities[level - 1]
+
+
+def check_signals(signals: Tensor) -> None:
+    """Refuse what is no batch of one-dimensional signals."""
+    if not signals.is_floating_point() or signals.ndim != 3 or signals.shape[-1] < 2:
+        kind = str(signals.dtype).removeprefix("torch.")
+        raise DataError(
+            f"a signal shift takes floating-point signals of shape [N, C, L], got {kind} {list(signals.shape)}"
+        )
 
 
 def check_images(images: Tensor) -> None:

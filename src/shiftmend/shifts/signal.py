@@ -1,0 +1,72 @@
+"""Shifts of one-dimensional signals `[N, C, L]`: the same process through another amplifier, clock or probe.
+
+Beyond the paper. Each has one `strength` from 0 to 1; severities 1 to 5 are the strengths 0.2 to 1. What is added or
+cut is measured against the signal itself (its deviation or its largest swing), so units do not matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shiftmend.shifts.base import Shift
+from shiftmend.shifts.sensor import STRENGTHS
+
+
+def gain(signals: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
+    """A more sensitive probe: up to twice the amplitude."""
+    return signals * (1 + strength)
+
+
+def drift(signals: Tensor, *, generator: torch.Generator, strength: float) -> Tensor:
+    """A wandering baseline: half a slow wave of random phase, up to one deviation of the channel high."""
+    length = signals.shape[-1]
+    phase = torch.rand(*signals.shape[:-1], 1, generator=generator, device=signals.device, dtype=signals.dtype)
+    time = torch.arange(length, device=signals.device, dtype=signals.dtype) / max(1, length - 1)
+    return signals + strength * _deviation(signals) * torch.sin(2 * math.pi * (0.5 * time + phase))
+
+
+def noise(signals: Tensor, *, generator: torch.Generator, strength: float) -> Tensor:
+    """White noise of up to half the channel's deviation."""
+    drawn = torch.randn(signals.shape, generator=generator, device=signals.device, dtype=signals.dtype)
+    return signals + 0.5 * strength * _deviation(signals) * drawn
+
+
+def resampling(signals: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
+    """A clock that runs up to a third fast: the signal is stretched, interpolated, and its end is not seen."""
+    length = signals.shape[-1]
+    position = torch.arange(length, device=signals.device, dtype=signals.dtype) / (1 + strength / 2)
+    left = position.floor().long().clamp(max=length - 1)
+    right = (left + 1).clamp(max=length - 1)
+    share = position - left
+    return signals[..., left] * (1 - share) + signals[..., right] * share
+
+
+def saturation(signals: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
+    """An amplifier that clips: what swings beyond 100 % down to 30 % of the largest swing from the mean is cut."""
+    mean = signals.mean(-1, keepdim=True)
+    limit = (1 - 0.7 * strength) * (signals - mean).abs().amax(-1, keepdim=True)
+    return mean + (signals - mean).clamp(-limit, limit)
+
+
+def _deviation(signals: Tensor) -> Tensor:
+    return signals.std(-1, keepdim=True, unbiased=False)
+
+
+def _shift(function: Callable[..., Tensor], summary: str, random: bool = False) -> Shift:
+    return Shift(f"signal/{function.__name__}", function, STRENGTHS, 3, summary, random, domain="signal")
+
+
+SHIFTS: dict[str, Shift] = {
+    shift.name: shift
+    for shift in (
+        _shift(gain, "a more sensitive probe"),
+        _shift(drift, "a wandering baseline", random=True),
+        _shift(noise, "white noise", random=True),
+        _shift(resampling, "a clock that runs fast"),
+        _shift(saturation, "an amplifier that clips"),
+    )
+}

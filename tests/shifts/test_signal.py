@@ -1,0 +1,75 @@
+"""Shifts of one-dimensional signals, against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from shiftmend.errors import DataError
+from shiftmend.shifts import SHIFTS, apply
+
+NAMES = [name for name in SHIFTS if name.startswith("signal/")]
+
+
+@pytest.fixture(scope="module")
+def signals() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(40, 2, 101, generator=generator).cumsum(-1) + 5
+
+
+@pytest.mark.parametrize("strength", [0.2, 1.0])
+def test_gain_resampling_and_saturation(signals: torch.Tensor, strength: float) -> None:
+    x = signals.double().numpy()
+    np.testing.assert_allclose(apply("signal/gain", signals, strength=strength).numpy(), x * (1 + strength), rtol=1e-5)
+    time = np.arange(101) / (1 + strength / 2)
+    expected = np.stack([[np.interp(time, np.arange(101), row) for row in channels] for channels in x])
+    np.testing.assert_allclose(
+        apply("signal/resampling", signals, strength=strength).numpy(), expected, rtol=1e-3, atol=1e-3
+    )
+    mean = x.mean(-1, keepdims=True)
+    limit = (1 - 0.7 * strength) * abs(x - mean).max(-1, keepdims=True)
+    expected = mean + np.clip(x - mean, -limit, limit)
+    np.testing.assert_allclose(
+        apply("signal/saturation", signals, strength=strength).numpy(), expected, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_noise_and_drift_are_measured_against_the_signal(signals: torch.Tensor) -> None:
+    deviation = signals.std(-1, unbiased=False, keepdim=True)
+    added = (apply("signal/noise", signals, strength=1.0) - signals) / deviation
+    assert float(added.std()) == pytest.approx(0.5, rel=0.05)
+    assert float(added.mean()) == pytest.approx(0.0, abs=0.03)
+    wander = (apply("signal/drift", signals, strength=1.0) - signals) / deviation
+    assert 0.9 < float(wander.abs().max()) <= 1.001
+    steps = wander.diff(dim=-1).abs().max()
+    assert float(steps) < 0.05  # slow
+    scaled = (apply("signal/noise", signals * 1000, strength=1.0) - signals * 1000) / (deviation * 1000)
+    torch.testing.assert_close(scaled, added, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_seeded_stronger_and_untouched(name: str, signals: torch.Tensor) -> None:
+    before = signals.clone()
+    shifted = apply(name, signals, seed=1)
+    assert shifted.shape == signals.shape
+    assert torch.equal(apply(name, signals, seed=1), shifted)
+    assert torch.equal(signals, before)
+    assert torch.equal(apply(name, signals, seed=2), shifted) is not SHIFTS[name].random
+    distance = [float((apply(name, signals, severity=s) - signals).abs().mean()) for s in range(1, 6)]
+    assert distance == sorted(distance)
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(3, 10), torch.zeros(3, 1, 10, dtype=torch.int64), torch.zeros(3, 1, 1), torch.zeros(0, 1, 10)]
+)
+def test_what_is_no_signal_is_refused(wrong: torch.Tensor) -> None:
+    with pytest.raises(DataError, match="signal"):
+        apply("signal/gain", wrong)
+
+
+def test_images_and_signals_are_told_apart(signals: torch.Tensor) -> None:
+    with pytest.raises(DataError, match="uint8"):
+        apply("sensor/gamma", signals)
+    with pytest.raises(DataError, match=r"\[N, C, L\]"):
+        apply("signal/gain", torch.zeros(2, 3, 8, 8, dtype=torch.uint8))
