@@ -98,6 +98,32 @@ def test_blocks(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "5,130 parameters stay fixed" in text
 
 
+def test_taps_and_blocks_named_by_the_user(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = ok(
+        capsys,
+        "profile",
+        *common(site),
+        "-d",
+        site / "source.npz",
+        "-o",
+        tmp_path / "p",
+        "--tap",
+        "early=conv1",
+        "--json",
+    )
+    assert json.loads(made)["taps"]["early"] == {"at": "conv1", "units": 4, "constant": 0}
+    chosen = ("--block", "conv1,bn1", "--block", "conv2,bn2,conv3,bn3")
+    rows = json.loads(ok(capsys, "blocks", *common(site), "--shape", "1,16,16", *chosen, "--json"))
+    assert [len(row["modules"]) for row in rows] == [2, 4]
+    files = ("-d", site / "target.npz", "-p", tmp_path / "p", "-o", tmp_path / "a")
+    options = ("--option", "epochs_per_block=1", "--option", "align=early,logits")
+    out = ok(capsys, "adapt", *common(site), *files, *chosen, *options, "--json")
+    assert json.loads(out)["manifest"]["epochs"] == 2
+    assert "name=module" in refused(
+        capsys, "profile", *common(site), "-d", site / "source.npz", "-o", tmp_path / "q", "--tap", "early"
+    )
+
+
 def test_adapt_writes_everything_and_says_what_changed(
     site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

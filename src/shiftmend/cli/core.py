@@ -34,6 +34,14 @@ Batch = Annotated[int, typer.Option("--batch-size", help="Samples in a batch.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, ...")]
 Head = Annotated[str | None, typer.Option(help="Name of the model's last layer, if it is not found by itself.")]
 Output = Annotated[str | None, typer.Option("--output-entry", help="Which entry of a tuple or dict is the output.")]
+Blocks = Annotated[
+    list[str] | None,
+    typer.Option("--block", help="Modules of one block, with commas; repeat for each block, bottom first."),
+]
+Taps = Annotated[
+    list[str] | None,
+    typer.Option("--tap", help="name=module, e.g. early=layer1 or tokens=blocks.2@-1; repeatable."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
 
 
@@ -63,6 +71,7 @@ def profile(
     model_option: Options = None,
     preset: Annotated[str, typer.Option(help="reference, paper or sliced.")] = "reference",
     head: Head = None,
+    tap: Taps = None,
     output_entry: Output = None,
     size: Size = None,
     channels: Channels = None,
@@ -82,6 +91,7 @@ def profile(
         inputs,
         preset=preset,
         head=head,
+        taps=dict(_tap(text) for text in tap) if tap else None,
         output=_entry(output_entry),
         batch_size=batch_size,
         preprocess=preprocess,
@@ -111,6 +121,7 @@ def blocks(
     weights: Weights = None,
     model_option: Options = None,
     head: Head = None,
+    block: Blocks = None,
     output_entry: Output = None,
     allow_pickle: Pickle = False,
     as_json: Json = False,
@@ -128,16 +139,16 @@ def blocks(
         sample = torch.zeros(2, *sides)
     except (ValueError, RuntimeError) as error:
         raise DataError(f"--shape {shape!r} should be whole numbers with commas, e.g. 3,32,32") from error
-    found = split(net, trace(net, sample, head=head, output=_entry(output_entry)))
+    found = split(net, trace(net, sample, head=head, output=_entry(output_entry)), _block_names(block))
     parameters = dict(net.named_parameters())
     rows = [
         {
-            "block": block.name,
-            "modules": list(block.modules),
-            "layers": block.layers,
-            "parameters": sum(parameters[name].numel() for name in block.parameters),
+            "block": one.name,
+            "modules": list(one.modules),
+            "layers": one.layers,
+            "parameters": sum(parameters[name].numel() for name in one.parameters),
         }
-        for block in found
+        for one in found
     ]
     if as_json:
         print(json.dumps(rows))
@@ -157,6 +168,7 @@ def adapt(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the adapted model, history and manifest.")],
     method: Annotated[str, typer.Option("--method", "-m", help="bufr, fr, adabn, ...; see docs/methods.md.")] = "bufr",
     option: Annotated[list[str] | None, typer.Option(help="name=value for the method; repeatable.")] = None,
+    block: Blocks = None,
     weights: Weights = None,
     model_option: Options = None,
     output_entry: Output = None,
@@ -186,6 +198,7 @@ def adapt(
         batch_size=batch_size,
         seed=seed,
         preprocess=preprocess,
+        blocks=_block_names(block),
         output=_entry(output_entry),
         device=device,
         autocast=autocast,
@@ -292,6 +305,17 @@ def _gather(
     net = load_model(model, weights, model_option or [], allow_pickle)
     inputs, labels = load_data(data, size)
     return net, inputs, labels, preprocess
+
+
+def _block_names(blocks: list[str] | None) -> list[list[str]] | None:
+    return [text.split(",") for text in blocks] if blocks else None
+
+
+def _tap(text: str) -> tuple[str, str]:
+    name, equals, spec = text.partition("=")
+    if not (equals and name and spec):
+        raise DataError(f"--tap {text!r} should read name=module, e.g. early=layer1")
+    return name, spec
 
 
 def _entry(text: str | None) -> int | str | None:
