@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn import functional
 
 from shiftmend.files import write_atomically
 
 if TYPE_CHECKING:
     from shiftmend.demo import Lesson
 
+GAP = 1
 RIGHT, WRONG = "#0072b2", "#d55e00"  # told apart by every eye, and by lightness in print
 
 
@@ -33,7 +35,7 @@ def draw(
     axes = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
     for axis, (lesson, images, guesses) in zip(axes, rows, strict=True):
         _strip(axis, images)
-        side = images.shape[-1]
+        side = images.shape[-1] + 2 * GAP
         for line, method in enumerate(methods):
             y = side + 8 + 11 * line
             share = accuracies[lesson.title, method]
@@ -64,8 +66,9 @@ def draw(
 
 
 def _strip(axis: Any, images: Tensor) -> None:
-    """The images side by side, grey ones as grey."""
-    side = images.shape[-1]
+    """The images side by side with a gap between them, grey ones as grey."""
     colour = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images
+    colour = functional.pad(colour, (GAP, GAP, GAP, GAP), value=255)
+    side = colour.shape[-1]
     joined = colour.permute(2, 0, 3, 1).reshape(side, -1, 3).numpy()
     axis.imshow(joined, extent=(0, joined.shape[1], side, 0), interpolation="nearest")
