@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -94,6 +95,18 @@ def test_every_kind_of_model_can_be_adapted(name: str) -> None:
     )
     assert result.after.divergence < result.before.divergence
     assert not states_equal(result.model, model)
+
+
+def test_resnet18_goes_through_its_five_blocks() -> None:
+    case = ZOO["resnet18"]
+    model = shiftmend.adapt(case.model(), case.inputs(32), method="adabn", progress=False).model  # settles BatchNorm
+    profile = shiftmend.profile(model, case.inputs(32), progress=False)
+    result = shiftmend.adapt(
+        model, case.inputs(8, seed=2) * 1.5, profile, "bufr", epochs_per_block=1, batch_size=8, progress=False
+    )
+    assert [row.block for row in result.history[1:]] == ["conv1 + bn1", "layer1", "layer2", "layer3", "layer4"]
+    assert not torch.equal(result.model.conv1.weight, model.conv1.weight)
+    assert torch.equal(result.model.fc.weight, model.fc.weight)
 
 
 def test_same_seed_same_result_other_seed_other_result() -> None:
@@ -248,24 +261,35 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state() -> None
     assert kept.manifest["epochs"] < 9
 
 
+@dataclass(frozen=True, kw_only=True)
+class InterruptedFR(FR):
+    """FR whose user presses Ctrl-C after some batches."""
+
+    after: int
+
+    def objective(self, profile, device):  # type: ignore[no-untyped-def]
+        losses, calls = super().objective(profile, device), []
+
+        def counted(activations):  # type: ignore[no-untyped-def]
+            calls.append(1)
+            if len(calls) > self.after:
+                raise KeyboardInterrupt
+            return losses(activations)
+
+        return counted
+
+
 def test_an_interrupt_returns_what_there_is(caplog: pytest.LogCaptureFixture) -> None:
     world = sensors()
     profile = world.profile()
 
-    class Stops(FR):
-        def objective(self, profile, device):  # type: ignore[no-untyped-def]
-            losses, calls = super().objective(profile, device), []
-
-            def counted(activations):  # type: ignore[no-untyped-def]
-                calls.append(1)
-                if len(calls) > 5:
-                    raise KeyboardInterrupt
-                return losses(activations)
-
-            return counted
-
     result = shiftmend.adapt(
-        world.model, world.target, profile, Stops(epochs=50, learning_rate=0.1), batch_size=300, progress=False
+        world.model,
+        world.target,
+        profile,
+        InterruptedFR(after=5, epochs=50, learning_rate=0.1),
+        batch_size=300,
+        progress=False,
     )
     assert result.interrupted
     assert len(result.history) == 3
@@ -476,24 +500,16 @@ def test_an_interrupt_returns_the_last_whole_epoch_not_half_of_one() -> None:
     world = sensors()
     profile = world.profile()
 
-    class Stops(FR):
-        def objective(self, profile, device):  # type: ignore[no-untyped-def]
-            losses, calls = super().objective(profile, device), []
-
-            def counted(activations):  # type: ignore[no-untyped-def]
-                calls.append(1)
-                if len(calls) > (9 if self.learning_rate < 1 else 3):
-                    raise KeyboardInterrupt
-                return losses(activations)
-
-            return counted
-
     options = {"batch_size": 150, "seed": 3, "progress": False}
-    stopped = shiftmend.adapt(world.model, world.target, profile, Stops(epochs=9, learning_rate=0.1), **options)
+    stopped = shiftmend.adapt(
+        world.model, world.target, profile, InterruptedFR(after=9, epochs=9, learning_rate=0.1), **options
+    )
     whole = shiftmend.adapt(world.model, world.target, profile, FR(epochs=2, learning_rate=0.1), **options)
     assert len(stopped.history) == 3
     assert states_equal(stopped.model, whole.model)
-    early = shiftmend.adapt(world.model, world.target, profile, Stops(epochs=9, learning_rate=1e38), **options)
+    early = shiftmend.adapt(
+        world.model, world.target, profile, InterruptedFR(after=3, epochs=9, learning_rate=1e38), **options
+    )
     assert all(bool(torch.isfinite(v).all()) for v in early.model.state_dict().values())
 
 

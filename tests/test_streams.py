@@ -45,6 +45,14 @@ def test_one_pass_over_a_stream_mends_the_model() -> None:
     assert online.verification.samples == 100
 
 
+def test_a_snapshot_has_the_gradient_flags_of_the_model_it_came_from(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    world = sensors()
+    world.profile().save(tmp_path / "p")
+    online = shiftmend.stream(world.model, tmp_path / "p", "tent")
+    online.step(world.target[:50])
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in online.snapshot().parameters())
+
+
 def test_one_step_equals_one_step_of_the_engine() -> None:
     world = sensors()
     profile = world.profile()

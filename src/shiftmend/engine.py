@@ -18,7 +18,7 @@ from shiftmend.devices import device_of, resolve_device
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
-from shiftmend.loop import Run, batch_norms
+from shiftmend.loop import Run, batch_norms, settle
 from shiftmend.methods import Method, Network
 from shiftmend.methods import method as make_method
 from shiftmend.profiles import Profile
@@ -54,19 +54,11 @@ def adapt(
     goes on where it was.
     """
     chosen = make_method(method, **options)
-    if isinstance(profile, str | os.PathLike):
-        profile = Profile.load(profile)
-    if not isinstance(profile, Profile | None):
-        raise AdaptationError(f"the profile is a {type(profile).__name__}, expected a Profile or the name of its file")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise AdaptationError(f"the seed must be a whole number, got {seed!r}")
-    if profile is None and chosen.needs_profile:
-        raise AdaptationError(f"method {chosen.name!r} needs a profile of the source: make one with shiftmend.profile")
     model = unwrap(model)
+    profile = fitting_profile(profile, model, chosen)
     place = resolve_device(device, model)
-    if profile is not None:
-        profile.check_architecture(model)
-        profile.check_weights(model)
     feed = Feed(
         target,
         batch_size=batch_size,
@@ -115,11 +107,23 @@ def adapt(
             progress=progress,
         ).go()
     finally:
-        adapted.eval().to(device_of(model))
-        for ours, theirs in zip(adapted.parameters(), model.parameters(), strict=True):
-            if ours.is_floating_point() or ours.is_complex():
-                ours.requires_grad_(theirs.requires_grad)
-            ours.grad = None
+        settle(adapted, model)
+
+
+def fitting_profile(
+    profile: Profile | str | os.PathLike[str] | None, model: nn.Module, method: Method
+) -> Profile | None:
+    """The profile, read if a file is named, and checked: it fits the model, and is there if the method needs one."""
+    if isinstance(profile, str | os.PathLike):
+        profile = Profile.load(profile)
+    if not isinstance(profile, Profile | None):
+        raise AdaptationError(f"the profile is a {type(profile).__name__}, expected a Profile or the name of its file")
+    if profile is None and method.needs_profile:
+        raise AdaptationError(f"method {method.name!r} needs a profile of the source: make one with shiftmend.profile")
+    if profile is not None:
+        profile.check_architecture(model)
+        profile.check_weights(model)
+    return profile
 
 
 def _how_chosen(method: Method) -> str | None:

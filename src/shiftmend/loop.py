@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shiftmend import checkpoints, fingerprints
 from shiftmend.adaptations import Adaptation, Epoch
+from shiftmend.devices import device_of
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
 from shiftmend.methods import Method, Objective, Stage
@@ -51,6 +52,29 @@ def enter_adapting_modes(model: nn.Module) -> None:
         # a recurrent layer differentiates on CUDA in train mode only; its dropout is off for the run
         if isinstance(module, _BatchNorm | nn.RNNBase):
             module.train()
+
+
+def fresh_optimiser(model: nn.Module, stage: Stage, momentum: float) -> optim.SGD | None:
+    """An optimiser over what the stage trains (None if that is nothing); nothing else requires a gradient."""
+    wanted = set(stage.parameters)
+    trained = []
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() or parameter.is_complex():
+            parameter.requires_grad_(name in wanted)
+        parameter.grad = None
+        if name in wanted:
+            trained.append(parameter)
+    return optim.SGD(trained, lr=stage.learning_rate, momentum=momentum) if trained else None
+
+
+def settle(model: nn.Module, like: nn.Module) -> nn.Module:
+    """Make an adapted model an ordinary one again: eval mode, and device and gradient flags of the one it came from."""
+    model.eval().to(device_of(like))
+    for ours, theirs in zip(model.parameters(), like.parameters(), strict=True):
+        if ours.is_floating_point() or ours.is_complex():
+            ours.requires_grad_(theirs.requires_grad)
+        ours.grad = None
+    return model
 
 
 class Run:
@@ -156,7 +180,7 @@ class Run:
             for index, stage in enumerate(self.stages):
                 if resumed is not None and index < resumed.stage:
                     continue
-                optimiser = self._optimiser(stage)
+                optimiser = fresh_optimiser(self.model, stage, self.method.momentum)
                 done = 0
                 if resumed is not None and index == resumed.stage:
                     done = resumed.epoch
@@ -173,18 +197,6 @@ class Run:
             checkpoints.save(self.path, self.name, stage, epoch, self.history, self.model, optimiser)
         except OSError as error:  # a full disk is no reason to lose the run
             logger.warning("the checkpoint %s could not be written (%s); going on without", self.path, error.strerror)
-
-    def _optimiser(self, stage: Stage) -> optim.SGD | None:
-        """A fresh optimiser over what the stage trains; nothing else requires a gradient."""
-        wanted = set(stage.parameters)
-        trained = []
-        for name, parameter in self.model.named_parameters():
-            if parameter.is_floating_point() or parameter.is_complex():
-                parameter.requires_grad_(name in wanted)
-            parameter.grad = None
-            if name in wanted:
-                trained.append(parameter)
-        return optim.SGD(trained, lr=stage.learning_rate, momentum=self.method.momentum) if trained else None
 
     def _restore_momentum(self, optimiser: optim.SGD | None, momentum: dict[str, Tensor]) -> None:
         if optimiser is not None:

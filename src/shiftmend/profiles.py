@@ -19,6 +19,7 @@ from shiftmend.errors import ProfileError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
 from shiftmend.histograms import Bins, usable_units
+from shiftmend.presets import Preset
 from shiftmend.presets import preset as find_preset
 from shiftmend.progress import Progress, progress_bar
 from shiftmend.statistics import MOST_WEIGHTS, CountTracker, Histogram, Projector, RangeTracker, Slices
@@ -174,42 +175,22 @@ def profile(
         model.eval()
         specs = trace(model, feed.first(2), head=head, taps=like.specs if like else taps, output=output).taps
         passes = _Passes(model, feed, specs, keep_bytes, bar.advance)
-        ranges = _ranges(passes, specs)
-        if like is not None:
-            low_high = {name: (tap.low.to(place), tap.high.to(place)) for name, tap in like.taps.items()}
-            mean, deviation = like.mean, like.deviation
-            projectors = {name: part.projector.to(place) for name, part in like.slices.items()}
-        else:
-            low_high = {name: (tracker.low, tracker.high) for name, tracker in ranges.items()}
-            mean, deviation = ranges["features"].mean.float().cpu(), ranges["features"].deviation.float().cpu()
-            usable = usable_units(*low_high["features"])
-            numbers = {"verification": VERIFICATION_SLICES} | (
-                {"alignment": chosen.aligned_slices} if chosen.aligned_slices else {}
-            )
-            if sum(numbers.values()) * len(mean) > MOST_WEIGHTS:
-                raise ProfileError(
-                    f"{len(mean):,} features are too many for {sum(numbers.values())} slices; tap a smaller layer with "
-                    "taps={'features': ...}, or leave out the preset 'sliced'"
-                )
-            projectors = {
-                name: Projector.build(mean, deviation, usable, count, SLICE_SEEDS[name]).to(place)
-                for name, count in numbers.items()
-            }
-        counters = {name: CountTracker(*low_high[name], cut) for name in specs}
+        frame = _frame(_ranges(passes, specs), chosen, like)
+        projectors = {name: part.to(place) for name, part in frame.projectors.items()}
+        counters = {
+            name: CountTracker(low.to(place), high.to(place), cut) for name, (low, high) in frame.ranges.items()
+        }
         reach = {name: RangeTracker() for name in projectors}
         for samples in passes():
             for name, counter in counters.items():
                 counter.update(samples[name])
             for name, projector in projectors.items():
                 reach[name].update(projector(samples["features"]))
-        slice_counters = {
-            name: CountTracker(reach[name].low, reach[name].high, cut)
-            if like is None
-            else CountTracker(
-                like.slices[name].histogram.low.to(place), like.slices[name].histogram.high.to(place), cut
-            )
-            for name in projectors
-        }
+        slice_ranges = {name: (tracker.low, tracker.high) for name, tracker in reach.items()}
+        if like is not None:
+            homes = {name: part.histogram.to(place) for name, part in like.slices.items()}
+            slice_ranges = {name: (home.low, home.high) for name, home in homes.items()}
+        slice_counters = {name: CountTracker(low, high, cut) for name, (low, high) in slice_ranges.items()}
         for samples in passes():
             for name, projector in projectors.items():
                 slice_counters[name].update(projector(samples["features"]))
@@ -217,15 +198,11 @@ def profile(
 
     result = Profile(
         taps={name: counter.histogram() for name, counter in counters.items()},
-        mean=mean,
-        deviation=deviation,
+        mean=frame.mean,
+        deviation=frame.deviation,
         slices={
-            name: Slices(
-                slice_counters[name].histogram(),
-                like.slices[name].seed if like else SLICE_SEEDS[name],
-                projector.to(torch.device("cpu")),
-            )
-            for name, projector in projectors.items()
+            name: Slices(slice_counters[name].histogram(), frame.seeds[name], projector)
+            for name, projector in frame.projectors.items()
         },
         specs=specs,
         preset=chosen.name,
@@ -239,6 +216,47 @@ def profile(
             units = result.taps[name].units
             logger.info("%d of %d units at %r were constant on the source and are left out", count, units, name)
     return result
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """What is fixed before anything is counted: ranges, standardisation and directions, on the CPU but for ranges."""
+
+    ranges: dict[str, tuple[Tensor, Tensor]]
+    mean: Tensor
+    deviation: Tensor
+    projectors: dict[str, Projector]
+    seeds: dict[str, int]
+
+
+def _frame(trackers: Mapping[str, RangeTracker], chosen: Preset, like: Profile | None) -> _Frame:
+    """That of another profile, or one made from the ranges of the first pass."""
+    if like is not None:
+        return _Frame(
+            {name: (tap.low, tap.high) for name, tap in like.taps.items()},
+            like.mean,
+            like.deviation,
+            {name: part.projector for name, part in like.slices.items()},
+            {name: part.seed for name, part in like.slices.items()},
+        )
+    features = trackers["features"]
+    mean, deviation = features.mean.float().cpu(), features.deviation.float().cpu()
+    numbers = {"verification": VERIFICATION_SLICES}
+    if chosen.aligned_slices:
+        numbers["alignment"] = chosen.aligned_slices
+    if sum(numbers.values()) * len(mean) > MOST_WEIGHTS:
+        raise ProfileError(
+            f"{len(mean):,} features are too many for {sum(numbers.values())} slices; tap a smaller layer with "
+            "taps={'features': ...}, or leave out the preset 'sliced'"
+        )
+    usable = usable_units(features.low, features.high)
+    return _Frame(
+        {name: (tracker.low, tracker.high) for name, tracker in trackers.items()},
+        mean,
+        deviation,
+        {name: Projector.build(mean, deviation, usable, count, SLICE_SEEDS[name]) for name, count in numbers.items()},
+        {name: SLICE_SEEDS[name] for name in numbers},
+    )
 
 
 class _Passes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections import deque
 from typing import Any
 
@@ -11,17 +12,16 @@ import torch
 from torch import Tensor, nn, optim
 
 from shiftmend.devices import resolve_device
-from shiftmend.engine import examine
+from shiftmend.engine import examine, fitting_profile
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.feeds import Feed, Preprocess
-from shiftmend.histograms import sampling_floor
-from shiftmend.loop import batch_norms, enter_adapting_modes, steady, still_finite, tensors_of
+from shiftmend.loop import batch_norms, enter_adapting_modes, fresh_optimiser, settle, steady, still_finite, tensors_of
 from shiftmend.methods import Method
 from shiftmend.methods import method as make_method
 from shiftmend.profiles import Profile
 from shiftmend.statistics import CountTracker, Slices
 from shiftmend.taps import Entry, Tap, pick, tapped, unwrap
-from shiftmend.verification import Verification
+from shiftmend.verification import Verification, judge
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class Stream:
         self.steps = 0
         self.losses: dict[str, float] = {}
         """The terms of the last update."""
+        self._source = model
         self._model = copy.deepcopy(model).to(device)
         self._objective = method.objective(profile, device)
         self._optimiser: optim.SGD | None = None
@@ -101,13 +102,8 @@ class Stream:
         stages = self.method.stages(network, self.profile)
         if len(stages) > 1:
             raise AdaptationError(f"{self.method.name} goes through stages, which a stream has no end to; use fr")
-        wanted = set(stages[0].parameters) if stages else set()
-        trained = [parameter for name, parameter in self._model.named_parameters() if name in wanted]
-        for name, parameter in self._model.named_parameters():
-            if parameter.is_floating_point():
-                parameter.requires_grad_(name in wanted)
-        if trained:
-            self._optimiser = optim.SGD(trained, lr=stages[0].learning_rate, momentum=self.method.momentum)
+        if stages:
+            self._optimiser = fresh_optimiser(self._model, stages[0], self.method.momentum)
         if self.profile is not None:
             taps = {"features": self.profile.specs["features"], **taps}
         self._taps = taps
@@ -138,24 +134,17 @@ class Stream:
         """The label-free verdict over the last batches, as they were predicted; None without a profile or a batch."""
         if self._judge is None or self.profile is None or not self._seen:
             return None
-        home = self._judge.histogram
-        samples = sum(counter.samples for counter in self._seen)
         counts = torch.stack([counter.counts for counter in self._seen]).sum(0)
-        inputs = samples * self.profile.inputs_seen / home.samples
-        divergence = float(home.mean_divergence((counts / samples).to(home.counts.dtype)))
-        return Verification(divergence, sampling_floor(home.bins, self.profile.inputs_seen, inputs), round(inputs))
+        return judge(self._judge, counts, sum(counter.samples for counter in self._seen), self.profile)
 
     def snapshot(self) -> nn.Module:
-        """A plain copy of the model as it is now, in eval mode."""
-        model = copy.deepcopy(self._model).eval()
-        for parameter in model.parameters():
-            parameter.grad = None
-        return model
+        """A plain copy of the model as it is now: eval mode, where the caller's model lies."""
+        return settle(copy.deepcopy(self._model), self._source)
 
 
 def stream(
     model: nn.Module,
-    profile: Profile | None = None,
+    profile: Profile | str | os.PathLike[str] | None = None,
     method: str | Method = "fr",
     *,
     preprocess: Preprocess | None = None,
@@ -171,13 +160,9 @@ def stream(
     number of batches behind `verification`.
     """
     chosen = make_method(method, **options)
-    if profile is None and chosen.needs_profile:
-        raise AdaptationError(f"method {chosen.name!r} needs a profile of the source: make one with shiftmend.profile")
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise DataError(f"the window must be a whole number of batches, at least 1, got {window!r}")
     model = unwrap(model)
-    if profile is not None:
-        profile.check_architecture(model)
-        profile.check_weights(model)
+    profile = fitting_profile(profile, model, chosen)
     place = resolve_device(device, model)
     return Stream(model, profile, chosen, preprocess=preprocess, output=output, device=place, window=window)

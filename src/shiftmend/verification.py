@@ -2,9 +2,9 @@
 
 The loss that was optimised never judges. Marginals can be matched by scrambling the features: FR can reach a lower
 alignment loss at 4 % accuracy than BUFR at 80 %. The profile's verification slices are aligned by no method and
-see the joint distribution. The thresholds are empirical: on rebuilt EMNIST-DA every adaptation below 0.005 was good
-and every one above 0.01 had failed or half failed. A small sample resolves no more than chance lets it, so the
-thresholds are never tighter than its sampling floor, and a very small one is called undecided.
+see the joint distribution. The thresholds are empirical; docs/methods.md says what was measured with them. A small
+sample resolves no more than chance lets it, so the thresholds are never tighter than its sampling floor, and a very
+small one is called undecided.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shiftmend.devices import placed, resolve_device
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.histograms import sampling_floor
 from shiftmend.profiles import Profile
-from shiftmend.statistics import CountTracker
+from shiftmend.statistics import CountTracker, Slices
 from shiftmend.taps import check_takes, modes, tapped, unwrap
 
 RESTORED = 0.005
@@ -68,11 +68,16 @@ def measure(features: Iterable[Tensor], profile: Profile) -> Verification:
             counter = CountTracker(slices.histogram.low, slices.histogram.high, slices.histogram.bins)
         counter.update(slices.projector(values))
     assert counter is not None, "feeds refuse empty data"
+    return judge(slices, counter.counts, counter.samples, profile)
+
+
+def judge(slices: Slices, counts: Tensor, samples: int, profile: Profile) -> Verification:
+    """Verify from soft counts of the verification slices that were gathered before."""
     home = slices.histogram
-    target = (counter.counts / counter.samples).to(home.counts.dtype)
+    target = (counts / samples).to(home.counts.dtype)
     # positions of one feature map are not independent: what counts against chance is the number of inputs
     positions = home.samples / profile.inputs_seen
-    inputs = counter.samples / positions
+    inputs = samples / positions
     return Verification(
         float(home.mean_divergence(target)), sampling_floor(home.bins, profile.inputs_seen, inputs), round(inputs)
     )
