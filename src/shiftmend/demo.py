@@ -50,8 +50,8 @@ LESSONS = (
 METHODS: dict[str, dict[str, Any]] = {
     "source-only": {},
     "adabn": {},
-    "fr": {"epochs": 32, "learning_rate": 0.3},
-    "bufr": {"epochs_per_block": 8, "learning_rate": 0.3},
+    "fr": {"epochs": 28, "learning_rate": 0.3},
+    "bufr": {"epochs_per_block": 7, "learning_rate": 0.3},
 }
 
 
