@@ -54,7 +54,7 @@ def test_the_profile_page_runs_as_written(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_methods_page_runs_as_written() -> None:
-    calls, online, history = code_blocks(ROOT / "docs/methods.md")
+    calls, selection, online, history = code_blocks(ROOT / "docs/methods.md")
     world = sensors()
     made = world.profile()
     assert calls.count("shiftmend.adapt(") == 4
@@ -63,6 +63,7 @@ def test_the_methods_page_runs_as_written() -> None:
     quick = quick.replace('method="fr", divergence', 'method="fr", epochs=1, divergence')
     names = {"shiftmend": shiftmend, "model": world.model, "target": world.target, "profile": made}
     exec(quick, names)
+    exec(selection, names)
     exec(online, names | {"batches": world.target.split(100)})
     exec(history, {"result": shiftmend.adapt(world.model, world.target, made, "fr", epochs=1, progress=False)})
 

@@ -476,16 +476,16 @@ def test_interrupts_while_verifying_lose_nothing(when: str, monkeypatch: pytest.
     from shiftmend import loop
 
     world = sensors()
-    original, calls = loop.verify_feed, []
+    original, calls = loop.observe, []
 
     def interrupted(*arguments):  # type: ignore[no-untyped-def]
         calls.append(1)
-        if len(calls) == (1 if when == "before" else 4):
+        if len(calls) == (1 if when == "before" else 5):
             raise KeyboardInterrupt
         return original(*arguments)
 
     profile = world.profile()
-    monkeypatch.setattr(loop, "verify_feed", interrupted)
+    monkeypatch.setattr(loop, "observe", interrupted)
     result = shiftmend.adapt(world.model, world.target, profile, "fr", epochs=2, learning_rate=0.1, progress=False)
     if when == "before":
         assert result.interrupted

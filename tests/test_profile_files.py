@@ -24,6 +24,7 @@ import shiftmend
 from shiftmend import profile_files
 from shiftmend.errors import ProfileError
 from shiftmend.fingerprints import InputSummary
+from shiftmend.gaussians import MarginalGaussian
 from shiftmend.histograms import Bins
 from shiftmend.profiles import SLICE_SEEDS, Profile
 from shiftmend.statistics import Histogram, Projector, Slices, random_directions
@@ -84,6 +85,9 @@ def same(a: Profile, b: Profile) -> bool:
         and all(torch.equal(a.slices[n].projector.offset, b.slices[n].projector.offset) for n in a.slices)
         and torch.equal(a.mean, b.mean)
         and torch.equal(a.deviation, b.deviation)
+        and (a.gaussian.kind, a.gaussian.samples) == (b.gaussian.kind, b.gaussian.samples)
+        and torch.equal(a.gaussian.mean, b.gaussian.mean)
+        and torch.equal(a.gaussian.variance, b.gaussian.variance)
         and list(a.taps) == list(b.taps)
         and list(a.slices) == list(b.slices)
         and [a.slices[n].seed for n in a.slices] == [b.slices[n].seed for n in b.slices]
@@ -157,6 +161,7 @@ def sized(
     mean, deviation = torch.randn(units, generator=generator), torch.rand(units, generator=generator) + 0.1
     return Profile(
         taps={"features": features, "logits": histogram(outputs)},
+        gaussian=MarginalGaussian(mean, deviation.square(), samples),
         mean=mean,
         deviation=deviation,
         slices={
@@ -406,11 +411,11 @@ def test_a_preset_whose_slices_are_missing_is_refused() -> None:
     assert "alignment" in refusal(change(lambda facts, tensors, metadata: facts.update(preset="sliced")))
 
 
-@pytest.mark.parametrize("schema", ["0", "2", "1.0", "", "one", "9" * 5000])
+@pytest.mark.parametrize("schema", ["0", "1", "3", "2.0", "", "two", "9" * 5000])
 def test_other_schemas_are_refused(schema: str) -> None:
     message = refusal(change(lambda facts, tensors, metadata: metadata.update(schema=schema)))
     assert "schema" in message
-    assert "reads 1" in message
+    assert "reads 2" in message
 
 
 @pytest.mark.parametrize("key", ["format", "schema", "sha256", "profile"])

@@ -193,7 +193,7 @@ def test_divergence_is_zero_for_the_same_and_positive_for_others(kind: str) -> N
     home = histogram_of(values)
     assert home.mean_divergence(home.probabilities, kind) == 0
     torch.testing.assert_close(home.mean_divergence(home.of(values), kind), torch.tensor(0.0), atol=1e-6, rtol=0)
-    assert bool((home.divergence(home.of(values * 1.1), kind) > 1e-3).all())
+    assert bool((home.per_unit(home.of(values * 1.1), kind) > 1e-3).all())
 
 
 def test_mean_divergence_against_numpy() -> None:
@@ -202,7 +202,7 @@ def test_mean_divergence_against_numpy() -> None:
     q = soft_counts(target, home.low, home.high, home.bins) / 350
     each = ((p - q) * (np.log(p + 1e-8) - np.log(q + 1e-8))).sum(1) / math.log(10)
     exact = home.of(target, "exact")
-    np.testing.assert_allclose(home.divergence(exact).numpy(), each, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(home.per_unit(exact).numpy(), each, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(float(home.mean_divergence(exact)), each.mean(), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(float(home.mean_divergence(home.of(target))), each.mean(), rtol=5e-3, atol=1e-5)
 
@@ -216,7 +216,7 @@ def test_constant_units_take_no_part() -> None:
     assert home.usable_count == 4
     assert home.units == 6
     target = (values + 50).requires_grad_()
-    each = home.divergence(home.of(target))
+    each = home.per_unit(home.of(target))
     assert each[[1, 4]].tolist() == [0, 0]
     torch.testing.assert_close(home.mean_divergence(home.of(target)), each.sum() / 4)
     each.sum().backward()

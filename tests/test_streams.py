@@ -114,7 +114,7 @@ def test_a_single_sample_is_predicted_and_not_learnt_from(caplog: pytest.LogCapt
 
 def test_nonsense_is_one_sentence() -> None:
     world = sensors()
-    with pytest.raises(AdaptationError, match="use fr"):
+    with pytest.raises(AdaptationError, match="needs the whole of the data"):
         shiftmend.stream(world.model, world.profile(), "bufr").step(world.target[:50])
     with pytest.raises(AdaptationError, match="needs a profile"):
         shiftmend.stream(world.model)

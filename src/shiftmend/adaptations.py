@@ -30,6 +30,11 @@ class Epoch:
     verification: float | None
     """Mean divergence of the verification slices afterwards, in eval mode; no method minimises it."""
     seconds: float
+    marginals: float | None = None
+    """Divergence of features plus that of logits, unit by unit, in eval mode."""
+    entropy: float | None = None
+    """Mean entropy of the predictions, in nats."""
+    confidence: float | None = None
 
     @property
     def loss(self) -> float | None:
@@ -38,13 +43,19 @@ class Epoch:
 
 @dataclass(eq=False)
 class Adaptation:
-    """The result of `shiftmend.adapt`."""
+    """The result of `shiftmend.adapt`. `selected` is the epoch that a choice without labels keeps."""
 
     model: nn.Module = field(repr=False)
     history: list[Epoch] = field(repr=False)
     manifest: dict[str, Any] = field(repr=False)
     before: Verification | None = None
     after: Verification | None = None
+    selected: int = 0
+
+    @property
+    def kept(self) -> Epoch:
+        """The row of the history that `model` belongs to."""
+        return self.history[self.selected if self.manifest["kept"] == "selected" else -1]
 
     @property
     def interrupted(self) -> bool:
@@ -62,6 +73,8 @@ class Adaptation:
     def __repr__(self) -> str:
         epochs = self.history[-1].epoch if self.history else 0
         lines = [f"Adaptation by {self.manifest['method']['name']}, {epochs} epochs, {self.manifest['status']}"]
+        if self.manifest["kept"] == "selected":
+            lines[0] += f"; kept is epoch {self.selected}, chosen without labels"
         lines += [f"  before  {self.before}"] if self.before else []
         lines += [f"  after   {self.after}"] if self.after else []
         return "\n".join(lines)

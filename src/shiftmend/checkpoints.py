@@ -29,6 +29,8 @@ class Checkpoint:
     history: list[Epoch]
     state: dict[str, Tensor]
     momentum: dict[str, Tensor]
+    selected: dict[str, Tensor]
+    """The state of the epoch that would be kept, where that is wanted."""
 
 
 def check_place(path: Path) -> None:
@@ -56,10 +58,12 @@ def save(
     history: list[Epoch],
     model: nn.Module,
     optimiser: optim.SGD | None,
+    selected: dict[str, Tensor] | None = None,
 ) -> None:
     """Write the state of a run, atomically."""
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     tensors = {f"model.{name}": _packed(value) for name, value in state.items()}
+    tensors |= {f"selected.{name}": _packed(value) for name, value in (selected or {}).items()}
     if optimiser is not None:
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         for parameter, state in optimiser.state.items():
@@ -96,7 +100,8 @@ def load(path: Path, run: str) -> Checkpoint | None:
             f"checkpoint {path} belongs to another run (other model, data, profile, method or options); delete it to "
             "start over, or name another file"
         )
-    return Checkpoint(*position, history, _under(tensors, "model."), _under(tensors, "momentum."))
+    parts = (_under(tensors, prefix) for prefix in ("model.", "momentum.", "selected."))
+    return Checkpoint(*position, history, *parts)
 
 
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

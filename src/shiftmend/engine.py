@@ -6,7 +6,7 @@ import copy
 import hashlib
 import os
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -18,11 +18,12 @@ from shiftmend.devices import device_of, resolve_device
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
-from shiftmend.loop import Run, batch_norms, settle
-from shiftmend.methods import Method, Network
+from shiftmend.loop import DivergedError, Keep, OnEpoch, Run, batch_norms, settle
+from shiftmend.methods import METHODS, Method, Network
 from shiftmend.methods import method as make_method
 from shiftmend.profiles import Profile
 from shiftmend.progress import Progress
+from shiftmend.selection import Choice
 from shiftmend.taps import Entry, Tap, check_takes, trace, unwrap
 
 
@@ -40,6 +41,8 @@ def adapt(
     device: str | torch.device = "auto",
     autocast: bool = False,
     resident: bool = True,
+    keep: Keep = "last",
+    on_epoch: OnEpoch | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: Progress = None,
     **options: Any,
@@ -52,8 +55,30 @@ def adapt(
     reference implementation. What is trained is up to the method: flags that freeze layers of `model` are not heeded,
     but come back on the result. Ctrl-C returns the state after the last whole epoch. With `checkpoint`, a killed run
     goes on where it was.
+
+    The result is the state after the last epoch, or with `keep="selected"` that of the epoch which the verification
+    slices prefer (see `selection.py`); its number is in the result either way. A list of learning rates gives the
+    run that is preferred in the same way. `on_epoch(model, row)` is called before the first and after each epoch.
     """
+    if isinstance(options.get("learning_rate"), list | tuple):
+        rates = options.pop("learning_rate")
+        settings = {
+            "batch_size": batch_size,
+            "seed": seed,
+            "preprocess": preprocess,
+            "blocks": blocks,
+            "output": output,
+            "device": device,
+            "autocast": autocast,
+            "resident": resident,
+            "keep": keep,
+            "on_epoch": on_epoch,
+            "progress": progress,
+        }
+        return _search(model, target, profile, method, rates, checkpoint, settings | options)
     chosen = make_method(method, **options)
+    if keep not in get_args(Keep):
+        raise AdaptationError(f"keep must be 'last' or 'selected', got {keep!r}")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise AdaptationError(f"the seed must be a whole number, got {seed!r}")
     model = unwrap(model)
@@ -77,6 +102,11 @@ def adapt(
     if stages and min(feed.batch_size, feed.samples) < 2 and batch_norms(adapted):
         one = "one target sample is" if feed.samples < 2 else "a batch size of one is"
         raise AdaptationError(f"{one} too few to adapt BatchNorm with; use at least two, better 256")
+    if chosen.by_sample and not feed.resident:
+        raise AdaptationError(
+            f"{chosen.name} must know which sample is which, and streamed data does not say; pass a tensor, or data "
+            "that fits into memory"
+        )
     manifest = {
         "method": {"name": chosen.name, **chosen.hyperparameters()},
         "stages": [{k: v for k, v in asdict(stage).items() if k != "parameters"} for stage in stages],
@@ -90,24 +120,71 @@ def adapt(
         "profile_sha256": hashlib.sha256(profile.to_bytes()).hexdigest() if profile else None,
         "source_weights": fingerprints.weights(model),
         "autocast": autocast,
+        "kept": keep,
         "environment": environment(place),
     }
     try:
         return Run(
-            adapted,
+            network,
             feed,
             profile,
             chosen,
             stages,
             taps=taps,
+            output=output,
             seed=seed,
             autocast=autocast,
+            keep=keep,
             checkpoint=checkpoint,
             manifest=manifest,
+            on_epoch=on_epoch,
             progress=progress,
         ).go()
     finally:
         settle(adapted, model)
+
+
+def _search(
+    model: nn.Module,
+    target: Any,
+    profile: Profile | str | os.PathLike[str] | None,
+    method: str | Method,
+    rates: list[float] | tuple[float, ...],
+    checkpoint: str | os.PathLike[str] | None,
+    settings: dict[str, Any],
+) -> Adaptation:
+    """One run for each learning rate; the one whose kept epoch the verification slices prefer is the result."""
+    if not rates:
+        raise AdaptationError("the list of learning rates is empty; name at least one, or leave it out")
+    if profile is None:
+        raise AdaptationError("several learning rates need a judge between them: a profile of the source")
+    chosen: Adaptation | None = None
+    choice: Choice | None = None
+    tried: list[dict[str, Any]] = []
+    for rate in rates:
+        own = None if checkpoint is None else f"{os.fspath(checkpoint)}.rate-{rate:g}"
+        try:
+            result = adapt(model, target, profile, method, checkpoint=own, learning_rate=rate, **settings)
+        except DivergedError as error:
+            tried.append({"learning_rate": rate, "failed": str(error)})
+            last_error = error
+            continue
+        kept = result.kept
+        tried.append(
+            {"learning_rate": rate, "epoch": kept.epoch, "verification": kept.verification, "entropy": kept.entropy}
+        )
+        if choice is None:
+            kind = METHODS[result.manifest["method"]["name"]]
+            choice = Choice(entropy_may_decide=not kind.minimises_entropy)
+        if choice.consider(kept):
+            chosen = result
+        if result.interrupted:
+            break
+    if chosen is None:
+        raise last_error
+    chosen.manifest["learning_rate_chosen"] = "by the verification slices"
+    chosen.manifest["learning_rates_tried"] = tried
+    return chosen
 
 
 def fitting_profile(
@@ -154,7 +231,8 @@ def examine(
     missing = [name for name in method.taps(profile) if name not in found.taps]
     if missing:
         raise AdaptationError(f"the profile has no tap {missing[0]!r}; it has {', '.join(found.taps)}")
-    return Network(model, split(model, found, blocks)), {name: found.taps[name] for name in method.taps(profile)}
+    network = Network(model, split(model, found, blocks), found.taps, found.head)
+    return network, {name: found.taps[name] for name in method.taps(profile)}
 
 
 def _data_digest(feed: Feed) -> str | None:

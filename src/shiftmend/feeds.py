@@ -125,15 +125,22 @@ class Feed:
         out; the next epoch leaves others out. A source smaller than one batch is one batch. A streamed source gives
         its own batches, and only a last one of less than half the size is left out.
         """
+        for inputs, _ in self.indexed(seed, number):
+            yield inputs
+
+    def indexed(self, seed: int, number: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """`epoch`, and with each batch which samples they are; a streamed source does not know."""
         order_seed = (seed * 1_000_003 + number) % (1 << 63)
         if self._inputs is None:
-            yield from self._full(self._stream(order_seed, shuffled=True))
+            for inputs in self._full(self._stream(order_seed, shuffled=True)):
+                yield inputs, None
             return
         size = min(self.batch_size, len(self._inputs))
         order = torch.randperm(len(self._inputs), generator=torch.Generator().manual_seed(order_seed))
         order = order.to(self._inputs.device, non_blocking=True)
         for start in range(0, len(self._inputs) - size + 1, size):
-            yield self._ready(self._inputs[order[start : start + size]])
+            index = order[start : start + size]
+            yield self._ready(self._inputs[index]), index
 
     def _full(self, stream: Iterable[tuple[Tensor, Any]]) -> Iterator[Tensor]:
         """Leave out a last batch of less than half the size, unless it is the only one.

@@ -6,11 +6,11 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn, optim
@@ -21,16 +21,23 @@ from shiftmend.adaptations import Adaptation, Epoch
 from shiftmend.devices import device_of
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
-from shiftmend.methods import Method, Objective, Stage
+from shiftmend.methods import Method, Network, Objective, Stage
 from shiftmend.profiles import Profile
 from shiftmend.progress import Progress, progress_bar
-from shiftmend.taps import Tap, tapped
-from shiftmend.verification import Verification, verify_feed
+from shiftmend.selection import Choice
+from shiftmend.signals import observe
+from shiftmend.taps import Entry, Tap, modes, tapped
+from shiftmend.verification import Verification
 
 logger = logging.getLogger(__name__)
 
 VERIFIED_PER_EPOCH = 4096
 """Target samples behind the verification of each epoch; before and after adapting it is all of them."""
+
+
+Keep = Literal["last", "selected"]
+OnEpoch = Callable[[nn.Module, Epoch], None]
+"""Called with the model, in eval mode, and its row of the history: before anything is done, and after each epoch."""
 
 
 class DivergedError(AdaptationError):
@@ -45,9 +52,9 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
-def enter_adapting_modes(model: nn.Module) -> None:
+def enter_adapting_modes(model: nn.Module, dropout: bool = False) -> None:
     """BatchNorm on the statistics of the batch, which it also tracks; everything else in eval mode, dropout off."""
-    model.eval()
+    model.train(dropout)
     for module in model.modules():
         # a recurrent layer differentiates on CUDA in train mode only; its dropout is off for the run
         if isinstance(module, _BatchNorm | nn.RNNBase):
@@ -64,7 +71,9 @@ def fresh_optimiser(model: nn.Module, stage: Stage, momentum: float) -> optim.SG
         parameter.grad = None
         if name in wanted:
             trained.append(parameter)
-    return optim.SGD(trained, lr=stage.learning_rate, momentum=momentum) if trained else None
+    if not trained:
+        return None
+    return optim.SGD(trained, lr=stage.learning_rate, momentum=momentum, weight_decay=stage.weight_decay)
 
 
 def settle(model: nn.Module, like: nn.Module) -> nn.Module:
@@ -82,22 +91,26 @@ class Run:
 
     def __init__(
         self,
-        model: nn.Module,
+        network: Network,
         feed: Feed,
         profile: Profile | None,
         method: Method,
         stages: list[Stage],
         *,
         taps: dict[str, Tap],
+        output: Entry,
         seed: int,
         autocast: bool,
+        keep: Keep,
         checkpoint: str | os.PathLike[str] | None,
         manifest: dict[str, Any],
+        on_epoch: OnEpoch | None,
         progress: Progress,
     ) -> None:
-        self.model, self.feed, self.profile, self.method = model, feed, profile, method
-        self.taps = taps
+        self.network, self.feed, self.profile, self.method = network, feed, profile, method
+        self.model, self.taps, self.output = network.model, taps, output
         self.stages, self.seed, self.autocast, self.progress = stages, seed, autocast, progress
+        self.keep, self.on_epoch = keep, on_epoch
         self.path = Path(checkpoint) if checkpoint is not None else None
         self.manifest = manifest
         if self.path is not None:
@@ -109,6 +122,8 @@ class Run:
         self.before: Verification | None = None
         self.history: list[Epoch] = []
         self.good: dict[str, Tensor] = {}
+        self.choice = Choice(entropy_may_decide=not method.minimises_entropy)
+        self.selected: dict[str, Tensor] = {}
 
     def go(self) -> Adaptation:
         """Run to the end, or as far as it gets."""
@@ -117,10 +132,10 @@ class Run:
         status = "finished"
         self._keep()
         try:
-            self.before = self._verify()
-            before = self.before.divergence if self.before else None
-            self.history = resumed.history if resumed else [Epoch(0, "", 0.0, {}, before, 0.0)]
-            with steady(self.model), self.method.prepared(self.model):
+            self.before = observe(self.model, self.feed, self.profile, self.output).verification
+            if resumed is None:
+                self._row(0, "", 0.0, {}, started)
+            with steady(self.model, self.method.dropout), self.method.prepared(self.model):
                 self._all_stages(resumed)
         except KeyboardInterrupt:
             self.model.load_state_dict(self.good, strict=False)
@@ -138,10 +153,27 @@ class Run:
         """Remember the state after the last whole epoch."""
         self.good = tensors_of(self.model)
 
+    def _row(self, number: int, stage: str, rate: float, losses: dict[str, float], started: float) -> None:
+        """Look at the model as it is now, write that down, and see whether it is the one to keep."""
+        seen = observe(self.model, self.feed, self.profile, self.output, VERIFIED_PER_EPOCH)
+        divergence = seen.verification.divergence if seen.verification else None
+        seconds = round(time.perf_counter() - started, 4) if number else 0.0
+        row = Epoch(number, stage, rate, losses, divergence, seconds, seen.marginals, seen.entropy, seen.confidence)
+        self.history.append(row)
+        self._keep()
+        if self.choice.consider(row) and self.keep == "selected":
+            self.selected = self.good
+        if self.on_epoch is not None:
+            with modes(self.model):
+                self.on_epoch(self.model, row)
+
     def _result(self, status: str, started: float) -> Adaptation:
         self.model.eval()
+        if self.selected:
+            self.model.load_state_dict(self.selected, strict=False)
         try:
-            after = self.before if status == "finished" and not self.stages else self._verify()
+            untouched = status == "finished" and not self.stages
+            after = self.before if untouched else observe(self.model, self.feed, self.profile, self.output).verification
         except KeyboardInterrupt:  # the work is done: what is missing is the judgement
             after = None
             logger.warning("the last verification was interrupted; ask shiftmend.verify for it")
@@ -150,8 +182,10 @@ class Run:
                 logger.warning("verification got worse: before %s, after %s", self.before, after)
             elif after.verdict != "restored":
                 logger.warning("the features are %s", after)
+        selected = self.choice.kept.epoch if self.choice.kept is not None else 0
         self.manifest |= {
             "status": status,
+            "selected_epoch": selected,
             "epochs": self._epochs(),
             "seconds": round(time.perf_counter() - started, 3),
             "seconds_in_epochs": round(sum(row.seconds for row in self.history), 3),
@@ -163,15 +197,16 @@ class Run:
             },
             "adapted_weights": fingerprints.weights(self.model),
         }
-        return Adaptation(self.model, self.history, self.manifest, self.before, after)
-
-    def _verify(self, most: int | None = None) -> Verification | None:
-        return verify_feed(self.model, self.feed, self.profile, most) if self.profile is not None else None
+        return Adaptation(self.model, self.history, self.manifest, self.before, after, selected)
 
     def _all_stages(self, resumed: checkpoints.Checkpoint | None) -> None:
         if resumed is not None:
+            self.history = resumed.history
+            for row in self.history:
+                self.choice.consider(row)
             self.model.load_state_dict(resumed.state, strict=False)
             self._keep()
+            self.selected = resumed.selected
             logger.info("going on from %s after epoch %d", self.path, self._epochs())
         objective = self.method.objective(self.profile, self.feed.device)
         total = sum(stage.epochs for stage in self.stages)
@@ -194,7 +229,7 @@ class Run:
         if self.path is None:
             return
         try:
-            checkpoints.save(self.path, self.name, stage, epoch, self.history, self.model, optimiser)
+            checkpoints.save(self.path, self.name, stage, epoch, self.history, self.model, optimiser, self.selected)
         except OSError as error:  # a full disk is no reason to lose the run
             logger.warning("the checkpoint %s could not be written (%s); going on without", self.path, error.strerror)
 
@@ -208,15 +243,18 @@ class Run:
     def _epoch(self, stage: Stage, optimiser: optim.SGD | None, objective: Objective | None) -> None:
         number = self._epochs() + 1
         started = time.perf_counter()
-        enter_adapting_modes(self.model)
+        targets = self._targets() if self.method.by_sample else None
+        enter_adapting_modes(self.model, self.method.dropout)
         sums: dict[str, Tensor] = {}
         batches = 0
         trains = optimiser is not None and objective is not None
         with tapped(self.model, self.taps) as recorder, torch.inference_mode(False), torch.set_grad_enabled(trains):
-            for batch in self.feed.epoch(self.seed, number):
+            for batch, index in self.feed.indexed(self.seed, number):
                 with self._precision():
                     self.model(batch)
                 activations = recorder.read()
+                if targets is not None:
+                    activations["targets"] = targets[index]
                 batches += 1
                 if optimiser is None or objective is None:
                     continue
@@ -242,11 +280,28 @@ class Run:
                 f"{number} ({stage.name}, learning rate {stage.learning_rate:g}); lower the learning rate. The error's "
                 "`adaptation` is the last good state"
             )
-        verified = self._verify(VERIFIED_PER_EPOCH)
-        seconds = round(time.perf_counter() - started, 4)
-        divergence = verified.divergence if verified else None
-        self.history.append(Epoch(number, stage.name, stage.learning_rate, losses, divergence, seconds))
-        self._keep()
+        self._row(number, stage.name, stage.learning_rate, losses, started)
+
+    def _targets(self) -> Tensor:
+        """What the method knows of each sample, in the order of the feed and where its indices lie."""
+        targets = self.method.targets(self.network, self._look)
+        assert self.feed.inputs is not None, "adapt refuses streamed data for such a method"
+        if len(targets) != self.feed.samples:
+            raise AdaptationError(
+                f"{self.method.name} needs one label a sample: there are {len(targets)} for {self.feed.samples} samples"
+            )
+        return targets.to(self.feed.device)
+
+    def _look(self, taps: Mapping[str, Tap]) -> dict[str, Tensor]:
+        seen: dict[str, list[Tensor]] = {name: [] for name in taps}
+        with torch.no_grad(), modes(self.model), tapped(self.model, taps) as recorder:
+            self.model.eval()
+            for batch in self.feed.batches():
+                with self._precision():
+                    self.model(batch)
+                for name, values in recorder.read().items():
+                    seen[name].append(values)
+        return {name: torch.cat(parts) for name, parts in seen.items()}
 
     def _precision(self) -> Any:
         if not self.autocast:
@@ -274,14 +329,15 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def steady(model: nn.Module) -> Iterator[None]:
+def steady(model: nn.Module, dropout: bool = False) -> Iterator[None]:
     """What has to hold for the length of a run, whatever the method, and is undone at its end.
 
     BatchNorm that averages over everything it has ever seen would hardly notice the target; it gets the usual
-    momentum. Recurrent layers, which run in train mode, lose their dropout.
+    momentum. Recurrent layers, which run in train mode, lose their dropout unless the method wants it.
     """
     averaging = [module for module in batch_norms(model) if module.momentum is None]
-    recurrent = [(module, module.dropout) for module in model.modules() if isinstance(module, nn.RNNBase)]
+    layers = [module for module in model.modules() if isinstance(module, nn.RNNBase) and not dropout]
+    recurrent = [(layer, layer.dropout) for layer in layers]
     try:
         for norm in averaging:
             norm.momentum = 0.1
@@ -291,8 +347,8 @@ def steady(model: nn.Module) -> Iterator[None]:
     finally:
         for norm in averaging:
             norm.momentum = None
-        for layer, dropout in recurrent:
-            layer.dropout = dropout
+        for layer, own in recurrent:
+            layer.dropout = own
 
 
 def _note(row: Epoch) -> str:

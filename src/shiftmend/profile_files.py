@@ -20,23 +20,26 @@ from torch import Tensor
 
 from shiftmend.errors import ProfileError, ShiftmendError
 from shiftmend.fingerprints import InputSummary
+from shiftmend.gaussians import FullGaussian, MarginalGaussian
 from shiftmend.histograms import Bins
 from shiftmend.presets import PRESETS
 from shiftmend.profiles import Profile
 from shiftmend.statistics import MOST_WEIGHTS, Histogram, Projector, Slices
 from shiftmend.taps import Tap
 
-SCHEMA = 1
+SCHEMA = 2
 MOST_BYTES = 64 << 20
 _MOST_HEADER = 4 << 20
 _NO_SUM = "0" * 64
 _SUM = "[0-9a-f]{64}"
+_SPREADS = {MarginalGaussian.kind: "variance", FullGaussian.kind: "covariance"}
 _ROW_TOLERANCE = 1e-3  # float32 counts of millions of samples
 
 
 def encode(profile: Profile) -> bytes:
     """The content of the file."""
     tensors: dict[str, Tensor] = {"features.mean": profile.mean, "features.deviation": profile.deviation}
+    tensors |= _gaussian_tensors(profile.gaussian)
     for group, histograms in (
         ("tap", profile.taps),
         ("slices", {name: part.histogram for name, part in profile.slices.items()}),
@@ -50,11 +53,18 @@ def encode(profile: Profile) -> bytes:
         "preset": profile.preset,
         "bins": {"count": bins.count, "layout": bins.layout, "temperature": bins.temperature},
         "taps": {
-            name: {"spec": str(tap), "entry": tap.entry, "samples": profile.taps[name].samples}
+            name: {
+                "kind": profile.taps[name].kind,
+                "spec": str(tap),
+                "entry": tap.entry,
+                "samples": profile.taps[name].samples,
+            }
             for name, tap in profile.specs.items()
         },
+        "gaussian": {"kind": profile.gaussian.kind, "samples": profile.gaussian.samples},
         "slices": {
-            name: {"seed": part.seed, "samples": part.histogram.samples} for name, part in profile.slices.items()
+            name: {"kind": part.kind, "seed": part.seed, "samples": part.samples}
+            for name, part in profile.slices.items()
         },
         "architecture": profile.architecture,
         "weights": profile.weights,
@@ -150,7 +160,15 @@ def _metadata(content: bytes) -> dict[str, str]:
 
 def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     bins = _bins(facts["bins"])
-    expected = {"features.mean", "features.deviation"} | {
+    for group, kind in (("taps", Histogram.kind), ("slices", Slices.kind)):
+        for name, entry in facts[group].items():
+            if entry["kind"] != kind:
+                raise ProfileError(f"{name!r} is of the kind {reprlib.repr(entry['kind'])}, expected {kind!r}")
+    spread = _SPREADS.get(facts["gaussian"]["kind"])
+    if spread is None:
+        kind = reprlib.repr(facts["gaussian"]["kind"])
+        raise ProfileError(f"its Gaussian is of the kind {kind}, expected one of {', '.join(_SPREADS)}")
+    expected = {"features.mean", "features.deviation", "gaussian.mean", f"gaussian.{spread}"} | {
         f"{group}.{name}.{part}"
         for group, names in (("tap", facts["taps"]), ("slices", facts["slices"]))
         for name in names
@@ -181,6 +199,7 @@ def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
         raise ProfileError(f"its slices need more than {MOST_WEIGHTS:,} weights")
     return Profile(
         taps=taps,
+        gaussian=_gaussian(facts["gaussian"], tensors, units),
         mean=mean,
         deviation=deviation,
         slices={
@@ -196,6 +215,29 @@ def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
         inputs_seen=_whole(facts["inputs_seen"], "the number of inputs", 1, (1 << 53) - 1),
         library=_text(facts["library"], "library", "[ -~]{1,64}"),
     )
+
+
+def _gaussian_tensors(gaussian: MarginalGaussian | FullGaussian) -> dict[str, Tensor]:
+    """A covariance is symmetric: only its upper triangle is stored, row by row."""
+    if isinstance(gaussian, MarginalGaussian):
+        return {"gaussian.mean": gaussian.mean.clone(), "gaussian.variance": gaussian.variance.clone()}
+    rows, columns = torch.triu_indices(*gaussian.covariance.shape)
+    return {"gaussian.mean": gaussian.mean.clone(), "gaussian.covariance": gaussian.covariance[rows, columns]}
+
+
+def _gaussian(facts: dict[str, Any], tensors: dict[str, Tensor], units: int) -> MarginalGaussian | FullGaussian:
+    samples = _whole(facts["samples"], "the number of samples of the Gaussian", 1, (1 << 53) - 1)
+    mean, spread = tensors["gaussian.mean"], tensors[f"gaussian.{_SPREADS[facts['kind']]}"]
+    full = facts["kind"] == FullGaussian.kind
+    if mean.shape != (units,) or spread.shape != ((units * (units + 1)) // 2 if full else units,):
+        raise ProfileError("its Gaussian is not of as many units as the features")
+    if not full:
+        return MarginalGaussian(mean, spread, samples)
+    rows, columns = torch.triu_indices(units, units)
+    covariance = torch.empty(units, units)
+    covariance[rows, columns] = spread
+    covariance[columns, rows] = spread
+    return FullGaussian(mean, covariance, samples)
 
 
 def _bins(cut: dict[str, Any]) -> Bins:
@@ -245,6 +287,7 @@ def problems(profile: Profile) -> list[str]:
         found.append("the features' deviation is negative")
     elif bool((profile.deviation == 0)[profile.taps["features"].usable].any()):
         found.append("the features' deviation is zero in a unit that varied")
+    found += _gaussian_problems(profile)
     samples = profile.taps["features"].samples
     if any(part.histogram.samples != samples for part in profile.slices.values()):
         found.append(f"its slices are not of the {samples} samples of the features")
@@ -256,6 +299,18 @@ def problems(profile: Profile) -> list[str]:
     for name, histogram in parts.items():
         found += [f"{name}: {problem}" for problem in _histogram_problems(histogram)]
     return found
+
+
+def _gaussian_problems(profile: Profile) -> list[str]:
+    gaussian, features = profile.gaussian, profile.taps["features"]
+    spread = gaussian.covariance if isinstance(gaussian, FullGaussian) else gaussian.variance
+    if not bool(torch.isfinite(gaussian.mean).all() & torch.isfinite(spread).all()):
+        return ["the Gaussian's mean or variance is not finite"]
+    if bool((gaussian.variance < 0).any()) or bool((gaussian.variance == 0)[features.usable].any()):
+        return ["the Gaussian's variance is zero in a unit that varied, or negative"]
+    if gaussian.samples != features.samples:
+        return [f"its Gaussian is not of the {features.samples} samples of the features"]
+    return []
 
 
 def _slices_of(preset: str) -> tuple[str, ...]:

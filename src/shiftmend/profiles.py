@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from shiftmend.devices import placed, resolve_device
 from shiftmend.errors import ProfileError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
+from shiftmend.gaussians import CovarianceTracker, FullGaussian, MarginalGaussian
 from shiftmend.histograms import Bins, usable_units
 from shiftmend.presets import Preset
 from shiftmend.presets import preset as find_preset
@@ -33,17 +34,22 @@ KEEP_BYTES = 2 << 30
 """Activations up to this size are kept, so that the network runs once instead of three times."""
 
 Samples = dict[str, Tensor]
+Gaussian = Literal["marginal", "full"]
+MOST_CORRELATED = 4096
+"""Features whose covariance is stored at most: 32 MiB."""
 
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Soft histograms of every tap, slices of the features, and what they belong to.
+    """Soft histograms of every tap, a Gaussian and slices of the features, and what they belong to.
 
     `slices["verification"]` is for judging and is never aligned; `slices["alignment"]` is there for the preset
-    `sliced` alone. `mean` and `deviation` standardise the features before they are sliced.
+    `sliced` alone. `mean` and `deviation` standardise the features before they are sliced, and stay what they were when
+    profiles are merged; the moments of all samples are those of `gaussian`.
     """
 
     taps: dict[str, Histogram]
+    gaussian: MarginalGaussian | FullGaussian
     mean: Tensor
     deviation: Tensor
     slices: dict[str, Slices]
@@ -71,17 +77,18 @@ class Profile:
 
     def merge(self, other: Profile) -> Profile:
         """The profile of both samples, if the second was collected with `like=` the first."""
-        mine = (self.preset, self.specs, self.architecture, self.weights, sorted(self.slices))
-        if mine != (other.preset, other.specs, other.architecture, other.weights, sorted(other.slices)):
+        mine, theirs = (
+            (one.preset, one.specs, one.architecture, one.weights, sorted(one.slices), one.gaussian.kind)
+            for one in (self, other)
+        )
+        if mine != theirs:
             raise ProfileError("these profiles are of different models, taps or presets and cannot be merged")
         return replace(
             self,
             inputs_seen=self.inputs_seen + other.inputs_seen,
             taps={name: tap.merge(other.taps[name]) for name, tap in self.taps.items()},
-            slices={
-                name: replace(own, histogram=own.histogram.merge(other.slices[name].histogram))
-                for name, own in self.slices.items()
-            },
+            gaussian=_merged(self.gaussian, other.gaussian),
+            slices={name: own.merge(other.slices[name]) for name, own in self.slices.items()},
         )
 
     def to_bytes(self) -> bytes:
@@ -131,6 +138,7 @@ class Profile:
         for name, tap in self.taps.items():
             dead = f", {self.unusable[name]} constant and left out" if self.unusable[name] else ""
             lines.append(f"  {name:<11} {tap.units} units at {str(self.specs[name])!r}{dead}")
+        lines.append(f"  moments     {self.gaussian.kind} of the features")
         lines += [f"  slices      {s.histogram.units} for {name}" for name, s in self.slices.items()]
         lines.append(f"  model       architecture {self.architecture[:12]}, weights {self.weights[:12]}")
         return "\n".join(lines)
@@ -145,6 +153,7 @@ def profile(
     head: str | None = None,
     taps: Mapping[str, str | Tap] | None = None,
     output: Entry = None,
+    gaussian: Gaussian | None = None,
     like: Profile | None = None,
     batch_size: int | None = None,
     preprocess: Preprocess | None = None,
@@ -157,12 +166,16 @@ def profile(
     The model runs in eval mode and gets its own modes back. One pass is enough where the activations at the taps fit
     into `keep_bytes`; otherwise the network runs three times (ranges, counts, slices) with the same result. With
     `like`, the ranges and slices of another profile are used, and the two can be merged. The preset is `reference`
-    unless another is named.
+    unless another is named. `gaussian="full"` stores the covariance of the features too, which the method `full-gauss`
+    needs: four bytes for each pair of features.
     """
     model = unwrap(model)
     place = resolve_device(device, model)
-    if like is not None and (preset is not None or bins is not None or taps is not None or head is not None):
-        raise ProfileError("like= brings preset, bins and taps of the other profile; leave them out beside it")
+    if like is not None and any(part is not None for part in (preset, bins, taps, head, gaussian)):
+        raise ProfileError("like= brings preset, bins, taps and kind of Gaussian with it; leave them out beside it")
+    if gaussian not in (None, *get_args(Gaussian)):
+        raise ProfileError(f"unknown kind of Gaussian {gaussian!r}, expected 'marginal' or 'full'")
+    full = isinstance(like.gaussian, FullGaussian) if like else gaussian == "full"
     chosen = find_preset(like.preset if like else preset or "reference")
     cut = like.bins if like else bins or chosen.bins
     feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, what="source data")
@@ -175,7 +188,14 @@ def profile(
         model.eval()
         specs = trace(model, feed.first(2), head=head, taps=like.specs if like else taps, output=output).taps
         passes = _Passes(model, feed, specs, keep_bytes, bar.advance)
-        frame = _frame(_ranges(passes, specs), chosen, like)
+        trackers = _ranges(passes, specs)
+        frame = _frame(trackers, chosen, like)
+        if full and len(frame.mean) > MOST_CORRELATED:
+            raise ProfileError(
+                f"the covariance of {len(frame.mean):,} features is too large to store (at most {MOST_CORRELATED:,}); "
+                "leave out gaussian='full', or tap a smaller layer"
+            )
+        covariance = CovarianceTracker() if full else None
         projectors = {name: part.to(place) for name, part in frame.projectors.items()}
         counters = {
             name: CountTracker(low.to(place), high.to(place), cut) for name, (low, high) in frame.ranges.items()
@@ -184,6 +204,8 @@ def profile(
         for samples in passes():
             for name, counter in counters.items():
                 counter.update(samples[name])
+            if covariance is not None:
+                covariance.update(samples["features"])
             for name, projector in projectors.items():
                 reach[name].update(projector(samples["features"]))
         slice_ranges = {name: (tracker.low, tracker.high) for name, tracker in reach.items()}
@@ -198,6 +220,7 @@ def profile(
 
     result = Profile(
         taps={name: counter.histogram() for name, counter in counters.items()},
+        gaussian=trackers["features"].gaussian() if covariance is None else covariance.gaussian(),
         mean=frame.mean,
         deviation=frame.deviation,
         slices={
@@ -216,6 +239,15 @@ def profile(
             units = result.taps[name].units
             logger.info("%d of %d units at %r were constant on the source and are left out", count, units, name)
     return result
+
+
+def _merged(
+    one: MarginalGaussian | FullGaussian, other: MarginalGaussian | FullGaussian
+) -> MarginalGaussian | FullGaussian:
+    if isinstance(one, FullGaussian) and isinstance(other, FullGaussian):
+        return one.merge(other)
+    assert isinstance(one, MarginalGaussian) and isinstance(other, MarginalGaussian)  # noqa: PT018
+    return one.merge(other)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """What a profile stores about a tap: a soft histogram of each unit, and slices of all units together.
 
-Shared by the profile and by `StatsLayer`, so that there is one way to track a range, to count and to compare.
+Shared by the profile and by `StatsLayer`, so that there is one way to track a range, to count and to compare. The two
+other kinds of `Statistic`, Gaussians, are in `gaussians.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar, Protocol, Self
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shiftmend.errors import ProfileError
+from shiftmend.gaussians import MarginalGaussian
 from shiftmend.histograms import Bins, Divergence, Form, divergence, soft_histogram, usable_units
 
 _NUMBERS_AT_ONCE = 1 << 20
@@ -22,10 +25,33 @@ MOST_WEIGHTS = 1 << 26
 """Of all slices of a profile together: they are rebuilt from their seeds, 16 bytes each at most."""
 
 
+class Statistic(Protocol):
+    """Anything a profile can store about a tap.
+
+    A tracker collects it over batches (`CountTracker`, `CovarianceTracker`, ...), two of them merge to that of both
+    samples, and a batch of values `[N, D]` has a divergence to it. The profile's file carries the kind of each.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def samples(self) -> int: ...
+
+    def to(self, device: torch.device) -> Self: ...
+
+    def merge(self, other: Self) -> Self: ...
+
+    def divergence(self, values: Tensor) -> Tensor:
+        """Of a batch of values to the source: one number, with a gradient."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Histogram:
     """Soft counts `[D, B]` (each row sums to `samples`) over the range `low` to `high` `[D]` of each unit."""
 
+    kind: ClassVar[str] = "soft-histogram"
     counts: Tensor
     low: Tensor
     high: Tensor
@@ -59,14 +85,18 @@ class Histogram:
         """The normalised counts of other values `[N, D]` in the bins of this histogram."""
         return soft_histogram(values, self.low, self.high, self.bins, form=form)
 
-    def divergence(self, target: Tensor, kind: Divergence = "psi") -> Tensor:
+    def per_unit(self, target: Tensor, kind: Divergence = "psi") -> Tensor:
         """Divergence of each unit to normalised `target` counts; zero, without a gradient, where unusable."""
         per_unit = divergence(self.probabilities.to(target.dtype), target, kind)
         return torch.where(self.usable, per_unit, torch.zeros((), dtype=per_unit.dtype, device=per_unit.device))
 
     def mean_divergence(self, target: Tensor, kind: Divergence = "psi") -> Tensor:
         """Mean over usable units (zero if there is none)."""
-        return self.divergence(target, kind).sum() / max(1, self.usable_count)
+        return self.per_unit(target, kind).sum() / max(1, self.usable_count)
+
+    def divergence(self, values: Tensor, kind: Divergence = "psi") -> Tensor:
+        """Mean divergence over usable units of values `[N, D]` of the tap."""
+        return self.mean_divergence(self.of(values), kind)
 
     def merge(self, other: Histogram) -> Histogram:
         """The histogram of both samples; their ranges and bins must be the same."""
@@ -110,6 +140,10 @@ class RangeTracker:
     @property
     def deviation(self) -> Tensor:
         return (self.squares / max(1, self.samples)).sqrt()
+
+    def gaussian(self) -> MarginalGaussian:
+        variance = self.squares / max(1, self.samples - 1)
+        return MarginalGaussian(self.mean.float().cpu(), variance.float().cpu(), self.samples)
 
 
 class CountTracker:
@@ -192,13 +226,24 @@ class Projector:
 class Slices:
     """Histograms of random projections of a tap: they see the joint distribution, where marginals cannot."""
 
+    kind: ClassVar[str] = "sliced-histogram"
     histogram: Histogram
     seed: int
     projector: Projector
 
+    @property
+    def samples(self) -> int:
+        return self.histogram.samples
+
     def to(self, device: torch.device) -> Slices:
         return Slices(self.histogram.to(device), self.seed, self.projector.to(device))
 
+    def merge(self, other: Slices) -> Slices:
+        """The slices of both samples, if they were taken in the same directions."""
+        if self.seed != other.seed or not torch.equal(self.projector.weight, other.projector.weight):
+            raise ProfileError("these slices were taken in different directions; collect the second with like=first")
+        return Slices(self.histogram.merge(other.histogram), self.seed, self.projector)
+
     def divergence(self, values: Tensor, kind: Divergence = "psi") -> Tensor:
         """Mean divergence over slices of values `[N, D]` of the tap."""
-        return self.histogram.mean_divergence(self.histogram.of(self.projector(values)), kind)
+        return self.histogram.divergence(self.projector(values), kind)

@@ -113,8 +113,7 @@ class StatsLayer(nn.Module):
         """Mean divergence over units between the last batch and the stored statistics."""
         if self._last is None:
             raise ShiftmendError("there is no batch to compare: track('align'), then run a forward pass")
-        stored = self.histogram()
-        return stored.mean_divergence(stored.of(self._last), kind)
+        return self.histogram().divergence(self._last, kind)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         stored = state_dict.get(f"{prefix}cut")

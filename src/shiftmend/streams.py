@@ -16,7 +16,7 @@ from shiftmend.engine import examine, fitting_profile
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.loop import batch_norms, enter_adapting_modes, fresh_optimiser, settle, steady, still_finite, tensors_of
-from shiftmend.methods import Method
+from shiftmend.methods import METHODS, Method
 from shiftmend.methods import method as make_method
 from shiftmend.profiles import Profile
 from shiftmend.statistics import CountTracker, Slices
@@ -100,8 +100,6 @@ class Stream:
         sample = Feed(inputs[:2], device=self.device, what="batch")
         network, taps = examine(self._model, sample, self.profile, self.method, None, self.output)
         stages = self.method.stages(network, self.profile)
-        if len(stages) > 1:
-            raise AdaptationError(f"{self.method.name} goes through stages, which a stream has no end to; use fr")
         if stages:
             self._optimiser = fresh_optimiser(self._model, stages[0], self.method.momentum)
         if self.profile is not None:
@@ -160,6 +158,9 @@ def stream(
     number of batches behind `verification`.
     """
     chosen = make_method(method, **options)
+    if not chosen.online:
+        able = ", ".join(name for name, kind in METHODS.items() if kind.online)
+        raise AdaptationError(f"{chosen.name} needs the whole of the data, which a stream never is; use one of {able}")
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise DataError(f"the window must be a whole number of batches, at least 1, got {window!r}")
     model = unwrap(model)

@@ -192,7 +192,20 @@ def test_fr_on_a_model_without_normalisation() -> None:
 
 
 def test_methods_by_name() -> None:
-    assert list(METHODS) == ["source-only", "adabn", "pl", "shot-im", "tent", "bnm", "bnm-im", "fr", "bufr"]
+    assert list(METHODS) == [
+        "source-only",
+        "adabn",
+        "pl",
+        "shot-im",
+        "shot",
+        "tent",
+        "bnm",
+        "bnm-im",
+        "full-gauss",
+        "fr",
+        "bufr",
+        "target-supervised",
+    ]
     made = method("bufr", epochs_per_block=5)
     assert method(made) is made
     with pytest.raises(AdaptationError, match="when making it"):

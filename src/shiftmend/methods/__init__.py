@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from shiftmend.errors import AdaptationError
@@ -11,13 +11,17 @@ from shiftmend.methods.base import Method, Network, Objective, Stage
 from shiftmend.methods.bnm import BNM, BNMIM
 from shiftmend.methods.bufr import BUFR
 from shiftmend.methods.fr import FR
+from shiftmend.methods.full_gauss import FullGauss
 from shiftmend.methods.pl import PL
+from shiftmend.methods.shot import SHOT
 from shiftmend.methods.shot_im import SHOTIM
 from shiftmend.methods.source_only import SourceOnly
+from shiftmend.methods.target_supervised import TargetSupervised
 from shiftmend.methods.tent import TENT
 
 METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (SourceOnly, AdaBN, PL, SHOTIM, TENT, BNM, BNMIM, FR, BUFR)
+    method.name: method
+    for method in (SourceOnly, AdaBN, PL, SHOTIM, SHOT, TENT, BNM, BNMIM, FullGauss, FR, BUFR, TargetSupervised)
 }
 
 
@@ -35,6 +39,9 @@ def method(name: str | Method, **options: Any) -> Method:
     if unknown:
         has = f"it has {', '.join(known)}" if known else "it has none"
         raise AdaptationError(f"method {name!r} has no option {unknown[0]!r}; {has}")
+    missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in options]
+    if missing:
+        raise AdaptationError(f"method {name!r} needs {missing[0]!r}, e.g. adapt(..., {missing[0]}={missing[0]})")
     return kind(**options)
 
 
@@ -45,13 +52,16 @@ __all__ = [
     "FR",
     "METHODS",
     "PL",
+    "SHOT",
     "SHOTIM",
     "TENT",
     "AdaBN",
+    "FullGauss",
     "Method",
     "Network",
     "Objective",
     "SourceOnly",
     "Stage",
+    "TargetSupervised",
     "method",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -15,23 +15,42 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shiftmend.blocks import Block
 from shiftmend.errors import AdaptationError
 from shiftmend.profiles import Profile
+from shiftmend.taps import Tap
 
 Activations = Mapping[str, Tensor]
 Objective = Callable[[Activations], dict[str, Tensor]]
 """Turns the activations of one batch into named terms, whose sum is minimised."""
+Look = Callable[[Mapping[str, Tap]], dict[str, Tensor]]
+"""Runs the network over the whole target in eval mode and gives what the taps saw, in the order of the samples."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """What a method may know about a model: its bottom-up blocks, and the model for what else it needs."""
+    """What a method may know about a model: its bottom-up blocks, its taps, and the model for what else it needs."""
 
     model: nn.Module
     blocks: tuple[Block, ...]
+    taps: Mapping[str, Tap] = field(default_factory=dict)
+    head: str = ""
 
     @property
     def below_features(self) -> tuple[str, ...]:
         """Parameters of all blocks: everything but the classifier."""
         return tuple(name for block in self.blocks for name in block.parameters)
+
+    @property
+    def below_head(self) -> tuple[str, ...]:
+        """Parameters of everything but the last layer: with those between the features and it."""
+        return tuple(
+            name
+            for name, parameter in self.model.named_parameters()
+            if parameter.is_floating_point() and not name.startswith(f"{self.head}.")
+        )
+
+    @property
+    def embedding(self) -> Tap:
+        """Where classes form clusters: what the model names in `shiftmend_embedding`, or what its head reads."""
+        return Tap.parse("embedding", getattr(self.model, "shiftmend_embedding", f"{self.head}:input"))
 
     @property
     def layerwise(self) -> bool:
@@ -57,6 +76,7 @@ class Stage:
     epochs: int
     learning_rate: float = 0.0
     parameters: tuple[str, ...] = ()
+    weight_decay: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +88,14 @@ class Method:
     """Whether gradients are involved at all; what does not train takes any model."""
     needs_profile: ClassVar[bool] = False
     momentum: ClassVar[float] = 0.9
+    online: ClassVar[bool] = True
+    """Whether it can learn from a stream: one stage, and nothing to know of the samples beforehand."""
+    by_sample: ClassVar[bool] = False
+    """Whether its loss reads `activations["targets"]`: something known of each sample, see `targets`."""
+    dropout: ClassVar[bool] = False
+    """Whether dropout is on while it trains."""
+    minimises_entropy: ClassVar[bool] = False
+    """Whether it makes predictions certain by itself, so that their certainty says nothing about its success."""
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         """What to train, in order; none at all leaves the model as it is."""
@@ -80,6 +108,10 @@ class Method:
     def taps(self, profile: Profile | None) -> tuple[str, ...]:
         """Taps whose activations the objective reads."""
         return ()
+
+    def targets(self, network: Network, look: Look) -> Tensor:
+        """One entry a sample, made anew before each epoch; only for methods that are `by_sample`."""
+        raise NotImplementedError
 
     @contextmanager
     def prepared(self, model: nn.Module) -> Iterator[None]:

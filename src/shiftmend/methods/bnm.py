@@ -8,28 +8,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shiftmend.gaussians import FullGaussian
 from shiftmend.methods.base import Activations, Network, Objective, Stage, check_positive
 from shiftmend.methods.entropies import Prediction, information_maximisation
 from shiftmend.profiles import Profile
 
 
-def gaussian_divergence(values: Tensor, mean: Tensor, variance: Tensor, usable: Tensor) -> Tensor:
-    """Mean over usable units of KL(N_source || N_batch), from the batch's mean and unbiased variance.
-
-    (1 / 2D) sum of ln(v_b / v_s) + (v_s + (m_s - m_b)^2) / v_b - 1. A variance is never taken as smaller than a
-    millionth of the source's, so that a unit that is dead on the target gives a large loss instead of NaN.
-    """
-    values = values.float()[:, usable]
-    mean, variance = mean[usable], variance[usable]
-    batch_mean = values.mean(0)
-    batch_variance = torch.maximum(values.var(0, unbiased=True), 1e-6 * variance)
-    ratio = (variance + (mean - batch_mean).square()) / batch_variance
-    return 0.5 * (torch.log(batch_variance / variance) + ratio - 1).mean()
-
-
 @dataclass(frozen=True, kw_only=True)
 class BNM(Prediction):
-    """The paper's "Marg. Gauss.": each feature as a Gaussian, described by the profile's mean and deviation.
+    """The paper's "Marg. Gauss.": each feature as a Gaussian, KL(source || batch).
 
     The reference implementation takes the source's moments from the running statistics of the BatchNorm behind the
     features, which saw dropout; the profile's were measured in eval mode, and need no BatchNorm.
@@ -46,12 +33,13 @@ class BNM(Prediction):
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:
         assert profile is not None
-        mean, variance = profile.mean.to(device), profile.deviation.square().to(device)
+        stored = profile.gaussian.marginal() if isinstance(profile.gaussian, FullGaussian) else profile.gaussian
         # positions instead of a mask: picking by a mask would wait for the device at each batch
-        usable = profile.taps["features"].usable.nonzero()[:, 0].to(device)
+        usable = profile.taps["features"].usable.nonzero()[:, 0]
+        home, units = stored.of_units(usable).to(device), usable.to(device)
 
         def losses(activations: Activations) -> dict[str, Tensor]:
-            return {"features": gaussian_divergence(activations["features"], mean, variance, usable)}
+            return {"features": home.divergence(activations["features"][:, units])}
 
         return losses
 
@@ -61,6 +49,7 @@ class BNMIM(BNM):
     """Information maximisation plus `weight` times BNM."""
 
     name: ClassVar[str] = "bnm-im"
+    minimises_entropy: ClassVar[bool] = True
     weight: float = 10.0
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ class BUFR(Alignment):
     """
 
     name: ClassVar[str] = "bufr"
+    online: ClassVar[bool] = False
     staged_rate: ClassVar[float] = 0.1
     epochs_per_block: int = 30
     decay: float | None = None

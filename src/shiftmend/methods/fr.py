@@ -58,9 +58,8 @@ class Alignment(Method):
         def losses(activations: Activations) -> dict[str, Tensor]:
             terms = {}
             for name, home in homes.items():
-                per_unit = home.divergence(home.of(activations[name]), kind)
-                divisor = max(1, home.usable_count) if chosen.reduction == "mean" else 1
-                terms[name] = per_unit.sum() / divisor
+                mean = home.divergence(activations[name], kind)
+                terms[name] = mean if chosen.reduction == "mean" else mean * home.usable_count
             if slices is not None:
                 terms["slices"] = self.slice_weight * slices.divergence(activations["features"], kind)
             return terms

@@ -22,6 +22,7 @@ class PL(Prediction):
     """
 
     name: ClassVar[str] = "pl"
+    minimises_entropy: ClassVar[bool] = True
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         everything = tuple(name for name, p in network.model.named_parameters() if p.is_floating_point())

@@ -22,6 +22,7 @@ class SHOTIM(Prediction):
     """
 
     name: ClassVar[str] = "shot-im"
+    minimises_entropy: ClassVar[bool] = True
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         return [Stage("all blocks", self.epochs, self.rate(network), network.below_features)]

@@ -23,6 +23,7 @@ class TENT(Prediction):
     """
 
     name: ClassVar[str] = "tent"
+    minimises_entropy: ClassVar[bool] = True
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         norms = {name for name, module in network.model.named_modules() if isinstance(module, _BatchNorm)}

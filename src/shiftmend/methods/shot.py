@@ -1,0 +1,80 @@
+"""SHOT (Liang et al., 2020): information maximisation, and pseudo-labels from the nearest class centroid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shiftmend.errors import AdaptationError
+from shiftmend.methods.base import Activations, Look, Network, Objective, Stage, check_positive
+from shiftmend.methods.entropies import Prediction, information_maximisation
+from shiftmend.profiles import Profile
+
+
+def centroid_labels(embedding: Tensor, logits: Tensor) -> Tensor:
+    """The class of the nearest centroid for each of N samples, by cosine, refined once.
+
+    Embeddings `[N, D]` get a constant 1 appended and unit length. Centroids are first means weighted by the predicted
+    probabilities, then means of the samples assigned to them. Classes that are predicted for no sample are left out,
+    and so is one that loses all its samples on the way.
+    """
+    probabilities = torch.softmax(logits.float(), dim=1)
+    ones = torch.ones(len(embedding), 1, device=embedding.device)
+    points = functional.normalize(torch.cat([embedding.float(), ones], dim=1), dim=1)
+    classes = probabilities.shape[1]
+    present = functional.one_hot(probabilities.argmax(1), classes).sum(0) > 0
+    labels = _nearest(points, probabilities, present)
+    assigned = functional.one_hot(labels, classes).to(points.dtype)
+    return _nearest(points, assigned, present & (assigned.sum(0) > 0))
+
+
+def _nearest(points: Tensor, weights: Tensor, allowed: Tensor) -> Tensor:
+    centroids = (weights.T @ points) / (weights.sum(0)[:, None] + 1e-8)
+    similarity = points @ functional.normalize(centroids, dim=1).T
+    return similarity.masked_fill(~allowed, -torch.inf).argmax(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SHOT(Prediction):
+    """Information maximisation plus `weight` times the cross-entropy to centroid pseudo-labels.
+
+    The labels are made anew before each epoch, in eval mode, and each batch gets those of its own samples (in the
+    reference implementation MNIST's are mixed up). Everything but the head is trained, also the BatchNorm in front of
+    it. As in the reference implementation the rate is constant, without Nesterov momentum or weight decay, and the
+    weight is 0.1; the original has 0.3 and a decaying rate. SHOT expects a source model of its own, trained with label
+    smoothing 0.1 and a weight-normalised head; it takes any.
+    """
+
+    name: ClassVar[str] = "shot"
+    online: ClassVar[bool] = False
+    by_sample: ClassVar[bool] = True
+    minimises_entropy: ClassVar[bool] = True
+    weight: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self.weight, "the weight of the pseudo-labels")
+
+    def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
+        return [Stage("all but the head", self.epochs, self.rate(network), network.below_head)]
+
+    def targets(self, network: Network, look: Look) -> Tensor:
+        seen = look({"embedding": network.embedding, "logits": network.taps["logits"]})
+        if len(seen["embedding"]) != len(seen["logits"]):
+            raise AdaptationError(
+                f"shot needs one embedding and one prediction a sample, but {network.embedding!s} gives "
+                f"{len(seen['embedding'])} for {len(seen['logits'])}; name another module in `shiftmend_embedding`"
+            )
+        return centroid_labels(seen["embedding"], self.logits(seen))
+
+    def objective(self, profile: Profile | None, device: torch.device) -> Objective:
+        def losses(activations: Activations) -> dict[str, Tensor]:
+            logits = self.logits(activations).float()
+            labelled = functional.cross_entropy(logits, activations["targets"])
+            return {"logits": information_maximisation(logits), "pseudo-labels": self.weight * labelled}
+
+        return losses
