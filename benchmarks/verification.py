@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import shiftmend
 from shiftmend import data, shifts
-from shiftmend.demo import preprocess
+from shiftmend.data.preprocessing import signed as preprocess
 from shiftmend.files import write_atomically
 from shiftmend.models import build
 

@@ -8,6 +8,7 @@ import torch
 
 import shiftmend
 from shiftmend import demo
+from shiftmend.data.digits import enlarged_digits
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_the_demo_says_and_writes_what_it_promises(tmp_path: Path) -> None:
 
 
 def test_digits_are_real_and_upright() -> None:
-    split = demo.digits()
+    split = enlarged_digits()
     assert split.images.shape == (1797, 1, 28, 28)
     zeros = split.images[split.labels == 0].float().mean(0)[0]
     assert zeros[14, 14] < 60 < zeros[14, 6:9].max()  # a ring: dark in the middle

@@ -21,7 +21,8 @@ from torch.nn import functional
 import shiftmend
 from shiftmend import shifts
 from shiftmend.adaptations import Adaptation
-from shiftmend.data.base import Split
+from shiftmend.data.digits import enlarged_digits
+from shiftmend.data.preprocessing import signed as preprocess
 from shiftmend.metrics import Scores
 from shiftmend.models.digit_cnn import DigitCNN
 
@@ -77,23 +78,6 @@ class Report:
         return asdict(self)
 
 
-def digits(size: int = 28) -> Split:
-    """scikit-learn's handwritten digits as uint8 `[1797, 1, size, size]`, enlarged from 8 x 8."""
-    from sklearn.datasets import load_digits
-
-    raw = load_digits()
-    grey = torch.from_numpy(raw.images).float().unsqueeze(1) / 16
-    large = functional.interpolate(grey, size=size, mode="bicubic").clamp(0, 1)
-    large = large.where(large > 0.3, 0.0)  # enlarging smears ink over the paper, which has to be plain black again
-    return Split((large * 255).to(torch.uint8), torch.from_numpy(raw.target).long(), "digits", tuple("0123456789"))
-
-
-def preprocess(images: Tensor) -> Tensor:
-    """8-bit images, grey or in colour, to three channels in [-1, 1]."""
-    scaled = images.float().div_(127.5).sub_(1)
-    return scaled.expand(-1, 3, -1, -1) if images.shape[1] == 1 else scaled
-
-
 def train_source(images: Tensor, labels: Tensor, seed: int, tick: Callable[[], None]) -> nn.Module:
     """The source model: momentum SGD with a cosine schedule, as in the paper."""
     with torch.random.fork_rng(devices=[]):
@@ -128,7 +112,7 @@ def _run(folder: Path, seed: int, say: Callable[..., None] | None) -> Report:
 
     started = time.perf_counter()
     talk = say if say is not None else _silent
-    everything = digits()
+    everything = enlarged_digits()
     assert everything.labels is not None
     order = torch.randperm(len(everything.images), generator=torch.Generator().manual_seed(seed))
     source, target = everything.take(order[:SOURCE]), everything.take(order[SOURCE:])

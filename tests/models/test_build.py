@@ -30,7 +30,9 @@ def test_unknown_name_lists_the_known_ones() -> None:
 
 
 def test_unknown_option_lists_the_known_ones() -> None:
-    with pytest.raises(DataError, match=r"digit-cnn.*'depth'; it takes classes, channels, width, image_size$"):
+    with pytest.raises(
+        DataError, match=r"digit-cnn.*'depth'; it takes classes, channels, width, image_size, weight_norm$"
+    ):
         build("digit-cnn", depth=3)
 
 
@@ -43,3 +45,12 @@ def test_missing_option_is_named() -> None:
 def test_option_of_the_wrong_kind(value: object) -> None:
     with pytest.raises(DataError, match=r"option classes of model resnet18 must be a whole number above 0"):
         build("resnet18", classes=value)  # type: ignore[arg-type]
+
+
+def test_switches_are_true_or_false() -> None:
+    plain, normed = (build("digit-cnn", width=2, weight_norm=value) for value in (False, True))
+    assert "head.weight" in plain.state_dict()
+    assert "head.parametrizations.weight.original0" in normed.state_dict()
+    for value in (1, 0, "true", None):
+        with pytest.raises(DataError, match=r"option weight_norm of model digit-cnn must be true or false"):
+            build("digit-cnn", weight_norm=value)  # type: ignore[arg-type]

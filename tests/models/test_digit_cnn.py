@@ -1,9 +1,12 @@
 """The five-layer network against the paper's sizes, its initialisation, and a forward pass in numpy."""
 
+import copy
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -142,3 +145,73 @@ def test_every_parameter_learns() -> None:
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
     assert model.conv1.weight.grad.any()
+
+
+def weight_normed(seed: int = 0, **options: int) -> DigitCNN:
+    torch.manual_seed(seed)
+    return DigitCNN(classes=5, width=4, weight_norm=True, **options)
+
+
+def test_weight_norm_keeps_pytorchs_initialisation_of_the_head() -> None:
+    torch.manual_seed(3)
+    model = DigitCNN(classes=200, weight_norm=True)
+    weight = model.head.weight
+    # nn.Linear draws from +-1/sqrt(inputs); Xavier's bound is sqrt(6 / (inputs + outputs)), here larger
+    bound = 1 / math.sqrt(128)
+    assert 0.99 * bound < weight.abs().max() <= bound * (1 + 1e-5) < 0.9 * math.sqrt(6 / 328)
+    assert (model.head.bias == 0.01).all()
+    parts = model.head.parametrizations.weight
+    magnitude, rows = parts.original0, parts.original1
+    torch.testing.assert_close(magnitude.flatten(), rows.norm(dim=1))
+    assert magnitude.shape == (200, 1)
+    assert model.linear.weight.abs().max() > 1.5 / math.sqrt(6400)  # everything else is as without
+
+
+def test_weight_norm_computes_length_times_direction() -> None:
+    model = weight_normed().double().eval()
+    parts = model.head.parametrizations.weight
+    with torch.no_grad():
+        parts.original0.copy_(torch.arange(1.0, 6.0).view(5, 1))
+        parts.original1.normal_()
+    hidden = torch.randn(3, 8, dtype=torch.float64)
+    rows = parts.original1.detach().numpy()
+    weight = np.arange(1.0, 6.0)[:, None] * rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    expected = hidden.numpy() @ weight.T + model.head.bias.detach().numpy()
+    with torch.no_grad():
+        np.testing.assert_allclose(model.head(hidden).numpy(), expected, rtol=1e-12)
+
+
+def test_weight_norm_survives_copying_saving_and_training(tmp_path: Path) -> None:
+    model = weight_normed()
+    images = torch.randn(16, 3, 28, 28)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    nn.functional.cross_entropy(model(images), torch.arange(16) % 5).backward()
+    optimiser.step()
+    parts = ("head.parametrizations.weight.original0", "head.parametrizations.weight.original1")
+    assert all(not torch.equal(model.state_dict()[name], before[name]) for name in parts)
+
+    model.eval()
+    copied = copy.deepcopy(model)
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(model.state_dict(), path)
+    loaded = weight_normed(seed=1).eval()
+    loaded.load_state_dict(safetensors.torch.load_file(path))
+    with torch.no_grad():
+        expected = model(images)
+        assert torch.equal(copied(images), expected)
+        assert torch.equal(loaded(images), expected)
+        nn.init.zeros_(copied.head.bias)
+        assert torch.equal(model(images), expected)
+
+
+def test_embedding_is_the_normalised_features() -> None:
+    model = weight_normed().eval()
+    seen: dict[str, Tensor] = {}
+    model.get_submodule(model.shiftmend_embedding).register_forward_hook(
+        lambda module, inputs, output: seen.update(inputs=inputs[0], output=output)
+    )
+    model.linear.register_forward_hook(lambda module, inputs, output: seen.update(features=output))
+    model(torch.randn(4, 3, 28, 28))
+    assert seen["inputs"] is seen["features"]
+    assert seen["output"].shape == (4, 8)

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from shiftmend.__about__ import __version__
-from shiftmend.cli import core, datasets, shifting
+from shiftmend.cli import bench, core, datasets, shifting
 from shiftmend.errors import ShiftmendError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 core.register(app)
 datasets.register(app)
 shifting.register(app)
+bench.register(app)
 
 
 def _version(wanted: bool) -> None:

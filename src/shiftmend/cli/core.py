@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,6 +47,19 @@ Taps = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
 
 
+def by_all_processes(command: Callable[..., None]) -> Callable[..., None]:
+    """Under `torchrun` the processes share the work of this command; the first of them writes and prints."""
+
+    @functools.wraps(command)
+    def shared(**arguments: Any) -> None:
+        from shiftmend.distributed import started_by_torchrun
+
+        with started_by_torchrun():
+            command(**arguments)
+
+    return shared
+
+
 def register(app: typer.Typer) -> None:
     for command in (demo, profile, inspect, blocks, adapt, verify, evaluate):
         app.command()(command)
@@ -63,6 +78,7 @@ def demo(
         print(json.dumps(report.to_json()))
 
 
+@by_all_processes
 def profile(
     model: Model,
     data: Data,
@@ -84,6 +100,7 @@ def profile(
 ) -> None:
     """At home: store how the model's features are distributed on its source data."""
     import shiftmend
+    from shiftmend.distributed import rank
 
     net, inputs, _, preprocess = _gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
     made = shiftmend.profile(
@@ -97,6 +114,8 @@ def profile(
         preprocess=preprocess,
         device=device,
     )
+    if rank() > 0:
+        return
     made.save(out)
     if as_json:
         print(json.dumps(_profile_json(made, out)))
@@ -161,6 +180,7 @@ def blocks(
     console.print(f"{fixed:,} parameters stay fixed: the head and what is behind the features")
 
 
+@by_all_processes
 def adapt(
     model: Model,
     data: Data,
@@ -186,6 +206,7 @@ def adapt(
 ) -> None:
     """At the new site: re-align the model's features with the profile, from unlabelled data alone."""
     import shiftmend
+    from shiftmend.distributed import rank
 
     net, inputs, labels, preprocess = _gather(
         model, weights, model_option, allow_pickle, data, size, channels, mean, std
@@ -205,6 +226,8 @@ def adapt(
         checkpoint=checkpoint,
         **dict(_method_option(text) for text in option or []),
     )
+    if rank() > 0:
+        return
     result.save(out)
     scores = {}
     if labels is not None:  # they were there; adaptation has not seen them

@@ -9,7 +9,7 @@ from shiftmend.data.arrays import npz_file
 from shiftmend.data.base import Split, data_root
 from shiftmend.data.catalogue import CATALOGUE, find_entry
 from shiftmend.data.cifar import cifar10, cifar100
-from shiftmend.data.digits import emnist, fashion_mnist, kmnist, mnist, usps
+from shiftmend.data.digits import emnist, enlarged_digits, fashion_mnist, kmnist, mnist, usps
 from shiftmend.data.download import fetch
 from shiftmend.data.entries import Content, Download, Entry, Unpack
 from shiftmend.data.folders import image_folder
@@ -61,6 +61,7 @@ __all__ = [
     "emnist",
     "emnist_da",
     "emnist_source",
+    "enlarged_digits",
     "fashion_mnist",
     "fetch",
     "few_shot",

@@ -37,6 +37,9 @@ def build(name: str, **options: int) -> nn.Module:
         raise DataError(f"wrong options for model {name}: {error}; it takes {accepted}") from error
     for option, value in options.items():
         # Command lines and manifests also deliver text, floats and booleans.
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if isinstance(signature.parameters[option].default, bool):
+            if not isinstance(value, bool):
+                raise DataError(f"option {option} of model {name} must be true or false, got {value!r}")
+        elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise DataError(f"option {option} of model {name} must be a whole number above 0, got {value!r}")
     return factory(**options)

@@ -7,13 +7,15 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 
 class DigitCNN(nn.Module):
     """Three strided convolutions and two linear layers, initialised as in the reference implementation.
 
     `width` is the number of channels of the first convolution; all other widths follow from it, and 64 is the
-    paper's. Inputs are `[N, channels, image_size, image_size]`, outputs are logits `[N, classes]`.
+    paper's. Inputs are `[N, channels, image_size, image_size]`, outputs are logits `[N, classes]`. `weight_norm` keeps
+    direction and length of the rows of `head` apart, as SHOT does.
 
     >>> DigitCNN(classes=47)(torch.zeros(2, 3, 28, 28)).shape
     torch.Size([2, 47])
@@ -30,6 +32,8 @@ class DigitCNN(nn.Module):
         ("conv3", "bn3"),
         ("linear",),
     )
+    # Where SHOT looks for clusters: the normalised features, before dropout and ReLU.
+    shiftmend_embedding: ClassVar[str] = "bn4"
     # Learning rates published for this very network, by method; others get a default.
     shiftmend_rates: ClassVar[Mapping[str, float]] = {
         "fr": 1.0,
@@ -38,9 +42,19 @@ class DigitCNN(nn.Module):
         "shot-im": 0.1,
         "bnm": 0.01,
         "bnm-im": 0.01,
+        "shot": 0.1,
+        "full-gauss": 0.001,
+        "target-supervised": 0.1,
     }
 
-    def __init__(self, classes: int = 10, channels: int = 3, width: int = 64, image_size: int = 28) -> None:
+    def __init__(
+        self,
+        classes: int = 10,
+        channels: int = 3,
+        width: int = 64,
+        image_size: int = 28,
+        weight_norm: bool = False,
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, kernel_size=5, stride=2, padding=2)
         self.bn1 = nn.BatchNorm2d(width)
@@ -60,6 +74,8 @@ class DigitCNN(nn.Module):
         self.bn4 = nn.BatchNorm1d(2 * width)
         self.dropout4 = nn.Dropout(0.5)
         self.head = nn.Linear(2 * width, classes)
+        if weight_norm:
+            parametrizations.weight_norm(self.head)
         self.apply(_initialise)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -74,7 +90,9 @@ class DigitCNN(nn.Module):
 
 def _initialise(module: nn.Module) -> None:
     if isinstance(module, (nn.Conv2d, nn.Linear)):
-        nn.init.xavier_uniform_(module.weight)
+        # A weight that is made of direction and length keeps PyTorch's own initialisation, as in the reference.
+        if not parametrize.is_parametrized(module, "weight"):
+            nn.init.xavier_uniform_(module.weight)
         if module.bias is not None:
             nn.init.constant_(module.bias, 0.0 if isinstance(module, nn.Conv2d) else 0.01)
     elif isinstance(module, nn.BatchNorm2d):

@@ -1,0 +1,40 @@
+"""Shifted data for the benchmarks: the published files where they are, made again where they are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shiftmend import shifts
+from shiftmend.bench.base import Root
+from shiftmend.bench.cells import Origin
+from shiftmend.data.base import Split, data_root
+from shiftmend.errors import DataError
+
+SEED = 2022
+"""A published set is one fixed draw of its noise, whatever the seed of a run; so is what is made again."""
+
+
+def exists(root: Root, *parts: str) -> bool:
+    """Whether a file or folder of a published set is there."""
+    try:
+        return data_root(root).joinpath(*parts).exists()
+    except DataError:
+        return False
+
+
+def textures(root: Root, *parts: str) -> Path | None:
+    """A folder of pictures under the data root, if there is one; without it the package draws stand-ins."""
+    return data_root(root).joinpath(*parts) if exists(root, *parts) else None
+
+
+def apply(name: str, clean: Split, *, pictures: Path | None = None, severity: int | None = None) -> Split:
+    """A clean set under a shift, in the same order."""
+    images = shifts.apply(name, clean.images, severity=severity, seed=SEED, textures=pictures)
+    return Split(images, clean.labels, f"{name} of {clean.name}, made again", clean.classes)
+
+
+def origin(name: str, published: bool) -> Origin:
+    """What stands on pictures of its own, such as textures, can only be rebuilt with others."""
+    if published:
+        return "published"
+    return "regenerated" if shifts.find(name).texture is None else "rebuilt"

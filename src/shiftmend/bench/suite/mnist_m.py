@@ -1,0 +1,63 @@
+"""MNIST-M: digits blended with patches of photographs; everything else as in MNIST-C.
+
+Where the published archive is not at hand, the digits are blended anew: with the photographs of BSDS500 if they are
+under the data root, as for the archive, else with stand-ins.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shiftmend.bench.base import CLEAN, Benchmark, Root, Setting, Target
+from shiftmend.bench.cells import Origin
+from shiftmend.bench.suite import made
+from shiftmend.bench.suite.mnist_c import OFFLINE, SETTINGS, SOURCES, load_source, source_part
+from shiftmend.data.digits import mnist
+from shiftmend.data.preprocessing import signed
+from shiftmend.data.shifted import mnist_m
+
+SHIFT = "mnist-m"
+FILES = ("keras_mnistm.pkl.gz", "keras_mnistm.pkl", "test")
+
+
+def load_target(shift: str, root: Root) -> Target:
+    clean = mnist("test", root)
+    if shift == CLEAN:
+        return Target(clean, clean, clean)
+    if _published(root):
+        return Target(source_part(mnist_m("train", root)), mnist_m("test", root), clean)
+    train = source_part(mnist("train", root))
+    pictures = _photographs(root)
+    return Target(made.apply(SHIFT, train, pictures=pictures), made.apply(SHIFT, clean, pictures=pictures), clean)
+
+
+def origin(shift: str, root: Root) -> Origin:
+    if shift == CLEAN or _published(root):
+        return "published"
+    return "regenerated" if _photographs(root) is not None else "rebuilt"
+
+
+def _published(root: Root) -> bool:
+    return any(made.exists(root, "MNISTM", file) for file in FILES)
+
+
+def _photographs(root: Root) -> Path | None:
+    return made.textures(root, "BSDS500", "images")
+
+
+BENCHMARK = Benchmark(
+    name="mnist-m",
+    title="MNIST-M: digits on photographs",
+    shifts=(SHIFT,),
+    groups={},
+    sources=SOURCES,
+    protocols={"offline": OFFLINE},
+    settings={
+        "offline": SETTINGS
+        | {"shot": Setting("shot", {"epochs": 30, "learning_rate": 0.1, "weight": 0.1}, source="shot")}
+    },
+    load_source=load_source,
+    load_target=load_target,
+    origin=origin,
+    preprocess=signed,
+)

@@ -1,0 +1,304 @@
+"""Source models: a recipe, and the training that follows it.
+
+Everything random comes from the seed: two trainings on one CPU end with the same bits. On a GPU some of cuDNN's kernels
+add in no fixed order, and two trainings end with slightly different weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+
+from shiftmend import checkpoints
+from shiftmend.bench.augmentations import AUGMENTATIONS
+from shiftmend.data.base import PathLike, Split, data_root
+from shiftmend.data.streamed import ImageFiles
+from shiftmend.devices import resolve_device
+from shiftmend.errors import DataError, ShiftmendError
+from shiftmend.feeds import Preprocess
+from shiftmend.models import MODELS, build
+
+logger = logging.getLogger(__name__)
+
+SCHEDULES = ("cosine", "inverse")
+MOST_WORKERS = 8
+SECONDS_BETWEEN_CHECKPOINTS = 30.0
+
+_Batches = Callable[[], Iterator[tuple[Tensor, Tensor]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a source model is trained: momentum SGD on cross-entropy, and the weights after the last epoch."""
+
+    network: str
+    """A name that `shiftmend.models.build` knows."""
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Of the network, such as `classes`."""
+    epochs: int
+    learning_rate: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    batch_size: int = 256
+    label_smoothing: float = 0.0
+    augmentation: str = "none"
+    """A name in `AUGMENTATIONS`."""
+    schedule: str = "cosine"
+    """See `rate`."""
+    pretrained: str | None = None
+    """A safetensors file, in the data folder if its path is relative, with weights for everything but the head. It is
+    known by its name alone: other weights need another name."""
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        # one form for what is equal: 1 and 1.0 must not give two digests
+        object.__setattr__(self, "options", dict(self.options))
+        for name in ("learning_rate", "momentum", "weight_decay", "label_smoothing"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        for name, holds, expected in (
+            ("network", self.network in MODELS, f"one of {', '.join(MODELS)}"),
+            ("epochs", self.epochs >= 1, "at least 1"),
+            ("learning_rate", 0 < self.learning_rate < math.inf, "above 0"),
+            ("momentum", 0 <= self.momentum < 1, "at least 0 and below 1"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "at least 0"),
+            ("batch_size", self.batch_size >= 2, "at least 2, for BatchNorm"),
+            ("label_smoothing", 0 <= self.label_smoothing < 1, "at least 0 and below 1"),
+            ("augmentation", self.augmentation in AUGMENTATIONS, f"one of {', '.join(AUGMENTATIONS)}"),
+            ("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
+            ("nesterov", not self.nesterov or self.momentum > 0, "False without momentum"),
+        ):
+            if not holds:
+                raise DataError(f"{name} of a recipe must be {expected}, got {getattr(self, name)!r}")
+
+    def facts(self) -> dict[str, Any]:
+        """All fields, ready for JSON."""
+        return asdict(self)
+
+    def digest(self, extra: Mapping[str, Any] | None = None) -> str:
+        """16 hexadecimal digits that change with every field and with whatever else decides the result."""
+        return checkpoints.identify({"recipe": self.facts(), "extra": dict(extra or {})})
+
+
+def rate(recipe: Recipe, step: int, steps_per_epoch: int) -> float:
+    """The learning rate of a step, counted from 0 over all epochs.
+
+    `cosine` changes it after each epoch and would reach 0 after the last; `inverse` is SHOT's
+    `(1 + 10 progress)^-0.75`, changed after each step.
+    """
+    if recipe.schedule == "cosine":
+        return recipe.learning_rate * (1 + math.cos(math.pi * (step // steps_per_epoch) / recipe.epochs)) / 2
+    return float(recipe.learning_rate * (1 + 10 * step / (recipe.epochs * steps_per_epoch)) ** -0.75)
+
+
+def untrained(recipe: Recipe, seed: int = 0) -> nn.Module:
+    """The recipe's network, freshly initialised on the CPU; the global generators stay as they are."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return build(recipe.network, **recipe.options)
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def train(
+    recipe: Recipe,
+    images: Split | ImageFiles,
+    preprocess: Preprocess,
+    *,
+    seed: int,
+    device: str | torch.device = "auto",
+    tick: Callable[[], None] | None = None,
+    workers: int | None = None,
+    checkpoint: Path | None = None,
+    root: PathLike | None = None,
+) -> nn.Module:
+    """Train a source model; it comes back in eval mode, on the CPU.
+
+    A `Split` lies on the device as it is, 8-bit, and batches are cut, augmented and given to `preprocess` there. Of
+    `ImageFiles` the images are decoded by `workers` processes. What is left over after the last full batch of an epoch
+    is left out. `tick` is called after every epoch. With `checkpoint`, a training that was killed goes on from that
+    file, to the same end. `root` is the data folder, for `recipe.pretrained`.
+    """
+    if images.labels is None:
+        raise DataError(f"{images.name} has no labels; expected one an image, to train a source model with")
+    size, highest = min(recipe.batch_size, len(images)), int(images.labels.max())
+    if size < 2:
+        raise DataError(f"{images.name} has a single image; expected at least two, and better thousands, to train with")
+    place = resolve_device(device)
+    model = untrained(recipe, seed)
+    if recipe.pretrained is not None:
+        _load_pretrained(model, recipe, root)
+    # on a GPU, ResNets are faster so, and small networks no slower
+    model = model.to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimiser = SGD(
+        model.parameters(),
+        lr=recipe.learning_rate,
+        momentum=recipe.momentum,
+        weight_decay=recipe.weight_decay,
+        nesterov=recipe.nesterov,
+    )
+    augment, steps, advance = AUGMENTATIONS[recipe.augmentation], len(images) // size, tick or (lambda: None)
+
+    def step(number: int, batch: Tensor, labels: Tensor, generator: Generator) -> Tensor:
+        optimiser.param_groups[0]["lr"] = rate(recipe, number, steps)
+        logits = model(preprocess(augment(batch, generator)).contiguous(memory_format=torch.channels_last))
+        if logits.shape[1] <= highest:  # which a GPU would report as an unreadable crash
+            raise DataError(
+                f"{images.name} has labels up to {highest}, but {recipe.network} has {logits.shape[1]} outputs; set "
+                "`classes` among the options of the recipe"
+            )
+        loss = functional.cross_entropy(logits, labels, label_smoothing=recipe.label_smoothing)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        optimiser.step()
+        return loss.detach()
+
+    run = recipe.digest({"seed": seed, "data": images.name, "number": len(images)})
+    done = _resume(checkpoint, run, model, optimiser) if checkpoint is not None else 0
+    for _ in range(done):
+        advance()
+    written = time.monotonic()
+    with _own_generator(place) as generator:
+        batches = _batches(images, size, place, generator, workers)
+        model.train()
+        for epoch in range(done, recipe.epochs):
+            # anew for every epoch, so that a checkpoint between two needs no generator's state
+            _seed(generator, seed * 1_000_003 + epoch + 1)
+            total = torch.zeros((), device=place)
+            for number, (batch, labels) in enumerate(batches()):
+                total += step(epoch * steps + number, batch, labels, generator)
+            if not _finite(total, model):
+                raise ShiftmendError(
+                    f"training {recipe.network} on {images.name} with seed {seed} diverged in epoch {epoch + 1}: the "
+                    f"loss or the weights became NaN or infinite; lower the learning rate ({recipe.learning_rate:g})"
+                )
+            if checkpoint is not None and time.monotonic() - written >= SECONDS_BETWEEN_CHECKPOINTS:
+                _save(checkpoint, run, epoch + 1, model, optimiser)
+                written = time.monotonic()
+            advance()
+    optimiser.zero_grad(set_to_none=True)
+    trained: nn.Module = model.eval().to("cpu", memory_format=torch.contiguous_format)
+    return trained
+
+
+@contextmanager
+def _own_generator(device: torch.device) -> Iterator[Generator]:
+    """The generator that dropout on this device draws from, to seed and use at will; it is put back at the end."""
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        yield torch.cuda.default_generators[device.index] if on_gpu else torch.default_generator
+
+
+def _seed(generator: Generator, seed: int) -> None:
+    """Seed this generator and the CPU's; `torch.manual_seed` would seed those of all other GPUs, too."""
+    for one in (generator, torch.default_generator):
+        one.manual_seed(seed % (1 << 63))
+
+
+def _batches(
+    images: Split | ImageFiles, size: int, device: torch.device, generator: Generator, workers: int | None
+) -> _Batches:
+    """What gives the full batches of an epoch, in a new random order each time it is called."""
+    if isinstance(images, ImageFiles):
+        files = images
+        processes = min(MOST_WORKERS, os.cpu_count() or 1) if workers is None else workers
+
+        def streamed() -> Iterator[tuple[Tensor, Tensor]]:
+            # The workers, too, are seeded from it, and are new in every epoch: old ones would go on with old states.
+            order = Generator().manual_seed(int(torch.randint(1 << 62, ())))
+            loader = DataLoader(
+                files,
+                size,
+                shuffle=True,
+                drop_last=True,
+                generator=order,
+                num_workers=processes,
+                pin_memory=device.type == "cuda",
+            )
+            for batch, labels, _ in loader:
+                yield batch.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
+        return streamed
+    assert images.labels is not None
+    all_images, all_labels = images.images.to(device), images.labels.to(device)
+
+    def resident() -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(len(all_images), generator=generator, device=generator.device).to(device)
+        for index in order[: len(order) // size * size].split(size):
+            yield all_images[index], all_labels[index]
+
+    return resident
+
+
+def _finite(total: Tensor, model: nn.Module) -> bool:
+    """Whether the losses were numbers, and the weights still are, which the loss of the last step cannot tell."""
+    weights = [value for value in model.state_dict().values() if value.is_floating_point()]
+    return bool(torch.stack([value.isfinite().all() for value in (total, *weights)]).all())
+
+
+def _resume(path: Path, run: str, model: nn.Module, optimiser: SGD) -> int:
+    """Go back to the state in the checkpoint, if there is one; the number of epochs that are done."""
+    checkpoints.check_place(path)
+    kept = checkpoints.load(path, run)
+    if kept is None:
+        return 0
+    model.load_state_dict(kept.state)
+    for name, parameter in model.named_parameters():
+        if name in kept.momentum:
+            buffer = torch.empty_like(parameter, requires_grad=False).copy_(kept.momentum[name])
+            optimiser.state[parameter]["momentum_buffer"] = buffer
+    logger.info("going on from %s after epoch %d", path, kept.epoch)
+    return kept.epoch
+
+
+def _save(path: Path, run: str, epoch: int, model: nn.Module, optimiser: SGD) -> None:
+    try:
+        checkpoints.save(path, run, 0, epoch, [], model, optimiser)
+    except OSError as error:  # a full disk is no reason to lose the training
+        logger.warning("the checkpoint %s could not be written (%s); going on without", path, error.strerror)
+
+
+def _load_pretrained(model: nn.Module, recipe: Recipe, root: PathLike | None) -> None:
+    """Take everything but the head from the recipe's file, which has to have all of it."""
+    assert recipe.pretrained is not None
+    named = Path(recipe.pretrained).expanduser()
+    path = named if named.is_absolute() else data_root(root) / named
+    if not path.is_file():
+        raise DataError(
+            f"{path} is missing: expected the weights that {recipe.network} starts from, as a safetensors file; put it "
+            "there by hand, or train from scratch with pretrained=None"
+        )
+    try:
+        found = safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise DataError(f"{path} is no readable safetensors file ({error}); replace it") from error
+    taps: Mapping[str, str] = model.shiftmend_taps  # type: ignore[assignment]
+    head = taps["logits"].partition(":")[0]
+    wanted = {
+        name: value
+        for name, value in model.state_dict().items()
+        # how many batches there were is absent from old files, and nothing here reads it
+        if not name.startswith(f"{head}.") and not name.endswith("num_batches_tracked")
+    }
+    for name, value in wanted.items():
+        if name not in found or found[name].shape != value.shape:
+            other = list(found[name].shape) if name in found else "nothing"
+            raise DataError(
+                f"{path} does not fit {recipe.network}: expected {name} of shape {list(value.shape)}, found {other}; "
+                "get weights of this very network"
+            )
+    model.load_state_dict({name: found[name] for name in wanted}, strict=False)

@@ -1,0 +1,143 @@
+"""Where cells get what they need: source models, profiles and data, each made or read once and kept for a while."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import shiftmend
+from shiftmend import checkpoints
+from shiftmend.bench import sources
+from shiftmend.bench.base import Benchmark, Images, Source, Target
+from shiftmend.data.base import Split
+from shiftmend.data.streamed import ImageFiles
+from shiftmend.devices import resolve_device
+from shiftmend.errors import ProfileError
+from shiftmend.histograms import Bins
+from shiftmend.presets import preset
+from shiftmend.profiles import Profile
+
+T = TypeVar("T")
+
+
+class Workshop:
+    """One process's view of a benchmark. Models and profiles are files under `home`, found again by any process."""
+
+    def __init__(self, benchmark: Benchmark, home: Path, root: Path | None, device: str | torch.device) -> None:
+        self.benchmark, self.home, self.root = benchmark, home, root
+        self.device = resolve_device(device)
+        self._kept: dict[str, tuple[Hashable, Any]] = {}
+        methods = [setting.method for table in benchmark.settings.values() for setting in table.values()]
+        self._gaussian: shiftmend.profiles.Gaussian = "full" if "full-gauss" in methods else "marginal"
+
+    def source(self, name: str) -> Source:
+        return self._keep("source", name, lambda: self.benchmark.load_source(name, self.root))
+
+    def target(self, shift: str) -> Target:
+        """The data of a shift; images in memory lie on the device, so that no epoch has to bring them there."""
+        return self._keep("target", shift, lambda: self._on_device(self.benchmark.load_target(shift, self.root)))
+
+    def model(self, source: str, seed: int, tick: Callable[[], None] | None = None) -> tuple[nn.Module, Path]:
+        """The source model of a recipe, trained if there is none yet, on the device."""
+
+        def obtain() -> tuple[nn.Module, Path]:
+            model, path = sources.obtain(
+                self.home,
+                self.benchmark.sources[source],
+                seed,
+                self.source(source).train,
+                self.benchmark.preprocess,
+                device=self.device,
+                tick=tick,
+                root=self.root,
+            )
+            return model.to(self.device), path
+
+        return self._keep("model", (source, seed), obtain)
+
+    def profile(self, source: str, seed: int, temperature: float) -> Profile:
+        """The source model's profile, made if there is none yet."""
+        return self._keep("profile", (source, seed, temperature), lambda: self._profile(source, seed, temperature))
+
+    def _profile(self, source: str, seed: int, temperature: float) -> Profile:
+        model, path = self.model(source, seed)
+        data = self.source(source).profiled
+        identity = sources.identity(data, self.benchmark.preprocess)
+        name = f"{path.stem}-{temperature:g}-{self._gaussian}-{checkpoints.identify(identity)}.safetensors"
+        file = self.home / "profiles" / name
+        if file.exists():
+            try:
+                return Profile.load(file)
+            except ProfileError:
+                file.unlink()  # half a disk, another schema: it is quickly made again
+        bins = preset("reference").bins
+        made = shiftmend.profile(
+            model,
+            inputs_of(data),
+            bins=Bins(bins.count, bins.layout, temperature),
+            gaussian=self._gaussian,
+            preprocess=self.benchmark.preprocess,
+            batch_size=512,
+            device=self.device,
+            progress=False,
+        )
+        made.save(file)
+        return made
+
+    def _on_device(self, target: Target) -> Target:
+        moved: dict[int, Images] = {}
+
+        def move(images: Images | None) -> Images | None:
+            if images is None:
+                return None
+            if id(images) not in moved:
+                kept = in_memory(images, self._room()) if isinstance(images, ImageFiles) else images
+                if isinstance(kept, Split):
+                    kept = Split(kept.images.to(self.device), kept.labels, kept.name, kept.classes)
+                moved[id(images)] = kept
+            return moved[id(images)]
+
+        adapt, score = move(target.adapt), move(target.score)
+        assert adapt is not None and score is not None  # noqa: PT018
+        return Target(adapt, score, move(target.clean))
+
+    def _room(self) -> int:
+        """Bytes of decoded images that may stay in memory."""
+        if self.device.type == "cuda":
+            return int(0.3 * torch.cuda.mem_get_info(self.device)[0])
+        return 6 << 30
+
+    def _keep(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
+        """The last one of each kind stays: cells come in an order in which that is enough."""
+        if what not in self._kept or self._kept[what][0] != key:
+            self._kept.pop(what, None)
+            self._kept[what] = (key, make())
+        value: T = self._kept[what][1]
+        return value
+
+
+def in_memory(images: ImageFiles, limit: int, workers: int | None = None) -> Images:
+    """The files decoded once, if they are all of one size and fit; decoding them in every epoch takes far longer."""
+    if images.size is None or images.transform is not None or len(images) * 3 * images.size[0] * images.size[1] > limit:
+        return images
+    count = min(8, os.cpu_count() or 1) if workers is None else workers
+    decoded = torch.empty(len(images), 3, *images.size, dtype=torch.uint8)
+    for batch, _, index in DataLoader(images, batch_size=256, num_workers=count if len(images) > 2000 else 0):
+        decoded[index] = batch
+    return Split(decoded, images.labels, images.name, images.classes)
+
+
+def inputs_of(images: Images) -> Any:
+    """What `profile`, `adapt` and `stream` take."""
+    return images.images if isinstance(images, Split) else images
+
+
+def labelled(images: Images) -> Any:
+    """What `evaluate` takes."""
+    return (images.images, images.labels) if isinstance(images, Split) else images

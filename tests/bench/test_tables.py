@@ -1,0 +1,486 @@
+"""Tables against means written out with numpy; what is left out, what is marked and what is said at the foot."""
+
+import itertools
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shiftmend.bench.cells import Cell, Outcome, Result
+from shiftmend.bench.tables import Table, per_shift, selection, summary
+from shiftmend.errors import DataError
+
+METHODS = ("source-only", "adabn", "bufr")
+SHIFTS = ("fog", "sky", "stripe", "zigzag")
+GROUPS = {"without backgrounds": ("fog", "stripe", "zigzag"), "severe": ("sky",)}
+SEEDS = (123, 234, 345)
+NAMES = {"benchmark": "emnist-da", "protocol": "offline"}
+
+
+@dataclass(frozen=True)
+class Figure:
+    mean: float
+    deviation: float | None = None
+
+
+def nothing_published(*_, source):
+    return None
+
+
+def result(method="bufr", shift="fog", seed=123, accuracy=0.5, *, origin="published", error=None, **known):
+    cell = Cell("emnist-da", "offline", method, shift, seed, "recipe")
+    if error is not None:
+        return Result(cell, origin, error=error, **known)
+    outcome = Outcome(3, accuracy, ece=accuracy / 2, mce=accuracy / 3, nll=accuracy * 4, brier=accuracy / 5)
+    known = {"last": outcome, "best": outcome, "selected": outcome} | known
+    return Result(cell, origin, **known)
+
+
+def grid(methods=METHODS, shifts=SHIFTS, seeds=SEEDS, seed=0) -> tuple[np.ndarray, list[Result]]:
+    """Accuracies by method, shift and seed, and the same as results."""
+    accuracies = np.random.default_rng(seed).uniform(0.1, 0.9, (len(methods), len(shifts), len(seeds)))
+    results = [
+        result(method, shift, number, accuracies[i, j, k])
+        for (i, method), (j, shift), (k, number) in itertools.product(
+            enumerate(methods), enumerate(shifts), enumerate(seeds)
+        )
+    ]
+    return accuracies, results
+
+
+def summarise(results, methods=METHODS, shifts=SHIFTS, groups=GROUPS, published=nothing_published, **options) -> Table:
+    return summary(results, **NAMES, methods=methods, shifts=shifts, groups=groups, published=published, **options)
+
+
+def by_shift(results, methods=METHODS, shifts=SHIFTS, groups=None, published=nothing_published, **options) -> Table:
+    return per_shift(results, **NAMES, methods=methods, shifts=shifts, groups=groups, published=published, **options)
+
+
+def entry(table: Table, row: str, heading: str, title: str | None = None):
+    [line] = [line for line in table.rows if line.label == row]
+    [found] = [
+        line
+        for line, column in zip(line.entries, table.columns, strict=True)
+        if (column.heading, column.title) == (heading, title) or (title is None and column.title == heading)
+    ]
+    return found
+
+
+def best(table: Table) -> set[tuple[str, int]]:
+    return {(row.label, index) for row in table.rows for index, cell in enumerate(row.entries) if cell.best}
+
+
+def note(table: Table, part: str) -> str:
+    found = [text for text in table.notes if part in text]
+    assert len(found) == 1, table.notes
+    return found[0]
+
+
+def test_summary_is_mean_and_sample_deviation_over_seeds_of_the_mean_over_shifts():
+    accuracies, results = grid()
+    table = summarise(results)
+    assert [row.label for row in table.rows] == list(METHODS)
+    assert [column.title for column in table.columns] == ["all 4 shifts", "without backgrounds (3)", "severe (sky)"]
+    for i, method in enumerate(METHODS):
+        for heading, members in (
+            ("all 4 shifts", [0, 1, 2, 3]),
+            ("without backgrounds (3)", [0, 2, 3]),
+            ("severe (sky)", [1]),
+        ):
+            per_seed = 100 * accuracies[i][members].mean(axis=0)
+            cell = entry(table, method, heading)
+            assert cell.value == pytest.approx(per_seed.mean(), abs=1e-10)
+            assert cell.deviation == pytest.approx(
+                np.sqrt(((per_seed - per_seed.mean()) ** 2).sum() / (len(SEEDS) - 1)), abs=1e-10
+            )
+            assert cell.seeds == 3
+
+
+def test_per_shift_has_a_row_a_shift_and_the_means_below():
+    accuracies, results = grid()
+    table = by_shift(results, groups=GROUPS)
+    assert [(row.label, row.summary) for row in table.rows] == [
+        ("fog", False),
+        ("sky", False),
+        ("stripe", False),
+        ("zigzag", False),
+        ("all 4 shifts", True),
+        ("without backgrounds (3)", True),
+    ]
+    for i, method in enumerate(METHODS):
+        for j, shift in enumerate(SHIFTS):
+            cell = entry(table, shift, method)
+            assert cell.value == pytest.approx(100 * np.mean(accuracies[i, j]), abs=1e-10)
+            assert cell.deviation == pytest.approx(100 * np.std(accuracies[i, j], ddof=1), abs=1e-10)
+        whole = entry(table, "all 4 shifts", method)
+        assert whole.value == pytest.approx(100 * accuracies[i].mean(), abs=1e-10)
+        assert whole.deviation == pytest.approx(100 * accuracies[i].mean(axis=0).std(ddof=1), abs=1e-10)
+
+
+def test_one_seed_has_no_deviation():
+    _, results = grid(seeds=(123,))
+    table = summarise(results)
+    assert all(cell.value is not None and cell.deviation is None for row in table.rows for cell in row.entries)
+    assert note(table, "seed") == "one seed, hence no standard deviation"
+
+
+def test_a_mean_is_over_the_seeds_that_have_every_shift():
+    accuracies, results = grid()
+    results = [r for r in results if (r.cell.method, r.cell.shift, r.cell.seed) != ("bufr", "sky", 234)]
+    table = summarise(results)
+    per_seed = 100 * accuracies[2][:, [0, 2]].mean(axis=0)
+    cell = entry(table, "bufr", "all 4 shifts")
+    assert (cell.value, cell.seeds) == (pytest.approx(per_seed.mean()), 2)
+    assert cell.deviation == pytest.approx(per_seed.std(ddof=1))
+    assert entry(table, "bufr", "without backgrounds (3)").seeds == 3
+    assert note(table, "over 3 seeds") == "mean ± standard deviation over 3 seeds, but 2 for bufr (all, severe)"
+
+
+def test_a_set_that_no_seed_has_is_counted_and_not_averaged():
+    _, results = grid(seeds=(123,))
+    results = [r for r in results if r.cell.method != "bufr" or r.cell.shift == "fog"]
+    table = summarise(results, published=lambda *_, source: Figure(0.8))
+    for heading, text in (("all 4 shifts", "1/4"), ("without backgrounds (3)", "1/3"), ("severe (sky)", "")):
+        ours = entry(table, "bufr", heading, "ours")
+        assert (ours.value, ours.deviation, ours.text) == (None, None, text)
+        assert entry(table, "bufr", heading, "paper").value == pytest.approx(80)
+        assert entry(table, "bufr", heading, "difference").value is None
+        assert entry(table, "adabn", heading, "difference").value is not None
+    assert note(table, "a fraction counts the cells")
+
+
+def test_cells_are_counted_over_all_seeds():
+    _, results = grid()
+    results = [
+        r for r in results if r.cell.method != "bufr" or (r.cell.shift, r.cell.seed) in {("fog", 123), ("sky", 234)}
+    ]
+    assert entry(summarise(results), "bufr", "all 4 shifts").text == "2/12"
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_subset_of_cells_agrees_with_numpy(data):
+    accuracies, results = grid(methods=("bufr",))
+    there = np.array(data.draw(st.lists(st.booleans(), min_size=12, max_size=12))).reshape(4, 3)
+    failed = np.array(data.draw(st.lists(st.booleans(), min_size=12, max_size=12))).reshape(4, 3) & there
+    kept = []
+    for index, item in enumerate(results):
+        j, k = divmod(index, 3)
+        if failed[j, k]:
+            kept.append(result("bufr", item.cell.shift, item.cell.seed, error="broken"))
+        elif there[j, k]:
+            kept.append(item)
+    table = summarise(data.draw(st.permutations(kept)), methods=("bufr",))
+    done = there & ~failed
+    complete = done.all(axis=0)
+    cell = entry(table, "bufr", "all 4 shifts")
+    if complete.any():
+        per_seed = 100 * accuracies[0][:, complete].mean(axis=0)
+        assert cell.value == pytest.approx(per_seed.mean())
+        assert cell.deviation == (pytest.approx(per_seed.std(ddof=1), abs=1e-9) if complete.sum() > 1 else None)
+        assert cell.text == ""
+    else:
+        assert cell.value is None
+        assert cell.text == (f"{done.sum()}/{4 * there.any(axis=0).sum()}" if there.any() else "")
+
+
+def test_the_published_figure_and_the_difference():
+    accuracies, results = grid()
+    asked = []
+
+    def published(benchmark, protocol, metric, method, shift, *, source):
+        asked.append((benchmark, protocol, metric, source))
+        return {("bufr", "all"): Figure(0.861, 0.001), ("bufr", "sky"): Figure(0.846)}.get((method, shift))
+
+    table = summarise(results, published=published, beside="re-run")
+    assert set(asked) == {("emnist-da", "offline", "accuracy", "re-run")}
+    headings = [(column.heading, column.title) for column in table.columns]
+    assert headings == [  # nothing is published about the second group, so that it has but one column
+        ("all 4 shifts", "ours"),
+        ("all 4 shifts", "re-run"),
+        ("all 4 shifts", "difference"),
+        ("without backgrounds (3)", "ours"),
+        ("severe (sky)", "ours"),
+        ("severe (sky)", "re-run"),
+        ("severe (sky)", "difference"),
+    ]
+    there = entry(table, "bufr", "all 4 shifts", "re-run")
+    assert (there.value, there.deviation) == (pytest.approx(86.1), pytest.approx(0.1))
+    ours = 100 * accuracies[2].mean()
+    assert entry(table, "bufr", "all 4 shifts", "difference").value == pytest.approx(ours - 86.1)
+    severe = entry(table, "bufr", "severe (sky)", "difference").value
+    assert severe == pytest.approx(100 * accuracies[2, 1].mean() - 84.6)  # by the shift's name, as there is no summary
+    assert entry(table, "adabn", "all 4 shifts", "re-run").value is None
+    assert entry(table, "adabn", "all 4 shifts", "difference").value is None
+    assert note(table, "minus") == "difference is ours minus the re-run's"
+    assert note(table, "released code")
+
+
+def test_per_shift_asks_for_each_shift():
+    accuracies, results = grid()
+    table = by_shift(results, published=lambda *asked, source: {"fog": Figure(0.5)}.get(asked[-1]))
+    assert entry(table, "fog", "adabn", "difference").value == pytest.approx(100 * accuracies[1, 0].mean() - 50)
+    assert entry(table, "sky", "adabn", "paper").value is None
+    assert entry(table, "all 4 shifts", "adabn", "paper").value is None
+
+
+def test_the_paper_is_the_default():
+    table = summary([result()], **NAMES, methods=["bufr"], shifts=["fog"], groups={})
+    # Table of the paper: BUFR on EMNIST-DA, mean over all shifts.
+    assert table.rows[0].entries[1].value == pytest.approx(86.1)
+    assert [column.title for column in table.columns] == ["ours", "paper", "difference"]
+
+
+def test_without_anything_beside_nobody_is_asked():
+    def published(*_, source):
+        raise AssertionError
+
+    table = summarise(grid()[1], beside=None, published=published)
+    assert {column.kind for column in table.columns} == {"ours"}
+    assert not [text for text in table.notes if "paper" in text or "minus" in text]
+    assert note(summarise(grid()[1]), "no figures") == "the paper has no figures for this table"
+
+
+@pytest.mark.parametrize(("metric", "first"), [("accuracy", "bufr"), ("ece", "adabn"), ("nll", "adabn")])
+def test_best_is_highest_or_lowest(metric, first):
+    results = [result("adabn", "fog", accuracy=0.3), result("bufr", "fog", accuracy=0.6)]
+    options = {"methods": ("adabn", "bufr"), "shifts": ("fog",), "metric": metric}
+    assert best(summarise(results, groups=None, **options)) == {(first, 0)}
+    table = by_shift(results, **options)
+    assert best(table) == {("fog", ("adabn", "bufr").index(first))}
+    assert table.marked == f"{'highest' if metric == 'accuracy' else 'lowest'} of its row"
+
+
+def test_who_saw_labels_is_not_best():
+    results = [result(method, accuracy=a) for method, a in (("adabn", 0.3), ("bufr", 0.6), ("target-supervised", 0.9))]
+    table = summarise(results, methods=("adabn", "bufr", "target-supervised"), shifts=("fog",), groups=None)
+    assert best(table) == {("bufr", 0)}
+    assert table.marked == "highest of its column among methods that saw no labels"
+    without = [r for r in results if r.cell.method != "target-supervised"]
+    missing = summarise(without, methods=("adabn", "bufr", "target-supervised"), shifts=("fog",), groups=None)
+    assert best(missing) == {("bufr", 0)}
+
+
+def test_nothing_is_best_while_a_rival_lacks_a_cell():
+    _, results = grid()
+    complete = best(summarise(results))
+    assert {index for _, index in complete} == {0, 1, 2}
+    lacking = [r for r in results if (r.cell.method, r.cell.shift, r.cell.seed) != ("adabn", "sky", 123)]
+    table = summarise(lacking)
+    assert best(table) == {(label, index) for label, index in complete if index == 1}
+    assert table.marked
+    assert summarise([r for r in results if r.cell.method != "adabn"]).marked == ""
+    assert best(summarise(results, methods=("bufr",))) == set()  # first of one
+
+
+def test_equal_to_the_digit_shown_is_equally_good():
+    results = [result("adabn", accuracy=0.60002), result("bufr", accuracy=0.6), result("fr", accuracy=0.58)]
+    table = summarise(results, methods=("adabn", "bufr", "fr"), shifts=("fog",), groups=None)
+    assert best(table) == {("adabn", 0), ("bufr", 0)}
+
+
+def test_a_diverged_run_is_shown_and_never_best():
+    results = [result("adabn", accuracy=float("nan")), result("bufr", accuracy=0.3), result("fr", accuracy=0.4)]
+    table = summarise(results, methods=("adabn", "bufr", "fr"), shifts=("fog",), groups=None, metric="ece")
+    assert np.isnan(table.rows[0].entries[0].value)
+    assert best(table) == {("bufr", 0)}
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "digits", "said"),
+    [
+        ("accuracy", 50.0, 1, "accuracy in percent"),
+        ("ece", 25.0, 1, "ECE in percent"),
+        ("mce", 50 / 3, 1, "MCE in percent"),
+        ("brier", 10.0, 1, "Brier score in percent"),
+        ("nll", 2.0, 2, None),
+        ("restoration_distance", 1.25, 2, None),
+        ("alignment_loss", 0.0123, 4, None),
+        ("ece_per_batch", 12.5, 1, "ECE, mean over batches in percent"),
+        ("seconds", 61.5, 1, "time in seconds"),
+        ("peak_memory", 256.0, 0, "peak memory in MiB"),
+    ],
+)
+def test_metrics_and_their_units(metric, value, digits, said):
+    known = {
+        "restoration_distance": 1.25,
+        "alignment_loss": 0.0123,
+        "ece_per_batch": 0.125,
+        "seconds": 61.5,
+        "peak_memory": 256 * 1024 * 1024,
+    }
+    table = summarise([result(**known)], methods=("bufr",), shifts=("fog",), groups=None, metric=metric)
+    assert table.rows[0].entries[0].value == pytest.approx(value)
+    assert table.columns[0].digits == digits
+    assert [text for text in table.notes if " in " in text] == ([said] if said else [])
+
+
+@pytest.mark.parametrize("metric", ["alignment_loss", "seconds", "peak_memory"])
+def test_nobody_is_best_in_loss_time_and_memory(metric):
+    results = [result(method, alignment_loss=n, seconds=n, peak_memory=n) for n, method in enumerate(METHODS, 1)]
+    table = summarise(results, shifts=("fog",), groups=None, metric=metric)
+    assert [row.entries[0].value for row in table.rows] == sorted(row.entries[0].value for row in table.rows)
+    assert best(table) == set()
+
+
+def test_what_is_not_known_is_missing():
+    results = [result("bufr", "fog", restoration_distance=1.0), result("bufr", "sky")]
+    table = summarise(results, methods=("bufr",), shifts=("fog", "sky"), groups=None, metric="restoration_distance")
+    assert table.rows[0].entries[0].text == "1/2"
+
+
+def test_the_ece_of_a_stream_is_compared_batch_by_batch():
+    def published(benchmark, protocol, metric, method, shift, *, source):
+        return Figure(0.2) if metric == "ece" else None
+
+    options = {"methods": ("bufr",), "shifts": ("fog",), "groups": None, "published": published}
+    stream = [result(accuracy=0.2, ece_per_batch=0.25)]
+    whole = summarise(stream, metric="ece", **options)
+    assert [column.title for column in whole.columns] == ["ours", "paper"]
+    assert note(whole, "mean over its batches")
+    batches = summarise(stream, metric="ece_per_batch", **options)
+    assert [cell.value for cell in batches.rows[0].entries] == pytest.approx([25, 20, 5])
+    offline = summarise([result(accuracy=0.2)], metric="ece", **options)
+    assert [cell.value for cell in offline.rows[0].entries] == pytest.approx([10, 20, -10])
+
+
+def test_best_is_called_an_oracle_wherever_it_stands():
+    _, results = grid()
+    results = [replace(r, best=replace(r.best, accuracy=0.95)) for r in results]
+    for table in (summarise(results, which="best"), by_shift(results, which="best")):
+        assert table.rows[0].entries[0].value == pytest.approx(95)
+        assert "oracle" in table.title
+        assert all("(oracle)" in column.title for column in table.columns)
+        assert note(table, "oracle")
+    beside = summarise(results, which="best", published=lambda *_, source: Figure(0.5))
+    assert {column.title for column in beside.columns} == {"best (oracle)", "paper", "difference"}
+    for which in ("last", "selected"):
+        table = summarise(results, which=which)
+        assert which in table.title
+        assert not any("oracle" in text for text in (table.title, *table.notes))
+
+
+def test_selection_says_what_it_costs_and_gains():
+    generator = np.random.default_rng(1)
+    last, selected, top = generator.uniform(0.2, 0.9, (3, len(METHODS), len(SHIFTS), len(SEEDS)))
+    results = []
+    for i, method in enumerate(METHODS):
+        for j, shift in enumerate(SHIFTS):
+            for k, seed in enumerate(SEEDS):
+                outcomes = {
+                    which: Outcome(1, values[i, j, k], 0, 0, 0, 0)
+                    for which, values in (("last", last), ("selected", selected), ("best", top))
+                }
+                results.append(result(method, shift, seed, **outcomes))
+    table = selection(results, **NAMES, methods=METHODS, shifts=SHIFTS)
+    titles = ["last", "selected", "best (oracle)", "best - selected", "selected - last"]
+    assert [column.title for column in table.columns] == titles
+    expected = (last, selected, top, top - selected, selected - last)
+    for i, row in enumerate(table.rows):
+        for cell, values in zip(row.entries, expected, strict=True):
+            per_seed = 100 * values[i].mean(axis=0)
+            assert cell.value == pytest.approx(per_seed.mean(), abs=1e-9)
+            assert cell.deviation == pytest.approx(per_seed.std(ddof=1), abs=1e-9)
+    assert note(table, "oracle")
+    highest = [METHODS[values.mean(axis=(1, 2)).argmax()] for values in (last, selected)]
+    assert best(table) == {(method, index) for index, method in enumerate(highest)}  # and none in the oracle's column
+
+
+def test_selection_is_over_runs_that_have_all_three():
+    results = [result(seed=123, accuracy=0.3), result(seed=234, accuracy=0.7, selected=None)]
+    table = selection(results, **NAMES, methods=["bufr"], shifts=["fog"])
+    assert [cell.value for cell in table.rows[0].entries] == pytest.approx([30, 30, 30, 0, 0])
+    assert {cell.seeds for cell in table.rows[0].entries} == {1}
+
+
+def test_the_origin_of_data_is_marked():
+    origins = {"fog": "regenerated", "sky": "rebuilt", "stripe": "published", "zigzag": "rebuilt"}
+    results = [replace(r, origin=origins[r.cell.shift]) for r in grid()[1]]
+    table = by_shift(results)
+    assert [row.label for row in table.rows] == ["fog‡", "sky†", "stripe", "zigzag†", "all 4 shifts†‡"]
+    assert note(table, "†").endswith("textures than the published ones: sky, zigzag")
+    assert note(table, "‡") == "‡ made again by the published recipe: fog"
+    heads = [column.title for column in summarise(results).columns]
+    assert heads == ["all 4 shifts†‡", "without backgrounds (3)†‡", "severe (sky)†"]
+    own = summarise([replace(r, origin="own") for r in results])
+    assert note(own, "§") == "§ data of our own: all shifts"
+    assert selection(results, **NAMES, methods=METHODS, shifts=SHIFTS).title.endswith("†‡")
+    plain = summarise(grid()[1])
+    assert not any(mark in text for text in (*plain.notes, plain.columns[0].title) for mark in "†‡§")
+
+
+def test_failures_are_counted_and_the_first_is_told():
+    traceback = "Traceback (most recent call last):\n  File somewhere\nValueError: loss is not finite\n"
+    results = [
+        result("adabn", "fog", 123, error="out of memory\nand more", finished="2022-04-25T10:00:00Z"),
+        result("bufr", "sky", 234, error=traceback, finished="2022-04-25T09:00:00Z"),
+        result("adabn", "sky", 123),
+    ]
+    table = summarise(results, groups=None)
+    failures = "2 of 3 cells failed, the first of them: bufr on sky, seed 234: ValueError: loss is not finite"
+    assert note(table, "failed") == failures
+    assert entry(table, "bufr", "all 4 shifts").text == "0/8"
+    assert entry(table, "source-only", "all 4 shifts").text == ""
+    alone = summarise(results[:1], groups=None)
+    assert note(alone, "failed") == "1 of 1 cells failed: adabn on fog, seed 123: out of memory"
+    assert not any("failed" in text for text in summarise(results[2:]).notes)
+
+
+def test_long_lists_of_fewer_seeds_are_cut_short():
+    shifts = tuple(f"shift-{n}" for n in range(8))
+    _, results = grid(shifts=shifts)
+    results = [r for r in results if r.cell.method != "bufr" or r.cell.seed != 345]
+    said = note(by_shift(results, shifts=shifts), "over 3 seeds")
+    assert said.endswith("but 2 for bufr (shift-0, shift-1, shift-2 and 6 more)")
+
+
+def test_other_results_are_passed_over():
+    _, results = grid()
+    other = [
+        replace(results[0], cell=replace(results[0].cell, benchmark="mnist-c")),
+        replace(results[0], cell=replace(results[0].cell, protocol="online"), error="failed there"),
+        result("tent", "fog"),
+        result("bufr", "grass", seed=999),
+    ]
+    assert summarise(results + other) == summarise(results)
+
+
+def test_two_results_of_one_cell_are_refused():
+    twice = [result(), replace(result(), cell=replace(result().cell, recipe="another"))]
+    with pytest.raises(DataError, match="two results of bufr on fog, seed 123"):
+        summarise(twice)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metric": "f1"}, "unknown metric 'f1', expected one of accuracy"),
+        ({"which": "first"}, "unknown choice of epoch 'first'"),
+        ({"metric": "seconds", "which": "best"}, "seconds is not known for the best epoch"),
+        ({"groups": {"odd": ("rain",)}}, "'odd' has the unknown shift 'rain'"),
+        ({"groups": {"odd": ()}}, "'odd' is empty"),
+        ({"methods": ()}, "needs methods"),
+        ({"methods": ("bufr", "bufr")}, "each named once"),
+        ({"shifts": ()}, "needs shifts"),
+    ],
+)
+@pytest.mark.parametrize("make", [summarise, by_shift])
+def test_what_makes_no_table(make, options, message):
+    with pytest.raises(DataError, match=message):
+        make(grid()[1], **options)
+
+
+def test_no_results_at_all_leave_the_published_figures():
+    table = summarise([], published=lambda *_, source: Figure(0.5, 0.01))
+    assert entry(table, "bufr", "all 4 shifts", "paper").value == pytest.approx(50)
+    assert entry(table, "bufr", "all 4 shifts", "ours").value is None
+    assert not any("seed" in text for text in table.notes)
+
+
+def test_nothing_heavy_is_imported():
+    code = "import sys, shiftmend.bench.rendering; print({'rich', 'scipy', 'sklearn', 'matplotlib'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -1,0 +1,463 @@
+"""Training from a recipe: against steps written out by hand, bit for bit from the seed, and through files."""
+
+import dataclasses
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from shiftmend.bench import training
+from shiftmend.bench.training import Recipe, rate, train, untrained
+from shiftmend.data.base import Split
+from shiftmend.data.streamed import ImageFiles
+from shiftmend.demo import preprocess
+from shiftmend.errors import DataError, ShiftmendError
+from shiftmend.models import DigitCNN
+
+TINY = {"classes": 3, "width": 4, "image_size": 12}
+
+
+def toy(count: int = 192, size: int = 12, seed: int = 0) -> Split:
+    """Three classes: a bright bar on the left, in the middle, or on the right, under noise."""
+    draws = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 3
+    images = torch.randint(0, 90, (count, 1, size, size), generator=draws)
+    for label in range(3):
+        images[labels == label, :, :, label * size // 3 : (label + 1) * size // 3] += 130
+    return Split(images.to(torch.uint8), labels, "toy", ("left", "middle", "right"))
+
+
+def recipe(**changes: Any) -> Recipe:
+    return Recipe(**({"network": "digit-cnn", "options": TINY, "epochs": 2, "batch_size": 64} | changes))
+
+
+def trained(seed: int = 0, split: Split | ImageFiles | None = None, **changes: Any) -> nn.Module:
+    return train(recipe(**changes), split or toy(), preprocess, seed=seed, device="cpu", workers=0)
+
+
+def differences(first: nn.Module, second: nn.Module) -> list[str]:
+    ours, theirs = first.state_dict(), second.state_dict()
+    assert list(ours) == list(theirs)
+    return [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+class Scoreboard(nn.Module):
+    """Logits that are parameters, one row an image; the gradient is written out in numpy below."""
+
+    def __init__(self, classes: int = 3, rows: int = 6) -> None:
+        super().__init__()
+        self.scores = nn.Parameter(torch.randn(rows, classes, dtype=torch.float64))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images[:, 0, 0, : len(self.scores)] @ self.scores  # an image is a one-hot row
+
+
+def one_hot_rows(inputs: Tensor) -> Tensor:
+    return inputs.double() / 255
+
+
+def scoreboard_data() -> Split:
+    images = torch.zeros(6, 1, 6, 6, dtype=torch.uint8)
+    images[torch.arange(6), 0, 0, torch.arange(6)] = 255
+    return Split(images, torch.tensor([0, 1, 2, 2, 1, 0]), "rows")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"label_smoothing": 0.1},
+        {"weight_decay": 0.05},
+        {"momentum": 0.0},
+        {"nesterov": True},
+        {"schedule": "inverse"},
+        {"schedule": "inverse", "label_smoothing": 0.3, "weight_decay": 0.01, "nesterov": True, "learning_rate": 1.5},
+    ],
+)
+def test_equals_sgd_written_out(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(training.MODELS, "scoreboard", Scoreboard)
+    steps = Recipe(network="scoreboard", epochs=5, **({"learning_rate": 0.5} | changes))
+    model = train(steps, scoreboard_data(), one_hot_rows, seed=3, device="cpu")
+
+    # one batch an epoch, so that the order of the images does not matter
+    scores = untrained(steps, 3).scores.detach().numpy().copy()
+    targets = np.full((6, 3), steps.label_smoothing / 3)
+    targets[np.arange(6), [0, 1, 2, 2, 1, 0]] += 1 - steps.label_smoothing
+    velocity = np.zeros_like(scores)
+    for epoch in range(5):
+        factor = (
+            (1 + 10 * epoch / 5) ** -0.75 if steps.schedule == "inverse" else (1 + math.cos(math.pi * epoch / 5)) / 2
+        )
+        likely = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+        gradient = (likely - targets) / 6 + steps.weight_decay * scores
+        velocity = steps.momentum * velocity + gradient
+        move = gradient + steps.momentum * velocity if steps.nesterov else velocity
+        scores = scores - steps.learning_rate * factor * move
+    np.testing.assert_allclose(model.scores.detach().numpy(), scores, rtol=1e-12)
+
+
+def test_cosine_is_pytorchs_and_constant_within_an_epoch() -> None:
+    plan = recipe(epochs=7, learning_rate=0.3)
+    optimiser = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 7)
+    for epoch in range(7):
+        rates = {rate(plan, epoch * 5 + step, 5) for step in range(5)}
+        assert len(rates) == 1
+        assert rates.pop() == pytest.approx(optimiser.param_groups[0]["lr"], rel=1e-9)
+        optimiser.step()
+        schedule.step()
+    assert rate(plan, 35, 5) == pytest.approx(0, abs=1e-12)
+
+
+def test_inverse_schedule_falls_with_every_step() -> None:
+    plan = recipe(epochs=4, learning_rate=0.2, schedule="inverse")
+    rates = [rate(plan, step, 5) for step in range(20)]
+    np.testing.assert_allclose(rates, 0.2 * (1 + 10 * np.arange(20) / 20) ** -0.75, rtol=1e-12)
+    assert rates[0] == 0.2
+
+
+def test_learns_what_is_there_to_learn() -> None:
+    model = trained(epochs=3, batch_size=32, augmentation="rotate-10")
+    fresh = toy(90, seed=1)
+    with torch.no_grad():
+        after = (model(preprocess(fresh.images)).argmax(1) == fresh.labels).double().mean()
+        before = (untrained(recipe()).eval()(preprocess(fresh.images)).argmax(1) == fresh.labels).double().mean()
+    assert after > 0.9 > 0.7 > before
+
+
+@pytest.mark.parametrize("augmentation", ["none", "crop-flip-rotate-15"])
+def test_the_seed_decides_every_bit(augmentation: str) -> None:
+    torch.manual_seed(1)
+    first = trained(seed=5, augmentation=augmentation)
+    torch.manual_seed(2)
+    assert not differences(first, trained(seed=5, augmentation=augmentation))
+    other = differences(first, trained(seed=6, augmentation=augmentation))
+    assert {"conv1.weight", "head.weight", "bn1.running_mean"} <= set(other)
+
+
+def test_augmentation_and_smoothing_and_decay_matter() -> None:
+    plain = trained()
+    for changes in (
+        {"augmentation": "crop-flip"},
+        {"label_smoothing": 0.1},
+        {"weight_decay": 5e-4},
+        {"schedule": "inverse"},
+        {"batch_size": 32},
+    ):
+        assert "head.weight" in differences(plain, trained(**changes)), changes
+
+
+def test_leaves_the_global_generator_and_the_data_alone() -> None:
+    split = toy()
+    before, state = split.images.clone(), torch.get_rng_state()
+    trained(split=split, augmentation="crop-flip")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(split.images, before)
+
+
+def test_gives_an_ordinary_model_back() -> None:
+    with torch.inference_mode():
+        model = trained(epochs=1)
+    assert not any(module.training for module in model.modules())
+    assert all(p.device.type == "cpu" and p.requires_grad and p.grad is None for p in model.parameters())
+    assert all(value.is_contiguous() and not value.is_inference() for value in model.state_dict().values())
+
+
+def test_full_batches_only_in_a_new_order_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+
+    class Spy(Scoreboard):
+        def forward(self, images: Tensor) -> Tensor:
+            seen.append(images[:, 0, 0, 0].clone())
+            return super().forward(images)
+
+    monkeypatch.setitem(training.MODELS, "spy", Spy)
+    numbered = torch.arange(50, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 6, 6)
+    split = Split(numbered.contiguous(), torch.arange(50) % 3, "numbered")
+    ticks: list[int] = []
+    train(
+        Recipe(network="spy", epochs=3, batch_size=16, learning_rate=1e-9),
+        split,
+        lambda images: images.double(),
+        seed=0,
+        device="cpu",
+        tick=lambda: ticks.append(len(seen)),
+    )
+    assert [len(batch) for batch in seen] == [16] * 9
+    assert ticks == [3, 6, 9]
+    epochs = [torch.cat(seen[start : start + 3]).int().tolist() for start in (0, 3, 6)]
+    assert all(len(set(epoch)) == 48 for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_fewer_images_than_a_batch_are_one_batch() -> None:
+    assert "head.weight" in differences(untrained(recipe()), trained(split=toy(20)))
+
+
+def test_a_diverging_training_is_one_clear_error() -> None:
+    with pytest.raises(
+        ShiftmendError, match=r"digit-cnn on toy with seed 4 diverged in epoch \d.*learning rate \(1e\+30\)"
+    ):
+        trained(seed=4, learning_rate=1e30, epochs=3)
+
+
+def test_weights_that_go_bad_in_the_last_step_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(training.MODELS, "scoreboard", Scoreboard)
+    # one step: its loss is that of the first weights, and finite
+    with pytest.raises(ShiftmendError, match="diverged in epoch 1"):
+        train(
+            Recipe(network="scoreboard", epochs=1, learning_rate=1e308, weight_decay=1e10),
+            scoreboard_data(),
+            one_hot_rows,
+            seed=0,
+            device="cpu",
+        )
+
+
+def test_unusable_data_are_refused() -> None:
+    split = toy()
+    with pytest.raises(DataError, match="toy has no labels"):
+        trained(split=dataclasses.replace(split, labels=None))
+    with pytest.raises(DataError, match="toy has a single image"):
+        trained(split=split.take(torch.tensor([0])))
+    with pytest.raises(DataError, match=r"toy has labels up to 2, but digit-cnn has 2 outputs; set `classes`"):
+        trained(options=TINY | {"classes": 2})
+
+
+# --- the recipe itself
+
+
+OTHERS: dict[str, Any] = {
+    "network": "resnet18-cifar",
+    "options": TINY | {"classes": 4},
+    "epochs": 3,
+    "learning_rate": 0.2,
+    "momentum": 0.8,
+    "weight_decay": 1e-4,
+    "batch_size": 65,
+    "label_smoothing": 0.1,
+    "augmentation": "rotate-10",
+    "schedule": "inverse",
+    "pretrained": "weights.safetensors",
+    "nesterov": True,
+}
+
+
+def test_digest_changes_with_every_field_and_fact() -> None:
+    assert set(OTHERS) == {field.name for field in dataclasses.fields(Recipe)}
+    changed = [recipe(**{name: value}) for name, value in OTHERS.items()]
+    digests = {plan.digest() for plan in (recipe(), *changed)}
+    digests |= {recipe().digest({"data": name}) for name in ("a", "b")}
+    assert len(digests) == len(OTHERS) + 3
+    assert all(len(digest) == 16 and set(digest) <= set("0123456789abcdef") for digest in digests)
+
+
+def test_equal_recipes_are_one() -> None:
+    first = recipe(options={"classes": 3, "width": 4}, learning_rate=1)
+    second = recipe(options={"width": 4, "classes": 3}, learning_rate=1.0)
+    assert first == second
+    assert len({first, second}) == 1
+    assert first.digest({"a": 1, "b": 2}) == second.digest({"b": 2, "a": 1})
+    assert Recipe(**json.loads(json.dumps(first.facts()))) == first == pickle.loads(pickle.dumps(first))
+    assert dataclasses.replace(first, epochs=9) != first
+
+
+def test_a_recipe_keeps_its_own_options() -> None:
+    options = dict(TINY)
+    plan = recipe(options=options)
+    options["classes"] = 99
+    assert plan.options["classes"] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("network", "vgg", "one of digit-cnn"),
+        ("epochs", 0, "at least 1"),
+        ("learning_rate", 0, "above 0"),
+        ("learning_rate", math.nan, "above 0"),
+        ("momentum", 1, "below 1"),
+        ("weight_decay", -1, "at least 0"),
+        ("batch_size", 1, "at least 2"),
+        ("label_smoothing", 1, "below 1"),
+        ("augmentation", "mixup", "one of none, rotate-10"),
+        ("schedule", "step", "one of cosine, inverse"),
+    ],
+)
+def test_wrong_fields_are_refused(name: str, value: Any, expected: str) -> None:
+    with pytest.raises(DataError, match=rf"{name} of a recipe must be .*{expected}.*, got {value!r}"):
+        recipe(**{name: value})
+
+
+def test_nesterov_needs_momentum() -> None:
+    with pytest.raises(DataError, match="nesterov of a recipe must be False without momentum"):
+        recipe(nesterov=True, momentum=0)
+
+
+# --- going on after an interruption
+
+
+class Killed(Exception):
+    pass
+
+
+def killed_after(ticks: int, path: Path, **changes: Any) -> None:
+    left = iter(range(ticks - 1))
+
+    def tick() -> None:
+        if next(left, None) is None:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(recipe(**changes), toy(), preprocess, seed=1, device="cpu", checkpoint=path, tick=tick)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "inverse"])
+def test_goes_on_to_the_same_end(schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "SECONDS_BETWEEN_CHECKPOINTS", 0)
+    plan: dict[str, Any] = {"epochs": 4, "schedule": schedule, "augmentation": "crop-flip"}
+    path = tmp_path / "training.checkpoint"
+    killed_after(2, path, **plan)
+    ticks: list[int] = []
+    steps: list[float] = []
+    monkeypatch.setattr(training, "rate", lambda *args: steps.append(rate(*args)) or steps[-1])
+    resumed = train(
+        recipe(**plan), toy(), preprocess, seed=1, device="cpu", checkpoint=path, tick=lambda: ticks.append(len(steps))
+    )
+    assert ticks == [0, 0, 3, 6]  # two epochs were not done again
+    assert not differences(resumed, trained(seed=1, **plan))
+
+
+def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "SECONDS_BETWEEN_CHECKPOINTS", 0)
+    path = tmp_path / "training.checkpoint"
+    killed_after(1, path)
+    with pytest.raises(ShiftmendError, match=r"training\.checkpoint belongs to another run"):
+        train(recipe(), toy(), preprocess, seed=2, device="cpu", checkpoint=path)
+
+
+def test_checkpoints_are_written_now_and_then_only(tmp_path: Path) -> None:
+    path = tmp_path / "training.checkpoint"
+    train(recipe(), toy(), preprocess, seed=1, device="cpu", checkpoint=path)
+    assert not path.exists()
+
+
+# --- image files
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> ImageFiles:
+    from PIL import Image
+
+    folder, split = tmp_path_factory.mktemp("files"), toy(40)
+    for number, image in enumerate(split.images.expand(-1, 3, -1, -1)):
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / f"{number}.png")
+    assert split.labels is not None
+    return ImageFiles(folder, [f"{number}.png" for number in range(40)], split.labels, "files", split.classes)
+
+
+def test_trains_from_files_whatever_the_number_of_workers(files: ImageFiles) -> None:
+    state = torch.get_rng_state()
+    plan = recipe(batch_size=16, augmentation="rotate-10")
+    models = [
+        train(plan, files, preprocess, seed=seed, device="cpu", workers=n) for seed, n in ((3, 0), (3, 2), (4, 0))
+    ]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not differences(models[0], models[1])
+    assert "head.weight" in differences(models[0], models[2])
+    assert "head.weight" in differences(models[0], untrained(plan, 3))
+
+
+# --- weights to start from
+
+
+def test_starts_from_everything_but_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHIFTMEND_DATA", str(tmp_path))
+    torch.manual_seed(9)
+    given = DigitCNN(classes=8, width=4, image_size=12)
+    state = {name: value for name, value in given.state_dict().items() if "num_batches" not in name}
+    (tmp_path / "weights").mkdir()
+    safetensors.torch.save_file(state, tmp_path / "weights" / "cnn.safetensors")
+    # a rate that moves nothing: what comes back is what it started from, statistics apart
+    changes = {"learning_rate": 1e-30, "epochs": 1}
+    model = trained(seed=2, pretrained="weights/cnn.safetensors", **changes).state_dict()
+    fresh = untrained(recipe(), 2).state_dict()
+    for name, _ in given.named_parameters():
+        expected = fresh[name] if name.startswith("head") else state[name]
+        torch.testing.assert_close(model[name], expected, rtol=0, atol=1e-20)
+    absolute = trained(seed=2, pretrained=str(tmp_path / "weights" / "cnn.safetensors"), **changes)
+    assert torch.equal(absolute.state_dict()["conv1.weight"], state["conv1.weight"])
+
+
+def test_statistics_are_started_from_too(tmp_path: Path) -> None:
+    given = DigitCNN(classes=3, width=4, image_size=12)
+    nn.init.constant_(given.bn1.running_mean, 1e6)
+    safetensors.torch.save_file(given.state_dict(), tmp_path / "cnn.safetensors")
+    model = train(
+        recipe(pretrained="cnn.safetensors", epochs=1), toy(), preprocess, seed=0, device="cpu", root=tmp_path
+    )
+    # three batches with a weight of 0.1 each leave 0.9^3 of what was there
+    torch.testing.assert_close(model.bn1.running_mean, torch.full((4,), 0.9**3 * 1e6), rtol=1e-4, atol=10)
+
+
+def test_unusable_weights_are_refused(tmp_path: Path) -> None:
+    def start(name: str) -> None:
+        train(recipe(pretrained=name), toy(), preprocess, seed=0, device="cpu", root=tmp_path)
+
+    with pytest.raises(
+        DataError, match=r"absent\.safetensors is missing: expected the weights that digit-cnn starts from"
+    ):
+        start("absent.safetensors")
+    (tmp_path / "text.safetensors").write_text("no weights")
+    with pytest.raises(DataError, match=r"text\.safetensors is no readable safetensors file"):
+        start("text.safetensors")
+    wide = DigitCNN(classes=3, width=5, image_size=12).state_dict()
+    safetensors.torch.save_file(wide, tmp_path / "wide.safetensors")
+    with pytest.raises(DataError, match=r"expected conv1\.weight of shape \[4, 3, 5, 5\], found \[5, 3, 5, 5\]"):
+        start("wide.safetensors")
+    few = {"conv1.weight": torch.zeros(4, 3, 5, 5)}
+    safetensors.torch.save_file(few, tmp_path / "few.safetensors")
+    with pytest.raises(DataError, match=r"expected conv1\.bias of shape \[4\], found nothing"):
+        start("few.safetensors")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_learns_as_well_and_its_generator_is_left_alone() -> None:
+    state = torch.cuda.get_rng_state()
+    plan = recipe(epochs=3, batch_size=32, augmentation="rotate-10")
+    model = train(plan, toy(), preprocess, seed=0, device="cuda")
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert next(model.parameters()).device.type == "cpu"
+    fresh = toy(90, seed=1)
+    assert (model(preprocess(fresh.images)).argmax(1) == fresh.labels).double().mean() > 0.9
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("augmentation", ["none", "crop-flip-rotate-15"])
+def test_nothing_waits_for_a_gpu_within_an_epoch(augmentation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    epochs: list[Tensor] = []
+
+    def watched(images: Tensor) -> Tensor:
+        torch.cuda.set_sync_debug_mode("error")  # from the first batch to the end of the epoch
+        return preprocess(images)
+
+    def finite(total: Tensor, model: nn.Module) -> bool:
+        torch.cuda.set_sync_debug_mode("default")
+        epochs.append(total)
+        return True
+
+    monkeypatch.setattr(training, "_finite", finite)
+    try:
+        train(recipe(augmentation=augmentation), toy(), watched, seed=0, device="cuda")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(epochs) == 2
