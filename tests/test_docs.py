@@ -54,7 +54,7 @@ def test_the_profile_page_runs_as_written(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_methods_page_runs_as_written() -> None:
-    calls, selection, online, history = code_blocks(ROOT / "docs/methods.md")
+    calls, selection, online, _, history = code_blocks(ROOT / "docs/methods.md")  # torchrun's is in test_torchrun.py
     world = sensors()
     made = world.profile()
     assert calls.count("shiftmend.adapt(") == 4

@@ -242,6 +242,32 @@ def test_each_epoch_leaves_others_out() -> None:
     assert len(set.union(*left_out)) > 60
 
 
+@given(st.integers(1, 60), st.integers(1, 70), st.integers(-(2**62), 2**62), st.integers(0, 5000))
+def test_an_index_says_which_samples_a_batch_holds(samples: int, size: int, seed: int, number: int) -> None:
+    inputs = 7 * torch.arange(samples) + 3
+    feed = Feed(inputs, batch_size=size, preprocess=lambda batch: -batch)
+    pairs = list(feed.indexed(seed, number))
+    for batch, index in pairs:
+        assert index is not None
+        assert torch.equal(batch, -inputs[index])
+    assert all(torch.equal(a, b) for a, (b, _) in zip(feed.epoch(seed, number), pairs, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_resident_way_has_the_same_index_and_a_stream_has_none(way: str) -> None:
+    expected = [index for _, index in Feed(INPUTS, batch_size=16).indexed(3, 1)]
+    size = None if way == "DataLoader" else 16  # which brings its own, the same
+    feed = Feed(WAYS[way](), batch_size=size, resident=True)
+    for (batch, index), other in zip(feed.indexed(3, 1), expected, strict=True):
+        assert torch.equal(index, other)
+        assert torch.equal(batch, INPUTS[index])
+    streamed = list(Feed(WAYS[way](), batch_size=size, resident=False).indexed(3, 1))
+    if Feed(WAYS[way](), batch_size=size, resident=False).resident:
+        assert all(torch.equal(index, other) for (_, index), other in zip(streamed, expected, strict=True))
+    else:
+        assert [index for _, index in streamed] == [None] * len(streamed)
+
+
 @pytest.mark.parametrize("room", ROOM)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_global_generator_is_left_alone(way: str, room: str) -> None:

@@ -24,7 +24,7 @@ import shiftmend
 from shiftmend import profile_files
 from shiftmend.errors import ProfileError
 from shiftmend.fingerprints import InputSummary
-from shiftmend.gaussians import MarginalGaussian
+from shiftmend.gaussians import FullGaussian, MarginalGaussian
 from shiftmend.histograms import Bins
 from shiftmend.profiles import SLICE_SEEDS, Profile
 from shiftmend.statistics import Histogram, Projector, Slices, random_directions
@@ -34,10 +34,10 @@ Facts = dict[str, Any]
 Tensors = dict[str, Tensor]
 
 
-def make(preset: str = "reference") -> Profile:
+def make(preset: str = "reference", gaussian: Any = None) -> Profile:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3))
-    return shiftmend.profile(model, torch.randn(200, 6), preset=preset, progress=False)
+    return shiftmend.profile(model, torch.randn(200, 6), preset=preset, gaussian=gaussian, progress=False)
 
 
 PROFILE = make()
@@ -88,6 +88,7 @@ def same(a: Profile, b: Profile) -> bool:
         and (a.gaussian.kind, a.gaussian.samples) == (b.gaussian.kind, b.gaussian.samples)
         and torch.equal(a.gaussian.mean, b.gaussian.mean)
         and torch.equal(a.gaussian.variance, b.gaussian.variance)
+        and torch.equal(*(getattr(one.gaussian, "covariance", one.gaussian.mean) for one in (a, b)))
         and list(a.taps) == list(b.taps)
         and list(a.slices) == list(b.slices)
         and [a.slices[n].seed for n in a.slices] == [b.slices[n].seed for n in b.slices]
@@ -183,6 +184,35 @@ def test_a_profile_for_resnet18_on_cifar_is_at_most_48_kib(tmp_path: Path) -> No
     made.save(tmp_path / "p")
     assert (tmp_path / "p").stat().st_size <= 48 * 1024
     assert same(Profile.load(tmp_path / "p"), made)
+
+
+@pytest.mark.parametrize("preset", ["reference", "sliced"])
+def test_a_full_gaussian_comes_back_with_every_covariance(preset: str, tmp_path: Path) -> None:
+    made = make(preset, "full")
+    assert isinstance(made.gaussian, FullGaussian)
+    made.save(tmp_path / "p")
+    loaded = Profile.load(tmp_path / "p")
+    assert same(loaded, made)
+    assert isinstance(loaded.gaussian, FullGaussian)
+    assert torch.equal(loaded.gaussian.covariance, made.gaussian.covariance)
+    assert loaded.to_bytes() == (tmp_path / "p").read_bytes()
+    facts, tensors, _ = take_apart(made.to_bytes())
+    assert facts["gaussian"] == {"kind": "full-gaussian", "samples": 200}
+    assert tensors["gaussian.covariance"].shape == (8 * 9 // 2,)  # a symmetric matrix is stored once
+    assert {entry["kind"] for entry in facts["taps"].values()} == {"soft-histogram"}
+    assert {entry["kind"] for entry in facts["slices"].values()} == {"sliced-histogram"}
+
+
+def test_a_full_profile_of_128_features_is_at_most_50_kib() -> None:
+    """32 of them are the 8,256 covariances: a symmetric matrix, stored once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 128), nn.Linear(128, 10))
+    sizes = {
+        kind: len(shiftmend.profile(model, torch.randn(300, 20), gaussian=kind, progress=False).to_bytes())
+        for kind in ("marginal", "full")
+    }
+    assert sizes["full"] <= 50 * 1024
+    assert 4 * (128 * 129 // 2 - 128) <= sizes["full"] - sizes["marginal"] <= 4 * 128 * 129 // 2 + 64
 
 
 # --- five hundred kinds of damage ----------------------------------------------------------------------------------
@@ -378,6 +408,88 @@ def test_impossible_ranges_and_moments_are_refused() -> None:
         return deviation
 
     assert "deviation is zero" in refusal(put("features.deviation", flatten))
+
+
+FULL = make(gaussian="full").to_bytes()
+
+
+def alter_gaussian(alter: Callable[[Facts, Tensors], Any], content: bytes = FULL) -> str:
+    facts, tensors, metadata = take_apart(content)
+    alter(facts["gaussian"], tensors)
+    return refusal(forge(facts, tensors, metadata))
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "Full-Gaussian", "soft-histogram", "mixture", None, 3, True, ["full-gaussian"], {}]
+)
+@pytest.mark.parametrize("content", [CONTENT, FULL], ids=["marginal", "full"])
+def test_unknown_kinds_of_gaussian_are_refused(kind: Any, content: bytes) -> None:
+    message = alter_gaussian(lambda facts, tensors: facts.update(kind=kind), content)
+    assert "Gaussian is of the kind" in message or "TypeError" in message
+
+
+def test_a_gaussian_that_is_of_the_other_kind_is_refused() -> None:
+    for content, kind in ((CONTENT, "full-gaussian"), (FULL, "marginal-gaussian")):
+        assert "missing or unexpected" in alter_gaussian(lambda facts, tensors, k=kind: facts.update(kind=k), content)
+
+
+@pytest.mark.parametrize("group", ["taps", "slices"])
+@pytest.mark.parametrize("kind", ["", "full-gaussian", "histogram", None, 3, ["soft-histogram"]])
+def test_unknown_kinds_of_taps_and_slices_are_refused(group: str, kind: Any) -> None:
+    name = {"taps": "features", "slices": "verification"}[group]
+    message = refusal(change(lambda facts, tensors, metadata: facts[group][name].update(kind=kind)))
+    assert f"'{name}' is of the kind" in message
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["gaussian.mean", "gaussian.covariance"])
+def test_full_gaussians_of_other_sizes_are_refused(name: str, shape: str) -> None:
+    message = alter_gaussian(lambda facts, tensors: tensors.update({name: SHAPES[shape](tensors[name]).contiguous()}))
+    assert "as many units as the features" in message or "float32 with 1 dimensions" in message
+
+
+def test_a_whole_matrix_in_place_of_its_triangle_is_refused() -> None:
+    message = alter_gaussian(lambda facts, tensors: tensors.update({"gaussian.covariance": torch.zeros(64)}))
+    assert "as many units as the features" in message
+    message = alter_gaussian(lambda facts, tensors: tensors.update({"gaussian.covariance": torch.zeros(8, 8)}))
+    assert "float32 with 1 dimensions" in message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [0, 1, 35])  # a variance, a covariance, the last variance
+def test_covariances_that_are_no_numbers_are_refused(value: float, place: int) -> None:
+    def spoil(facts: Facts, tensors: Tensors) -> None:
+        tensors["gaussian.covariance"][place] = value
+
+    assert "not finite" in alter_gaussian(spoil)
+
+
+def test_impossible_variances_are_refused() -> None:
+    varied = int(PROFILE.taps["features"].usable.nonzero()[0])
+    for content, name, place in (
+        (CONTENT, "gaussian.variance", varied),
+        (FULL, "gaussian.covariance", sum(8 - row for row in range(varied))),  # where that row of the triangle begins
+    ):
+        for value in (-0.1, 0.0):
+
+            def spoil(facts: Facts, tensors: Tensors, name: str = name, place: int = place, v: float = value) -> None:
+                tensors[name][place] = v
+
+            assert "variance is zero in a unit that varied, or negative" in alter_gaussian(spoil, content)
+
+
+@pytest.mark.parametrize("samples", [0, -1, True, 200.0, "200", None, [200], 1 << 53, 100, 201])
+@pytest.mark.parametrize("content", [CONTENT, FULL], ids=["marginal", "full"])
+def test_gaussians_of_other_samples_than_the_features_are_refused(samples: Any, content: bytes) -> None:
+    message = alter_gaussian(lambda facts, tensors: facts.update(samples=samples), content)
+    assert "samples of the" in message
+
+
+def test_correlations_beyond_one_are_refused() -> None:
+    def spoil(facts: Facts, tensors: Tensors) -> None:
+        tensors["gaussian.covariance"][1] = 1e6
+
+    assert "covariance" in alter_gaussian(spoil)
 
 
 @pytest.mark.parametrize("samples", [0, -1, True, False, 200.0, "200", None, [200], {}, 1 << 53, 10**30, 100, 201, 1])

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shiftmend
 from shiftmend import profile_files
 from shiftmend.errors import DataError, ProfileError, TapError
+from shiftmend.gaussians import FullGaussian, MarginalGaussian
 from shiftmend.histograms import Bins
 from shiftmend.profiles import Profile
 from shiftmend.taps import tapped
@@ -308,3 +309,69 @@ def test_arrays_of_doubles_are_taken_as_numpy_gives_them() -> None:
     case = ZOO["tabular"]
     inputs = case.inputs()
     assert same(shiftmend.profile(case.model(), inputs), shiftmend.profile(case.model(), inputs.double().numpy()))
+
+
+# --- the Gaussian of the features ------------------------------------------------------------------------------------
+
+
+def test_the_gaussian_is_that_of_the_features() -> None:
+    case = ZOO["tabular"]
+    model, inputs = case.model(), case.inputs(100)
+    with torch.no_grad():
+        features = model[:5](inputs).double().numpy()
+    marginal, full = (shiftmend.profile(model, inputs, gaussian=kind, batch_size=32) for kind in ("marginal", "full"))
+    assert isinstance(marginal.gaussian, MarginalGaussian)
+    assert isinstance(full.gaussian, FullGaussian)
+    np.testing.assert_allclose(marginal.gaussian.variance, features.var(0, ddof=1), rtol=1e-5, atol=1e-10)
+    np.testing.assert_allclose(full.gaussian.covariance, np.cov(features.T), rtol=1e-4, atol=1e-7)
+    for made in (marginal, full):
+        assert made.gaussian.samples == 100
+        np.testing.assert_allclose(made.gaussian.mean, features.mean(0), rtol=1e-5, atol=1e-7)
+        assert f"moments     {made.gaussian.kind} of the features" in repr(made)
+    assert isinstance(shiftmend.profile(model, inputs).gaussian, MarginalGaussian)  # a few kilobytes, unless asked
+    assert same(marginal, full)  # everything else is as without
+
+
+def test_a_full_gaussian_does_not_depend_on_passes() -> None:
+    case = ZOO["signal"]
+    model, inputs = case.model(), case.inputs(90)
+    one, three = (
+        shiftmend.profile(model, inputs, gaussian="full", batch_size=32, keep_bytes=room) for room in (1 << 30, 0)
+    )
+    assert torch.equal(one.gaussian.covariance, three.gaussian.covariance)
+
+
+@pytest.mark.parametrize("gaussian", ["marginal", "full"])
+def test_merged_gaussians_equal_the_whole(gaussian: str) -> None:
+    case = ZOO["signal"]
+    model, inputs = case.model(), case.inputs(128)
+    whole = shiftmend.profile(model, inputs, gaussian=gaussian)
+    first, second, third = (shiftmend.profile(model, part, like=whole) for part in inputs.split(50))
+    for merged in (first.merge(second).merge(third), third.merge(first).merge(second)):
+        assert (merged.gaussian.kind, merged.gaussian.samples) == (whole.gaussian.kind, 128)
+        torch.testing.assert_close(merged.gaussian.mean, whole.gaussian.mean, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(merged.gaussian.variance, whole.gaussian.variance, rtol=1e-4, atol=1e-7)
+        if isinstance(whole.gaussian, FullGaussian):
+            torch.testing.assert_close(merged.gaussian.covariance, whole.gaussian.covariance, rtol=1e-3, atol=1e-6)
+        assert same(profile_files.decode(merged.to_bytes()), merged)
+
+
+def test_a_full_profile_does_not_merge_with_a_marginal_one() -> None:
+    case = ZOO["signal"]
+    model, inputs = case.model(), case.inputs(64)
+    full, marginal = (shiftmend.profile(model, inputs, gaussian=kind) for kind in ("full", "marginal"))
+    for one, other in ((full, marginal), (marginal, full)):
+        with pytest.raises(ProfileError, match="cannot be merged"):
+            one.merge(other)
+
+
+def test_other_kinds_of_gaussian_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = ZOO["tabular"]
+    model, inputs = case.model(), case.inputs()
+    with pytest.raises(ProfileError, match="unknown kind of Gaussian 'diagonal', expected 'marginal' or 'full'"):
+        shiftmend.profile(model, inputs, gaussian="diagonal")
+    with pytest.raises(ProfileError, match=r"like= brings .* kind of Gaussian with it"):
+        shiftmend.profile(model, inputs, gaussian="full", like=shiftmend.profile(model, inputs))
+    monkeypatch.setattr("shiftmend.profiles.MOST_CORRELATED", 15)
+    with pytest.raises(ProfileError, match=r"covariance of 16 features is too large to store \(at most 15\); leave"):
+        shiftmend.profile(model, inputs, gaussian="full")

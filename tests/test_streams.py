@@ -125,3 +125,14 @@ def test_nonsense_is_one_sentence() -> None:
     with pytest.raises(ProfileError, match="other layers"):
         shiftmend.stream(ZOO["signal"].model(), world.profile())
     assert shiftmend.stream(world.model, method="adabn").verification is None
+
+
+def test_a_batch_that_the_method_refuses_changes_nothing() -> None:
+    world = sensors()
+    profile = shiftmend.profile(world.model, world.source, gaussian="full", progress=False)
+    online = shiftmend.stream(world.model, profile, "full-gauss", learning_rate=0.001)
+    online.step(world.target[:50])
+    before = state(online.snapshot())
+    with pytest.raises(AdaptationError, match="more than"):
+        online.step(world.target[:5])
+    assert all(torch.equal(a, b) for a, b in zip(state(online.snapshot()), before, strict=True))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
+from shiftmend.distributed import world_size
 from shiftmend.errors import ShiftmendError
 
 
@@ -18,15 +20,24 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def resolve_device(device: str | torch.device, model: nn.Module | None = None) -> torch.device:
-    """A device by name; `auto` is the accelerator the model lies on, else CUDA if there is one, else the CPU."""
+    """A device by name; `auto` is the accelerator the model lies on, else CUDA if there is one, else the CPU.
+
+    Of several processes that work together, each takes a GPU of its own, if there are as many.
+    """
     if str(device) == "auto":
         if model is not None and device_of(model).type != "cpu":
             return device_of(model)
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return torch.device("cuda", _own_gpu()) if torch.cuda.is_available() else torch.device("cpu")
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise ShiftmendError(f"device {str(device)!r} is not available here; use 'auto' or 'cpu'") from error
+
+
+def _own_gpu() -> int:
+    local = os.environ.get("LOCAL_RANK", "")
+    own = world_size() > 1 and local.isdigit() and int(local) < torch.cuda.device_count()
+    return int(local) if own else torch.cuda.current_device()
 
 
 @contextmanager

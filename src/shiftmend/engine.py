@@ -15,6 +15,7 @@ from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation, environment
 from shiftmend.blocks import Names, split
 from shiftmend.devices import device_of, resolve_device
+from shiftmend.distributed import same_everywhere, warn_if_apart, world_size
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
@@ -59,6 +60,9 @@ def adapt(
     The result is the state after the last epoch, or with `keep="selected"` that of the epoch which the verification
     slices prefer (see `selection.py`); its number is in the result either way. A list of learning rates gives the
     run that is preferred in the same way. `on_epoch(model, row)` is called before the first and after each epoch.
+
+    In a process group every process calls this with the same model and the same data and gets the same result; each
+    runs its share of every batch, `batch_size` is that of all together, and Ctrl-C ends them all.
     """
     if isinstance(options.get("learning_rate"), list | tuple):
         rates = options.pop("learning_rate")
@@ -76,7 +80,14 @@ def adapt(
             "progress": progress,
         }
         return _search(model, target, profile, method, rates, checkpoint, settings | options)
+    warn_if_apart()
     chosen = make_method(method, **options)
+    if world_size() > 1 and not chosen.several_processes:
+        able = ", ".join(name for name, kind in METHODS.items() if kind.several_processes)
+        raise AdaptationError(
+            f"{chosen.name} works in one process only, and these are {world_size()}: its loss needs the whole of a "
+            f"batch; use one process, or one of {able}"
+        )
     if keep not in get_args(Keep):
         raise AdaptationError(f"keep must be 'last' or 'selected', got {keep!r}")
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -102,6 +113,11 @@ def adapt(
     if stages and min(feed.batch_size, feed.samples) < 2 and batch_norms(adapted):
         one = "one target sample is" if feed.samples < 2 else "a batch size of one is"
         raise AdaptationError(f"{one} too few to adapt BatchNorm with; use at least two, better 256")
+    if min(feed.batch_size, feed.samples) < world_size():
+        raise AdaptationError(
+            f"batches of {min(feed.batch_size, feed.samples)} cannot be shared by {world_size()} processes, each of "
+            "which needs at least one sample; use larger batches or fewer processes"
+        )
     if chosen.by_sample and not feed.resident:
         raise AdaptationError(
             f"{chosen.name} must know which sample is which, and streamed data does not say; pass a tensor, or data "
@@ -121,10 +137,12 @@ def adapt(
         "source_weights": fingerprints.weights(model),
         "autocast": autocast,
         "kept": keep,
-        "environment": environment(place),
+        "environment": {**environment(place), "world_size": world_size()},
     }
+    same_everywhere(str(manifest["source_weights"]), "model", place)
+    same_everywhere(str(manifest["target"]), "target data", place)
     try:
-        return Run(
+        run = Run(
             network,
             feed,
             profile,
@@ -139,7 +157,9 @@ def adapt(
             manifest=manifest,
             on_epoch=on_epoch,
             progress=progress,
-        ).go()
+        )
+        same_everywhere(run.name, "run (profile, method, options, or whether the data fits into memory)", place)
+        return run.go()
     finally:
         settle(adapted, model)
 

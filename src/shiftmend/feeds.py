@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
+from shiftmend.distributed import active, of_first_process, share, world_size
 from shiftmend.errors import DataError
 
 logger = logging.getLogger(__name__)
+logger.addFilter(of_first_process)
 
 Preprocess = Callable[[Tensor], Tensor]
 DEFAULT_BATCH = 256
 
 
 class Feed:
-    """A source of batches that can be run through again and again.
+    """A source of batches that can be run through again and again, by several processes in shares of each batch.
 
     Data that fits is read once and kept on the device as it came (8-bit images stay 8-bit), so that an epoch is a
     permutation and a few gathers with nothing to wait for; `resident=False`, or more than `limit` bytes, streams from
@@ -93,8 +95,7 @@ class Feed:
 
     def batches(self) -> Iterator[Tensor]:
         """Every sample once, in the order given."""
-        for inputs, _ in self._in_order():
-            yield self._ready(inputs)
+        yield from self._shared(inputs for inputs, _ in self._in_order())
 
     def labelled(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Every sample with its label, for evaluation only."""
@@ -105,18 +106,22 @@ class Feed:
 
     def subset(self, count: int, seed: int) -> Iterator[Tensor]:
         """At most `count` samples, the same ones each time."""
+        if self._inputs is not None and len(self._inputs) <= count:
+            yield from self.batches()
+        else:
+            yield from self._shared(self._some(count, seed))
+
+    def _some(self, count: int, seed: int) -> Iterator[Tensor]:
         if self._inputs is None:
             for inputs, _ in self._stream(seed, shuffled=True):
-                yield self._ready(inputs[:count])
+                yield inputs[:count]
                 count -= len(inputs)
                 if count <= 0:
                     return
-        elif len(self._inputs) <= count:
-            yield from self.batches()
         else:
             chosen = torch.randperm(len(self._inputs), generator=torch.Generator().manual_seed(seed))[:count]
             for index in chosen.sort().values.to(self._inputs.device).split(self.batch_size):
-                yield self._ready(self._inputs[index])
+                yield self._inputs[index]
 
     def epoch(self, seed: int, number: int) -> Iterator[Tensor]:
         """Batches of equal size in a random order that depends on nothing but `seed` and `number`.
@@ -139,7 +144,7 @@ class Feed:
         order = torch.randperm(len(self._inputs), generator=torch.Generator().manual_seed(order_seed))
         order = order.to(self._inputs.device, non_blocking=True)
         for start in range(0, len(self._inputs) - size + 1, size):
-            index = order[start : start + size]
+            index = share(order[start : start + size])
             yield self._ready(self._inputs[index]), index
 
     def _full(self, stream: Iterable[tuple[Tensor, Any]]) -> Iterator[Tensor]:
@@ -151,7 +156,7 @@ class Feed:
         for inputs, _ in stream:
             size = size or len(inputs)
             if len(inputs) * 2 >= size and (len(inputs) > 1 or size == 1):
-                yield self._ready(inputs)
+                yield self._ready(share(inputs))
 
     def _in_order(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         if self._inputs is None:
@@ -164,6 +169,20 @@ class Feed:
             part = slice(start, end)
             # a copy: a model or a preprocessing that works in place must not change the data, least of all the caller's
             yield self._inputs[part].clone(), None if self._labels is None else self._labels[part]
+
+    def _shared(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        """This process's part of each batch; a last one too small to be shared joins the one before it."""
+        if not active():
+            yield from map(self._ready, batches)
+            return
+        held: Tensor | None = None
+        for inputs in batches:
+            small = held is not None and len(inputs) < world_size()
+            if held is not None:
+                yield self._ready(share(torch.cat([held, inputs]) if small else held))
+            held = None if small else inputs
+        if held is not None:
+            yield self._ready(share(held))
 
     def _ready(self, inputs: Tensor) -> Tensor:
         inputs = inputs.to(self.device, non_blocking=True)

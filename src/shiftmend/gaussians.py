@@ -8,10 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shiftmend.distributed import active, all_sum, joined_moments
 from shiftmend.errors import AdaptationError, ProfileError
 
 LEAST_VARIANCE = 1e-6
-"""Of the source's variance: what a batch's variance is taken for at least, so that a dead unit gives no NaN."""
+"""Of the source's variance (in a full Gaussian of what the other units do not explain of it): what a batch's variance
+is taken for at least, so that a unit which is dead on the target gives a large number and neither NaN nor infinity."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +42,7 @@ class MarginalGaussian:
 
         (1 / 2D) sum of ln(v_b / v_s) + (v_s + (m_s - m_b)^2) / v_b - 1.
         """
+        _check_spread(len(values))
         values = values.float()
         batch_variance = torch.maximum(values.var(0, unbiased=True), LEAST_VARIANCE * self.variance)
         ratio = (self.variance + (self.mean - values.mean(0)).square()) / batch_variance
@@ -93,6 +96,11 @@ def _merged(
     return mean.to(one.mean.dtype), (squares / (n + m - 1)).to(one.mean.dtype)
 
 
+def _check_spread(samples: int) -> None:
+    if samples < 2:
+        raise AdaptationError("a batch of one sample has no variance to compare with the source's; use larger batches")
+
+
 def shrunk(covariance: Tensor, shrinkage: float) -> Tensor:
     """Covariances between different units times 1 - `shrinkage`: positive definite even from few samples."""
     if shrinkage == 0:
@@ -133,13 +141,13 @@ class Comparison:
                 f"full-gauss needs batches of more than {units} samples for {units} features, got {samples}; use a "
                 "larger batch, or shrinkage, e.g. shrinkage=0.1"
             )
+        _check_spread(samples)
         values = values.to(self.mean.dtype)
         mean = values.mean(0)
         centred = values - mean
         covariance = shrunk(centred.T @ centred / (samples - 1), self.shrinkage)
-        if self.shrinkage:  # a unit that is dead on the target
-            floor = LEAST_VARIANCE / self.precision.diagonal()
-            covariance = covariance + torch.diag((floor - covariance.diagonal()).clamp_min(0))
+        floor = LEAST_VARIANCE / self.precision.diagonal()
+        covariance = covariance + torch.diag((floor - covariance.diagonal()).clamp_min(0))
         # without a check of its own, which would wait for the device; what is not positive definite becomes NaN
         factor, _ = torch.linalg.cholesky_ex(covariance)
         away = self.mean - mean
@@ -179,6 +187,17 @@ class CovarianceTracker:
             self.products = self.products + products + torch.outer(delta, delta) * (self.samples * count / total)
             self.mean = self.mean + delta * (count / total)
         self.samples += count
+
+    def joined(self) -> CovarianceTracker:
+        """That of all processes; itself where there are no others."""
+        if not active():
+            return self
+        every = CovarianceTracker()
+        samples, every.mean, _ = joined_moments(self.samples, self.mean, self.products.diagonal())
+        away = self.mean - every.mean
+        every.products = all_sum(self.products + torch.outer(away, away) * self.samples)
+        every.samples = int(samples)
+        return every
 
     def gaussian(self) -> FullGaussian:
         covariance = self.products / max(1, self.samples - 1)

@@ -19,6 +19,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shiftmend import checkpoints, fingerprints
 from shiftmend.adaptations import Adaptation, Epoch
 from shiftmend.devices import device_of
+from shiftmend.distributed import (
+    backward,
+    of_first_process,
+    rank,
+    same_everywhere,
+    synchronised,
+    together,
+    world_size,
+)
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
 from shiftmend.methods import Method, Network, Objective, Stage
@@ -30,6 +39,7 @@ from shiftmend.taps import Entry, Tap, modes, tapped
 from shiftmend.verification import Verification
 
 logger = logging.getLogger(__name__)
+logger.addFilter(of_first_process)
 
 VERIFIED_PER_EPOCH = 4096
 """Target samples behind the verification of each epoch; before and after adapting it is all of them."""
@@ -129,6 +139,8 @@ class Run:
         """Run to the end, or as far as it gets."""
         started = time.perf_counter()
         resumed = checkpoints.load(self.path, self.name) if self.path is not None else None
+        position = (resumed.stage, resumed.epoch) if resumed is not None else None
+        same_everywhere(str(position), "checkpoint", self.feed.device)
         status = "finished"
         self._keep()
         try:
@@ -138,6 +150,8 @@ class Run:
             with steady(self.model, self.method.dropout), self.method.prepared(self.model):
                 self._all_stages(resumed)
         except KeyboardInterrupt:
+            if world_size() > 1:  # the others may be elsewhere: nothing can be asked of them any more
+                raise
             self.model.load_state_dict(self.good, strict=False)
             status = "interrupted"
             logger.warning("interrupted after %d epochs; this is the state reached then", self._epochs())
@@ -175,6 +189,8 @@ class Run:
             untouched = status == "finished" and not self.stages
             after = self.before if untouched else observe(self.model, self.feed, self.profile, self.output).verification
         except KeyboardInterrupt:  # the work is done: what is missing is the judgement
+            if world_size() > 1:
+                raise
             after = None
             logger.warning("the last verification was interrupted; ask shiftmend.verify for it")
         if self.before is not None and after is not None and self.stages:
@@ -183,6 +199,8 @@ class Run:
             elif after.verdict != "restored":
                 logger.warning("the features are %s", after)
         selected = self.choice.kept.epoch if self.choice.kept is not None else 0
+        adapted = fingerprints.weights(self.model)
+        same_everywhere(adapted, "adapted model", self.feed.device)
         self.manifest |= {
             "status": status,
             "selected_epoch": selected,
@@ -195,7 +213,7 @@ class Run:
                 for name, value in (("before", self.before), ("after", after))
                 if value is not None
             },
-            "adapted_weights": fingerprints.weights(self.model),
+            "adapted_weights": adapted,
         }
         return Adaptation(self.model, self.history, self.manifest, self.before, after, selected)
 
@@ -226,7 +244,7 @@ class Run:
                     bar.advance(1, f"{stage.name}  {_note(self.history[-1])}")
 
     def _checkpoint(self, stage: int, epoch: int, optimiser: optim.SGD | None) -> None:
-        if self.path is None:
+        if self.path is None or rank() > 0:
             return
         try:
             checkpoints.save(self.path, self.name, stage, epoch, self.history, self.model, optimiser, self.selected)
@@ -248,7 +266,13 @@ class Run:
         sums: dict[str, Tensor] = {}
         batches = 0
         trains = optimiser is not None and objective is not None
-        with tapped(self.model, self.taps) as recorder, torch.inference_mode(False), torch.set_grad_enabled(trains):
+        with (
+            together(),
+            synchronised(self.model),
+            tapped(self.model, self.taps) as recorder,
+            torch.inference_mode(False),
+            torch.set_grad_enabled(trains),
+        ):
             for batch, index in self.feed.indexed(self.seed, number):
                 with self._precision():
                     self.model(batch)
@@ -266,7 +290,7 @@ class Run:
                         "gradient off (no_grad or detach in its forward?)"
                     )
                 optimiser.zero_grad(set_to_none=True)
-                total.backward()
+                backward(total, self.model.parameters())
                 optimiser.step()
                 for name, term in terms.items():
                     sums[name] = sums.get(name, torch.zeros_like(term)) + term.detach()

@@ -308,6 +308,10 @@ def _gaussian_problems(profile: Profile) -> list[str]:
         return ["the Gaussian's mean or variance is not finite"]
     if bool((gaussian.variance < 0).any()) or bool((gaussian.variance == 0)[features.usable].any()):
         return ["the Gaussian's variance is zero in a unit that varied, or negative"]
+    if isinstance(gaussian, FullGaussian):
+        variance = gaussian.variance.double()
+        if bool((gaussian.covariance.double().square() > 1.001 * torch.outer(variance, variance)).any()):
+            return ["the Gaussian's covariance of two units is larger than their variances allow"]
     if gaussian.samples != features.samples:
         return [f"its Gaussian is not of the {features.samples} samples of the features"]
     return []

@@ -15,6 +15,15 @@ from torch import Tensor, nn
 from shiftmend import fingerprints
 from shiftmend.__about__ import __version__
 from shiftmend.devices import placed, resolve_device
+from shiftmend.distributed import (
+    everywhere,
+    of_first_process,
+    same_everywhere,
+    synchronised,
+    together,
+    warn_if_apart,
+    world_size,
+)
 from shiftmend.errors import ProfileError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
@@ -27,6 +36,7 @@ from shiftmend.statistics import MOST_WEIGHTS, CountTracker, Histogram, Projecto
 from shiftmend.taps import Entry, Tap, modes, tapped, trace, unwrap
 
 logger = logging.getLogger(__name__)
+logger.addFilter(of_first_process)
 
 VERIFICATION_SLICES = 128
 SLICE_SEEDS = {"verification": 20220425, "alignment": 20220426}
@@ -168,7 +178,11 @@ def profile(
     `like`, the ranges and slices of another profile are used, and the two can be merged. The preset is `reference`
     unless another is named. `gaussian="full"` stores the covariance of the features too, which the method `full-gauss`
     needs: four bytes for each pair of features.
+
+    In a process group every process calls this with the same model and the same data and gets the same profile; each
+    runs its share of every batch.
     """
+    warn_if_apart()
     model = unwrap(model)
     place = resolve_device(device, model)
     if like is not None and any(part is not None for part in (preset, bins, taps, head, gaussian)):
@@ -187,35 +201,17 @@ def profile(
     ):
         model.eval()
         specs = trace(model, feed.first(2), head=head, taps=like.specs if like else taps, output=output).taps
-        passes = _Passes(model, feed, specs, keep_bytes, bar.advance)
-        trackers = _ranges(passes, specs)
-        frame = _frame(trackers, chosen, like)
-        if full and len(frame.mean) > MOST_CORRELATED:
-            raise ProfileError(
-                f"the covariance of {len(frame.mean):,} features is too large to store (at most {MOST_CORRELATED:,}); "
-                "leave out gaussian='full', or tap a smaller layer"
-            )
-        covariance = CovarianceTracker() if full else None
-        projectors = {name: part.to(place) for name, part in frame.projectors.items()}
-        counters = {
-            name: CountTracker(low.to(place), high.to(place), cut) for name, (low, high) in frame.ranges.items()
-        }
-        reach = {name: RangeTracker() for name in projectors}
-        for samples in passes():
-            for name, counter in counters.items():
-                counter.update(samples[name])
-            if covariance is not None:
-                covariance.update(samples["features"])
-            for name, projector in projectors.items():
-                reach[name].update(projector(samples["features"]))
-        slice_ranges = {name: (tracker.low, tracker.high) for name, tracker in reach.items()}
-        if like is not None:
-            homes = {name: part.histogram.to(place) for name, part in like.slices.items()}
-            slice_ranges = {name: (home.low, home.high) for name, home in homes.items()}
-        slice_counters = {name: CountTracker(low, high, cut) for name, (low, high) in slice_ranges.items()}
-        for samples in passes():
-            for name, projector in projectors.items():
-                slice_counters[name].update(projector(samples["features"]))
+        _check_agreement(model, feed, (specs, chosen.name, cut, full, keep_bytes), like)
+        with together(), synchronised(model):
+            passes = _Passes(model, feed, specs, keep_bytes, bar.advance)
+            trackers = _ranges(passes, specs)
+            frame = _frame(trackers, chosen, like)
+            if full and len(frame.mean) > MOST_CORRELATED:
+                raise ProfileError(
+                    f"the covariance of {len(frame.mean):,} features is too large to store (at most "
+                    f"{MOST_CORRELATED:,}); leave out gaussian='full', or tap a smaller layer"
+                )
+            counters, slice_counters, covariance = _counts(passes, frame, cut, like, full)
         summary = InputSummary.of(feed.batches())
 
     result = Profile(
@@ -323,7 +319,7 @@ class _Passes:
                     kept.append(samples)
                 self.advance(len(batch))
                 yield samples
-        self.kept = kept
+        self.kept = kept if everywhere(kept is not None, self.feed.device) else None
 
 
 def _ranges(passes: _Passes, specs: Mapping[str, Tap]) -> dict[str, RangeTracker]:
@@ -331,6 +327,7 @@ def _ranges(passes: _Passes, specs: Mapping[str, Tap]) -> dict[str, RangeTracker
     for samples in passes():
         for name, values in samples.items():
             trackers[name].update(values)
+    trackers = {name: tracker.joined() for name, tracker in trackers.items()}
     for name, tracker in trackers.items():
         finite = torch.isfinite(tracker.low) & torch.isfinite(tracker.high)
         if not bool(finite.all()):
@@ -342,3 +339,48 @@ def _ranges(passes: _Passes, specs: Mapping[str, Tap]) -> dict[str, RangeTracker
                 "profile needs varied samples, and a model that reacts to them"
             )
     return trackers
+
+
+def _counts(
+    passes: _Passes, frame: _Frame, cut: Bins, like: Profile | None, full: bool
+) -> tuple[dict[str, CountTracker], dict[str, CountTracker], CovarianceTracker | None]:
+    """The second and the third pass: what is counted at the taps and in the slices, and the covariance if wanted."""
+    place = passes.feed.device
+    covariance = CovarianceTracker() if full else None
+    projectors = {name: part.to(place) for name, part in frame.projectors.items()}
+    counters = {name: CountTracker(low.to(place), high.to(place), cut) for name, (low, high) in frame.ranges.items()}
+    reach = {name: RangeTracker() for name in projectors}
+    for samples in passes():
+        for name, counter in counters.items():
+            counter.update(samples[name])
+        if covariance is not None:
+            covariance.update(samples["features"])
+        for name, projector in projectors.items():
+            reach[name].update(projector(samples["features"]))
+    if like is not None:
+        homes = {name: part.histogram.to(place) for name, part in like.slices.items()}
+        slice_ranges = {name: (home.low, home.high) for name, home in homes.items()}
+    else:
+        reach = {name: tracker.joined() for name, tracker in reach.items()}
+        slice_ranges = {name: (tracker.low, tracker.high) for name, tracker in reach.items()}
+    slice_counters = {name: CountTracker(low, high, cut) for name, (low, high) in slice_ranges.items()}
+    for samples in passes():
+        for name, projector in projectors.items():
+            slice_counters[name].update(projector(samples["features"]))
+    return (
+        {name: counter.joined() for name, counter in counters.items()},
+        {name: counter.joined() for name, counter in slice_counters.items()},
+        None if covariance is None else covariance.joined(),
+    )
+
+
+def _check_agreement(model: nn.Module, feed: Feed, settings: tuple[Any, ...], like: Profile | None) -> None:
+    """Several processes must have been given the same; of streamed data only the first samples are compared."""
+    if world_size() == 1:  # digests of everything are not for free
+        return
+    first = fingerprints.digest(feed.first(64))
+    data = first if feed.inputs is None else fingerprints.digest(feed.inputs)
+    settings += (feed.batch_size, feed.resident, first, like and like.to_bytes())
+    same_everywhere(fingerprints.weights(model), "model", feed.device)
+    same_everywhere(f"{data} {feed.samples}", "source data", feed.device)
+    same_everywhere(repr(settings), "way to profile (taps, bins, batch size, preprocessing, ...)", feed.device)

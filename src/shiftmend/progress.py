@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from shiftmend.distributed import rank
+
 Progress = bool | None
 """True: show; False: do not; None: show if standard error is a terminal."""
 
@@ -19,8 +21,8 @@ class Bar:
 
 @contextmanager
 def progress_bar(show: Progress, title: str, total: int | None) -> Iterator[Bar]:
-    """A bar for the length of the block."""
-    if show is False or (show is None and not sys.stderr.isatty()):
+    """A bar for the length of the block; of several processes only the first shows one."""
+    if show is False or rank() > 0 or (show is None and not sys.stderr.isatty()):
         yield Bar()
         return
     from rich.console import Console

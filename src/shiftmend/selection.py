@@ -17,7 +17,11 @@ TIE = 0.1
 
 
 class Choice:
-    """Looks at one candidate after the other and remembers which to keep."""
+    """Looks at one candidate after the other and remembers which to keep.
+
+    One state is held, so what was passed over does not come back; what is kept never exceeds the lowest by more than
+    the tie, however long the run.
+    """
 
     def __init__(self, *, entropy_may_decide: bool) -> None:
         self.entropy_may_decide = entropy_may_decide
@@ -38,6 +42,8 @@ class Choice:
             return True
         if row.verification is None or not math.isfinite(row.verification):
             return False
+        if not math.isfinite(self.kept.verification):  # kept only because nothing better was there yet
+            return True
         lowest = min(self._lowest, row.verification)
         within = lowest * (1 + TIE)
         if row.verification > within:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shiftmend.distributed import joined_mean, synchronised, together
 from shiftmend.errors import TapError
 from shiftmend.feeds import Feed
 from shiftmend.profiles import Profile
@@ -33,7 +34,10 @@ class Signals:
 def observe(
     model: nn.Module, feed: Feed, profile: Profile | None, output: Entry = None, most: int | None = None
 ) -> Signals:
-    """All signals over a feed, or over a fixed random part of it; waits for the device once, at the end."""
+    """All signals over a feed, or over a fixed random part of it; waits for the device once, at the end.
+
+    Of several processes, all must ask; each looks at its share of the batches, and all get the same answer.
+    """
     batches = feed.batches() if most is None else feed.subset(most, seed=0)
     counters: dict[str, CountTracker] = {}
     slices = profile.slices["verification"].to(feed.device) if profile is not None else None
@@ -43,12 +47,13 @@ def observe(
         homes["slices"] = slices.histogram
         counters = {name: CountTracker(home.low, home.high, home.bins) for name, home in homes.items()}
     specs = {name: profile.specs[name] for name in ("features", "logits")} if profile is not None else {}
+    axis = specs["logits"].channel_axis if specs else 1
     certainty: Tensor | None = None
     predictions = 0
-    with modes(model), torch.no_grad(), tapped(model, specs) as recorder:
+    with together(), synchronised(model), modes(model), torch.no_grad(), tapped(model, specs) as recorder:
         model.eval()
         for batch in batches:
-            logits = _class_logits(model(batch), output)
+            logits = _class_logits(model(batch), output, axis)
             values = recorder.read()
             if slices is not None:
                 values["slices"] = slices.projector(values["features"])
@@ -58,7 +63,9 @@ def observe(
                 sums = _certainty(logits)
                 certainty = sums if certainty is None else certainty + sums
                 predictions += logits.numel() // logits.shape[1]
-    entropy, confidence = (certainty / predictions).tolist() if certainty is not None else (None, None)
+        counters = {name: counter.joined() for name, counter in counters.items()}
+        certainty = joined_mean(certainty / predictions, predictions) if certainty is not None else None
+    entropy, confidence = certainty.tolist() if certainty is not None else (None, None)
     if profile is None or slices is None:
         return Signals(None, None, entropy, confidence)
     seen = counters["slices"]
@@ -69,14 +76,19 @@ def observe(
     return Signals(judge(slices, seen.counts, seen.samples, profile), float(marginals), entropy, confidence)
 
 
-def _class_logits(returned: Any, output: Entry) -> Tensor | None:
-    """What the model says about classes, on axis 1; None for a single number, or for what is no tensor."""
+def _class_logits(returned: Any, output: Entry, axis: int) -> Tensor | None:
+    """What the model says about classes, brought to axis 1; None for a single number, or for what is no tensor.
+
+    A model of tokens has them on its last axis, as its tap says; what it returns may have fewer axes than that.
+    """
     try:
         result = pick(returned, output, "the model")
     except TapError:
         return None
-    classes = result.ndim > 1 and result.shape[1] > 1 and result.is_floating_point()
-    return result.float() if classes else None
+    if result.ndim < 2 or not result.is_floating_point():
+        return None
+    logits = result.movedim(axis, 1) if -result.ndim <= axis < result.ndim else result
+    return logits.float() if logits.shape[1] > 1 else None
 
 
 def _certainty(logits: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shiftmend.distributed import active, all_sum, joined_moments, joined_range
 from shiftmend.errors import ProfileError
 from shiftmend.gaussians import MarginalGaussian
 from shiftmend.histograms import Bins, Divergence, Form, divergence, soft_histogram, usable_units
@@ -137,6 +138,16 @@ class RangeTracker:
             self.mean = self.mean + delta * (count / total)
         self.samples += count
 
+    def joined(self) -> RangeTracker:
+        """That of all processes; itself where there are no others."""
+        if not active():
+            return self
+        every = RangeTracker()
+        every.low, every.high = joined_range(self.low, self.high)
+        samples, every.mean, every.squares = joined_moments(self.samples, self.mean, self.squares)
+        every.samples = int(samples)
+        return every
+
     @property
     def deviation(self) -> Tensor:
         return (self.squares / max(1, self.samples)).sqrt()
@@ -160,6 +171,15 @@ class CountTracker:
         share = soft_histogram(values, self.low, self.high, self.bins)
         self.counts += share.to(self.counts.dtype) * values.shape[0]
         self.samples += values.shape[0]
+
+    def joined(self) -> CountTracker:
+        """That of all processes; itself where there are no others."""
+        if not active():
+            return self
+        every = CountTracker(self.low, self.high, self.bins)
+        every.counts = all_sum(self.counts)
+        every.samples = int(all_sum(torch.tensor(self.samples, device=self.counts.device)))
+        return every
 
     def histogram(self) -> Histogram:
         return Histogram(

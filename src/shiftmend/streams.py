@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 
 from shiftmend.devices import resolve_device
 from shiftmend.engine import examine, fitting_profile
-from shiftmend.errors import AdaptationError, DataError
+from shiftmend.errors import AdaptationError, DataError, ShiftmendError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.loop import batch_norms, enter_adapting_modes, fresh_optimiser, settle, steady, still_finite, tensors_of
 from shiftmend.methods import METHODS, Method
@@ -76,7 +76,11 @@ class Stream:
         with steady(self._model), tapped(self._model, self._taps) as recorder, torch.set_grad_enabled(trains):
             result = pick(self._model(inputs), self.output, "the model")
             activations = recorder.read()
-            good = self._update(activations) if trains else True
+            try:
+                good = self._update(activations) if trains else True
+            except ShiftmendError:  # a batch that the method refuses has moved BatchNorm already
+                self._model.load_state_dict(before, strict=False)
+                raise
         if adapts and not (good and still_finite(self._model, before)):
             good = False
             self._model.load_state_dict(before, strict=False)

@@ -24,6 +24,7 @@ class AdaBN(Method):
 
     name: ClassVar[str] = "adabn"
     trains: ClassVar[bool] = False
+    several_processes: ClassVar[bool] = True
     passes: int = 2
 
     def __post_init__(self) -> None:

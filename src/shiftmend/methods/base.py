@@ -92,6 +92,8 @@ class Method:
     """Whether it can learn from a stream: one stage, and nothing to know of the samples beforehand."""
     by_sample: ClassVar[bool] = False
     """Whether its loss reads `activations["targets"]`: something known of each sample, see `targets`."""
+    several_processes: ClassVar[bool] = False
+    """Whether several processes may adapt together: its loss joins what it computes from their shares of a batch."""
     dropout: ClassVar[bool] = False
     """Whether dropout is on while it trains."""
     minimises_entropy: ClassVar[bool] = False

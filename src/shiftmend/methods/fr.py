@@ -9,12 +9,14 @@ from typing import ClassVar, get_args
 import torch
 from torch import Tensor
 
+from shiftmend.distributed import joined_mean
 from shiftmend.errors import AdaptationError
 from shiftmend.histograms import Divergence
 from shiftmend.methods.base import Activations, Method, Network, Objective, Stage, check_epochs, check_positive
 from shiftmend.presets import Preset
 from shiftmend.presets import preset as find_preset
 from shiftmend.profiles import Profile
+from shiftmend.statistics import Histogram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,7 @@ class Alignment(Method):
     """
 
     needs_profile: ClassVar[bool] = True
+    several_processes: ClassVar[bool] = True
     staged_rate: ClassVar[float]
     learning_rate: float | None = None
     align: tuple[str, ...] | str = ("features", "logits")
@@ -58,10 +61,11 @@ class Alignment(Method):
         def losses(activations: Activations) -> dict[str, Tensor]:
             terms = {}
             for name, home in homes.items():
-                mean = home.divergence(activations[name], kind)
+                mean = _divergence(home, activations[name], kind)
                 terms[name] = mean if chosen.reduction == "mean" else mean * home.usable_count
             if slices is not None:
-                terms["slices"] = self.slice_weight * slices.divergence(activations["features"], kind)
+                projected = slices.projector(activations["features"])
+                terms["slices"] = self.slice_weight * _divergence(slices.histogram, projected, kind)
             return terms
 
         return losses
@@ -80,6 +84,11 @@ class Alignment(Method):
             default = self.staged_rate if not network.layerwise else 0.1
             default *= 1.0 if network.batch_normalised else 0.1
         return default * _loss_scale(find_preset(profile.preset), profile)
+
+
+def _divergence(home: Histogram, values: Tensor, kind: Divergence) -> Tensor:
+    """Mean divergence over units of a batch, which several processes may share, to the source."""
+    return home.mean_divergence(joined_mean(home.of(values), len(values)), kind)
 
 
 def _loss_scale(chosen: Preset, profile: Profile) -> float:

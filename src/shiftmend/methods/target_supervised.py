@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -14,6 +15,22 @@ from shiftmend.errors import AdaptationError
 from shiftmend.methods.base import Activations, Look, Network, Objective, Stage
 from shiftmend.methods.entropies import Prediction
 from shiftmend.profiles import Profile
+
+
+def _class_numbers(given: Any) -> Tensor:
+    """A copy, as whole numbers on the CPU, of labels in whatever form they came."""
+    try:
+        labels = given.detach().cpu().clone() if isinstance(given, Tensor) else torch.from_numpy(np.array(given))
+    except (TypeError, ValueError) as error:
+        kind = f"an array of {given.dtype}" if isinstance(given, np.ndarray) else f"a {type(given).__name__}"
+        raise AdaptationError(f"labels must be one class number a sample, got {kind}") from error
+    if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex() or len(labels) == 0:
+        kind = str(labels.dtype).removeprefix("torch.")
+        raise AdaptationError(f"labels must be one class number a sample, got {kind} {list(labels.shape)}")
+    labels = labels.long()
+    if bool((labels < 0).any()):
+        raise AdaptationError(f"labels must be class numbers from 0, got {int(labels.min())}")
+    return labels
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,15 +51,10 @@ class TargetSupervised(Prediction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        labels = torch.as_tensor(self.labels).detach().cpu()
-        if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex() or len(labels) == 0:
-            kind = str(labels.dtype).removeprefix("torch.")
-            raise AdaptationError(f"labels must be one class number a sample, got {kind} {list(labels.shape)}")
-        if bool((labels < 0).any()):
-            raise AdaptationError(f"labels must be class numbers from 0, got {int(labels.min())}")
-        object.__setattr__(self, "labels", labels.long())
-        if not 0 <= self.weight_decay < float("inf"):
-            raise AdaptationError(f"the weight decay must not be negative, got {self.weight_decay!r}")
+        object.__setattr__(self, "labels", _class_numbers(self.labels))
+        given: Any = self.weight_decay
+        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < float("inf"):
+            raise AdaptationError(f"the weight decay must be a number of at least 0, got {self.weight_decay!r}")
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         everything = tuple(name for name, p in network.model.named_parameters() if p.is_floating_point())

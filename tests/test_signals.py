@@ -1,0 +1,160 @@
+"""What is seen of a model without labels, against numpy in float64."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shiftmend
+from shiftmend.feeds import Feed
+from shiftmend.signals import observe
+from worlds import sensors
+from zoo import ZOO
+
+
+def certainty_in_numpy(logits: np.ndarray) -> tuple[float, float]:
+    """Mean entropy and confidence of logits `[N, classes]`."""
+    entropies, confidences = [], []
+    for row in logits.astype(np.float64):
+        weights = np.exp(row - row.max())
+        p = weights / weights.sum()
+        entropies.append(-sum(value * math.log(value) for value in p if value > 0))
+        confidences.append(p.max())
+    return float(np.mean(entropies)), float(np.mean(confidences))
+
+
+def marginals_in_numpy(values: np.ndarray, home: shiftmend.statistics.Histogram) -> float:
+    """Mean over units of (KL + KL) / ln 10 between soft histograms of 10 bins."""
+    low, high = home.low.double().numpy(), home.high.double().numpy()
+    cuts = np.arange(9) / 8
+    offsets = np.concatenate([[0], -cuts.cumsum()])
+    x = (values.astype(np.float64) - low) / (high - low)
+    scores = (x[..., None] * np.arange(1, 11) + offsets) / 0.01
+    mass = np.exp(scores - scores.max(-1, keepdims=True))
+    q = (mass / mass.sum(-1, keepdims=True)).mean(0)
+    p = home.counts.double().numpy() / home.samples
+    each = ((p - q) * np.log((p + 1e-8) / (q + 1e-8))).sum(1) / math.log(10)
+    return float(each.mean())
+
+
+@pytest.mark.parametrize("batch_size", [64, 600])
+def test_all_signals_against_numpy(batch_size: int) -> None:
+    world = sensors()
+    profile = world.profile()
+    seen = observe(world.model, Feed(world.target, batch_size=batch_size), profile)
+    with torch.no_grad():
+        features = world.model[:6](world.target)
+        logits = world.model[6](features)
+    assert profile.unusable == {"features": 0, "logits": 0}  # what the sums in numpy take for granted
+    assert (seen.entropy, seen.confidence) == pytest.approx(certainty_in_numpy(logits.numpy()), rel=1e-5)
+    expected = marginals_in_numpy(features.numpy(), profile.taps["features"])
+    expected += marginals_in_numpy(logits.numpy(), profile.taps["logits"])
+    assert seen.marginals == pytest.approx(expected, rel=5e-3)
+    assert seen.verification == shiftmend.verify(world.model, world.target, profile, batch_size=batch_size)
+
+
+def test_a_part_of_the_data_is_the_same_part_each_time() -> None:
+    world = sensors()
+    profile, feed = world.profile(), Feed(world.target)
+    part = torch.cat(list(feed.subset(100, seed=0)))
+    assert len(part) == 100
+    seen = observe(world.model, feed, profile, most=100)
+    assert seen == observe(world.model, feed, profile, most=100)
+    assert seen.verification is not None
+    assert seen.verification.samples == 100
+    whole = observe(world.model, Feed(part), profile)
+    assert (seen.entropy, seen.marginals) == pytest.approx((whole.entropy, whole.marginals), rel=1e-5)
+    assert seen.verification.divergence == pytest.approx(whole.verification.divergence, rel=1e-5)
+
+
+def test_without_a_profile_there_is_certainty_alone() -> None:
+    world = sensors()
+    seen, beside = (observe(world.model, Feed(world.target), profile) for profile in (None, world.profile()))
+    assert (seen.verification, seen.marginals) == (None, None)
+    assert (seen.entropy, seen.confidence) == (beside.entropy, beside.confidence)
+
+
+def test_one_output_is_no_class() -> None:
+    case = ZOO["regressor"]
+    model = case.model()
+    seen = observe(model, Feed(case.inputs()), shiftmend.profile(model, case.inputs(), progress=False))
+    assert (seen.entropy, seen.confidence) == (None, None)
+    assert seen.verification is not None
+    assert seen.marginals == pytest.approx(0, abs=1e-5)
+    column = nn.Linear(5, 1)
+    assert observe(column, Feed(case.inputs()), None).entropy is None
+
+
+@pytest.mark.parametrize("name", ["tuple", "dict"])
+def test_several_outputs_must_be_told_apart(name: str) -> None:
+    case = ZOO[name]
+    model = case.model()
+    profile = shiftmend.profile(model, case.inputs(), output=case.output, progress=False)
+    without = observe(model, Feed(case.inputs()), profile)
+    named = observe(model, Feed(case.inputs()), profile, case.output)
+    assert (without.entropy, without.confidence) == (None, None)
+    assert without.verification == named.verification
+    with torch.no_grad():
+        logits = model(case.inputs())[case.output]
+    assert (named.entropy, named.confidence) == pytest.approx(certainty_in_numpy(logits.numpy()), rel=1e-5)
+
+
+class Whole(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.long()
+
+
+def test_whole_numbers_are_no_logits() -> None:
+    assert observe(Whole(), Feed(torch.randn(8, 3)), None).entropy is None
+
+
+def test_classes_of_feature_maps_and_of_tokens() -> None:
+    dense = nn.Sequential(nn.Conv2d(1, 4, 1), nn.ReLU(), nn.Conv2d(4, 3, 1)).eval()
+    inputs = torch.randn(10, 1, 2, 5)
+    seen = observe(dense, Feed(inputs), shiftmend.profile(dense, inputs, progress=False))
+    with torch.no_grad():
+        maps = dense(inputs).permute(0, 2, 3, 1).reshape(-1, 3).numpy()
+    assert (seen.entropy, seen.confidence) == pytest.approx(certainty_in_numpy(maps), rel=1e-5)
+
+    tokens = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    inputs = torch.randn(40, 5, 4)
+    seen = observe(tokens, Feed(inputs), shiftmend.profile(tokens, inputs, progress=False))
+    with torch.no_grad():
+        each = tokens(inputs).reshape(-1, 3).numpy()
+    assert (seen.entropy, seen.confidence) == pytest.approx(certainty_in_numpy(each), rel=1e-5)
+
+
+class Fixed(nn.Module):
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits[: len(x)]
+
+
+def test_certain_and_impossible_classes_have_no_entropy_of_their_own() -> None:
+    masked = torch.tensor([[0.0, 0.0, -torch.inf], [1e4, 0.0, -1e4]])
+    seen = observe(Fixed(masked), Feed(torch.zeros(2, 1)), None)
+    assert seen.entropy == pytest.approx(math.log(2) / 2)
+    assert seen.confidence == pytest.approx(0.75)
+    even = observe(Fixed(torch.zeros(7, 5)), Feed(torch.zeros(7, 1)), None)
+    assert (even.entropy, even.confidence) == pytest.approx((math.log(5), 0.2))
+
+
+def test_looking_changes_nothing() -> None:
+    case = ZOO["tabular"]
+    model = case.model()
+    profile = shiftmend.profile(model, case.inputs(), progress=False)
+    model.train()
+    model[3].eval()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    seen = observe(model, Feed(case.inputs()), profile)
+    assert [module.training for module in model] == [True, True, True, False, True, True]
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert seen == observe(model.eval(), Feed(case.inputs()), profile)
