@@ -407,6 +407,7 @@ def test_an_epoch_on_a_gpu_never_waits_for_the_host() -> None:
                 Strict(epochs=1, learning_rate=0.1),
                 batch_size=100,
                 device="cuda",
+                capture=False,
             )
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -22,6 +22,7 @@ from shiftmend.fingerprints import InputSummary
 from shiftmend.loop import DivergedError, Keep, OnEpoch, Run, batch_norms, settle
 from shiftmend.methods import METHODS, Method, Network
 from shiftmend.methods import method as make_method
+from shiftmend.methods.base import check_positive
 from shiftmend.profiles import Profile
 from shiftmend.progress import Progress
 from shiftmend.selection import Choice
@@ -42,6 +43,7 @@ def adapt(
     device: str | torch.device = "auto",
     autocast: bool = False,
     resident: bool = True,
+    capture: bool = True,
     keep: Keep = "last",
     on_epoch: OnEpoch | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -61,6 +63,9 @@ def adapt(
     slices prefer (see `selection.py`); its number is in the result either way. A list of learning rates gives the
     run that is preferred in the same way. `on_epoch(model, row)` is called before the first and after each epoch.
 
+    On CUDA, data that stays on the device is stepped through by a captured graph, which is many times faster for small
+    networks and equal but for rounding; what cannot be captured runs eagerly, as does everything with `capture=False`.
+
     In a process group every process calls this with the same model and the same data and gets the same result; each
     runs its share of every batch, `batch_size` is that of all together, and Ctrl-C ends them all.
     """
@@ -75,6 +80,7 @@ def adapt(
             "device": device,
             "autocast": autocast,
             "resident": resident,
+            "capture": capture,
             "keep": keep,
             "on_epoch": on_epoch,
             "progress": progress,
@@ -123,6 +129,10 @@ def adapt(
             f"{chosen.name} must know which sample is which, and streamed data does not say; pass a tensor, or data "
             "that fits into memory"
         )
+    if chosen.takes_labels and not feed.ordered:
+        raise AdaptationError(
+            f"{chosen.name} takes labels in the order of the samples, and this loader shuffles them; use shuffle=False"
+        )
     manifest = {
         "method": {"name": chosen.name, **chosen.hyperparameters()},
         "stages": [{k: v for k, v in asdict(stage).items() if k != "parameters"} for stage in stages],
@@ -152,6 +162,7 @@ def adapt(
             output=output,
             seed=seed,
             autocast=autocast,
+            capture=capture,
             keep=keep,
             checkpoint=checkpoint,
             manifest=manifest,
@@ -178,30 +189,40 @@ def _search(
         raise AdaptationError("the list of learning rates is empty; name at least one, or leave it out")
     if profile is None:
         raise AdaptationError("several learning rates need a judge between them: a profile of the source")
+    for rate in rates:
+        check_positive(rate, "every learning rate")
     chosen: Adaptation | None = None
     choice: Choice | None = None
     tried: list[dict[str, Any]] = []
-    for rate in rates:
-        own = None if checkpoint is None else f"{os.fspath(checkpoint)}.rate-{rate:g}"
+    stopped = False
+    for rate in map(float, rates):
+        own = None if checkpoint is None else f"{os.fspath(checkpoint)}.rate-{rate!r}"
         try:
             result = adapt(model, target, profile, method, checkpoint=own, learning_rate=rate, **settings)
         except DivergedError as error:
             tried.append({"learning_rate": rate, "failed": str(error)})
             last_error = error
             continue
+        stopped = result.interrupted
+        if not result.history:  # interrupted before anything was seen of it
+            chosen = chosen or result
+            break
         kept = result.kept
         tried.append(
             {"learning_rate": rate, "epoch": kept.epoch, "verification": kept.verification, "entropy": kept.entropy}
+            | ({"interrupted": True} if stopped else {})
         )
         if choice is None:
             kind = METHODS[result.manifest["method"]["name"]]
             choice = Choice(entropy_may_decide=not kind.minimises_entropy)
         if choice.consider(kept):
             chosen = result
-        if result.interrupted:
+        if stopped:
             break
     if chosen is None:
         raise last_error
+    if stopped:
+        chosen.manifest["status"] = "interrupted"
     chosen.manifest["learning_rate_chosen"] = "by the verification slices"
     chosen.manifest["learning_rates_tried"] = tried
     return chosen

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from types import NoneType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
 from shiftmend.distributed import active, of_first_process, share, world_size
 from shiftmend.errors import DataError
@@ -89,29 +90,29 @@ class Feed:
     def first(self, count: int) -> Tensor:
         """The first few inputs, preprocessed and on the device."""
         if self._inputs is not None:
-            return self._ready(self._inputs[:count].clone())
+            return self.ready(self._inputs[:count].clone())
         inputs, _ = next(self._stream())
-        return self._ready(inputs[:count])
+        return self.ready(inputs[:count])
 
-    def batches(self) -> Iterator[Tensor]:
-        """Every sample once, in the order given."""
-        yield from self._shared(inputs for inputs, _ in self._in_order())
+    def batches(self, at_once: int = 0) -> Iterator[Tensor]:
+        """Every sample once, in the order given; at least `at_once` of them together where they are resident."""
+        yield from self._shared(inputs for inputs, _ in self._in_order(at_once))
 
     def labelled(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Every sample with its label, for evaluation only."""
         for inputs, labels in self._in_order():
             if labels is None:
                 raise DataError(f"the {self.what} has no labels: expected pairs of (inputs, labels)")
-            yield self._ready(inputs), labels.to(self.device, non_blocking=True)
+            yield self.ready(inputs), labels.to(self.device, non_blocking=True)
 
-    def subset(self, count: int, seed: int) -> Iterator[Tensor]:
+    def subset(self, count: int, seed: int, at_once: int = 0) -> Iterator[Tensor]:
         """At most `count` samples, the same ones each time."""
         if self._inputs is not None and len(self._inputs) <= count:
-            yield from self.batches()
+            yield from self.batches(at_once)
         else:
-            yield from self._shared(self._some(count, seed))
+            yield from self._shared(self._some(count, seed, at_once))
 
-    def _some(self, count: int, seed: int) -> Iterator[Tensor]:
+    def _some(self, count: int, seed: int, at_once: int) -> Iterator[Tensor]:
         if self._inputs is None:
             for inputs, _ in self._stream(seed, shuffled=True):
                 yield inputs[:count]
@@ -120,7 +121,7 @@ class Feed:
                     return
         else:
             chosen = torch.randperm(len(self._inputs), generator=torch.Generator().manual_seed(seed))[:count]
-            for index in chosen.sort().values.to(self._inputs.device).split(self.batch_size):
+            for index in chosen.sort().values.to(self._inputs.device).split(max(self.batch_size, at_once)):
                 yield self._inputs[index]
 
     def epoch(self, seed: int, number: int) -> Iterator[Tensor]:
@@ -135,17 +136,29 @@ class Feed:
 
     def indexed(self, seed: int, number: int) -> Iterator[tuple[Tensor, Tensor | None]]:
         """`epoch`, and with each batch which samples they are; a streamed source does not know."""
-        order_seed = (seed * 1_000_003 + number) % (1 << 63)
         if self._inputs is None:
-            for inputs in self._full(self._stream(order_seed, shuffled=True)):
+            for inputs in self._full(self._stream(_order_seed(seed, number), shuffled=True)):
                 yield inputs, None
             return
         size = min(self.batch_size, len(self._inputs))
-        order = torch.randperm(len(self._inputs), generator=torch.Generator().manual_seed(order_seed))
-        order = order.to(self._inputs.device, non_blocking=True)
+        order = self.order(seed, number)
         for start in range(0, len(self._inputs) - size + 1, size):
             index = share(order[start : start + size])
-            yield self._ready(self._inputs[index]), index
+            yield self.ready(self._inputs[index]), index
+
+    def order(self, seed: int, number: int) -> Tensor:
+        """The order of all samples in an epoch, where they lie; a streamed source has none."""
+        assert self._inputs is not None
+        generator = torch.Generator().manual_seed(_order_seed(seed, number))
+        return torch.randperm(len(self._inputs), generator=generator).to(self._inputs.device, non_blocking=True)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether sample i of a pass is sample i of the source: not so behind a loader that shuffles."""
+        loader = self._loader
+        if not isinstance(loader, DataLoader):
+            return True
+        return isinstance(loader.sampler, SequentialSampler) and type(loader.batch_sampler) in (BatchSampler, NoneType)
 
     def _full(self, stream: Iterable[tuple[Tensor, Any]]) -> Iterator[Tensor]:
         """Leave out a last batch of less than half the size, unless it is the only one.
@@ -156,13 +169,13 @@ class Feed:
         for inputs, _ in stream:
             size = size or len(inputs)
             if len(inputs) * 2 >= size and (len(inputs) > 1 or size == 1):
-                yield self._ready(share(inputs))
+                yield self.ready(share(inputs))
 
-    def _in_order(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def _in_order(self, at_once: int = 0) -> Iterator[tuple[Tensor, Tensor | None]]:
         if self._inputs is None:
             yield from self._stream()
             return
-        samples, size = len(self._inputs), self.batch_size
+        samples, size = len(self._inputs), max(self.batch_size, at_once)
         # a lone last sample joins the batch before it: some normalisation takes its statistics from the batch
         ends = [end for end in range(size, samples, size) if end != samples - 1 or size == 1] + [samples]
         for start, end in zip([0, *ends], ends, strict=False):
@@ -173,18 +186,19 @@ class Feed:
     def _shared(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
         """This process's part of each batch; a last one too small to be shared joins the one before it."""
         if not active():
-            yield from map(self._ready, batches)
+            yield from map(self.ready, batches)
             return
         held: Tensor | None = None
         for inputs in batches:
             small = held is not None and len(inputs) < world_size()
             if held is not None:
-                yield self._ready(share(torch.cat([held, inputs]) if small else held))
+                yield self.ready(share(torch.cat([held, inputs]) if small else held))
             held = None if small else inputs
         if held is not None:
-            yield self._ready(share(held))
+            yield self.ready(share(held))
 
-    def _ready(self, inputs: Tensor) -> Tensor:
+    def ready(self, inputs: Tensor) -> Tensor:
+        """Inputs as they are stored, brought to the device and preprocessed."""
         inputs = inputs.to(self.device, non_blocking=True)
         return self.preprocess(inputs) if self.preprocess is not None else inputs
 
@@ -233,6 +247,10 @@ class Feed:
         fits = inputs.numel() * inputs.element_size() <= limit
         self._inputs = inputs.detach().to(self.device) if fits else inputs.detach()
         self._labels = None if labels is None else labels.to(self.device)
+
+
+def _order_seed(seed: int, number: int) -> int:
+    return (seed * 1_000_003 + number) % (1 << 63)
 
 
 def _drawn(loader: Iterable[Any], seed: int) -> Iterator[Any]:

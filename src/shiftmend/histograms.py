@@ -86,7 +86,15 @@ def usable_units(low: Tensor, high: Tensor) -> Tensor:
     return (extent > RELATIVE_RANGE * magnitude) & (extent > torch.finfo(low.dtype).tiny / EPSILON)
 
 
-def soft_histogram(values: Tensor, low: Tensor, high: Tensor, bins: Bins, *, form: Form = "auto") -> Tensor:
+def scales(low: Tensor, high: Tensor) -> Tensor:
+    """One over the range of a usable unit, 0 for the others."""
+    usable = usable_units(low, high)
+    return torch.where(usable, 1 / torch.where(usable, high - low, 1.0), 0.0)
+
+
+def soft_histogram(
+    values: Tensor, low: Tensor, high: Tensor, bins: Bins, *, form: Form = "auto", scale: Tensor | None = None
+) -> Tensor:
     """Normalised soft bin counts `[D, B]` of `values` `[N, D]`: equations (1) and (4).
 
     `low` and `high` `[D]` are the source range of each unit. Computed in float32, or in float64 for float64 values,
@@ -94,8 +102,9 @@ def soft_histogram(values: Tensor, low: Tensor, high: Tensor, bins: Bins, *, for
     `logistic` uses that neighbouring bin logits differ by (x - c) / temperature at the cut c between them: where bins
     are wide against the temperature, a value shares its mass with its nearest neighbours only and the mass beyond a
     cut is the logistic function of that difference. No `N x D x B` tensor is built, forward or backward.
-    `auto` chooses the second only where it is within `FORM_TOLERANCE` (and not for small batches on a GPU).
-    Units that are not usable get a finite, meaningless row.
+    `auto` chooses the second only where it is within `FORM_TOLERANCE` (and not for small batches on a GPU). On CUDA
+    with Triton it takes a kernel of our own instead, see `kernels.py`.
+    Units that are not usable get a finite, meaningless row. `scale` is what `scales` gives, for those who have it.
     """
     if values.ndim != 2 or values.shape[0] == 0:
         raise ShiftmendError(f"a soft histogram takes values [samples, units], got {list(values.shape)}")
@@ -106,12 +115,16 @@ def soft_histogram(values: Tensor, low: Tensor, high: Tensor, bins: Bins, *, for
     if form not in get_args(Form):
         raise ShiftmendError(f"unknown form {form!r}, expected 'auto', 'exact' or 'logistic'")
     if form == "auto":
+        from shiftmend import kernels
+
+        if kernels.fit(values, bins):
+            scale = scales(low.float(), high.float()) if scale is None else scale.float()
+            return kernels.soft_histogram(values, low.float(), scale, bins)
         form = _choose(values, bins)
     with torch.autocast(device_type=values.device.type, enabled=False):
         work = values if values.dtype in (torch.float32, torch.float64) else values.float()
         low, high = low.to(work), high.to(work)
-        usable = usable_units(low, high)
-        scale = torch.where(usable, 1 / torch.where(usable, high - low, 1.0), 0.0)
+        scale = scales(low, high) if scale is None else scale.to(work)
         if form == "exact":
             return _exact(work, low, scale, bins)
         counts: Tensor = _Logistic.apply(work, low, scale, bins)

@@ -19,22 +19,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shiftmend import checkpoints, fingerprints
 from shiftmend.adaptations import Adaptation, Epoch
 from shiftmend.devices import device_of
-from shiftmend.distributed import (
-    backward,
-    of_first_process,
-    rank,
-    same_everywhere,
-    synchronised,
-    together,
-    world_size,
-)
+from shiftmend.distributed import of_first_process, rank, same_everywhere, world_size
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
-from shiftmend.methods import Method, Network, Objective, Stage
+from shiftmend.methods import Method, Network, Stage
 from shiftmend.profiles import Profile
 from shiftmend.progress import Progress, progress_bar
 from shiftmend.selection import Choice
 from shiftmend.signals import observe
+from shiftmend.steps import Steps
 from shiftmend.taps import Entry, Tap, modes, tapped
 from shiftmend.verification import Verification
 
@@ -51,7 +44,7 @@ OnEpoch = Callable[[nn.Module, Epoch], None]
 
 
 class DivergedError(AdaptationError):
-    """The loss became NaN or infinite. `adaptation` holds the state after the last good epoch."""
+    """The loss became NaN or infinite. `adaptation` holds what had been reached after the last good epoch."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -83,7 +76,10 @@ def fresh_optimiser(model: nn.Module, stage: Stage, momentum: float) -> optim.SG
             trained.append(parameter)
     if not trained:
         return None
-    return optim.SGD(trained, lr=stage.learning_rate, momentum=momentum, weight_decay=stage.weight_decay)
+    fused = all(parameter.is_cuda and parameter.is_floating_point() for parameter in trained)
+    return optim.SGD(
+        trained, lr=stage.learning_rate, momentum=momentum, weight_decay=stage.weight_decay, fused=fused or None
+    )
 
 
 def settle(model: nn.Module, like: nn.Module) -> nn.Module:
@@ -111,16 +107,18 @@ class Run:
         output: Entry,
         seed: int,
         autocast: bool,
+        capture: bool,
         keep: Keep,
         checkpoint: str | os.PathLike[str] | None,
         manifest: dict[str, Any],
         on_epoch: OnEpoch | None,
         progress: Progress,
     ) -> None:
-        self.network, self.feed, self.profile, self.method = network, feed, profile, method
+        self.network, self.feed, self.method = network, feed, method
+        self.profile = profile.to(feed.device) if profile is not None else None
         self.model, self.taps, self.output = network.model, taps, output
         self.stages, self.seed, self.autocast, self.progress = stages, seed, autocast, progress
-        self.keep, self.on_epoch = keep, on_epoch
+        self.capture, self.keep, self.on_epoch = capture, keep, on_epoch
         self.path = Path(checkpoint) if checkpoint is not None else None
         self.manifest = manifest
         if self.path is not None:
@@ -143,6 +141,8 @@ class Run:
         same_everywhere(str(position), "checkpoint", self.feed.device)
         status = "finished"
         self._keep()
+        if resumed is not None:
+            self._take_up(resumed)
         try:
             self.before = observe(self.model, self.feed, self.profile, self.output).verification
             if resumed is None:
@@ -159,6 +159,12 @@ class Run:
             error.adaptation = self._result("diverged", started)
             raise
         return self._result(status, started)
+
+    def _take_up(self, resumed: checkpoints.Checkpoint) -> None:
+        """What an earlier process had reached; the model gets it when it has been looked at as it came."""
+        self.history, self.good, self.selected = resumed.history, resumed.state, resumed.selected
+        for row in self.history:
+            self.choice.consider(row)
 
     def _epochs(self) -> int:
         return self.history[-1].epoch if self.history else 0
@@ -179,6 +185,7 @@ class Run:
             self.selected = self.good
         if self.on_epoch is not None:
             with modes(self.model):
+                self.model.eval()
                 self.on_epoch(self.model, row)
 
     def _result(self, status: str, started: float) -> Adaptation:
@@ -219,12 +226,8 @@ class Run:
 
     def _all_stages(self, resumed: checkpoints.Checkpoint | None) -> None:
         if resumed is not None:
-            self.history = resumed.history
-            for row in self.history:
-                self.choice.consider(row)
             self.model.load_state_dict(resumed.state, strict=False)
             self._keep()
-            self.selected = resumed.selected
             logger.info("going on from %s after epoch %d", self.path, self._epochs())
         objective = self.method.objective(self.profile, self.feed.device)
         total = sum(stage.epochs for stage in self.stages)
@@ -238,8 +241,19 @@ class Run:
                 if resumed is not None and index == resumed.stage:
                     done = resumed.epoch
                     self._restore_momentum(optimiser, resumed.momentum)
+                steps = Steps(
+                    self.model,
+                    self.feed,
+                    self.taps,
+                    objective,
+                    optimiser,
+                    precision=self._precision,
+                    dropout=self.method.dropout,
+                    capture=self.capture,
+                    what=stage.name,
+                )
                 for epoch in range(done, stage.epochs):
-                    self._epoch(stage, optimiser, objective)
+                    self._epoch(stage, steps)
                     self._checkpoint(index, epoch + 1, optimiser)
                     bar.advance(1, f"{stage.name}  {_note(self.history[-1])}")
 
@@ -258,42 +272,12 @@ class Run:
                     kept = torch.empty_like(parameter).copy_(momentum[name])  # in the parameter's memory format
                     optimiser.state[parameter]["momentum_buffer"] = kept.detach()
 
-    def _epoch(self, stage: Stage, optimiser: optim.SGD | None, objective: Objective | None) -> None:
+    def _epoch(self, stage: Stage, steps: Steps) -> None:
         number = self._epochs() + 1
         started = time.perf_counter()
         targets = self._targets() if self.method.by_sample else None
         enter_adapting_modes(self.model, self.method.dropout)
-        sums: dict[str, Tensor] = {}
-        batches = 0
-        trains = optimiser is not None and objective is not None
-        with (
-            together(),
-            synchronised(self.model),
-            tapped(self.model, self.taps) as recorder,
-            torch.inference_mode(False),
-            torch.set_grad_enabled(trains),
-        ):
-            for batch, index in self.feed.indexed(self.seed, number):
-                with self._precision():
-                    self.model(batch)
-                activations = recorder.read()
-                if targets is not None:
-                    activations["targets"] = targets[index]
-                batches += 1
-                if optimiser is None or objective is None:
-                    continue
-                terms = objective(activations)
-                total = torch.stack(list(terms.values())).sum()
-                if not total.requires_grad:
-                    raise AdaptationError(
-                        f"what the loss reads does not depend on the parameters of {stage.name!r}: the model cuts the "
-                        "gradient off (no_grad or detach in its forward?)"
-                    )
-                optimiser.zero_grad(set_to_none=True)
-                backward(total, self.model.parameters())
-                optimiser.step()
-                for name, term in terms.items():
-                    sums[name] = sums.get(name, torch.zeros_like(term)) + term.detach()
+        sums, batches = steps.epoch(self.seed, number, targets)
         self.model.eval()
         losses = {name: float(value) / batches for name, value in sums.items()}
         finite_losses = all(map(math.isfinite, losses.values()))
@@ -302,7 +286,7 @@ class Run:
             raise DivergedError(
                 f"{'weights' if finite_losses else 'the loss'} of {self.method.name} became NaN or infinite in epoch "
                 f"{number} ({stage.name}, learning rate {stage.learning_rate:g}); lower the learning rate. The error's "
-                "`adaptation` is the last good state"
+                "`adaptation` is what had been reached"
             )
         self._row(number, stage.name, stage.learning_rate, losses, started)
 
@@ -330,7 +314,8 @@ class Run:
     def _precision(self) -> Any:
         if not self.autocast:
             return nullcontext()
-        return torch.autocast(device_type=self.feed.device.type, dtype=torch.bfloat16)
+        # without its cache of weights in bfloat16, which a captured step could not refresh
+        return torch.autocast(device_type=self.feed.device.type, dtype=torch.bfloat16, cache_enabled=False)
 
 
 def still_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:

@@ -92,13 +92,24 @@ class Profile:
             for one in (self, other)
         )
         if mine != theirs:
-            raise ProfileError("these profiles are of different models, taps or presets and cannot be merged")
+            raise ProfileError(
+                "these profiles are of different models, taps, presets or kinds of Gaussian and cannot be merged"
+            )
         return replace(
             self,
             inputs_seen=self.inputs_seen + other.inputs_seen,
             taps={name: tap.merge(other.taps[name]) for name, tap in self.taps.items()},
             gaussian=_merged(self.gaussian, other.gaussian),
             slices={name: own.merge(other.slices[name]) for name, own in self.slices.items()},
+        )
+
+    def to(self, device: torch.device) -> Profile:
+        """The same with everything it stores on a device."""
+        return replace(
+            self,
+            taps={name: tap.to(device) for name, tap in self.taps.items()},
+            gaussian=self.gaussian.to(device),
+            slices={name: part.to(device) for name, part in self.slices.items()},
         )
 
     def to_bytes(self) -> bytes:

@@ -16,6 +16,9 @@ from shiftmend.statistics import CountTracker, Histogram
 from shiftmend.taps import Entry, modes, pick, tapped
 from shiftmend.verification import Verification, judge
 
+ON_GPU = 1024
+"""Samples looked at together there at least: a smaller batch would be over before the next is launched."""
+
 
 @dataclass(frozen=True)
 class Signals:
@@ -38,14 +41,15 @@ def observe(
 
     Of several processes, all must ask; each looks at its share of the batches, and all get the same answer.
     """
-    batches = feed.batches() if most is None else feed.subset(most, seed=0)
+    at_once = ON_GPU if feed.device.type == "cuda" else 0
+    batches = feed.batches(at_once) if most is None else feed.subset(most, seed=0, at_once=at_once)
     counters: dict[str, CountTracker] = {}
     slices = profile.slices["verification"].to(feed.device) if profile is not None else None
     homes: dict[str, Histogram] = {}
     if profile is not None and slices is not None:
         homes = {name: profile.taps[name].to(feed.device) for name in ("features", "logits")}
         homes["slices"] = slices.histogram
-        counters = {name: CountTracker(home.low, home.high, home.bins) for name, home in homes.items()}
+        counters = {name: CountTracker(home.low, home.high, home.bins, home.scale) for name, home in homes.items()}
     specs = {name: profile.specs[name] for name in ("features", "logits")} if profile is not None else {}
     axis = specs["logits"].channel_axis if specs else 1
     certainty: Tensor | None = None

@@ -15,10 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shiftmend import kernels
 from shiftmend.distributed import active, all_sum, joined_moments, joined_range
 from shiftmend.errors import ProfileError
 from shiftmend.gaussians import MarginalGaussian
-from shiftmend.histograms import Bins, Divergence, Form, divergence, soft_histogram, usable_units
+from shiftmend.histograms import Bins, Divergence, Form, divergence, scales, soft_histogram, usable_units
 
 _NUMBERS_AT_ONCE = 1 << 20
 
@@ -78,13 +79,15 @@ class Histogram:
         return self.counts.shape[0]
 
     def to(self, device: torch.device) -> Histogram:
+        if self.counts.device == device:
+            return self
         moved = Histogram(self.counts.to(device), self.low.to(device), self.high.to(device), self.samples, self.bins)
         moved.__dict__["usable_count"] = self.usable_count  # known already: spares a wait for the device
         return moved
 
     def of(self, values: Tensor, form: Form = "auto") -> Tensor:
         """The normalised counts of other values `[N, D]` in the bins of this histogram."""
-        return soft_histogram(values, self.low, self.high, self.bins, form=form)
+        return soft_histogram(values, self.low, self.high, self.bins, form=form, scale=self.scale)
 
     def per_unit(self, target: Tensor, kind: Divergence = "psi") -> Tensor:
         """Divergence of each unit to normalised `target` counts; zero, without a gradient, where unusable."""
@@ -97,7 +100,17 @@ class Histogram:
 
     def divergence(self, values: Tensor, kind: Divergence = "psi") -> Tensor:
         """Mean divergence over usable units of values `[N, D]` of the tap."""
+        if kernels.fit(values, self.bins):
+            per_unit = kernels.divergence(
+                values, self.low.float(), self.scale.float(), self.probabilities.float(), self.bins, kind
+            )
+            return per_unit.sum() / max(1, self.usable_count)
         return self.mean_divergence(self.of(values), kind)
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """One over the range of each usable unit, 0 for the others."""
+        return scales(self.low, self.high)
 
     def merge(self, other: Histogram) -> Histogram:
         """The histogram of both samples; their ranges and bins must be the same."""
@@ -160,15 +173,16 @@ class RangeTracker:
 class CountTracker:
     """Second pass: soft counts over ranges that are known by now."""
 
-    def __init__(self, low: Tensor, high: Tensor, bins: Bins) -> None:
+    def __init__(self, low: Tensor, high: Tensor, bins: Bins, scale: Tensor | None = None) -> None:
         self.low, self.high, self.bins = low, high, bins
+        self.scale = scales(low, high) if scale is None else scale
         wide = torch.float64 if low.device.type != "mps" else torch.float32
         self.counts = torch.zeros(low.shape[0], bins.total, dtype=wide, device=low.device)
         self.samples = 0
 
     def update(self, values: Tensor) -> None:
         values = values.detach()
-        share = soft_histogram(values, self.low, self.high, self.bins)
+        share = soft_histogram(values, self.low, self.high, self.bins, scale=self.scale)
         self.counts += share.to(self.counts.dtype) * values.shape[0]
         self.samples += values.shape[0]
 
@@ -234,6 +248,8 @@ class Projector:
         return Projector(weight.float(), (weight @ mean.cpu().double()).float())
 
     def to(self, device: torch.device) -> Projector:
+        if self.weight.device == device:
+            return self
         return Projector(self.weight.to(device), self.offset.to(device))
 
     def __call__(self, values: Tensor) -> Tensor:

@@ -202,7 +202,6 @@ def test_published_rates() -> None:
     assert (made.momentum, made.weight_decay, made.epochs) == (0.9, 0.0, 150)
 
 
-@pytest.mark.xfail(strict=True, reason="open: dropout draws from the global generator instead of the run's seed")
 def test_same_seed_same_result_whatever_the_global_generator_does() -> None:
     before = torch.random.get_rng_state()
     one, other = adapt(epochs=2, seed=1), adapt(epochs=2, seed=1)
@@ -210,7 +209,6 @@ def test_same_seed_same_result_whatever_the_global_generator_does() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@pytest.mark.xfail(strict=True, reason="open: a shuffling loader is read in another order than the labels are in")
 def test_a_shuffling_loader_cannot_mix_the_labels_up() -> None:
     world = sensors()
     loader = DataLoader(TensorDataset(world.target), batch_size=100, shuffle=True)

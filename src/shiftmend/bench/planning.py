@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from shiftmend import checkpoints
 from shiftmend.bench.base import CLEAN, Benchmark, Setting
 from shiftmend.bench.cells import Cell
+from shiftmend.bench.protocols import Online, Protocol
+from shiftmend.bench.sources import identity
+from shiftmend.data.base import Split
 from shiftmend.errors import DataError
+from shiftmend.feeds import Preprocess
+from shiftmend.methods import METHODS
 
 
 def plan(
@@ -33,19 +42,18 @@ def plan(
     seeds = list(dict.fromkeys(benchmark.seeds if seeds is None else seeds))
     if not seeds:
         raise DataError("no seed is named; expected at least one, or leave the choice out")
-    return [
-        Cell(
-            benchmark.name,
-            protocol,
-            method,
-            shift,
-            seed,
-            recipe(benchmark, protocol, settings[method], shift, rates, root),
-        )
-        for seed in seeds
+    recipes = {
+        (method, shift): recipe(benchmark, protocol, settings[method], shift, rates, root)
         for shift in shifts
         for method in methods
         if shift != CLEAN or (method == "source-only" and protocol == "offline")
+    }
+    if not recipes:
+        raise DataError(f"there is nothing to run: {CLEAN} is a shift for source-only and offline alone")
+    return [
+        Cell(benchmark.name, protocol, method, shift, seed, made_by)
+        for seed in seeds
+        for (method, shift), made_by in recipes.items()
     ]
 
 
@@ -66,20 +74,46 @@ def recipe(
     root: Path | None = None,
 ) -> str:
     """A hash of everything that decides a cell's result beside its own name; see `Cell`."""
+    source = benchmark.source_for(setting, shift)
+    candidates = rates_for(setting, benchmark.protocols[protocol], rates)
+    options = _one_form(setting.options)
+    if candidates:  # they take the place of the setting's own rate
+        options = {name: value for name, value in options.items() if name != "learning_rate"}
     facts = {
-        "source": benchmark.sources[benchmark.source_for(setting, shift)].facts(),
+        "source": {"name": source, **benchmark.sources[source].facts()},
+        "inputs": _inputs(benchmark.preprocess),
         "method": setting.method,
-        "options": dict(setting.options),
+        "options": options,
         "protocol": benchmark.protocols[protocol].facts(),
         "origin": benchmark.origin(shift, root),
-        "rates": list(rates_for(setting, rates)),
+        "rates": list(candidates),
     }
     return checkpoints.identify(facts)
 
 
-def rates_for(setting: Setting, rates: Sequence[float] | None) -> Sequence[float]:
-    """The learning rates to try: those asked for, where the setting has one at all."""
-    return tuple(rates) if rates and "learning_rate" in setting.options else ()
+def rates_for(setting: Setting, protocol: Protocol, rates: Sequence[float] | None) -> tuple[float, ...]:
+    """The learning rates to try, each once: those asked for, where the method has one at all."""
+    if rates and isinstance(protocol, Online):
+        raise DataError("learning rates cannot be compared online, where there is one pass only; leave them out")
+    has_one = any(option.name == "learning_rate" for option in fields(METHODS[setting.method]))
+    return tuple(dict.fromkeys(float(rate) for rate in rates or ())) if has_one else ()
+
+
+def _one_form(options: Mapping[str, Any]) -> dict[str, Any]:
+    """1 and 1.0 are one rate, and must not give two hashes."""
+    numbers = {name: float(value) for name, value in options.items() if type(value) is int}
+    return dict(options) | numbers
+
+
+def _inputs(preprocess: Preprocess) -> Any:
+    """What becomes of black and white images, so that another normalisation is another recipe.
+
+    None where that cannot be asked without real images; source models tell preprocessings apart in any case.
+    """
+    try:
+        return identity(Split(torch.zeros(1, 3, 32, 32, dtype=torch.uint8), None, "probe"), preprocess)["preprocess"]
+    except Exception:  # it is the user's own, and may want another shape
+        return None
 
 
 def chosen(wanted: Sequence[str] | None, known: Iterable[str], what: str, where: str) -> list[str]:
@@ -87,6 +121,8 @@ def chosen(wanted: Sequence[str] | None, known: Iterable[str], what: str, where:
     names = list(known)
     if wanted is None:
         return names
+    if not wanted:
+        raise DataError(f"no {what} is named; expected some of {', '.join(names)}, or leave the choice out")
     for name in wanted:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from shiftmend.errors import DataError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
@@ -14,7 +16,13 @@ class Protocol:
     batch_size: int = 256
     temperature: float = 0.01
     score_every: int = 1
-    """Epochs between two looks at the labels; the first and the last state are always scored."""
+    """Epochs between two looks at the labels; the first, the last and the selected state are always scored."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "score_every", "temperature", "per_class"):
+            value = getattr(self, name, 1)
+            if not value > 0 or (name != "temperature" and not isinstance(value, int)):
+                raise DataError(f"{name} of a protocol must be a positive number, whole if it counts, got {value!r}")
 
     def facts(self) -> dict[str, Any]:
         return {"kind": self.kind} | asdict(self)

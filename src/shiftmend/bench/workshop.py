@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import shiftmend
-from shiftmend import checkpoints
+from shiftmend import checkpoints, fingerprints
 from shiftmend.bench import sources
 from shiftmend.bench.base import Benchmark, Images, Source, Target
 from shiftmend.data.base import Split
@@ -24,6 +24,8 @@ from shiftmend.presets import preset
 from shiftmend.profiles import Profile
 
 T = TypeVar("T")
+SOURCES_AT_ONCE = 2
+"""Source models and profiles that stay in memory: methods take turns with SHOT, which has its own."""
 
 
 class Workshop:
@@ -32,7 +34,7 @@ class Workshop:
     def __init__(self, benchmark: Benchmark, home: Path, root: Path | None, device: str | torch.device) -> None:
         self.benchmark, self.home, self.root = benchmark, home, root
         self.device = resolve_device(device)
-        self._kept: dict[str, tuple[Hashable, Any]] = {}
+        self._kept: dict[str, dict[Hashable, Any]] = {}
         methods = [setting.method for table in benchmark.settings.values() for setting in table.values()]
         self._gaussian: shiftmend.profiles.Gaussian = "full" if "full-gauss" in methods else "marginal"
 
@@ -59,11 +61,12 @@ class Workshop:
             )
             return model.to(self.device), path
 
-        return self._keep("model", (source, seed), obtain)
+        return self._keep("model", (source, seed), obtain, SOURCES_AT_ONCE)
 
     def profile(self, source: str, seed: int, temperature: float) -> Profile:
         """The source model's profile, made if there is none yet."""
-        return self._keep("profile", (source, seed, temperature), lambda: self._profile(source, seed, temperature))
+        key = (source, seed, temperature)
+        return self._keep("profile", key, lambda: self._profile(*key), SOURCES_AT_ONCE)
 
     def _profile(self, source: str, seed: int, temperature: float) -> Profile:
         model, path = self.model(source, seed)
@@ -71,11 +74,11 @@ class Workshop:
         identity = sources.identity(data, self.benchmark.preprocess)
         name = f"{path.stem}-{temperature:g}-{self._gaussian}-{checkpoints.identify(identity)}.safetensors"
         file = self.home / "profiles" / name
-        if file.exists():
-            try:
-                return Profile.load(file)
-            except ProfileError:
-                file.unlink()  # half a disk, another schema: it is quickly made again
+        found = _usable(file, model)
+        if found is not None:
+            return found
+        if isinstance(data, ImageFiles):
+            data = in_memory(data, self._room())
         bins = preset("reference").bins
         made = shiftmend.profile(
             model,
@@ -113,13 +116,30 @@ class Workshop:
             return int(0.3 * torch.cuda.mem_get_info(self.device)[0])
         return 6 << 30
 
-    def _keep(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
-        """The last one of each kind stays: cells come in an order in which that is enough."""
-        if what not in self._kept or self._kept[what][0] != key:
-            self._kept.pop(what, None)
-            self._kept[what] = (key, make())
-        value: T = self._kept[what][1]
+    def _keep(self, what: str, key: Hashable, make: Callable[[], T], most: int = 1) -> T:
+        """The last few of each kind stay: cells come in an order in which that is enough."""
+        kept = self._kept.setdefault(what, {})
+        if key not in kept:
+            while len(kept) >= most:  # before the new one is made: there may not be room for both
+                del kept[next(iter(kept))]
+            kept[key] = make()
+        kept[key] = kept.pop(key)  # the latest stands last
+        value: T = kept[key]
         return value
+
+
+def _usable(file: Path, model: nn.Module) -> Profile | None:
+    """The profile in the file, if it is one of this very model; a bad one is quickly made again.
+
+    A source model that was lost and trained again on a GPU has slightly other weights under the same name.
+    """
+    if not file.exists():
+        return None
+    try:
+        found = Profile.load(file)
+    except ProfileError:
+        return None
+    return found if found.weights == fingerprints.weights(model) else None
 
 
 def in_memory(images: ImageFiles, limit: int, workers: int | None = None) -> Images:

@@ -94,6 +94,7 @@ class Method:
     """Whether its loss reads `activations["targets"]`: something known of each sample, see `targets`."""
     several_processes: ClassVar[bool] = False
     """Whether several processes may adapt together: its loss joins what it computes from their shares of a batch."""
+    takes_labels: ClassVar[bool] = False
     dropout: ClassVar[bool] = False
     """Whether dropout is on while it trains."""
     minimises_entropy: ClassVar[bool] = False
@@ -121,7 +122,8 @@ class Method:
         yield
 
     def hyperparameters(self) -> dict[str, Any]:
-        return asdict(self) | {"momentum": self.momentum}
+        plain = {name: value.item() if hasattr(value, "item") else value for name, value in asdict(self).items()}
+        return plain | {"momentum": self.momentum}
 
 
 def check_epochs(value: int, what: str) -> None:
@@ -129,7 +131,9 @@ def check_epochs(value: int, what: str) -> None:
         raise AdaptationError(f"{what} must be a whole number of at least 1, got {value!r}")
 
 
-def check_positive(value: Any, what: str) -> None:
+def check_positive(value: Any, what: str, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if value is not None and not (real and 0 < value < float("inf")):
+    if not (real and 0 < value < float("inf")):
         raise AdaptationError(f"{what} must be a positive number, got {value!r}")

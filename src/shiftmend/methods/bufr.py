@@ -29,7 +29,7 @@ class BUFR(Alignment):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_epochs(self.epochs_per_block, "epochs_per_block")
-        check_positive(self.decay, "the decay of the learning rate")
+        check_positive(self.decay, "the decay of the learning rate", optional=True)
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         rate = self.rate(network, profile)

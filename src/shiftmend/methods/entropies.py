@@ -40,7 +40,7 @@ class Prediction(Method):
 
     def __post_init__(self) -> None:
         check_epochs(self.epochs, "epochs")
-        check_positive(self.learning_rate, "the learning rate")
+        check_positive(self.learning_rate, "the learning rate", optional=True)
 
     def taps(self, profile: Profile | None) -> tuple[str, ...]:
         return ("logits",)

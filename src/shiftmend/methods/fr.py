@@ -9,7 +9,7 @@ from typing import ClassVar, get_args
 import torch
 from torch import Tensor
 
-from shiftmend.distributed import joined_mean
+from shiftmend.distributed import active, joined_mean
 from shiftmend.errors import AdaptationError
 from shiftmend.histograms import Divergence
 from shiftmend.methods.base import Activations, Method, Network, Objective, Stage, check_epochs, check_positive
@@ -37,7 +37,7 @@ class Alignment(Method):
     slice_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        check_positive(self.learning_rate, "the learning rate")
+        check_positive(self.learning_rate, "the learning rate", optional=True)
         check_positive(self.slice_weight, "the weight of the slices")
         if isinstance(self.align, str):
             object.__setattr__(self, "align", (self.align,))
@@ -88,6 +88,8 @@ class Alignment(Method):
 
 def _divergence(home: Histogram, values: Tensor, kind: Divergence) -> Tensor:
     """Mean divergence over units of a batch, which several processes may share, to the source."""
+    if not active():
+        return home.divergence(values, kind)
     return home.mean_divergence(joined_mean(home.of(values), len(values)), kind)
 
 

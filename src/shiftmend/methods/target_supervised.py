@@ -44,6 +44,7 @@ class TargetSupervised(Prediction):
     name: ClassVar[str] = "target-supervised"
     online: ClassVar[bool] = False
     by_sample: ClassVar[bool] = True
+    takes_labels: ClassVar[bool] = True
     dropout: ClassVar[bool] = True
     minimises_entropy: ClassVar[bool] = True
     labels: Tensor

@@ -6,10 +6,14 @@ import difflib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from shiftmend.bench.base import Benchmark
-from shiftmend.errors import DataError
+import torch
+
+from shiftmend.bench.base import CLEAN, Benchmark
+from shiftmend.errors import AdaptationError, DataError
+from shiftmend.methods import method
 
 BENCHMARKS = ("digits", "mnist-c", "mnist-m", "emnist-da", "cifar-10-c", "cifar-100-c", "camelyon17", "visda-c")
 
@@ -39,8 +43,39 @@ def _from_file(file: Path, attribute: str) -> Benchmark:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise DataError(f"{file} could not be run: {type(error).__name__}: {error}") from error
+        del sys.modules[title]
+        text = " ".join(str(error).split())
+        raise DataError(f"{file} could not be run: {type(error).__name__}: {text}") from error
     found = getattr(module, attribute, None)
     if not isinstance(found, Benchmark):
-        raise DataError(f"{file} defines no benchmark called {attribute}; expected a shiftmend.bench.Benchmark")
+        raise DataError(
+            f"{file} defines no benchmark called {attribute or '(nothing)'}; expected a shiftmend.bench.base.Benchmark "
+            "of the name behind the colon"
+        )
+    for fault in faults(found):
+        raise DataError(f"the benchmark {attribute} in {file} does not add up: {fault}")
     return found
+
+
+def faults(benchmark: Benchmark) -> Iterator[str]:
+    """What in a definition refers to something that is not there."""
+    shifts = (*benchmark.shifts, CLEAN)
+    for group, members in benchmark.groups.items():
+        for shift in members:
+            if shift not in benchmark.shifts:
+                yield f"group {group!r} has the shift {shift!r}, expected some of {', '.join(benchmark.shifts)}"
+    if set(benchmark.protocols) != set(benchmark.settings):
+        yield (
+            f"there are protocols {', '.join(benchmark.protocols)}, but settings for {', '.join(benchmark.settings)}; "
+            "expected settings for each protocol"
+        )
+    for protocol, settings in benchmark.settings.items():
+        for name, setting in settings.items():
+            where = f"{name!r} of protocol {protocol!r}"
+            labels = {"labels": torch.zeros(1, dtype=torch.long)} if setting.method == "target-supervised" else {}
+            try:
+                method(setting.method, **setting.options, **labels)
+            except AdaptationError as error:
+                yield f"{where}: {error}"
+            for source in {benchmark.source_for(setting, shift) for shift in shifts} - set(benchmark.sources):
+                yield f"{where} starts from {source!r}, expected one of {', '.join(benchmark.sources)}"

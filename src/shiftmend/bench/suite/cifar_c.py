@@ -90,7 +90,10 @@ def benchmark(
             )
         },
         protocols={"offline": Offline(batch_size=200, score_every=10), "online": Online(batch_size=200)},
-        settings={"offline": OFFLINE, "online": {"adabn": Setting("adabn"), **online}},
+        settings={
+            "offline": OFFLINE,
+            "online": {"source-only": Setting("source-only"), "adabn": Setting("adabn"), **online},
+        },
         load_source=load_source,
         load_target=load_target,
         origin=origin,

@@ -29,8 +29,10 @@ def textures(root: Root, *parts: str) -> Path | None:
 
 def apply(name: str, clean: Split, *, pictures: Path | None = None, severity: int | None = None) -> Split:
     """A clean set under a shift, in the same order."""
-    images = shifts.apply(name, clean.images, severity=severity, seed=SEED, textures=pictures)
-    return Split(images, clean.labels, f"{name} of {clean.name}, made again", clean.classes)
+    needed = shifts.find(name).texture is not None
+    images = shifts.apply(name, clean.images, severity=severity, seed=SEED, textures=pictures if needed else None)
+    using = "" if not needed else f" with {'stand-ins' if pictures is None else 'the pictures in ' + pictures.name}"
+    return Split(images, clean.labels, f"{name} of {clean.name}, made again{using}", clean.classes)
 
 
 def origin(name: str, published: bool) -> Origin:

@@ -1,7 +1,8 @@
 """MNIST-M: digits blended with patches of photographs; everything else as in MNIST-C.
 
 Where the published archive is not at hand, the digits are blended anew: with the photographs of BSDS500 if they are
-under the data root, as for the archive, else with stand-ins.
+under the data root, as for the archive, else with stand-ins. The set unpacked into folders of images is sorted by
+digit: then the 54,000 to adapt to are not those of the source, and there is no clean version to compare with.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from shiftmend.data.preprocessing import signed
 from shiftmend.data.shifted import mnist_m
 
 SHIFT = "mnist-m"
-FILES = ("keras_mnistm.pkl.gz", "keras_mnistm.pkl", "test")
+ARCHIVES = ("keras_mnistm.pkl.gz", "keras_mnistm.pkl")
+FOLDER = "test"
 
 
 def load_target(shift: str, root: Root) -> Target:
@@ -25,7 +27,8 @@ def load_target(shift: str, root: Root) -> Target:
     if shift == CLEAN:
         return Target(clean, clean, clean)
     if _published(root):
-        return Target(source_part(mnist_m("train", root)), mnist_m("test", root), clean)
+        seen = mnist_m("test", root)
+        return Target(source_part(mnist_m("train", root)), seen, clean if _in_order(root) else None)
     train = source_part(mnist("train", root))
     pictures = _photographs(root)
     return Target(made.apply(SHIFT, train, pictures=pictures), made.apply(SHIFT, clean, pictures=pictures), clean)
@@ -38,11 +41,15 @@ def origin(shift: str, root: Root) -> Origin:
 
 
 def _published(root: Root) -> bool:
-    return any(made.exists(root, "MNISTM", file) for file in FILES)
+    return _in_order(root) or made.exists(root, "MNISTM", FOLDER)
+
+
+def _in_order(root: Root) -> bool:
+    return any(made.exists(root, "MNISTM", file) for file in ARCHIVES)
 
 
 def _photographs(root: Root) -> Path | None:
-    return made.textures(root, "BSDS500", "images")
+    return made.textures(root, "BSDS500", "images", "train")
 
 
 BENCHMARK = Benchmark(

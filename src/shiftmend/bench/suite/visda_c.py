@@ -1,9 +1,10 @@
 """VisDA-C: from rendered objects to photographs, 12 classes. No measurement shift: the paper shows where FR ends.
 
 There is no released code for it. What the paper does not say is chosen here: images are scaled to 224 x 224 and cropped
-and flipped a little while training, adaptation has 15 epochs in all (BUFR three a block), SHOT's source model has label
-smoothing but an ordinary head. Pretrained weights are expected under the data root as
-`weights/resnet101-imagenet.safetensors`, with torchvision's names.
+and flipped a little while training, a tenth of the source is held out, adaptation has 15 epochs in all (BUFR three a
+block), SHOT's source model has label smoothing but an ordinary head, and its pseudo-labels the weight of the original.
+Pretrained weights are expected under the data root as `weights/resnet101-imagenet.safetensors`, with torchvision's
+names.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from shiftmend.bench.base import CLEAN, Benchmark, Root, Setting, Source, Target
 from shiftmend.bench.cells import Origin
 from shiftmend.bench.protocols import Offline
 from shiftmend.bench.training import Recipe
-from shiftmend.data.partitions import fractions
+from shiftmend.data.partitions import balanced, fractions
 from shiftmend.data.preprocessing import standardised
 from shiftmend.data.streamed import VISDA_PER_CLASS, ImageFiles, visda_c
 
@@ -20,6 +21,8 @@ SHIFTS = ("photographs", "photographs without label shift", "photographs without
 VARIANTS = {"photographs without label shift": "balanced", "photographs without pretraining": "scratch"}
 """Which other source model a shift needs."""
 SIZE = (224, 224)
+PARTS = (0.9, 0.1)
+"""Of the source: to train with, and held out."""
 WEIGHTS = "weights/resnet101-imagenet.safetensors"
 
 SETTINGS = {
@@ -45,22 +48,26 @@ def _recipe(smoothing: float = 0.0, pretrained: str | None = WEIGHTS) -> Recipe:
     )
 
 
-def _images(split: str, balanced: bool, root: Root) -> ImageFiles:
-    return visda_c(split, root, per_class=VISDA_PER_CLASS[split] if balanced else None, size=SIZE)
-
-
 def load_source(source: str, root: Root) -> Source:
-    whole = _images("train", source.endswith("balanced"), root)
-    train, test = fractions(len(whole), (0.9, 0.1))
-    part = whole.take(train, f"{whole.name}, source part")
-    return Source(part, part, whole.take(test, f"{whole.name}, held out"))
+    whole = visda_c("train", root, size=SIZE)
+    named = zip(fractions(len(whole), PARTS), ("source part", "held out"), strict=True)
+    parts = [whole.take(part, f"{whole.name}, {name}") for part, name in named]
+    if source.endswith("balanced"):  # once they are apart: what is repeated must not be on both sides
+        parts = [_even(part, round(share * VISDA_PER_CLASS["train"])) for part, share in zip(parts, PARTS, strict=True)]
+    train, test = parts
+    return Source(train, train, test)
+
+
+def _even(part: ImageFiles, per_class: int) -> ImageFiles:
+    return part.take(balanced(part.labels, per_class), f"{part.name}, {per_class} a class")
 
 
 def load_target(shift: str, root: Root) -> Target:
     if shift == CLEAN:
         test = load_source("plain", root).test
         return Target(test, test, test)
-    photographs = _images("validation", shift.endswith("without label shift"), root)
+    even = VISDA_PER_CLASS["validation"] if shift.endswith("without label shift") else None
+    photographs = visda_c("validation", root, per_class=even, size=SIZE)
     return Target(photographs, photographs)
 
 

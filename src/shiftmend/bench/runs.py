@@ -1,0 +1,152 @@
+"""One adaptation of a cell, watched: which epochs are scored, and what a choice without labels keeps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shiftmend
+from shiftmend.adaptations import Adaptation, Epoch
+from shiftmend.bench.base import Images, Setting, Target
+from shiftmend.bench.cells import Outcome
+from shiftmend.bench.protocols import Protocol
+from shiftmend.bench.workshop import Workshop, inputs_of, labelled
+from shiftmend.feeds import Feed
+from shiftmend.loop import tensors_of
+from shiftmend.methods import METHODS
+from shiftmend.metrics import Scores
+from shiftmend.profiles import Profile
+from shiftmend.selection import Choice
+
+Tick = Callable[[int, int], None]
+"""Called with the epochs (online: batches) done, and how many there will be; 0 if that is not known."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a cell starts from."""
+
+    workshop: Workshop
+    setting: Setting
+    protocol: Protocol
+    model: nn.Module
+    profile: Profile
+    target: Target
+    seed: int
+
+    def feed(self, images: Images, batch_size: int) -> Feed:
+        return Feed(
+            inputs_of(images),
+            batch_size=batch_size,
+            device=self.workshop.device,
+            preprocess=self.workshop.benchmark.preprocess,
+            what="target data",
+        )
+
+
+class Run:
+    """One adaptation, and what is seen of it on the way: some epochs' scores, and what a choice without labels keeps.
+
+    The choice looks at all epochs, scored or not, as `adapt(keep="selected")` does.
+    """
+
+    adaptation: Adaptation
+
+    def __init__(self, given: Given, scored: Images, options: dict[str, Any]) -> None:
+        self.given, self.scored, self.options = given, scored, options
+        self.choice = Choice(entropy_may_decide=not METHODS[given.setting.method].minimises_entropy)
+        self.outcomes: dict[int, Outcome] = {}
+        self._unscored: dict[str, Tensor] = {}
+
+    def go(self, data: Images, tick: Tick) -> None:
+        given = self.given
+        # BUFR has so many epochs a block, and how many blocks there are is not known here
+        epochs = int(self.options.get("epochs", self.options.get("passes", 0)))
+
+        def look(model: nn.Module, row: Epoch) -> None:
+            if row.epoch % given.protocol.score_every == 0:
+                self._score(model, row.epoch)
+            if self.choice.consider(row):
+                self._unscored = {} if row.epoch in self.outcomes else tensors_of(model)
+            tick(row.epoch, epochs)
+
+        with _seeded(given.workshop.device, given.seed):
+            self.adaptation = shiftmend.adapt(
+                given.model,
+                inputs_of(data),
+                given.profile,
+                given.setting.method,
+                batch_size=given.protocol.batch_size,
+                seed=given.seed,
+                preprocess=given.workshop.benchmark.preprocess,
+                device=given.workshop.device,
+                on_epoch=look,
+                progress=False,
+                **self.options,
+            )
+        if self.adaptation.interrupted or self.adaptation.after is None:  # Ctrl-C; the second while it was judged
+            raise KeyboardInterrupt
+        if self.adaptation.history[-1].epoch not in self.outcomes:
+            self._score(self.adaptation.model, self.adaptation.history[-1].epoch)
+        if self.kept.epoch not in self.outcomes:
+            model = copy.deepcopy(self.adaptation.model)
+            model.load_state_dict(self._unscored, strict=False)
+            self._score(model, self.kept.epoch)
+        self._unscored = {}
+
+    def _score(self, model: nn.Module, epoch: int) -> None:
+        scores = shiftmend.evaluate(
+            model,
+            labelled(self.scored),
+            preprocess=self.given.workshop.benchmark.preprocess,
+            device=self.given.workshop.device,
+            batch_size=1024,
+        )
+        assert isinstance(scores, Scores)
+        self.outcomes[epoch] = outcome_of(epoch, scores)
+
+    @property
+    def kept(self) -> Epoch:
+        """The epoch that is chosen without labels."""
+        assert self.choice.kept is not None, "epoch 0 is a candidate already"
+        return self.choice.kept
+
+    @property
+    def last(self) -> Outcome:
+        return self.outcomes[self.adaptation.history[-1].epoch]
+
+    @property
+    def best(self) -> Outcome:
+        """The highest accuracy of those scored, and of equals the first."""
+        return max((self.outcomes[epoch] for epoch in sorted(self.outcomes)), key=lambda outcome: outcome.accuracy)
+
+    def facts(self) -> dict[str, Any]:
+        """What the choice between several runs saw, and where this one ended."""
+        judged = {name: getattr(self.kept, name) for name in ("epoch", "verification", "entropy")}
+        return judged | {"last": asdict(self.last)}
+
+    def history(self) -> tuple[dict[str, Any], ...]:
+        return tuple(
+            asdict(row) | ({"accuracy": at.accuracy, "ece": at.ece} if (at := self.outcomes.get(row.epoch)) else {})
+            for row in self.adaptation.history
+        )
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Dropout, which supervised training has, draws from the global generators: from the cell's seed here."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+        yield
+
+
+def outcome_of(epoch: int, scores: Scores) -> Outcome:
+    return Outcome(epoch, scores.accuracy, scores.ece, scores.mce, scores.nll, scores.brier)

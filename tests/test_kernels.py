@@ -1,0 +1,91 @@
+"""The GPU kernels against float64 on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from shiftmend import histograms, kernels
+from shiftmend.histograms import Bins
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+KINDS = ("psi", "symmetric-kl", "kl-source-target", "kl-target-source")
+
+
+def case(samples: int, units: int, bins: Bins) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(samples + units)
+    low = torch.randn(units, generator=generator)
+    high = low + 0.5 + torch.rand(units, generator=generator)
+    high[0] = low[0]  # a unit that was constant
+    spread = torch.rand(samples, units, generator=generator) * 1.6 - 0.3
+    values = low + (high - low) * spread
+    home = histograms.soft_histogram(low + (high - low) * spread.square().clamp(0, 1), low, high, bins, form="exact")
+    return values, low, high, home
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("samples", [2, 37, 256, 2048, 2049, 6000])
+@pytest.mark.parametrize("temperature", [0.01, 0.05, 0.3])
+@pytest.mark.parametrize("count", [1, 8, 30])
+def test_counts_divergences_and_slopes_against_float64(samples: int, temperature: float, count: int) -> None:
+    bins = Bins(count, "reference", temperature)
+    values, low, high, home = case(samples, 19, bins)
+    scale = histograms.scales(low, high)
+    on = [tensor.cuda() for tensor in (values, low, scale, home)]
+    exact = values.double().requires_grad_()
+    counts = histograms.soft_histogram(exact, low.double(), high.double(), bins, form="exact")
+    got = kernels.soft_histogram(*on[:3], bins)
+    np.testing.assert_allclose(got[1:].cpu(), counts[1:].detach(), atol=1.5e-5)
+    weights = torch.rand(19, generator=torch.Generator().manual_seed(1))
+    for kind in KINDS:
+        exact.grad = None
+        expected = histograms.divergence(home.double(), counts, kind)  # type: ignore[arg-type]
+        (expected[1:] * weights[1:]).sum().backward(retain_graph=True)
+        leaf = on[0].clone().requires_grad_()
+        per_unit = kernels.divergence(leaf, *on[1:], bins, kind)  # type: ignore[arg-type]
+        (per_unit * weights.cuda()).sum().backward()
+        assert float(per_unit[0]) == 0
+        np.testing.assert_allclose(per_unit[1:].cpu().detach(), expected[1:].detach(), rtol=2e-3, atol=2e-5)
+        assert float(leaf.grad[:, 0].abs().max()) == 0
+        largest = float(exact.grad.abs().max())
+        if largest > 1e-6:  # with two samples far from every cut there is no slope to speak of
+            np.testing.assert_allclose(leaf.grad.cpu() / largest, exact.grad / largest, atol=2e-3)
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_values_are_binned_in_full_precision(dtype: torch.dtype) -> None:
+    values, low, high, _ = case(300, 11, Bins())
+    half = values.to("cuda", dtype)
+    got = kernels.soft_histogram(half, low.cuda(), histograms.scales(low, high).cuda(), Bins())
+    expected = histograms.soft_histogram(half.double().cpu(), low.double(), high.double(), Bins(), form="exact")
+    np.testing.assert_allclose(got[1:].cpu(), expected[1:], atol=1e-5)
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("samples", [100, 5000])
+def test_nan_stays_nan(samples: int) -> None:
+    values, low, high, home = (tensor.cuda() for tensor in case(samples, 5, Bins()))
+    values[3, 2] = torch.nan
+    per_unit = kernels.divergence(values, low, histograms.scales(low, high), home, Bins())
+    assert per_unit.isnan().tolist() == [False, False, True, False, False]
+
+
+@pytest.mark.gpu
+@gpu
+def test_sums_do_not_depend_on_the_order_of_execution() -> None:
+    values, low, high, _ = (tensor.cuda() for tensor in case(50_000, 70, Bins()))
+    scale = histograms.scales(low, high)
+    first = kernels.soft_histogram(values, low, scale, Bins())
+    assert all(torch.equal(first, kernels.soft_histogram(values, low, scale, Bins())) for _ in range(5))
+
+
+def test_what_the_kernels_do_not_take_goes_another_way() -> None:
+    assert not kernels.fit(torch.zeros(4, 4), Bins())  # not on a GPU
+    assert kernels.available() in (True, False)
+    values, low, high, _ = case(50, 7, Bins())
+    assert histograms.soft_histogram(values, low, high, Bins()).shape == (7, 10)

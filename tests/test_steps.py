@@ -1,0 +1,191 @@
+"""Captured steps give what eager ones give; what cannot be captured runs eagerly."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shiftmend
+from shiftmend.feeds import Feed
+from shiftmend.steps import Steps
+from shiftmend.taps import Tap
+from worlds import sensors
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+TAPS = {"logits": Tap("logits", "6")}
+
+
+def squares(activations: Any) -> dict[str, Tensor]:
+    return {"logits": activations["logits"].square().mean()}
+
+
+def steps(device: str, capture: bool = True, momentum: float = 0.9) -> Steps:
+    world = sensors()
+    model = copy.deepcopy(world.model).to(device)
+    model[1].train()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
+    feed = Feed(world.target, batch_size=100, device=torch.device(device))
+    return Steps(model, feed, TAPS, squares, optimiser, capture=capture)
+
+
+def state(model: nn.Module) -> list[Tensor]:
+    return [value.double().cpu() for value in model.state_dict().values()]
+
+
+def close(one: nn.Module, other: nn.Module, tolerance: float = 1e-5) -> bool:
+    return all(
+        torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(state(one), state(other), strict=True)
+    )
+
+
+def test_an_epoch_is_one_step_a_batch_and_sums_up_the_loss() -> None:
+    made = steps("cpu")
+    sums, count = made.epoch(0, 1)
+    assert count == 6
+    assert not made.captured
+    assert float(sums["logits"]) > 0
+    by_hand = steps("cpu")
+    model, optimiser, total = by_hand.model, by_hand.optimiser, 0.0
+    assert optimiser is not None
+    for batch in by_hand.feed.epoch(0, 1):
+        optimiser.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimiser.step()
+        total += float(loss)
+    assert close(made.model, model, 1e-6)
+    assert float(sums["logits"]) == pytest.approx(total, rel=1e-5)
+
+
+def test_without_an_optimiser_batches_only_run_forward() -> None:
+    made = steps("cpu")
+    plain = Steps(made.model, made.feed, TAPS, None, None)
+    before = [p.clone() for p in made.model.parameters()]
+    tracked = int(made.model[1].num_batches_tracked)
+    assert plain.epoch(0, 1) == ({}, 6)
+    assert int(made.model[1].num_batches_tracked) == tracked + 6
+    assert all(torch.equal(a, b) for a, b in zip(before, made.model.parameters(), strict=True))
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_captured_equals_eager_after_fifty_steps(momentum: float) -> None:
+    eager, captured = steps("cuda", capture=False, momentum=momentum), steps("cuda", momentum=momentum)
+    for number in range(1, 10):
+        one, _ = eager.epoch(3, number)
+        other, count = captured.epoch(3, number)
+        assert float(one["logits"]) == pytest.approx(float(other["logits"]), rel=1e-3)
+    assert count == 6
+    assert captured.captured
+    assert not eager.captured
+    assert close(eager.model, captured.model, 1e-4)
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("method", ["fr", "bufr", "shot", "tent", "bnm-im", "pl"])
+def test_adapting_captured_equals_adapting_eagerly(method: str) -> None:
+    world = sensors()
+    profile = world.profile()
+    epochs = {"epochs_per_block": 4} if method == "bufr" else {"epochs": 8}
+    one, other = (
+        shiftmend.adapt(
+            world.model,
+            world.target,
+            profile,
+            method,
+            batch_size=100,
+            learning_rate=0.01,
+            device="cuda",
+            capture=capture,
+            progress=False,
+            **epochs,
+        )
+        for capture in (True, False)
+    )
+    assert close(one.model, other.model, 1e-3)
+    for row, again in zip(one.history, other.history, strict=True):
+        assert row.losses == pytest.approx(again.losses, rel=1e-2, abs=1e-4)
+
+
+@pytest.mark.gpu
+@gpu
+def test_a_resumed_run_keeps_its_momentum_through_the_capture(tmp_path: Path) -> None:
+    world = sensors()
+    options: dict[str, Any] = {"batch_size": 100, "learning_rate": 0.05, "device": "cuda", "progress": False}
+    whole = shiftmend.adapt(world.model, world.target, world.profile(), "fr", epochs=6, **options)
+
+    def stop(model: nn.Module, row: Any) -> None:
+        if row.epoch == 4:
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        shiftmend.adapt(
+            world.model,
+            world.target,
+            world.profile(),
+            "fr",
+            epochs=6,
+            checkpoint=tmp_path / "c",
+            on_epoch=stop,
+            **options,
+        )
+    resumed = shiftmend.adapt(
+        world.model, world.target, world.profile(), "fr", epochs=6, checkpoint=tmp_path / "c", **options
+    )
+    assert close(whole.model, resumed.model, 1e-3)
+
+
+class Waiting(nn.Module):
+    """Its forward pass looks at a value, which no graph can hold."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x if float(x.mean()) > -1e9 else -x)
+        return result
+
+
+@pytest.mark.gpu
+@gpu
+def test_what_cannot_be_captured_runs_eagerly_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    world = sensors()
+    model = Waiting(copy.deepcopy(world.model)).eval()
+    profile = shiftmend.profile(model, world.source, progress=False)
+    with caplog.at_level(logging.INFO, "shiftmend"):
+        results = [
+            shiftmend.adapt(
+                model, world.target, profile, "fr", epochs=3, learning_rate=0.05, device="cuda", capture=capture,
+                progress=False,
+            )
+            for capture in (True, False)
+        ]  # fmt: skip
+    assert caplog.text.count("not captured") == 1
+    assert close(results[0].model, results[1].model, 1e-3)
+
+
+@pytest.mark.gpu
+@gpu
+def test_dropout_of_a_captured_run_follows_the_seed() -> None:
+    world = sensors()
+
+    def run(seed: int) -> nn.Module:
+        return shiftmend.adapt(
+            world.model, world.target, None, "target-supervised", labels=world.labels, epochs=3, learning_rate=0.05,
+            batch_size=100, seed=seed, device="cuda", progress=False,
+        ).model  # fmt: skip
+
+    torch.manual_seed(1)
+    first = run(0)
+    torch.manual_seed(2)
+    assert close(first, run(0), 1e-5)
+    assert not close(first, run(1), 1e-3)
