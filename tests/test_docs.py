@@ -5,6 +5,8 @@ from __future__ import annotations
 import doctest
 import importlib
 import re
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,14 +15,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shiftmend
+from shiftmend.cli import main
 from worlds import sensors
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def code_blocks(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+def code_blocks(page: Path, language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def test_the_readme_runs_as_written(
@@ -66,6 +69,46 @@ def test_the_methods_page_runs_as_written() -> None:
     exec(selection, names)
     exec(online, names | {"batches": world.target.split(100)})
     exec(history, {"result": shiftmend.adapt(world.model, world.target, made, "fr", epochs=1, progress=False)})
+
+
+def test_the_benchmarks_page_runs_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs/benchmarks.md"
+    benchmark, use = code_blocks(page)
+    quick = re.sub(r"epochs=\d+", "epochs=2", re.sub(r'"epochs": \d+', '"epochs": 1', benchmark))
+    for many, few in (
+        ("order[:900]", "order[:200]"),
+        ("order[900:]", "order[900:1100]"),
+        ("seeds=(1, 2)", "seeds=(1,)"),
+    ):
+        assert many in quick
+        quick = quick.replace(many, few)
+    (tmp_path / "scanner.py").write_text(quick)
+    exec(use, {})
+    out = capsys.readouterr().out
+    assert "| shift | source-only | fr | fr-features |" in out
+    assert re.search(r"^\| stripe§ \| \**\d", out, re.MULTILINE)
+    query = re.search(r'sqlite3 bench/results.sqlite "(.*?)"', page.read_text(), re.DOTALL)
+    assert query is not None
+    with closing(sqlite3.connect("results/results.sqlite")) as connection:
+        rows = connection.execute(query[1].replace("'digits'", "'scanner'").replace("'oranges'", "'stripe'")).fetchall()
+    assert [row[0] for row in rows] == ["fr", "fr-features", "source-only"]
+    assert all(0 <= accuracy <= 100 and seconds >= 0 for _, accuracy, seconds in rows)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in re.findall(r"^shiftmend .*?(?=  +#|$)", "\n".join(code_blocks(page, "bash")), re.MULTILINE):
+        words = line.split()[1:]
+        command = words[:2] if words[0] in ("bench", "data") else words[:1]
+        with pytest.raises(SystemExit) as stop:
+            main([*command, "--help"])
+        assert stop.value.code == 0, line
+        known = capsys.readouterr().out
+        for option in (word for word in words if word.startswith("--")):
+            assert option in known, f"{line}: there is no {option}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -58,7 +58,7 @@ def test_an_epoch_is_one_step_a_batch_and_sums_up_the_loss() -> None:
         loss = model(batch).square().mean()
         loss.backward()
         optimiser.step()
-        total += float(loss)
+        total += float(loss.detach())
     assert close(made.model, model, 1e-6)
     assert float(sums["logits"]) == pytest.approx(total, rel=1e-5)
 

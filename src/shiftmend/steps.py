@@ -20,6 +20,7 @@ from shiftmend.errors import AdaptationError, ShiftmendError
 from shiftmend.feeds import Feed
 from shiftmend.methods import Objective
 from shiftmend.taps import Recorder, Tap, tapped
+from shiftmend.turns import has_turns, others_may_go
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,8 @@ class _Captured:
     def __init__(self, steps: Steps, recorder: Recorder, targets: Tensor | None) -> None:
         assert steps.feed.inputs is not None
         assert steps.optimiser is not None
-        self.steps, self.inputs = steps, steps.feed.inputs
+        # no reference back to `steps`: a graph has to go when its stage ends, not when garbage is collected
+        self.inputs = steps.feed.inputs
         size = min(steps.feed.batch_size, len(self.inputs))
         device = self.inputs.device
         # any valid order will do while warming up: what it does to the model is undone
@@ -142,17 +144,17 @@ class _Captured:
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP):
-                    self._once(recorder)
+                    self._once(steps, recorder)
             torch.cuda.current_stream(device).wait_stream(stream)
             # thread_local: other threads may go on using the device meanwhile
             with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-                self._once(recorder)
+                self._once(steps, recorder)
 
-    def _once(self, recorder: Recorder) -> None:
+    def _once(self, steps: Steps, recorder: Recorder) -> None:
         index = self.order.index_select(0, self.cursor).squeeze(0)
-        batch = self.steps.feed.ready(self.inputs.index_select(0, index))
+        batch = steps.feed.ready(self.inputs.index_select(0, index))
         own = None if self.targets is None else self.targets.index_select(0, index)
-        for name, term in self.steps.step(recorder, batch, own).items():
+        for name, term in steps.step(recorder, batch, own).items():
             if name not in self.sums:
                 self.sums[name] = torch.zeros_like(term)
             self.sums[name] += term
@@ -166,8 +168,11 @@ class _Captured:
             self.targets.copy_(targets)
         for total in self.sums.values():
             total.zero_()
-        for _ in range(len(self.order)):
-            self.graph.replay()
+        with others_may_go():
+            for _ in range(len(self.order)):
+                self.graph.replay()
+            if has_turns():
+                torch.cuda.current_stream(self.inputs.device).synchronize()
         return dict(self.sums), len(self.order)
 
 

@@ -449,12 +449,13 @@ def test_a_batch_that_is_not_learnt_from_is_on_record(
 ) -> None:
     """A method whose every step is rolled back would else pass for one that works."""
     monkeypatch.setattr(streams, "still_finite", lambda *_: False)
+    logger = logging.getLogger("shiftmend")
+    before = logger.level, logger.propagate, list(logger.handlers)
     result = done("fr", protocol="online")
     assert len(result.manifest["warnings"]) == 1
     assert "it was not learnt from" in result.manifest["warnings"][0]
     assert capsys.readouterr() == ("", "")
-    assert logging.getLogger("shiftmend").propagate
-    assert not logging.getLogger("shiftmend").handlers
+    assert (logger.level, logger.propagate, logger.handlers) == before
 
 
 # ---- several learning rates

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from data.data_layouts import random_images, write_png
 from shiftmend import fingerprints
 from shiftmend.bench import sources, workshop
 from shiftmend.bench.base import Benchmark, Setting, Source, Target
-from shiftmend.bench.workshop import Workshop, in_memory, inputs_of, labelled
+from shiftmend.bench.workshop import Shelf, Workshop, in_memory, inputs_of, labelled
 from shiftmend.data.base import Split
 from shiftmend.data.streamed import ImageFiles
 from shiftmend.errors import DataError
@@ -157,7 +159,6 @@ def test_what_takes_turns_is_read_once(home: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_old_goes_before_the_new_is_made() -> None:
-    shop = fresh(Path("nowhere"))
     alive: list[int] = []
 
     class Large:
@@ -167,14 +168,31 @@ def test_the_old_goes_before_the_new_is_made() -> None:
         def __del__(self) -> None:
             alive.pop()
 
+    one = Shelf(1)
     for number in range(3):
-        shop._keep("thing", number, Large)
+        one.keep("thing", number, Large)
         assert len(alive) == 1
-    for number in range(5):
-        shop._keep("pair", number, lambda: [0], 2)
-    assert list(shop._kept["pair"]) == [3, 4]
-    shop._keep("pair", 3, lambda: [1], 2)
-    assert list(shop._kept["pair"]) == [4, 3]
+    two = Shelf(2)
+    made: list[int] = []
+    for number in (0, 1, 0, 2, 0, 1):  # 1 had to go for 2, because 0 was asked for later
+        two.keep("pair", number, lambda number=number: made.append(number))  # type: ignore[misc]
+    assert made == [0, 1, 2, 1]
+
+
+def test_threads_that_share_a_shelf_make_nothing_twice() -> None:
+    shelf = Shelf(4)
+    made: list[int] = []
+
+    def make(number: int) -> int:
+        time.sleep(0.02)
+        made.append(number)
+        return number
+
+    with ThreadPoolExecutor(8) as pool:
+        numbers = [index % 3 for index in range(24)]
+        found = list(pool.map(lambda number: shelf.keep("thing", number, lambda: make(number)), numbers))
+    assert found == numbers
+    assert sorted(made) == [0, 1, 2]
 
 
 def test_the_same_images_stay_the_same_object(home: Path) -> None:

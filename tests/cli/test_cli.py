@@ -72,7 +72,19 @@ def common(home: Path) -> list[str]:
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     listing = ok(capsys)
-    for command in ("demo", "profile", "inspect", "blocks", "adapt", "verify", "evaluate", "shift", "shifts", "data"):
+    for command in (
+        "demo",
+        "profile",
+        "inspect",
+        "blocks",
+        "adapt",
+        "verify",
+        "evaluate",
+        "shift",
+        "shifts",
+        "data",
+        "bench",
+    ):
         assert f"\n  {command} " in listing
     assert "fetch" in ok(capsys, "data")
     assert ok(capsys, "--version").strip() == "0.1.0"
@@ -145,6 +157,38 @@ def test_adapt_writes_everything_and_says_what_changed(
            *("-d", site / "target.npz", "-p", site / "p.safetensors", "--json"))
     )  # fmt: skip
     assert verified["divergence"] == pytest.approx(result["manifest"]["verification"]["after"]["divergence"], rel=1e-4)
+
+
+def test_adapt_chooses_among_rates_and_epochs(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["adapt", *common(site), "-d", site / "target.npz", "-p", site / "p.safetensors", "-m", "fr"]
+    rates = ("--option", "epochs=2", "--option", "learning_rate=0.01,1", "--keep", "selected")
+    manifest = json.loads(ok(capsys, *arguments, "-o", tmp_path / "a", *rates, "--json"))["manifest"]
+    assert [row["learning_rate"] for row in manifest["learning_rates_tried"]] == [0.01, 1]
+    assert manifest["learning_rate_chosen"] == "by the verification slices"
+    assert manifest["kept"] == "selected"
+    # every candidate is the kept epoch of its rate; the result is the better of the two
+    tried = {row["learning_rate"]: row["verification"] for row in manifest["learning_rates_tried"]}
+    chosen = tried.pop(manifest["method"]["learning_rate"])
+    assert all(chosen < 1.1 * other for other in tried.values())
+
+
+def test_the_supervised_method_gets_labels(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("-p", site / "p.safetensors", "-m", "target-supervised", "--option", "epochs=20")
+    arguments = ("adapt", *common(site), "-d", site / "target.npz", *options, "--option", "learning_rate=0.1")
+    scores = json.loads(ok(capsys, *arguments, "-o", tmp_path / "a", "--json"))["scores"]
+    assert scores["after"]["nll"] < scores["before"]["nll"]
+    assert "(on the labels that it was trained with)" in ok(capsys, *arguments, "-o", tmp_path / "b")
+    bare = ("adapt", *common(site), "-d", site / "bare.npz", *options, "-o", tmp_path / "c")
+    assert "target-supervised needs labels" in refused(capsys, *bare)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_full_gaussian_is_stored_on_demand(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = ("profile", *common(site), "-d", site / "source.npz", "-o", tmp_path / "p", "--gaussian", "full")
+    assert json.loads(ok(capsys, *profile, "--json"))["gaussian"] == "full-gaussian"
+    adapt = ("adapt", *common(site), "-d", site / "target.npz", "-m", "full-gauss", "--option", "epochs=1")
+    ok(capsys, *adapt, "-p", tmp_path / "p", "-o", tmp_path / "a")
+    assert "gaussian" in refused(capsys, *adapt, "-p", site / "p.safetensors", "-o", tmp_path / "b").lower()
 
 
 def test_evaluate(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,6 +337,7 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["evaluate", "{}/factory.py:make", "-d", "{}/source.npz", "--device", "tpu"], "not available"),
     (["evaluate", "{}/factory.py:make", "-d", "{}/source.npz", "--batch-size", "0"], "at least 1"),
     (["profile", "{}/factory.py:make", "-d", "{}/source.npz", "-o", "{}/q", "--preset", "best"], "unknown preset"),
+    (["profile", "{}/factory.py:make", "-d", "{}/source.npz", "-o", "{}/q", "--gaussian", "bell"], "marginal' or"),
     (["profile", "{}/factory.py:make", "-d", "{}/source.npz", "-o", "{}/q", "--head", "nose"], "does not have"),
     (["blocks", "{}/factory.py:make", "--shape", "1,x"], "whole numbers"),
     (["blocks", "{}/factory.py:make", "--shape", "7,16,16"], "does not take inputs"),
@@ -300,6 +345,10 @@ NONSENSE: list[tuple[list[str], str]] = [
     ([*ADAPT, "-m", "magic"], "unknown method"),
     ([*ADAPT, "--option", "speed=9"], "no option 'speed'"),
     ([*ADAPT, "--option", "learning_rate=fast"], "positive number"),
+    ([*ADAPT, "--option", "learning_rate=0.1,fast"], "should name numbers"),
+    ([*ADAPT, "--option", "learning_rate=,"], "at least one"),
+    ([*ADAPT, "--option", "seed=3"], "no option of a method"),
+    ([*ADAPT, "--keep", "best"], "'last' or 'selected'"),
     (["shift", "emnist-da/skyy", "{}/source.npz", "{}/x.npz"], "did you mean"),
     (["shift", "emnist-da/inverse", "{}/source.npz", "{}/x.npz", "--severity", "9"], "severities"),
     (["shift", "emnist-da/inverse", "{}/source.npz", "{}"], "there already"),

@@ -1,270 +1,263 @@
-"""Where cells are run: in this process, in several on this machine, or on a Ray cluster.
+"""Where cells are run: in this process, in several on this machine, or on a Ray cluster (`clusters.py`).
 
-Every executor takes tasks and gives back what came of each as soon as it is there, in any order. A worker that dies
-costs its own task only. There is no scheduler here: processes take the next task when they are free, and Ray does its
-own.
+Every executor is a context that gives a function from tasks to what came of each, as soon as it is there and in any
+order; with the context ends all that it has started. A worker that dies costs its own task only. There is no scheduler
+here: processes take the next task when they are free, and Ray does its own.
 """
 
 from __future__ import annotations
 
-import functools
 import os
+import pickle
 import signal
 import threading
 import time
+import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
-from pathlib import Path
-from typing import Any
+from multiprocessing import get_context, resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 
 import torch
 
-from shiftmend.bench.cells import Cell, Result
-from shiftmend.bench.running import run_cell
-from shiftmend.bench.suite import find
-from shiftmend.bench.workshop import Workshop
+from shiftmend.bench.cells import Result
+from shiftmend.bench.tasks import Advance, Job, Task, WorkerError, lost, work, workshop_of
 from shiftmend.errors import ShiftmendError
 
+SECONDS_BETWEEN_TICKS = 0.1
+"""Progress that comes faster than anyone can see would fill the pipe of a parent that has something else to do."""
+SECONDS_TO_FOLLOW = 0.5
+"""How often a worker looks whether its parent is still there."""
 
-@dataclass(frozen=True)
-class Job:
-    """What a worker has to know about a run; all of it can travel to another machine."""
-
-    benchmark: str
-    home: str
-    root: str | None = None
-    device: str = "auto"
-    rates: tuple[float, ...] = ()
-    threads: int = 0
-    """Of torch in each worker; 0 leaves them as they are."""
+Outcomes = Iterator[tuple[Task, Result | None]]
+"""Cells with their results; a preparation has none but its files."""
+Execute = Callable[[Sequence[Task]], Outcomes]
 
 
-@dataclass(frozen=True)
-class Preparation:
-    """A source model and its profile, which cells share."""
-
-    source: str
-    seed: int
-    temperature: float
-
-    def __str__(self) -> str:
-        return f"source model {self.source}, seed {self.seed}"
-
-
-Task = Cell | Preparation
-Advance = Callable[[Task, int, int], None]
-"""Called with a task, how much of it is done, and how much there is (0 if that is not known)."""
-
-
-class WorkerError(ShiftmendError):
-    """The process that ran a task is gone."""
-
-
-@functools.cache
-def _workshop(job: Job) -> Workshop:
-    if job.threads:
-        torch.set_num_threads(job.threads)
-    return Workshop(find(job.benchmark), Path(job.home), Path(job.root) if job.root else None, job.device)
-
-
-def work(job: Job, task: Task, advance: Advance) -> Result | None:
-    """Do one task in this process; a preparation gives nothing but its files."""
-    workshop = _workshop(job)
-    if isinstance(task, Cell):
-        return run_cell(workshop, task, rates=job.rates, tick=lambda done, total: advance(task, done, total))
-    epochs, done = workshop.benchmark.sources[task.source].epochs, 0
-
-    def tick() -> None:
-        nonlocal done
-        done += 1
-        advance(task, done, epochs)
-
-    workshop.model(task.source, task.seed, tick)
-    workshop.profile(task.source, task.seed, task.temperature)
-    return None
-
-
-def inline(job: Job, tasks: Sequence[Task], advance: Advance) -> Iterator[tuple[Task, Result | None]]:
+@contextmanager
+def inline(job: Job, advance: Advance) -> Iterator[Execute]:
     """One task after the other, here."""
     threads = torch.get_num_threads()
-    try:
+
+    def execute(tasks: Sequence[Task]) -> Outcomes:
         for task in tasks:
             advance(task, 0, 0)
-            yield task, work(job, task, advance)
+            result = work(job, task, advance)
+            if interrupted():
+                raise KeyboardInterrupt
+            yield task, result
+
+    try:
+        with _interruptions() as interrupted:
+            yield execute
     finally:
         torch.set_num_threads(threads)
-        _workshop.cache_clear()
+        workshop_of.cache_clear()
 
 
-def processes(job: Job, tasks: Sequence[Task], advance: Advance, workers: int) -> Iterator[tuple[Task, Result | None]]:
-    """Several processes on this machine, each with its GPU if there are any.
+@contextmanager
+def _interruptions() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C has been pressed, whatever became of the exception.
 
-    Each worker is a pool of its own: one that dies breaks no other.
+    An adaptation answers it with what it has reached, and other libraries may make an error of it; neither is the
+    result of a cell.
     """
-    crew = [_Worker(replace(job, device=_device(job.device, number))) for number in range(min(workers, len(tasks)))]
-    waiting = list(reversed(tasks))
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield lambda: False
+        return
+    pressed = False
+
+    def note(number: int, frame: object) -> None:
+        nonlocal pressed
+        pressed = True
+        before(number, frame)  # type: ignore[arg-type]
+
+    signal.signal(signal.SIGINT, note)
     try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def processes(job: Job, advance: Advance, workers: int) -> Iterator[Execute]:
+    """Several processes on this machine, each with its GPU if there are any."""
+    crew = [_Worker(replace(job, device=_device(job.device, number))) for number in range(workers)]
+
+    def execute(tasks: Sequence[Task]) -> Outcomes:
+        waiting = deque(tasks)
         while waiting or any(worker.task for worker in crew):
             for worker in crew:
                 if worker.task is None and waiting:
-                    task = waiting.pop()
-                    advance(task, 0, 0)
-                    worker.start(task)
-            wait([worker.future for worker in crew if worker.future], timeout=0.2, return_when=FIRST_COMPLETED)
-            for worker in crew:
-                worker.report(advance)
-                if worker.future is not None and worker.future.done():
-                    yield worker.finish()
+                    advance(waiting[0], 0, 0)
+                    worker.start(waiting.popleft())
+            busy = [worker for worker in crew if worker.task is not None]
+            wait([worker.channel for worker in busy], timeout=0.5)
+            for worker in busy:
+                outcome = worker.outcome(advance)
+                if outcome is not None:
+                    yield outcome
+
+    try:
+        yield execute
     finally:
+        for worker in crew:  # all of them first: whoever presses Ctrl-C twice must not leave some behind
+            worker.kill()
         for worker in crew:
             worker.stop()
 
 
+@dataclass(frozen=True)
+class _Over:
+    """A worker's last word on a task; the others are numbers, how far it is."""
+
+    result: Result | None = None
+    error: Exception | None = None
+    gone: bool = False
+
+
 class _Worker:
-    """A process that does one task at a time, and is replaced if it dies."""
+    """A process that does one task at a time; it is started when there is one, and replaced if it dies."""
+
+    channel: Connection
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.task: Task | None = None
-        self.future: Future[Result | None] | None = None
-        self._open()
+        self._process: SpawnProcess | None = None
+        self._started = 0.0
+        self._begun = False
+
+    def start(self, task: Task) -> None:
+        fresh = self._process is None or not self._process.is_alive()
+        if fresh:
+            self.stop()
+            self._open()
+        self.task, self._started = task, time.monotonic()
+        self._begun = fresh  # whom an old process does not even hear is not lost with it
+        with suppress(OSError):  # it has died this very moment, which `outcome` will find
+            self.channel.send((self.job, task))
 
     def _open(self) -> None:
         context = get_context("spawn")  # a forked torch may hang, and cannot use CUDA
-        self._news = context.SimpleQueue()
-        self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(self._news, os.getpid()))
-
-    def start(self, task: Task) -> None:
-        self.task = task
-        self.future = self._pool.submit(_work_there, self.job, task)
-
-    def report(self, advance: Advance) -> None:
-        while self.task is not None and not self._news.empty():
-            done, total = self._news.get()
-            advance(self.task, done, total)
-
-    def finish(self) -> tuple[Task, Result | None]:
-        assert self.task is not None and self.future is not None  # noqa: PT018
-        task, future, self.task, self.future = self.task, self.future, None, None
+        self.channel, theirs = context.Pipe()
+        # not a daemon: those may have no children, and data loaders are some
+        self._process = context.Process(target=_serve, args=(theirs, os.getpid()))
+        resource_tracker.ensure_running()  # else `start` would, and unblock the signal again
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            return task, future.result()
-        except BrokenProcessPool:
-            self.stop()
-            self._open()
-            return task, _lost(self.job, task, "its process died (out of memory, or killed)")
+            self._process.start()  # inherits the mask: from its birth, Ctrl-C is for the parent to answer
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        theirs.close()  # so that there is nobody to write once the worker has died
+
+    def outcome(self, advance: Advance) -> tuple[Task, Result | None] | None:
+        """What came of the task, if it is over; on the way, how far it is."""
+        task = self.task
+        assert task is not None
+        while (message := self._hear()) is not None:
+            if isinstance(message, tuple):
+                self._begun = True
+                advance(task, *message)
+                continue
+            self.task = None
+            if message.error is not None:
+                raise message.error
+            if not message.gone:
+                return task, message.result
+            why = self._bury()
+            if self._begun:
+                return task, lost(self.job, task, why, time.monotonic() - self._started)
+            self.start(task)
+        return None
+
+    def _hear(self) -> tuple[int, int] | _Over | None:
+        """The next message if there is one."""
+        assert self._process is not None
+        gone = not self._process.is_alive()  # before looking: it may speak and go
+        try:
+            if self.channel.poll():
+                message: tuple[int, int] | _Over = self.channel.recv()
+                return message
+        except (EOFError, OSError):
+            gone = True
+        return _Over(gone=True) if gone else None
+
+    def _bury(self) -> str:
+        """How the process ended."""
+        assert self._process is not None
+        self._process.join(timeout=5)
+        code = self._process.exitcode
+        self.stop()
+        return _ending(code)
+
+    def kill(self) -> None:
+        """What the process was doing is lost, and only that."""
+        if self._process is not None and self._process.pid is not None:
+            self._process.kill()
 
     def stop(self) -> None:
-        """At once: what the process was doing is lost, and only that."""
-        for process in list((self._pool._processes or {}).values()):
-            process.kill()
-        with suppress(Exception):
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        """End the process and give back what belongs to it."""
+        self.kill()
+        if self._process is not None:
+            self.channel.close()
+            if self._process.pid is not None:
+                self._process.join()
+            self._process.close()
+            self._process = None
 
 
-_news: Any = None
+def _ending(code: int | None) -> str:
+    if code is None or code >= 0:
+        return "its process no longer answers" if code is None else f"its process ended with exit code {code}"
+    name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+    return f"its process was ended by {name}" + (" (killed, or out of memory)" if name == "SIGKILL" else "")
 
 
-def _begin(news: Any, parent: int) -> None:
-    """In a new worker: Ctrl-C is for the parent to answer, and the worker does not outlive it."""
-    global _news
-    _news = news
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _serve(channel: Connection, parent: int) -> None:
+    """The life of a worker: it takes a task, does it and says what came of it, as long as there is a parent."""
 
-    def watch() -> None:
+    def follow() -> None:
         while os.getppid() == parent:
-            time.sleep(1)
+            time.sleep(SECONDS_TO_FOLLOW)
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=follow, daemon=True).start()
+    said = 0.0
+
+    def advance(_: Task, done: int, total: int) -> None:
+        nonlocal said
+        if time.monotonic() - said >= SECONDS_BETWEEN_TICKS:
+            said = time.monotonic()
+            channel.send((done, total))
+
+    with suppress(EOFError, OSError):  # nobody asks for more, or listens any more
+        while True:
+            job, task = channel.recv()
+            channel.send((0, 0))
+            try:
+                over = _Over(work(job, task, advance))
+            except Exception as error:
+                over = _Over(error=_portable(error))
+            channel.send(over)
 
 
-def _work_there(job: Job, task: Task) -> Result | None:
-    return work(job, task, lambda _, done, total: _news.put((done, total)))
+def _portable(error: Exception) -> Exception:
+    """The error as it can be sent: with its traceback, unless it is a sentence for the user; or at least its text."""
+    if not isinstance(error, ShiftmendError | OSError):
+        error.add_note("In the worker:\n" + "".join(traceback.format_exception(error)))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return WorkerError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _device(device: str, number: int) -> str:
     """Workers share the GPUs among them."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return f"cuda:{number % gpus}" if gpus > 1 and device in ("auto", "cuda") else device
-
-
-def _lost(job: Job, task: Task, why: str) -> Result:
-    """What is recorded for a cell whose worker is gone; without its source model nothing can go on."""
-    if isinstance(task, Preparation):
-        raise WorkerError(f"{task} could not be made: {why}")
-    benchmark = find(job.benchmark)
-    return Result(task, benchmark.origin(task.shift, Path(job.root) if job.root else None), error=why)
-
-
-def on_ray(
-    job: Job, tasks: Sequence[Task], advance: Advance, workers: int | None
-) -> Iterator[tuple[Task, Result | None]]:
-    """Hand the tasks to Ray: to a running cluster if RAY_ADDRESS names one, else to one started here.
-
-    Source models and profiles travel with the tasks, so machines need not share a disk; data sets do not travel: each
-    machine needs them under the same data root.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        raise ShiftmendError("--executor ray needs Ray: pip install 'shiftmend[ray]'") from error
-    mine = not ray.is_initialized()
-    if mine:
-        options: dict[str, Any] = (
-            {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers, "include_dashboard": False}
-        )
-        ray.init(log_to_driver=False, **options)
-    try:
-        gpu = 1 if job.device != "cpu" and ray.cluster_resources().get("GPU") else 0
-        remote = ray.remote(num_cpus=1, num_gpus=gpu, max_retries=0)(_work_on_ray)
-        bundle = ray.put(_bundle(Path(job.home)))
-        pending = {remote.remote(job, task, bundle): task for task in tasks}
-        for task in tasks:
-            advance(task, 0, 0)
-        while pending:
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=1.0)
-            for reference in ready:
-                task = pending.pop(reference)
-                try:
-                    result, files = ray.get(reference)
-                except ray.exceptions.RayTaskError as error:  # an error of the task itself, not of its worker
-                    cause = error.cause if isinstance(error.cause, Exception) else error
-                    raise cause from None
-                except ray.exceptions.RayError as error:
-                    first = str(error).strip().splitlines()[0]
-                    yield task, _lost(job, task, f"its worker on the cluster died ({first})")
-                    continue
-                _unpack(Path(job.home), files)
-                yield task, result
-    finally:
-        if mine:
-            ray.shutdown()
-
-
-def _work_on_ray(job: Job, task: Task, bundle: dict[str, bytes]) -> tuple[Result | None, dict[str, bytes]]:
-    """A preparation also gives the files it made back."""
-    home = Path(job.home)
-    _unpack(home, bundle)
-    result = work(job, task, lambda *_: None)
-    return result, _bundle(home) if isinstance(task, Preparation) else {}
-
-
-def _bundle(home: Path) -> dict[str, bytes]:
-    """Source models and profiles, by their paths below `home`."""
-    return {
-        str(file.relative_to(home)): file.read_bytes()
-        for folder in ("sources", "profiles")
-        for file in sorted((home / folder).glob("*.safetensors"))
-    }
-
-
-def _unpack(home: Path, files: dict[str, bytes]) -> None:
-    from shiftmend.files import write_atomically
-
-    for name, content in files.items():
-        if not (home / name).exists():
-            write_atomically(home / name, content)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shiftmend.bench.grids import Entry, Grid
+from shiftmend.bench.base import CLEAN
+from shiftmend.bench.cells import Result, Which
+from shiftmend.bench.grids import METRICS, Beside, Entry, Grid
 
 ORIGINS = {
     "rebuilt": ("†", "rebuilt, with other textures than the published ones"),
@@ -61,6 +63,34 @@ def about_published(grid: Grid, found: bool) -> list[str]:
         return [f"{name} has no figures for this table"]
     notes = [f"{grid.beside} is {name}"] if grid.beside == "re-run" else []
     return [*notes, STREAM if grid.unlike else f"difference is ours minus the {grid.beside}'s"]
+
+
+def about_clean(
+    results: Sequence[Result], *, benchmark: str, metric: str, which: Which, beside: Beside | None
+) -> list[str]:
+    """How the source model does at home, from its results on clean images, beside what is published of it."""
+    if METRICS[metric].of_the_run:
+        return []
+    grid = Grid(
+        results=results,
+        benchmark=benchmark,
+        protocol="offline",
+        methods=["source-only"],
+        shifts=[CLEAN],
+        metric=metric,
+        which=which,
+        beside=beside,
+    )
+    ours, there, _ = grid.comparisons({CLEAN: (CLEAN,)})["source-only", CLEAN]
+    if ours.value is None:
+        return []
+    said = "" if there.value is None else f", in the {beside} {_number(there, grid.shown.digits)}"
+    return [f"{grid.shown.title} of the source model on clean images: {_number(ours, grid.shown.digits)}{said}"]
+
+
+def _number(entry: Entry, digits: int) -> str:
+    deviation = "" if entry.deviation is None else f" ± {entry.deviation:.{digits}f}"
+    return f"{entry.value:.{digits}f}{deviation}"
 
 
 def about_failures(grid: Grid) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,11 +14,14 @@ import torch
 
 from shiftmend.bench.base import Benchmark
 from shiftmend.bench.cells import Cell, Result
+from shiftmend.bench.clusters import on_ray
 from shiftmend.bench.display import Display
-from shiftmend.bench.executors import Advance, Job, Preparation, Task, inline, on_ray, processes
-from shiftmend.bench.planning import plan, settings_of
+from shiftmend.bench.executors import Execute, inline, processes
+from shiftmend.bench.planning import plan
 from shiftmend.bench.store import Store
 from shiftmend.bench.suite import find
+from shiftmend.bench.tasks import Advance, Job, Preparation, preparation
+from shiftmend.data.base import ROOT_VARIABLE
 from shiftmend.errors import DataError
 from shiftmend.progress import Progress
 
@@ -59,60 +63,71 @@ def run(
     its error, and tried again in the next run. `rates` are learning rates to choose from without labels.
     """
     started = time.perf_counter()
-    home = Path(folder)
-    chosen = find(benchmark)
-    place = None if root is None else Path(root)
+    chosen, home, place = find(benchmark), Path(folder), _data_root(root)
     if executor not in ("local", "ray"):
         raise DataError(f"unknown executor {executor!r}, expected local or ray")
     if workers is not None and workers < 1:
         raise DataError(f"the number of workers must be at least 1, got {workers}")
     if any(not 0 < rate < float("inf") for rate in rates or ()):
         raise DataError(f"learning rates must be positive numbers, got {list(rates or ())}")
+    if home.exists() and not home.is_dir():
+        raise DataError(f"{home} is a file, expected a folder for results; name another")
     cells = plan(chosen, protocol, methods=methods, shifts=shifts, seeds=seeds, rates=rates, root=place)
     home.mkdir(parents=True, exist_ok=True)
     failed: list[Result] = []
     with Store(home / STORE) as store:
         known = store.cells()
         todo = [cell for cell in cells if cell not in known]
-        count = workers or _workers(chosen, device)
+        needed = preparations(chosen, todo)
+        count = min(workers or _workers(chosen, device), max(1, len(todo)))
         job = Job(
-            benchmark,
+            _found_anywhere(benchmark),
             str(home.absolute()),
             None if place is None else str(place.absolute()),
             device,
             tuple(rates or ()),
-            threads=1 if chosen.small else 0,
+            threads=1 if chosen.small else 0 if count == 1 else max(1, (os.cpu_count() or 1) // count),
         )
-        with Display(progress, chosen.name, len(todo), min(count, max(1, len(todo))), say) as display:
-            for tasks in (preparations(chosen, protocol, todo), todo):
-                for _, result in _execute(executor, job, tasks, display.advance, count):
-                    if result is None:
-                        continue
-                    store.record(result)
-                    failed += [result] if result.failed else []
-                    display.finished(result)
+        if todo:
+            with (
+                Display(progress, chosen.name, len(todo), len(needed), say) as display,
+                _executor(executor, job, display.advance, count) as execute,
+            ):
+                for tasks in (needed, todo):
+                    for task, result in execute(tasks):
+                        if result is not None:
+                            store.record(result)
+                            failed += [result] if result.failed else []
+                        display.over(task, result)
     return Report(
         len(cells), len(cells) - len(todo), len(todo) - len(failed), tuple(failed), time.perf_counter() - started
     )
 
 
-def preparations(benchmark: Benchmark, protocol: str, cells: Sequence[Cell]) -> list[Preparation]:
+def preparations(benchmark: Benchmark, cells: Sequence[Cell]) -> list[Preparation]:
     """The source models and profiles that cells need, each once."""
-    settings, temperature = settings_of(benchmark, protocol), benchmark.protocols[protocol].temperature
-    needed = ((benchmark.source_for(settings[cell.method], cell.shift), cell.seed) for cell in cells)
-    return [Preparation(source, seed, temperature) for source, seed in dict.fromkeys(needed)]
+    return list(dict.fromkeys(preparation(benchmark, cell) for cell in cells))
 
 
-def _execute(
-    executor: Executor, job: Job, tasks: Sequence[Task], advance: Advance, workers: int
-) -> Iterator[tuple[Task, Result | None]]:
-    if not tasks:
-        return iter(())
+def _executor(executor: Executor, job: Job, advance: Advance, workers: int) -> AbstractContextManager[Execute]:
     if executor == "ray":
-        return on_ray(job, tasks, advance, workers)
-    if workers == 1:
-        return inline(job, tasks, advance)
-    return processes(job, tasks, advance, workers)
+        return on_ray(job, workers)
+    return inline(job, advance) if workers == 1 else processes(job, advance, workers)
+
+
+def _data_root(root: str | os.PathLike[str] | None) -> Path | None:
+    """The folder of the data sets by its name, since the environment of a worker elsewhere may not have it."""
+    named = os.fspath(root) if root is not None else os.environ.get(ROOT_VARIABLE, "")
+    place = Path(named).expanduser() if named else None
+    if root is not None and (place is None or not place.is_dir()):
+        raise DataError(f"the data folder {named!r} does not exist; name the folder that the data sets lie in")
+    return place
+
+
+def _found_anywhere(benchmark: str) -> str:
+    """A benchmark's name, also from another working directory."""
+    file, colon, attribute = benchmark.rpartition(":")
+    return f"{Path(file).absolute()}:{attribute}" if colon else benchmark
 
 
 def _workers(benchmark: Benchmark, device: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -89,28 +90,56 @@ def _gather(workshop: Workshop, cell: Cell, manifest: dict[str, Any]) -> Given:
 
 @contextmanager
 def _collected() -> Iterator[list[str]]:
-    """The library's warnings, each kind once: kept with the result, for hundreds of cells would flood the screen."""
-    logger = logging.getLogger("shiftmend")
-    before = logger.level, logger.propagate
+    """The library's warnings, each kind once: kept with the result, for hundreds of cells would flood the screen.
+
+    Of several threads each collects its own.
+    """
     texts: list[str] = []
     kinds: set[str] = set()
+    me = threading.get_ident()
 
     class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if str(record.msg) not in kinds:
+            if record.thread == me and str(record.msg) not in kinds:
                 kinds.add(str(record.msg))
                 texts.append(record.getMessage())
 
     handler = Collector(logging.WARNING)
-    logger.addHandler(handler)
-    logger.setLevel(logging.WARNING)
-    logger.propagate = False
-    try:
-        yield texts
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
+    logger = logging.getLogger("shiftmend")
+    with _COLLECTING:
+        logger.addHandler(handler)
+        try:
+            yield texts
+        finally:
+            logger.removeHandler(handler)
+
+
+class _Hushed:
+    """The library says nothing to the outside while anybody is inside."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._before: tuple[int, bool, list[logging.Handler]] = (logging.NOTSET, True, [])
+
+    def __enter__(self) -> None:
+        logger = logging.getLogger("shiftmend")
+        with self._lock:
+            if self._inside == 0:
+                self._before = logger.level, logger.propagate, logger.handlers
+                logger.setLevel(logging.WARNING)
+                logger.propagate, logger.handlers = False, []
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        logger = logging.getLogger("shiftmend")
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                logger.setLevel(self._before[0])
+                logger.propagate, logger.handlers = self._before[1:]
+
+
+_COLLECTING = _Hushed()
 
 
 def _offline(given: Given, result: Result, rates: Sequence[float], tick: Tick) -> Result:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import shiftmend
@@ -24,6 +22,7 @@ from shiftmend.metrics import Scores
 from shiftmend.profiles import Profile
 from shiftmend.selection import Choice
 
+SCORED_AT_ONCE = 2048
 Tick = Callable[[int, int], None]
 """Called with the epochs (online: batches) done, and how many there will be; 0 if that is not known."""
 
@@ -76,20 +75,19 @@ class Run:
                 self._unscored = {} if row.epoch in self.outcomes else tensors_of(model)
             tick(row.epoch, epochs)
 
-        with _seeded(given.workshop.device, given.seed):
-            self.adaptation = shiftmend.adapt(
-                given.model,
-                inputs_of(data),
-                given.profile,
-                given.setting.method,
-                batch_size=given.protocol.batch_size,
-                seed=given.seed,
-                preprocess=given.workshop.benchmark.preprocess,
-                device=given.workshop.device,
-                on_epoch=look,
-                progress=False,
-                **self.options,
-            )
+        self.adaptation = shiftmend.adapt(
+            given.model,
+            inputs_of(data),
+            given.profile,
+            given.setting.method,
+            batch_size=given.protocol.batch_size,
+            seed=given.seed,
+            preprocess=given.workshop.benchmark.preprocess,
+            device=given.workshop.device,
+            on_epoch=look,
+            progress=False,
+            **self.options,
+        )
         if self.adaptation.interrupted or self.adaptation.after is None:  # Ctrl-C; the second while it was judged
             raise KeyboardInterrupt
         if self.adaptation.history[-1].epoch not in self.outcomes:
@@ -106,7 +104,7 @@ class Run:
             labelled(self.scored),
             preprocess=self.given.workshop.benchmark.preprocess,
             device=self.given.workshop.device,
-            batch_size=1024,
+            batch_size=SCORED_AT_ONCE,
         )
         assert isinstance(scores, Scores)
         self.outcomes[epoch] = outcome_of(epoch, scores)
@@ -136,16 +134,6 @@ class Run:
             asdict(row) | ({"accuracy": at.accuracy, "ece": at.ece} if (at := self.outcomes.get(row.epoch)) else {})
             for row in self.adaptation.history
         )
-
-
-@contextmanager
-def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Dropout, which supervised training has, draws from the global generators: from the cell's seed here."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-        yield
 
 
 def outcome_of(epoch: int, scores: Scores) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,19 +32,28 @@ SOURCES_AT_ONCE = 2
 class Workshop:
     """One process's view of a benchmark. Models and profiles are files under `home`, found again by any process."""
 
-    def __init__(self, benchmark: Benchmark, home: Path, root: Path | None, device: str | torch.device) -> None:
+    def __init__(
+        self,
+        benchmark: Benchmark,
+        home: Path,
+        root: Path | None,
+        device: str | torch.device,
+        data: Shelf | None = None,
+    ) -> None:
         self.benchmark, self.home, self.root = benchmark, home, root
         self.device = resolve_device(device)
-        self._kept: dict[str, dict[Hashable, Any]] = {}
+        self._data = data or Shelf(1)
+        self._models, self._profiles = Shelf(SOURCES_AT_ONCE), Shelf(SOURCES_AT_ONCE)
         methods = [setting.method for table in benchmark.settings.values() for setting in table.values()]
         self._gaussian: shiftmend.profiles.Gaussian = "full" if "full-gauss" in methods else "marginal"
 
     def source(self, name: str) -> Source:
-        return self._keep("source", name, lambda: self.benchmark.load_source(name, self.root))
+        return self._data.keep("source", name, lambda: self.benchmark.load_source(name, self.root))
 
     def target(self, shift: str) -> Target:
         """The data of a shift; images in memory lie on the device, so that no epoch has to bring them there."""
-        return self._keep("target", shift, lambda: self._on_device(self.benchmark.load_target(shift, self.root)))
+        load = self.benchmark.load_target
+        return self._data.keep("target", shift, lambda: self._on_device(load(shift, self.root)))
 
     def model(self, source: str, seed: int, tick: Callable[[], None] | None = None) -> tuple[nn.Module, Path]:
         """The source model of a recipe, trained if there is none yet, on the device."""
@@ -61,12 +71,12 @@ class Workshop:
             )
             return model.to(self.device), path
 
-        return self._keep("model", (source, seed), obtain, SOURCES_AT_ONCE)
+        return self._models.keep("model", (source, seed), obtain)
 
     def profile(self, source: str, seed: int, temperature: float) -> Profile:
         """The source model's profile, made if there is none yet."""
         key = (source, seed, temperature)
-        return self._keep("profile", key, lambda: self._profile(*key), SOURCES_AT_ONCE)
+        return self._profiles.keep("profile", key, lambda: self._profile(*key))
 
     def _profile(self, source: str, seed: int, temperature: float) -> Profile:
         model, path = self.model(source, seed)
@@ -116,16 +126,32 @@ class Workshop:
             return int(0.3 * torch.cuda.mem_get_info(self.device)[0])
         return 6 << 30
 
-    def _keep(self, what: str, key: Hashable, make: Callable[[], T], most: int = 1) -> T:
-        """The last few of each kind stay: cells come in an order in which that is enough."""
-        kept = self._kept.setdefault(what, {})
-        if key not in kept:
-            while len(kept) >= most:  # before the new one is made: there may not be room for both
-                del kept[next(iter(kept))]
-            kept[key] = make()
-        kept[key] = kept.pop(key)  # the latest stands last
-        value: T = kept[key]
-        return value
+
+class Shelf:
+    """The last few things of each kind stay on it; several threads may share one, and none makes a thing twice."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._kept: dict[str, dict[Hashable, Any]] = {}
+        self._making: dict[tuple[str, Hashable], threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def keep(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
+        with self._lock:
+            making = self._making.setdefault((what, key), threading.Lock())
+        with making:
+            with self._lock:
+                kept = self._kept.setdefault(what, {})
+                if key in kept:
+                    kept[key] = kept.pop(key)  # the latest stands last
+                    found: T = kept[key]
+                    return found
+                while len(kept) >= self.most:  # before the new one is made: there may not be room for both
+                    del kept[next(iter(kept))]
+            made = make()
+            with self._lock:
+                kept[key] = made
+            return made
 
 
 def _usable(file: Path, model: nn.Module) -> Profile | None:

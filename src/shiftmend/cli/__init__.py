@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     _show_warnings(console)
     try:
-        code = app(args=arguments, standalone_mode=False)
+        code = app(args=arguments, prog_name="shiftmend", standalone_mode=False)
     except (ShiftmendError, OSError) as error:
         console.print(f"error: {error}", markup=False)
         code = 2
@@ -59,7 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
                 raise
             code = 130
         else:
-            console.print(f"error: {message()} (see `shiftmend --help`)", markup=False)
+            command = getattr(getattr(error, "ctx", None), "command_path", "shiftmend")
+            console.print(f"error: {message()} (see `{command} --help`)", markup=False)
             code = 2
     sys.exit(code if isinstance(code, int) else 0)
 

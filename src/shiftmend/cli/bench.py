@@ -1,43 +1,54 @@
-"""`bench list | run | status | table | compare | correlate | export | merge`."""
+"""`bench list | show | run | export | merge`; the commands that look at results are in `bench_results.py`."""
 
 from __future__ import annotations
 
-import json
+import os
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from shiftmend.cli import bench_results, bench_speed
+from shiftmend.cli.bench_options import (
+    HOME,
+    Folder,
+    Json,
+    Methods,
+    Name,
+    Out,
+    Protocol,
+    Rates,
+    Root,
+    Seeds,
+    check_folder,
+    columns,
+    give,
+    names,
+    print_json,
+    rates_of,
+    root_of,
+    said_where,
+    say,
+    screen,
+    seeds_of,
+    show,
+)
 from shiftmend.errors import DataError
 
 if TYPE_CHECKING:
     from shiftmend.bench.base import Benchmark
-    from shiftmend.bench.cells import Cell, Result
-
-console = Console(highlight=False, soft_wrap=True)
-
-Name = Annotated[str, typer.Argument(metavar="BENCHMARK", help="A name from `shiftmend bench list`, or file.py:NAME.")]
-Folder = Annotated[Path, typer.Option("--folder", "-f", help="Results, source models and profiles lie here.")]
-Protocol = Annotated[str, typer.Option(help="offline, online, few-shot-5, ...; see `shiftmend bench list`.")]
-Methods = Annotated[str | None, typer.Option(help="Only these, with commas.")]
-Shifts = Annotated[str | None, typer.Option(help="Only these, with commas.")]
-Seeds = Annotated[str | None, typer.Option(help="These instead of the benchmark's own, with commas.")]
-Rates = Annotated[str | None, typer.Option("--learning-rates", help="Choose among these without labels; with commas.")]
-Root = Annotated[Path | None, typer.Option("--data-root", help="Where the data sets lie; default SHIFTMEND_DATA.")]
-Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
-Which = Annotated[str, typer.Option(help="Which epoch: last, selected (label-free) or best (an oracle).")]
-Metric = Annotated[str, typer.Option(help="accuracy, ece, mce, nll, brier, restoration_distance, seconds, ...")]
-Out = Annotated[Path | None, typer.Option("--out", "-o", help="Write to this file instead of printing.")]
-HOME = Path("bench")
 
 bench = typer.Typer(help="Benchmarks: run them, stop, go on, and compare with the paper.", rich_markup_mode=None)
 
 
 def register(app: typer.Typer) -> None:
+    looking = (bench_results.status, bench_results.table, bench_results.compare, bench_results.correlate)
+    for command in (*looking, export, merge, bench_speed.speed):
+        bench.command()(command)
     app.add_typer(bench, name="bench")
 
 
@@ -49,19 +60,62 @@ def show_help(context: typer.Context) -> None:
 
 @bench.command("list")
 def list_benchmarks(as_json: Json = False) -> None:
-    """Every benchmark: its shifts, methods, protocols and seeds."""
+    """Every benchmark in a line."""
     from shiftmend.bench.suite import BENCHMARKS, find
 
     found = [find(name) for name in BENCHMARKS]
     if as_json:
-        print(json.dumps([_described(benchmark) for benchmark in found]))
+        print_json(
+            [
+                {
+                    "name": benchmark.name,
+                    "title": benchmark.title,
+                    "shifts": list(benchmark.shifts),
+                    "seeds": list(benchmark.seeds),
+                    "protocols": {name: list(rows) for name, rows in benchmark.settings.items()},
+                }
+                for benchmark in found
+            ]
+        )
         return
-    table = Table("benchmark", "what it is", "shifts", "seeds", "protocol: methods", box=None)
+    table = columns("benchmark", "what it is", "shifts", "seeds", "protocols", numbers=("shifts", "seeds"))
     for benchmark in found:
-        methods = "\n".join(f"{protocol}: {len(rows)}" for protocol, rows in benchmark.settings.items())
         shifts, seeds = str(len(benchmark.shifts)), str(len(benchmark.seeds))
-        table.add_row(benchmark.name, benchmark.title, shifts, seeds, methods)
-    console.print(table)
+        table.add_row(benchmark.name, benchmark.title, shifts, seeds, ", ".join(benchmark.protocols))
+    show(table)
+    say("\nsee `shiftmend bench show NAME` for methods, hyper-parameters and data")
+
+
+@bench.command("show")
+def show_benchmark(benchmark: Name, data_root: Root = None, as_json: Json = False) -> None:
+    """One benchmark in full: source training, protocols, methods with their hyper-parameters, origin of the data."""
+    from shiftmend.bench.descriptions import describe
+    from shiftmend.bench.footnotes import ORIGINS
+    from shiftmend.bench.suite import find
+
+    chosen = find(benchmark)
+    root = root_of(data_root)
+    facts = describe(chosen, root)
+    if as_json:
+        print_json(facts)
+        return
+    screen().print(chosen.title, style="bold", markup=False)
+    say(f"seeds {', '.join(map(str, chosen.seeds))}")
+    for name, members in chosen.groups.items():
+        say(f"group {name}: {', '.join(members)}")
+    _show_rows("source model", "how it is trained", {name: _listed(facts["sources"][name]) for name in chosen.sources})
+    _show_rows(
+        "protocol", "how methods are run", {name: _listed(facts["protocols"][name]) for name in chosen.protocols}
+    )
+    _show_methods(chosen, facts)
+    by_origin: dict[str, list[str]] = {}
+    for shift, origin in facts["shifts"].items():
+        by_origin.setdefault(origin, []).append(shift)
+    meanings = {"published": "the published files"} | {origin: meaning for origin, (_, meaning) in ORIGINS.items()}
+    rows = {meanings[origin]: ", ".join(shifts) for origin, shifts in by_origin.items()}
+    named = root or os.environ.get("SHIFTMEND_DATA")
+    _show_rows("origin of the images", "shifts", rows)
+    say(f"with the data under {named}" if named else "without a data folder; name one with --data-root")
 
 
 @bench.command()
@@ -70,7 +124,7 @@ def run(
     folder: Folder = HOME,
     protocol: Protocol = "offline",
     methods: Methods = None,
-    shifts: Shifts = None,
+    shifts: Annotated[str | None, typer.Option(help="Only these, with commas; `clean` is none at all.")] = None,
     seeds: Seeds = None,
     learning_rates: Rates = None,
     data_root: Root = None,
@@ -79,195 +133,42 @@ def run(
     executor: Annotated[str, typer.Option(help="local, or ray for a cluster.")] = "local",
     as_json: Json = False,
 ) -> None:
-    """Run the cells that are not done yet. Stop it at any time: what is done stays done."""
+    """Run the cells that are not done yet. Stop it at any time: what is done stays done. Exit code 1 if any failed."""
     from shiftmend.bench.runner import run as run_benchmark
 
-    quiet = as_json or sys.stderr.isatty()
+    check_folder(folder)
     report = run_benchmark(
         benchmark,
         folder,
         protocol=protocol,
-        methods=_names(methods),
-        shifts=_names(shifts),
-        seeds=_numbers(seeds, int, "--seeds"),
-        rates=_numbers(learning_rates, float, "--learning-rates"),
-        root=data_root,
+        methods=names(methods),
+        shifts=names(shifts),
+        seeds=seeds_of(seeds),
+        rates=rates_of(learning_rates),
+        root=root_of(data_root),
         device=device,
         workers=workers,
         executor=executor,  # type: ignore[arg-type]
         progress=False if as_json else None,
-        say=None if quiet else lambda line: console.print(line, markup=False),
+        say=None if as_json or sys.stderr.isatty() else say,
     )
     if as_json:
         failed = [{"cell": asdict(result.cell), "error": result.error} for result in report.failed]
-        print(json.dumps(asdict(report) | {"failed": failed}))
-        return
-    done = f"{report.done} cells done in {report.seconds:.0f} s"
-    console.print(f"{done}, {report.already} were done before, {len(report.failed)} failed", markup=False)
-    for result in report.failed:
-        console.print(f"failed: {result.cell}: {result.error}", markup=False)
-    console.print(f"see `shiftmend bench table {benchmark} --folder {folder}`", markup=False)
+        print_json(asdict(report) | {"failed": failed})
+    else:
+        done = f"{report.done} cells done in {report.seconds:.0f} s"
+        say(f"{done}, {report.already} were done before, {len(report.failed)} failed")
+        first = {result.error: result.cell for result in reversed(report.failed)}
+        for error, count in Counter(result.error for result in report.failed).most_common():
+            others = f" and {count - 1} more" if count > 1 else ""
+            say(f"failed: {first[error]}{others}: {error}")
+        same = f" --protocol {protocol}" if protocol != "offline" else ""
+        same += f" --learning-rates {learning_rates}" if learning_rates else ""
+        say(f"see `shiftmend bench table {benchmark} --folder {folder}{same}`")
+    if report.failed:
+        raise typer.Exit(1)
 
 
-@bench.command()
-def status(
-    benchmark: Name,
-    folder: Folder = HOME,
-    protocol: Protocol = "offline",
-    data_root: Root = None,
-    as_json: Json = False,
-) -> None:
-    """What is done, what failed and what is missing."""
-    chosen, cells, results = _results(benchmark, folder, protocol, data_root=data_root)
-    by_cell = {result.cell: result for result in results}
-    rows = []
-    for method in dict.fromkeys(cell.method for cell in cells):
-        own = [cell for cell in cells if cell.method == method]
-        found = [by_cell[cell] for cell in own if cell in by_cell]
-        failed = [result for result in found if result.failed]
-        rows.append(
-            {
-                "method": method,
-                "cells": len(own),
-                "done": len(found) - len(failed),
-                "failed": len(failed),
-                "seconds": round(sum(result.seconds for result in found), 1),
-                "errors": sorted({str(result.error) for result in failed}),
-            }
-        )
-    old = len(_stored(folder, chosen.name, protocol)) - len(results)
-    if as_json:
-        print(json.dumps({"rows": rows, "of_other_recipes": old}))
-        return
-    table = Table("method", "done", "failed", "missing", "seconds", box=None)
-    for row in rows:
-        missing = row["cells"] - row["done"] - row["failed"]  # type: ignore[operator]
-        table.add_row(str(row["method"]), str(row["done"]), str(row["failed"]), str(missing), f"{row['seconds']:.0f}")
-    console.print(table)
-    for row in rows:
-        for error in row["errors"]:  # type: ignore[attr-defined]
-            console.print(f"{row['method']} failed: {error}", markup=False)
-    if old:
-        console.print(f"{old} more results are of other settings, data or learning rates and take no part")
-
-
-@bench.command()
-def table(
-    benchmark: Name,
-    folder: Folder = HOME,
-    protocol: Protocol = "offline",
-    methods: Methods = None,
-    seeds: Seeds = None,
-    learning_rates: Rates = None,
-    metric: Metric = "accuracy",
-    which: Which = "last",
-    per_shift: Annotated[
-        bool, typer.Option("--per-shift", help="A row for each shift, a column for each method.")
-    ] = False,
-    beside: Annotated[
-        str, typer.Option(help="Whose figures to set beside: paper, re-run (the authors') or none.")
-    ] = "paper",
-    format: Annotated[str, typer.Option(help="terminal, markdown, html or latex.")] = "terminal",
-    data_root: Root = None,
-    out: Out = None,
-) -> None:
-    """Mean and deviation over seeds beside the paper's figures, and what choosing without labels costs."""
-    from shiftmend.bench import tables
-    from shiftmend.bench.rendering import render
-
-    rates, numbers = _numbers(learning_rates, float, "--learning-rates"), _numbers(seeds, int, "--seeds")
-    chosen, cells, results = _results(benchmark, folder, protocol, methods, numbers, rates, data_root)
-    shared: dict[str, Any] = {
-        "benchmark": chosen.name,
-        "protocol": protocol,
-        "methods": list(dict.fromkeys(cell.method for cell in cells)),
-        "shifts": chosen.shifts,
-    }
-    grouped = shared | {
-        "groups": chosen.groups,
-        "metric": metric,
-        "which": which,
-        "beside": None if beside == "none" else beside,
-    }
-    made = [tables.per_shift(results, **grouped) if per_shift else tables.summary(results, **grouped)]
-    if metric == "accuracy" and not per_shift and protocol != "online":
-        made.append(tables.selection(results, **shared))
-    width = Console().width if sys.stdout.isatty() else 100
-    _give(render(made, format, width=width), out)  # type: ignore[arg-type]
-
-
-@bench.command()
-def compare(
-    benchmark: Name,
-    first: Annotated[str, typer.Argument(help="A method.")],
-    second: Annotated[str, typer.Argument(help="Another.")],
-    folder: Folder = HOME,
-    protocol: Protocol = "offline",
-    metric: Metric = "accuracy",
-    which: Which = "last",
-    data_root: Root = None,
-    as_json: Json = False,
-) -> None:
-    """Which of two methods is better on each shift: a paired test over seeds."""
-    from shiftmend.bench.comparisons import compare as compare_methods
-
-    chosen, _, results = _results(benchmark, folder, protocol, f"{first},{second}", None, None, data_root)
-    compared = [result for result in results if result.cell.shift in chosen.shifts]
-    rows = compare_methods(compared, first, second, which, metric)  # type: ignore[arg-type]
-    if as_json:
-        print(json.dumps([asdict(row) for row in rows]))
-        return
-    scale = 100 if metric in ("accuracy", "ece", "mce") else 1
-    shown = Table("shift", "seeds", f"{first} - {second}", "p", "p, corrected", "verdict", box=None)
-    for row in rows:
-        spread = "" if row.deviation is None else f" ± {scale * row.deviation:.1f}"
-        shown.add_row(
-            row.shift or "all shifts",
-            str(row.pairs),
-            "–" if row.difference is None else f"{scale * row.difference:+.1f}{spread}",
-            "–" if row.p is None else f"{row.p:.3g}",
-            "–" if row.corrected is None else f"{row.corrected:.3g}",
-            f"{row.verdict} ({row.remark})" if row.remark else row.verdict,
-        )
-    console.print(shown)
-    console.print(f"{which} {metric}; paired two-sided t-test over seeds, corrected for the number of shifts by Holm")
-
-
-@bench.command()
-def correlate(
-    benchmark: Name,
-    folder: Folder = HOME,
-    protocol: Protocol = "offline",
-    data_root: Root = None,
-    as_json: Json = False,
-) -> None:
-    """Rank correlations: restoration distance with calibration, and each label-free signal with accuracy."""
-    from shiftmend.bench.correlations import restoration_and_calibration, signals_and_accuracy
-
-    chosen, _, results = _results(benchmark, folder, protocol, None, None, None, data_root)
-    # clean images are no shift, and who saw labels, or is scored on a part, is not compared with who did not
-    compared = [r for r in results if r.cell.shift in chosen.shifts and r.cell.method != "target-supervised"]
-    restoration = restoration_and_calibration(compared, exclude=("shot",))
-    signals = signals_and_accuracy(compared)
-    if as_json:
-        found = {name: asdict(value) for name, value in signals.items()}
-        print(json.dumps({"restoration": asdict(restoration), "signals": found}))
-        return
-    console.print("Restoration distance and ECE, over methods (the paper: 0.6 on EMNIST-DA; SHOT and")
-    console.print("target-supervised left out)")
-    shown = Table("method", "distance", "ECE", box=None)
-    for method, (distance, ece) in sorted(restoration.means.items(), key=lambda item: item[1]):
-        shown.add_row(method, f"{distance:.2f}", f"{100 * ece:.1f}")
-    console.print(shown)
-    console.print(f"Spearman {_coefficient(restoration.correlation)}, {restoration.places} shifts x seeds\n")
-    shown = Table("signal, no labels", "with accuracy, within shifts", "over all cells", box=None)
-    for name, value in signals.items():
-        within = "–" if value.within_shifts is None else f"{value.within_shifts:+.2f} ({value.shifts} shifts)"
-        shown.add_row(name, within, _coefficient(value.overall))
-    console.print(shown)
-
-
-@bench.command()
 def export(
     folder: Folder = HOME,
     format: Annotated[str, typer.Option(help="csv or json (with histories and manifests).")] = "csv",
@@ -275,95 +176,74 @@ def export(
 ) -> None:
     """Everything in the store, for other programs."""
     from shiftmend.bench import exports
+    from shiftmend.bench.reading import stored
 
     if format not in ("csv", "json"):
         raise DataError(f"unknown format {format!r}, expected csv or json")
-    results = _stored(folder)
-    _give(exports.to_csv(results) if format == "csv" else exports.to_json(results), out)
+    results = stored(folder)
+    give(exports.to_csv(results) if format == "csv" else exports.to_json(results), out)
 
 
-@bench.command()
 def merge(
     others: Annotated[list[Path], typer.Argument(help="Stores (results.sqlite) of other machines, or their folders.")],
     folder: Folder = HOME,
+    as_json: Json = False,
 ) -> None:
-    """Take over the results of other machines."""
+    """Take over the results of other machines. What is done here stays as it is."""
     from shiftmend.bench.runner import STORE
     from shiftmend.bench.store import Store
 
-    folder.mkdir(parents=True, exist_ok=True)
+    files = [other / STORE if other.is_dir() else other for other in others]
+    for file in files:
+        if not file.exists():
+            raise DataError(f"there is no store of benchmark results at {file}; name a results.sqlite or its folder")
+        if (folder / STORE).exists() and file.samefile(folder / STORE):
+            raise DataError(f"{file} cannot be merged with itself; name the store of another machine")
+        Store(file, read_only=True).close()  # all of them are looked at before anything is changed
+    with said_where(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     with Store(folder / STORE) as store:
-        for other in others:
-            file = other / STORE if other.is_dir() else other
-            console.print(f"{store.merge(file)} results from {file}", markup=False)
-
-
-def _results(
-    benchmark: str,
-    folder: Path,
-    protocol: str,
-    methods: str | None = None,
-    seeds: list[int] | None = None,
-    rates: list[float] | None = None,
-    data_root: Path | None = None,
-) -> tuple[Benchmark, list[Cell], list[Result]]:
-    """The benchmark's cells, and those of their results that are in the store: of the settings as they are now."""
-    from shiftmend.bench.planning import plan
-    from shiftmend.bench.suite import find
-
-    chosen = find(benchmark)
-    stored = _stored(folder, chosen.name, protocol)
-    seeds = seeds or sorted({*chosen.seeds, *(result.cell.seed for result in stored)})
-    cells = plan(chosen, protocol, methods=_names(methods), seeds=seeds, rates=rates, root=data_root)
-    wanted = set(cells)
-    return chosen, cells, [result for result in stored if result.cell in wanted]
-
-
-def _stored(folder: Path, benchmark: str | None = None, protocol: str | None = None) -> list[Result]:
-    from shiftmend.bench.runner import STORE
-    from shiftmend.bench.store import Store
-
-    with Store(folder / STORE, read_only=True) as store:
-        return store.results(benchmark=benchmark, protocol=protocol)
-
-
-def _described(benchmark: Benchmark) -> dict[str, Any]:
-    return {
-        "name": benchmark.name,
-        "title": benchmark.title,
-        "shifts": list(benchmark.shifts),
-        "groups": {name: list(members) for name, members in benchmark.groups.items()},
-        "seeds": list(benchmark.seeds),
-        "sources": {name: recipe.facts() for name, recipe in benchmark.sources.items()},
-        "protocols": {name: protocol.facts() for name, protocol in benchmark.protocols.items()},
-        "settings": {
-            protocol: {name: asdict(setting) for name, setting in rows.items()}
-            for protocol, rows in benchmark.settings.items()
-        },
-    }
-
-
-def _names(text: str | None) -> list[str] | None:
-    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _numbers(text: str | None, kind: type[Any], option: str) -> list[Any] | None:
-    try:
-        return None if text is None else [kind(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise DataError(f"{option} {text!r} should be numbers with commas") from None
-
-
-def _coefficient(correlation: Any) -> str:
-    value = "–" if correlation.value is None else f"{correlation.value:+.2f} ({correlation.points} points)"
-    return f"{value} {correlation.remark}".strip()
-
-
-def _give(text: str, out: Path | None) -> None:
-    if out is None:
-        print(text, end="" if text.endswith("\n") else "\n")
+        taken = {str(file): store.merge(file) for file in files}
+    if as_json:
+        print_json(taken)
         return
-    from shiftmend.files import write_atomically
+    for name, count in taken.items():
+        say(f"{count} results from {name}")
 
-    write_atomically(out, text.encode())
-    console.print(f"written to {out}", markup=False)
+
+def _show_methods(benchmark: Benchmark, facts: Mapping[str, Any]) -> None:
+    """A row for each method and choice of its options; protocols that share one share the row."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for protocol, settings in facts["settings"].items():
+        for name, setting in settings.items():
+            given, left = _listed(setting["options"]), _listed(setting["defaults"])
+            text = "; ".join(filter(None, [given, f"by default {left}" if left else ""]))
+            shown = name if name == setting["method"] else f"{name} ({setting['method']})"
+            rows.setdefault((shown, setting["source"], text), []).append(protocol)
+    table = columns("method", "from", "hyper-parameters", "protocols")
+    for (name, source, text), protocols in rows.items():
+        everywhere = len(protocols) == len(benchmark.protocols)
+        table.add_row(name, source, text or "–", "all" if everywhere else ", ".join(protocols))
+    say("")
+    show(table)
+
+
+def _show_rows(title: str, what: str, rows: Mapping[str, str]) -> None:
+    table = columns(title, what)
+    for name, text in rows.items():
+        table.add_row(name, text)
+    say("")
+    show(table)
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    """`epochs 12, learning_rate 0.1`; what is not set, or off, goes without saying."""
+    return ", ".join(f"{name} {_value(value)}" for name, value in values.items() if value not in (None, {}, False))
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"({_listed(value)})"
+    if isinstance(value, list | tuple):
+        return " + ".join(map(_value, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

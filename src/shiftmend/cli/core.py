@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +46,7 @@ Taps = Annotated[
     typer.Option("--tap", help="name=module, e.g. early=layer1 or tokens=blocks.2@-1; repeatable."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
+LABELLED = "expected one folder per class, or an array 'labels' in the .npz"
 
 
 def by_all_processes(command: Callable[..., None]) -> Callable[..., None]:
@@ -86,6 +88,7 @@ def profile(
     weights: Weights = None,
     model_option: Options = None,
     preset: Annotated[str, typer.Option(help="reference, paper or sliced.")] = "reference",
+    gaussian: Annotated[str, typer.Option(help="marginal, or full for the method full-gauss.")] = "marginal",
     head: Head = None,
     tap: Taps = None,
     output_entry: Output = None,
@@ -107,6 +110,7 @@ def profile(
         net,
         inputs,
         preset=preset,
+        gaussian=gaussian,  # type: ignore[arg-type]
         head=head,
         taps=dict(_tap(text) for text in tap) if tap else None,
         output=_entry(output_entry),
@@ -187,7 +191,11 @@ def adapt(
     profile: ProfileFile,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the adapted model, history and manifest.")],
     method: Annotated[str, typer.Option("--method", "-m", help="bufr, fr, adabn, ...; see docs/methods.md.")] = "bufr",
-    option: Annotated[list[str] | None, typer.Option(help="name=value for the method; repeatable.")] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="name=value for the method; repeatable. Of learning_rate=0.01,0.1 the better is chosen."),
+    ] = None,
+    keep: Annotated[str, typer.Option(help="Which epoch: last, or selected by the verification slices.")] = "last",
     block: Blocks = None,
     weights: Weights = None,
     model_option: Options = None,
@@ -204,13 +212,26 @@ def adapt(
     allow_pickle: Pickle = False,
     as_json: Json = False,
 ) -> None:
-    """At the new site: re-align the model's features with the profile, from unlabelled data alone."""
+    """At the new site: re-align the model's features with the profile, from unlabelled data alone.
+
+    Labels are not looked at but by the method target-supervised; where there are any, they score the model afterwards.
+    """
     import shiftmend
     from shiftmend.distributed import rank
+    from shiftmend.methods import TargetSupervised
 
     net, inputs, labels, preprocess = _gather(
         model, weights, model_option, allow_pickle, data, size, channels, mean, std
     )
+    options = dict(_method_option(text) for text in option or [])
+    foreign = set(options) & set(signature(shiftmend.adapt).parameters)
+    if foreign:
+        raise DataError(f"{min(foreign)!r} is no option of a method; see `shiftmend adapt --help` for those of adapt")
+    supervised = method == TargetSupervised.name
+    if supervised:
+        if labels is None:
+            raise DataError(f"{method} needs labels, and {data} has none: {LABELLED}")
+        options["labels"] = labels
     result = shiftmend.adapt(
         net,
         inputs,
@@ -223,14 +244,15 @@ def adapt(
         output=_entry(output_entry),
         device=device,
         autocast=autocast,
+        keep=keep,  # type: ignore[arg-type]
         checkpoint=checkpoint,
-        **dict(_method_option(text) for text in option or []),
+        **options,
     )
     if rank() > 0:
         return
     result.save(out)
     scores = {}
-    if labels is not None:  # they were there; adaptation has not seen them
+    if labels is not None:
         pairs = {"before": net, "after": result.model}
         for name, which in pairs.items():
             scored = shiftmend.evaluate(
@@ -242,7 +264,8 @@ def adapt(
         return
     console.print(f"{result}\nwritten to {out}/: model.safetensors, history.json, manifest.json", markup=False)
     for name, values in scores.items():
-        console.print(f"{name}: {_scores_text(values)}", markup=False)
+        seen = " (on the labels that it was trained with)" if supervised and name == "after" else ""
+        console.print(f"{name}: {_scores_text(values)}{seen}", markup=False)
 
 
 def verify(
@@ -295,7 +318,7 @@ def evaluate(
         model, weights, model_option, allow_pickle, data, size, channels, mean, std
     )
     if labels is None:
-        raise DataError(f"{data} has no labels: expected one folder per class, or an array 'labels' in the .npz")
+        raise DataError(f"{data} has no labels: {LABELLED}")
     scores = shiftmend.evaluate(
         net,
         (inputs, labels),
@@ -350,13 +373,20 @@ def _method_option(text: str) -> tuple[str, Any]:
     if not equals:
         raise DataError(f"--option {text!r} should read name=value, e.g. learning_rate=0.1")
     if "," in value:
-        return key, tuple(part for part in value.split(",") if part)
+        parts = tuple(_number(part) for part in value.split(",") if part)
+        if key == "learning_rate" and any(isinstance(part, str) for part in parts):
+            raise DataError(f"--option {text!r} should name numbers, e.g. learning_rate=0.01,0.1")
+        return key, parts
+    return key, _number(value)
+
+
+def _number(text: str) -> int | float | str:
     for kind in (int, float):
         try:
-            return key, kind(value)
+            return kind(text)
         except ValueError:
             continue
-    return key, value
+    return text
 
 
 def _profile_json(profile: Any, file: Path) -> dict[str, Any]:
@@ -370,6 +400,7 @@ def _profile_json(profile: Any, file: Path) -> dict[str, Any]:
             name: {"at": str(profile.specs[name]), "units": tap.units, "constant": profile.unusable[name]}
             for name, tap in profile.taps.items()
         },
+        "gaussian": profile.gaussian.kind,
         "slices": {name: part.histogram.units for name, part in profile.slices.items()},
         "inputs": profile.inputs.to_json(),
         "architecture": profile.architecture,

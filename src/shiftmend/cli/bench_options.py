@@ -1,0 +1,122 @@
+"""What the commands under `bench` share: their options, and how they print."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from shiftmend.errors import DataError
+
+Name = Annotated[str, typer.Argument(metavar="BENCHMARK", help="A name from `shiftmend bench list`, or file.py:NAME.")]
+Folder = Annotated[Path, typer.Option("--folder", "-f", help="Results, source models and profiles lie here.")]
+Protocol = Annotated[str, typer.Option(help="offline, online, few-shot-5, ...; see `shiftmend bench show`.")]
+Methods = Annotated[str | None, typer.Option(help="Only these, with commas.")]
+Seeds = Annotated[str | None, typer.Option(help="These instead of the benchmark's own, with commas.")]
+Rates = Annotated[
+    str | None, typer.Option("--learning-rates", help="Choose among these without labels; with commas; not online.")
+]
+Root = Annotated[Path | None, typer.Option("--data-root", help="Where the data sets lie; default SHIFTMEND_DATA.")]
+Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="Write to this file instead of printing.")]
+HOME = Path("bench")
+WIDTH = 100
+"""Columns where there is no terminal that says how many it has."""
+LARGEST_SEED = 2**32 - 1
+
+
+def screen() -> Console:
+    """Made anew for each use: whether standard output is a terminal, and how wide, may have changed."""
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = WIDTH
+    return console
+
+
+def say(line: str) -> None:
+    screen().print(line, markup=False)
+
+
+def columns(*titles: str, numbers: tuple[str, ...] = ()) -> Table:
+    """An empty table in which nothing is ever cut off, numbers standing to the right."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for title in titles:
+        made.add_column(title, justify="right" if title in numbers else "left", overflow="fold")
+    return made
+
+
+def show(table: Table) -> None:
+    screen().print(table, soft_wrap=False)
+
+
+def print_json(value: Any) -> None:
+    """Strict JSON: what is not finite is "NaN", "Infinity" or "-Infinity"."""
+    from shiftmend.bench.exports import plain
+
+    print(json.dumps(plain(value, "result"), allow_nan=False))
+
+
+def give(text: str, out: Path | None) -> None:
+    if out is None:
+        print(text, end="" if text.endswith("\n") else "\n")
+        return
+    from shiftmend.files import write_atomically
+
+    with said_where(out):
+        write_atomically(out, text.encode())
+    say(f"written to {out}")
+
+
+@contextmanager
+def said_where(target: Path) -> Iterator[None]:
+    """What the system says of a failed write may name a temporary file or none at all."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{target} cannot be written ({error.strerror or error}); choose another place") from error
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a place that nothing can be written to before hours of work, and without leaving anything there."""
+    nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        raise DataError(f"{nearest} is a file, expected a folder for results; name another")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise DataError(f"the folder {nearest} is write-protected; permit writing or name another place")
+
+
+def names(text: str | None) -> list[str] | None:
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def seeds_of(text: str | None) -> list[int] | None:
+    try:
+        found = None if text is None else [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        found = []
+    if found is not None and (not found or not all(0 <= seed <= LARGEST_SEED for seed in found)):
+        raise DataError(f"--seeds {text!r} should be whole numbers from 0 to {LARGEST_SEED}, with commas")
+    return found
+
+
+def rates_of(text: str | None) -> list[float] | None:
+    try:
+        found = None if text is None else [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        found = []
+    if found is not None and (not found or not all(0 < rate < float("inf") for rate in found)):
+        raise DataError(f"--learning-rates {text!r} should be positive numbers with commas")
+    return found
+
+
+def root_of(data_root: Path | None) -> Path | None:
+    if data_root is not None and not data_root.expanduser().is_dir():
+        raise DataError(f"the data folder {data_root} does not exist; name the folder that the data sets lie in")
+    return None if data_root is None else data_root.expanduser()

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import pytest
+import torch
+from tiny import TINY
+
+from shiftmend.bench import executors
+from shiftmend.bench.cells import Cell, Result
+from shiftmend.bench.executors import inline, processes
+from shiftmend.bench.planning import plan
+from shiftmend.bench.runner import preparations
+from shiftmend.bench.tasks import Advance, Job, Preparation, Task, WorkerError, lost
+from shiftmend.errors import DataError
+
+FILE = f"{Path(__file__).with_name('tiny.py')}:TINY"
+CELL = Cell("tiny", "offline", "fr", "dark", 1, "abc")
+
+
+def silent(task: Task, done: int, total: int) -> None:
+    pass
+
+
+def eventually(condition: Callable[[], object], process: Popen[str] | None = None, seconds: float = 60.0) -> bool:
+    """Whether it comes true in time, and before the process ends."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end or (process is not None and process.poll() is not None):
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def alive(pid: int) -> bool:
+    """Still running: one that has ended may wait for its parent to ask about it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def seen(root: Path) -> set[int]:
+    """The processes that have loaded data."""
+    return {int(file.name.rpartition("-")[2]) for file in root.glob("seen/*")}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "home").mkdir()
+    return Job(FILE, str(tmp_path / "home"), str(tmp_path / "root"), "cpu", threads=1)
+
+
+def test_workers_that_die_cost_their_own_cell_and_nothing_else(job: Job, tmp_path: Path) -> None:
+    """While they wait, in the first task of the next process, and with the progress of the others still told."""
+    cells = plan(TINY, methods=["source-only", "fr"], seeds=[1])
+    needed = preparations(TINY, cells)
+    told: list[tuple[Task, int, int]] = []
+    with processes(job, lambda *news: told.append(news), workers=2) as execute:
+        assert list(execute(needed)) == [(needed[0], None)]
+        (idle,) = seen(tmp_path / "root")
+        (blocked,) = re.findall(r"SigBlk:\s+(\w+)", Path(f"/proc/{idle}/status").read_text())
+        assert int(blocked, 16) & 1 << signal.SIGINT - 1  # Ctrl-C is for the parent to answer
+        os.kill(idle, signal.SIGKILL)
+        assert eventually(lambda: not alive(idle))
+        (tmp_path / "root" / "kill-dark").touch()
+        outcomes = dict(execute(cells))
+    assert set(outcomes) == set(cells)
+    results = [result for result in outcomes.values() if result is not None]
+    (dead,) = (result for result in results if result.failed)
+    assert dead.cell.shift == "dark"
+    assert dead.error == "its process was ended by SIGKILL (killed, or out of memory)"
+    assert dead.finished.endswith("Z")
+    assert dead.seconds > 0
+    assert all(result.last is not None for result in results if result is not dead)
+    begun = dict.fromkeys(task for task, done, total in told if (done, total) == (0, 0))
+    assert list(begun) == [*needed, *cells]
+    assert all(done <= total for _, done, total in told)
+    assert {task for task, done, _ in told if done} & {*needed, *cells}
+    assert multiprocessing.active_children() == []
+    assert not any(map(alive, seen(tmp_path / "root")))
+
+
+def test_an_error_in_a_worker_is_the_caller_s(job: Job, tmp_path: Path) -> None:
+    needed: list[Task] = [Preparation("plain", 1, 0.01)]
+    with processes(job, silent, workers=2) as execute:
+        (tmp_path / "root" / "break-source").touch()
+        with pytest.raises(DataError, match=r"^source is broken on purpose; remove the file$"):
+            list(execute(needed))
+        (tmp_path / "root" / "break-source").unlink()
+        (tmp_path / "root" / "kill-source").touch()
+        expected = r"^source model plain, seed 1 could not be made: its process was ended by SIGKILL .*; run again"
+        with pytest.raises(WorkerError, match=expected):
+            list(execute(needed))
+    assert multiprocessing.active_children() == []
+
+
+def test_nothing_of_a_run_stays_in_this_process(job: Job) -> None:
+    cells = plan(TINY, methods=["adabn"], shifts=["dark"], seeds=[1])
+    handler, threads = signal.getsignal(signal.SIGINT), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        inside = []
+        with inline(job, lambda *_: inside.append(torch.get_num_threads())) as execute:
+            list(execute([*preparations(TINY, cells), *cells]))
+        assert inside[-1] == 1
+        assert torch.get_num_threads() == 2
+        with inline(job, silent) as execute:
+            next(execute(cells))  # and no further
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_what_swallows_ctrl_c_gives_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adaptation hands back what it has when interrupted; other code may turn the interruption into an error."""
+
+    def work(job: Job, task: Task, advance: Advance) -> Result:
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        return Result(CELL, "own", error="something broke")
+
+    monkeypatch.setattr(executors, "work", work)
+    given = []
+    with pytest.raises(KeyboardInterrupt), inline(Job(FILE, "nowhere"), silent) as execute:
+        given.extend(execute([CELL, CELL]))
+    assert given == []
+
+
+def test_from_another_thread(job: Job) -> None:
+    """Signals can be caught in the main thread only."""
+    given: list[Any] = []
+
+    def go() -> None:
+        with inline(job, silent) as execute:
+            given.extend(execute([Preparation("plain", 1, 0.01)]))
+
+    thread = threading.Thread(target=go)
+    thread.start()
+    thread.join()
+    assert given == [(Preparation("plain", 1, 0.01), None)]
+
+
+def test_a_worker_does_not_wait_for_a_parent_that_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe holds 64 KiB; a stream of many small batches has more progress than that to tell."""
+    finished = threading.Event()
+
+    def work(job: Job, task: Task, advance: Advance) -> None:
+        for number in range(100_000):
+            advance(task, number, 100_000)
+        finished.set()
+
+    monkeypatch.setattr(executors, "work", work)
+    ours, theirs = Pipe()
+    worker = threading.Thread(target=executors._serve, args=(theirs, os.getppid()))
+    worker.start()
+    try:
+        ours.send((Job(FILE, "nowhere"), CELL))
+        assert finished.wait(20)
+        heard = [ours.recv()]
+        while isinstance(heard[-1], tuple):
+            heard.append(ours.recv())
+        assert heard[:2] == [(0, 0), (0, 100_000)]
+        assert len(heard) < 500
+        assert heard[-1] == executors._Over()
+    finally:
+        ours.close()
+        worker.join(20)
+    assert not worker.is_alive()
+
+
+class Unpicklable(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+def test_errors_can_be_sent() -> None:
+    for error in (DataError("no such folder"), FileNotFoundError(2, "No such file", "x")):
+        sent = pickle.loads(pickle.dumps(executors._portable(error)))
+        assert (type(sent), str(sent), hasattr(sent, "__notes__")) == (type(error), str(error), False)
+    try:
+        raise KeyError("unexpected")
+    except KeyError as error:
+        sent = pickle.loads(pickle.dumps(executors._portable(error)))
+    assert "test_errors_can_be_sent" in sent.__notes__[0]
+    assert str(executors._portable(Unpicklable("one", "two"))) == "Unpicklable: one two"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (-signal.SIGKILL, "was ended by SIGKILL (killed, or out of memory)"),
+        (-signal.SIGSEGV, "was ended by SIGSEGV"),
+        (-40, "was ended by signal 40"),
+        (3, "ended with exit code 3"),
+        (None, "no longer answers"),
+    ],
+)
+def test_how_a_process_ended(code: int | None, said: str) -> None:
+    assert executors._ending(code) == f"its process {said}"
+
+
+def test_lost_cells_and_lost_preparations(job: Job) -> None:
+    result = lost(job, CELL, "its process left", 1.23456)
+    assert (result.cell, result.error, result.seconds, result.last) == (CELL, "its process left", 1.235, None)
+    with pytest.raises(WorkerError, match="source model shot, seed 3 could not be made: its process left; run again"):
+        lost(job, Preparation("shot", 3, 0.01), "its process left")
+
+
+def test_workers_share_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [executors._device("auto", number) for number in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert executors._device("cuda:1", 0) == "cuda:1"
+    assert executors._device("cpu", 1) == "cpu"

@@ -1,0 +1,73 @@
+"""Which stored results belong to a benchmark as it is now."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shiftmend.bench.base import Benchmark
+from shiftmend.bench.cells import Cell, Outcome, Result
+from shiftmend.bench.planning import plan
+from shiftmend.bench.reading import read
+from shiftmend.bench.runner import STORE
+from shiftmend.bench.store import Store
+from shiftmend.bench.suite import find
+from shiftmend.errors import DataError
+
+
+def record(folder: Path, benchmark: Benchmark, cells: list[Cell]) -> None:
+    outcome = Outcome(1, 0.5, 0.1, 0.2, 1.0, 0.3)
+    with Store(folder / STORE) as store:
+        for cell in cells:
+            store.record(Result(cell, benchmark.origin(cell.shift, None), outcome, outcome, outcome, finished="2022"))
+
+
+def test_cells_of_other_settings_are_counted_but_not_read(tmp_path: Path) -> None:
+    digits = find("digits")
+    now = plan(digits, methods=["fr", "source-only"])
+    before = [replace(cell, recipe="before") for cell in now[:3]]
+    record(tmp_path, digits, [*now, *before, *plan(digits, "online", methods=["adabn"])])
+    found = read("digits", tmp_path, methods=["fr", "source-only"])
+    assert {result.cell for result in found.results} == set(now)
+    assert found.others == 3
+    assert found.methods == ["source-only", "fr"]
+    assert sorted(result.cell.seed for result in found.clean) == [123, 234]
+    # each choice narrows what is counted as well
+    assert read("digits", tmp_path, methods=["bufr"]).others == 0
+    assert len(read("digits", tmp_path, methods=["fr"], seeds=[234]).results) == 3
+    # with learning rates of one's own, those of the benchmark's are other results
+    tried = read("digits", tmp_path, methods=["fr"], rates=[0.1, 1.0])
+    assert (tried.results, tried.others) == ([], 6 + sum(cell.method == "fr" for cell in before))
+    assert len(read("digits", tmp_path, "online").clean) == 2
+
+
+def test_other_seeds_count_as_far_as_they_have_been_run(tmp_path: Path) -> None:
+    digits = find("digits")
+    extra = plan(digits, methods=["fr"], shifts=["stripe"], seeds=[5])
+    record(tmp_path, digits, extra)
+    found = read("digits", tmp_path, methods=["fr"])
+    assert found.cells == [*plan(digits, methods=["fr"]), *extra]
+    assert [result.cell for result in found.results] == extra
+
+
+def test_the_origin_is_that_of_the_store_where_a_run_here_has_another(tmp_path: Path) -> None:
+    here = find("emnist-da")
+    there = replace(here, origin=lambda shift, root: "published")
+    cells = plan(there, methods=["fr"], seeds=[123])
+    record(tmp_path, there, cells)
+    assert {result.cell for result in read("emnist-da", tmp_path, methods=["fr"]).results} == set(cells)
+    rebuilt = plan(here, methods=["fr"], shifts=["sky"], seeds=[123])
+    record(tmp_path, here, rebuilt)
+    found = {result.cell.shift: result for result in read("emnist-da", tmp_path, methods=["fr"]).results}
+    assert found["sky"].cell == rebuilt[0]
+    assert found["fog"].origin == "published"
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="is a file, expected the folder"):
+        read("digits", tmp_path / "file")
+    with pytest.raises(DataError, match="there is no store"):
+        read("digits", tmp_path)
