@@ -14,7 +14,7 @@ def test_a_timing_is_a_median_with_its_spread() -> None:
     timing = speed.timed(lambda: calls.append(1), CPU, repeats=5, inner=3)
     assert len(calls) == 1 + 5 * 3  # warm first
     assert 0 <= timing.low <= timing.median <= timing.high
-    assert timing.milliseconds == f"{1e3 * timing.median:.3f} ({1e3 * timing.low:.3f} to {1e3 * timing.high:.3f})"
+    assert timing.milliseconds == f"{1e3 * timing.median:.4g} ({1e3 * timing.low:.4g} to {1e3 * timing.high:.4g})"
 
 
 def test_a_step_is_set_beside_a_plain_loop_and_beside_its_floor() -> None:

@@ -443,6 +443,33 @@ def test_a_gpu_learns_as_well_and_its_generator_is_left_alone() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("augmentation", ["none", "crop-flip-rotate-15"])
+def test_training_on_a_gpu_is_captured_and_learns_as_an_eager_one(
+    augmentation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = recipe(epochs=4, batch_size=32, augmentation=augmentation)
+    captured: list[bool] = []
+    original = training.captured_epoch
+
+    def watched(*arguments: Any) -> Any:
+        captured.append((made := original(*arguments)) is not None)
+        return made
+
+    monkeypatch.setattr(training, "captured_epoch", watched)
+    model = train(plan, toy(), preprocess, seed=0, device="cuda")
+    assert captured == [True]
+    again = train(plan, toy(), preprocess, seed=0, device="cuda")
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+    monkeypatch.setattr(training, "captured_epoch", lambda *_: None)
+    eager = train(plan, toy(), preprocess, seed=0, device="cuda")
+    fresh = toy(90, seed=1)
+    for one in (model, eager):
+        assert (one(preprocess(fresh.images)).argmax(1) == fresh.labels).double().mean() > 0.9
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("augmentation", ["none", "crop-flip-rotate-15"])
 def test_nothing_waits_for_a_gpu_within_an_epoch(augmentation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     epochs: list[Tensor] = []
 
@@ -457,6 +484,7 @@ def test_nothing_waits_for_a_gpu_within_an_epoch(augmentation: str, monkeypatch:
 
     monkeypatch.setattr(training, "_finite", finite)
     try:
+        monkeypatch.setattr(training, "captured_epoch", lambda *_: None)
         train(recipe(augmentation=augmentation), toy(), watched, seed=0, device="cuda")
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -76,3 +76,5 @@ class Benchmark:
     seeds: tuple[int, ...] = SEEDS
     small: bool = False
     """So small a network that one thread is faster than several, and one process a core fits into memory."""
+    lanes: int = 1
+    """Cells that run side by side on one GPU, for networks that leave most of it idle."""

@@ -17,6 +17,7 @@ from shiftmend.bench.cells import Cell, Result
 from shiftmend.bench.clusters import on_ray
 from shiftmend.bench.display import Display
 from shiftmend.bench.executors import Execute, inline, processes
+from shiftmend.bench.lanes import lanes
 from shiftmend.bench.planning import plan
 from shiftmend.bench.store import Store
 from shiftmend.bench.suite import find
@@ -112,7 +113,9 @@ def preparations(benchmark: Benchmark, cells: Sequence[Cell]) -> list[Preparatio
 def _executor(executor: Executor, job: Job, advance: Advance, workers: int) -> AbstractContextManager[Execute]:
     if executor == "ray":
         return on_ray(job, workers)
-    return inline(job, advance) if workers == 1 else processes(job, advance, workers)
+    if workers == 1:
+        return inline(job, advance)
+    return lanes(job, advance, workers) if _one_gpu(job.device) else processes(job, advance, workers)
 
 
 def _data_root(root: str | os.PathLike[str] | None) -> Path | None:
@@ -131,7 +134,16 @@ def _found_anywhere(benchmark: str) -> str:
 
 
 def _workers(benchmark: Benchmark, device: str) -> int:
-    """One for each GPU; without one, as many as there are cores for a small network, else one with all of them."""
+    """One for each GPU, or several on a single one; without any, one a core for a small network, else one with all."""
+    if _one_gpu(device):
+        return benchmark.lanes
     if device != "cpu" and torch.cuda.is_available():
-        return torch.cuda.device_count() if device in ("auto", "cuda") else 1
+        return torch.cuda.device_count()
     return min(8, os.cpu_count() or 1) if benchmark.small else 1
+
+
+def _one_gpu(device: str) -> bool:
+    """Whether all cells run on one GPU: there is but one, or it is named."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return False
+    return torch.cuda.device_count() == 1 or device.startswith("cuda:")

@@ -37,7 +37,7 @@ class Timing:
 
     @property
     def milliseconds(self) -> str:
-        return f"{1e3 * self.median:.3f} ({1e3 * self.low:.3f} to {1e3 * self.high:.3f})"
+        return f"{1e3 * self.median:.4g} ({1e3 * self.low:.4g} to {1e3 * self.high:.4g})"
 
 
 @dataclass(frozen=True)

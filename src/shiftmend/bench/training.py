@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from shiftmend import checkpoints
 from shiftmend.bench.augmentations import AUGMENTATIONS
+from shiftmend.captures import captured_epoch
 from shiftmend.data.base import PathLike, Split, data_root
 from shiftmend.data.streamed import ImageFiles
 from shiftmend.devices import resolve_device
@@ -144,17 +145,25 @@ def train(
         _load_pretrained(model, recipe, root)
     # on a GPU, ResNets are faster so, and small networks no slower
     model = model.to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    # a captured step reads its rate from memory
+    speed = torch.tensor(recipe.learning_rate, device=place) if place.type == "cuda" else recipe.learning_rate
     optimiser = SGD(
         model.parameters(),
-        lr=recipe.learning_rate,
+        lr=speed,
         momentum=recipe.momentum,
         weight_decay=recipe.weight_decay,
         nesterov=recipe.nesterov,
+        fused=place.type == "cuda" or None,
     )
     augment, steps, advance = AUGMENTATIONS[recipe.augmentation], len(images) // size, tick or (lambda: None)
 
-    def step(number: int, batch: Tensor, labels: Tensor, generator: Generator) -> Tensor:
-        optimiser.param_groups[0]["lr"] = rate(recipe, number, steps)
+    def set_rate(number: int) -> None:
+        if isinstance(speed, Tensor):
+            speed.fill_(rate(recipe, number, steps))
+        else:
+            optimiser.param_groups[0]["lr"] = rate(recipe, number, steps)
+
+    def step(batch: Tensor, labels: Tensor, generator: Generator) -> Tensor:
         logits = model(preprocess(augment(batch, generator)).contiguous(memory_format=torch.channels_last))
         if logits.shape[1] <= highest:  # which a GPU would report as an unreadable crash
             raise DataError(
@@ -175,12 +184,23 @@ def train(
     with _own_generator(place) as generator:
         batches = _batches(images, size, place, generator, workers)
         model.train()
+        captured = None
+        if isinstance(batches, _Resident) and place.type == "cuda" and recipe.schedule == "cosine":
+            there = batches
+            captured = captured_epoch(
+                lambda index: {"loss": step(*there.at(index), generator)}, model, optimiser, place, len(images), size
+            )
         for epoch in range(done, recipe.epochs):
             # anew for every epoch, so that a checkpoint between two needs no generator's state
             _seed(generator, seed * 1_000_003 + epoch + 1)
-            total = torch.zeros((), device=place)
-            for number, (batch, labels) in enumerate(batches()):
-                total += step(epoch * steps + number, batch, labels, generator)
+            if captured is not None and isinstance(batches, _Resident):
+                set_rate(epoch * steps)
+                total = captured.run(batches.order())[0]["loss"]
+            else:
+                total = torch.zeros((), device=place)
+                for number, (batch, labels) in enumerate(batches()):
+                    set_rate(epoch * steps + number)
+                    total += step(batch, labels, generator)
             if not _finite(total, model):
                 raise ShiftmendError(
                     f"training {recipe.network} on {images.name} with seed {seed} diverged in epoch {epoch + 1}: the "
@@ -233,15 +253,28 @@ def _batches(
                 yield batch.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
         return streamed
-    assert images.labels is not None
-    all_images, all_labels = images.images.to(device), images.labels.to(device)
+    return _Resident(images, size, device, generator)
 
-    def resident() -> Iterator[tuple[Tensor, Tensor]]:
-        order = torch.randperm(len(all_images), generator=generator, device=generator.device).to(device)
-        for index in order[: len(order) // size * size].split(size):
-            yield all_images[index], all_labels[index]
 
-    return resident
+class _Resident:
+    """Batches of images that lie on the device."""
+
+    def __init__(self, images: Split, size: int, device: torch.device, generator: Generator) -> None:
+        assert images.labels is not None
+        self.images, self.labels = images.images.to(device), images.labels.to(device)
+        self.size, self.device, self.generator = size, device, generator
+
+    def order(self) -> Tensor:
+        """A new random order of all samples."""
+        return torch.randperm(len(self.images), generator=self.generator, device=self.generator.device).to(self.device)
+
+    def at(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        return self.images[index], self.labels[index]
+
+    def __call__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = self.order()
+        for index in order[: len(order) // self.size * self.size].split(self.size):
+            yield self.at(index)
 
 
 def _finite(total: Tensor, model: nn.Module) -> bool:

@@ -52,12 +52,10 @@ def speed(
         table.add_row(row.workload.name, *times, f"{row.ratio:.3f}", f"{row.speedup:.1f}")
     show(table)
     for row in steps:
-        share = row.flops / row.ours.median / peak
+        share = 100 * row.flops / row.ours.median / peak
+        chip = f", {share:.0f} % of the {peak / 1e12:.3g} TFLOP/s of a matrix product"
         memory = f", {row.peak_memory / 2**20:.0f} MiB at most" if gpu else ""
-        say(
-            f"{row.workload.name}: {row.images:,.0f} images a second, {100 * share:.0f} % of the {peak / 1e12:.3g} "
-            f"TFLOP/s of a matrix product{memory}"
-        )
+        say(f"{row.workload.name}: {row.images:,.0f} images a second{chip if gpu else ''}{memory}")
     say("")
     table = columns("soft histogram, ms", "softmax", "ours", "one read", "softmax / ours", "error")
     for line in histograms:

@@ -102,4 +102,5 @@ BENCHMARK = Benchmark(
     preprocess=signed,
     seeds=(123, 234),
     small=True,
+    lanes=4,
 )

@@ -81,4 +81,5 @@ BENCHMARK = Benchmark(
     load_target=load_target,
     origin=origin,
     preprocess=signed,
+    lanes=4,
 )

@@ -1,0 +1,104 @@
+"""Several cells at once on one GPU: a small network leaves most of the chip idle.
+
+Separate processes only take turns on a GPU. Threads of one process, each with a stream of its own, do not: their
+captured steps run side by side, and replaying one is a single call that needs Python for a few microseconds. Everything
+else they do in turn, see `turns.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from shiftmend.bench.cells import Cell, Result
+from shiftmend.bench.executors import Execute, Outcomes
+from shiftmend.bench.planning import settings_of
+from shiftmend.bench.running import run_cell
+from shiftmend.bench.suite import find
+from shiftmend.bench.tasks import Advance, Job, Task, work, workshop_of
+from shiftmend.bench.workshop import Shelf, Workshop
+from shiftmend.methods import METHODS
+from shiftmend.turns import taking_turns
+
+TARGETS_AT_ONCE = 32
+
+
+@contextmanager
+def lanes(job: Job, advance: Advance, count: int) -> Iterator[Execute]:
+    """An executor of `count` threads. Cells with dropout go last and alone: its random numbers have no lanes."""
+    benchmark = find(job.benchmark)
+    root = Path(job.root) if job.root else None
+    data = Shelf(TARGETS_AT_ONCE)
+    own = threading.local()
+    stopped, turn = threading.Event(), threading.Lock()
+
+    def run(cell: Cell) -> Result:
+        def tick(done: int, total: int) -> None:
+            if stopped.is_set():
+                raise KeyboardInterrupt
+            advance(cell, done, total)
+
+        with taking_turns(turn):
+            if not hasattr(own, "workshop"):
+                own.workshop = Workshop(benchmark, Path(job.home), root, job.device, data)
+                own.stream = torch.cuda.Stream(own.workshop.device)
+            with torch.cuda.stream(own.stream):
+                result = run_cell(own.workshop, cell, rates=job.rates, tick=tick)
+                own.stream.synchronize()
+        # memory is that of all lanes together, and time that of a lane among others
+        return replace(result, peak_memory=None, manifest=result.manifest | {"lanes": count})
+
+    def execute(tasks: Sequence[Task]) -> Outcomes:
+        cells = [task for task in tasks if isinstance(task, Cell)]
+        for task in tasks:
+            if not isinstance(task, Cell):
+                advance(task, 0, 0)
+                yield task, work(job, task, advance)
+        workshop_of.cache_clear()  # each lane has its own
+        alone = [cell for cell in cells if METHODS[settings_of(benchmark, cell.protocol)[cell.method].method].dropout]
+        side_by_side = [cell for cell in cells if cell not in set(alone)]
+        for part, width in ((side_by_side, count), (alone, 1)):
+            yield from _in_threads(part, width, run, advance, stopped)
+
+    with _no_garbage_collection():
+        yield execute
+
+
+def _in_threads(
+    cells: Sequence[Cell], width: int, run: Callable[[Cell], Result], advance: Advance, stopped: threading.Event
+) -> Outcomes:
+    waiting, pending = list(reversed(cells)), dict[Future[Result], Cell]()
+    pool = ThreadPoolExecutor(width)
+    try:
+        while waiting or pending:
+            while waiting and len(pending) < width:
+                cell = waiting.pop()
+                advance(cell, 0, 0)
+                pending[pool.submit(run, cell)] = cell
+            done, _ = wait(pending, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield pending.pop(future), future.result()
+    except BaseException:
+        stopped.set()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection can free another thread's graph at a moment when one is captured; each capture collects anyway."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,130 @@
+"""Training steps captured as a CUDA graph.
+
+A step of a small network is over before Python has launched the next kernel; a replayed graph needs one launch for all
+of them, and does the same arithmetic. What cannot be captured (control flow that looks at values, operations that wait
+for the device) is left to be run eagerly, and the reason is logged once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn, optim
+
+from shiftmend.errors import ShiftmendError
+from shiftmend.turns import has_turns, others_may_go
+
+logger = logging.getLogger(__name__)
+
+WARM_UP = 3
+"""Steps before a capture: libraries choose their algorithms and allocate their workspaces in them."""
+Sums = dict[str, Tensor]
+"""Terms of a loss, summed over steps."""
+Once = Callable[[Tensor], Sums]
+"""One step on the samples with these indices."""
+
+
+def captured_epoch(
+    once: Once, model: nn.Module, optimiser: optim.SGD, device: torch.device, samples: int, size: int
+) -> CapturedEpoch | None:
+    """An epoch of steps of `size` samples each; None if a step cannot be captured.
+
+    Weights, statistics and momentum are afterwards what they were before. `once` may be called a few times.
+    """
+    try:
+        return CapturedEpoch(once, model, optimiser, device, samples, size)
+    except ShiftmendError:
+        raise
+    except Exception as error:  # whatever a model can do that a graph cannot hold
+        _end_capture(device)
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        logger.info("steps are not captured as a CUDA graph (%s: %s)", type(error).__name__, first)
+        return None
+
+
+class CapturedEpoch:
+    """A step finds its batch by itself, from the order of the epoch and a counter on the device.
+
+    No reference is kept to what was captured: a graph has to go when its stage ends, not when garbage is collected.
+    """
+
+    def __init__(
+        self, once: Once, model: nn.Module, optimiser: optim.SGD, device: torch.device, samples: int, size: int
+    ) -> None:
+        # any valid order will do while warming up: what it does to the model is undone
+        self.order = torch.arange(samples // size * size, device=device).view(-1, size).clone()
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        self.sums: Sums = {}
+        self.graph = torch.cuda.CUDAGraph()
+        with _undone(model, optimiser):
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP):
+                    self._step(once)
+            torch.cuda.current_stream(device).wait_stream(stream)
+            # thread_local: other threads may go on using the device meanwhile
+            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                self._step(once)
+
+    def _step(self, once: Once) -> None:
+        index = self.order.index_select(0, self.cursor).squeeze(0)
+        for name, term in once(index).items():
+            if name not in self.sums:
+                self.sums[name] = torch.zeros_like(term)
+            self.sums[name] += term
+        self.cursor += 1
+        self.cursor.remainder_(len(self.order))
+
+    def run(self, order: Tensor) -> tuple[Sums, int]:
+        """All steps of an epoch in this order of the samples; the sums of the terms, and how many steps there were."""
+        self.order.copy_(order[: self.order.numel()].view_as(self.order))
+        self.cursor.zero_()
+        for total in self.sums.values():
+            total.zero_()
+        with others_may_go():
+            for _ in range(len(self.order)):
+                self.graph.replay()
+            if has_turns():
+                torch.cuda.current_stream(self.order.device).synchronize()
+        return dict(self.sums), len(self.order)
+
+
+def _end_capture(device: torch.device) -> None:
+    """After a capture that failed, torch's random generator believes that it goes on; an empty one ends it."""
+    nothing = torch.zeros(1, device=device)
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        nothing.add_(1)
+
+
+@contextmanager
+def _undone(model: nn.Module, optimiser: optim.SGD) -> Iterator[None]:
+    """Afterwards weights, statistics and momentum are what they were, in the same memory.
+
+    Momentum that had not begun is zero afterwards, from which the first step is the same.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    before = [tensor.detach().clone() for tensor in tensors]
+    momentum = {parameter: state["momentum_buffer"].clone() for parameter, state in optimiser.state.items()}
+    finished = False
+    try:
+        yield
+        finished = True
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
+            if not finished:
+                optimiser.state.clear()
+            for parameter, kept in momentum.items():
+                if finished:
+                    optimiser.state[parameter]["momentum_buffer"].copy_(kept)
+                else:
+                    optimiser.state[parameter]["momentum_buffer"] = kept
+            for parameter, state in optimiser.state.items():
+                if parameter not in momentum:
+                    state["momentum_buffer"].zero_()
