@@ -687,3 +687,13 @@ def test_every_method_runs_offline_and_those_that_can_online() -> None:
             assert result.error is None, (one, result.error)
             assert 0 <= result.last.accuracy <= 1
             assert set(result.signals) == set(SIGNALS)
+
+
+@pytest.mark.parametrize("protocol", ["offline", "online"])
+def test_a_reliability_diagram_of_the_last_state_is_on_record(protocol: str) -> None:
+    result = done("fr", protocol=protocol)
+    bins = result.manifest["reliability"]
+    total = sum(part["count"] for part in bins)
+    gaps = [part["count"] * abs(part["accuracy"] - part["confidence"]) for part in bins if part["count"]]
+    assert len(bins) == 10
+    assert sum(gaps) / total == pytest.approx(result.last.ece, abs=1e-6)

@@ -23,7 +23,7 @@ from shiftmend.bench.cells import Cell, Result
 from shiftmend.bench.memory import forget_peak, peak
 from shiftmend.bench.planning import rates_for, settings_of
 from shiftmend.bench.protocols import FewShot, Offline, Online
-from shiftmend.bench.runs import Given, Run, Tick, outcome_of
+from shiftmend.bench.runs import Given, Run, Tick, outcome_of, reliability_of
 from shiftmend.bench.workshop import Workshop, labelled
 from shiftmend.data.base import Split
 from shiftmend.data.partitions import few_shot, fractions
@@ -167,7 +167,7 @@ def _offline(given: Given, result: Result, rates: Sequence[float], tick: Tick) -
     best_run = max(runs, key=lambda run: run.best.accuracy)
     adapted = kept.adaptation.model
     seen = signals.observe(adapted, given.feed(target.adapt, protocol.batch_size), given.profile)
-    manifest = result.manifest | kept.adaptation.manifest
+    manifest = result.manifest | kept.adaptation.manifest | {"reliability": kept.reliability[kept.last.epoch]}
     if rates:
         manifest |= {
             "learning_rate_chosen": "by the verification slices",
@@ -234,13 +234,15 @@ def _online(given: Given, result: Result, tick: Tick) -> Result:
         part.update(logits, labels)
         parts.append(part.compute().ece)
         tick(stream.steps, steps)
-    outcome = outcome_of(1, whole.compute())
+    scores = whole.compute()
+    outcome = outcome_of(1, scores)
     adapted = stream.snapshot()
     seen = signals.observe(adapted, given.feed(target.score, protocol.batch_size), given.profile)
     manifest = result.manifest | {
         "method": {"name": stream.method.name, **stream.method.hyperparameters()},
         "seed": given.seed,
         "steps": stream.steps,
+        "reliability": reliability_of(scores),
         "target": {"samples": len(target.score), "sha256": _digest(target.score)},
     }
     return replace(

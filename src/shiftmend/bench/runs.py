@@ -61,6 +61,7 @@ class Run:
         self.given, self.scored, self.options = given, scored, options
         self.choice = Choice(entropy_may_decide=not METHODS[given.setting.method].minimises_entropy)
         self.outcomes: dict[int, Outcome] = {}
+        self.reliability: dict[int, list[dict[str, Any]]] = {}
         self._unscored: dict[str, Tensor] = {}
 
     def go(self, data: Images, tick: Tick) -> None:
@@ -108,6 +109,7 @@ class Run:
         )
         assert isinstance(scores, Scores)
         self.outcomes[epoch] = outcome_of(epoch, scores)
+        self.reliability[epoch] = reliability_of(scores)
 
     @property
     def kept(self) -> Epoch:
@@ -138,3 +140,8 @@ class Run:
 
 def outcome_of(epoch: int, scores: Scores) -> Outcome:
     return Outcome(epoch, scores.accuracy, scores.ece, scores.mce, scores.nll, scores.brier)
+
+
+def reliability_of(scores: Scores) -> list[dict[str, Any]]:
+    """The bins of a reliability diagram, for a manifest."""
+    return [asdict(part) for part in scores.reliability]
