@@ -623,7 +623,8 @@ def test_the_manifest_says_how_and_holds_no_labels(method: str, protocol: str, t
     assert manifest["seed"] == 1
     assert {"shiftmend", "torch", "python", "device", "platform"} <= set(manifest["environment"])
     assert not [leaf for leaf in leaves(manifest) if isinstance(leaf, Tensor | np.ndarray)]
-    assert max(len(leaf) for leaf in leaves(manifest) if isinstance(leaf, list | tuple)) <= 10  # the bins of a reliability diagram; there are more labels than that
+    # the longest are the bins of a reliability diagram: there are more labels than that
+    assert max(len(leaf) for leaf in leaves(manifest) if isinstance(leaf, list | tuple)) <= 10
     with Store(tmp_path / "results.sqlite") as store:
         assert store.record(result)
         (back,) = store.results()
