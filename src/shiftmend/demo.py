@@ -25,6 +25,7 @@ from shiftmend.data.digits import enlarged_digits
 from shiftmend.data.preprocessing import signed as preprocess
 from shiftmend.metrics import Scores
 from shiftmend.models.digit_cnn import DigitCNN
+from shiftmend.profiles import Profile
 
 WIDTH = 8
 SOURCE = 900
@@ -98,7 +99,7 @@ def train_source(images: Tensor, labels: Tensor, seed: int, tick: Callable[[], N
 
 
 def run(folder: Path, seed: int = 0, say: Callable[..., None] | None = None) -> Report:
-    """Do it all; write the profile, the adapted model and a picture into `folder`."""
+    """Do it all; write the profile, an adapted model, a report on it and a picture into `folder`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on operations this small a second thread costs more than it gives
     try:
@@ -132,7 +133,7 @@ def _run(folder: Path, seed: int, say: Callable[..., None] | None) -> Report:
     talk("3. At the new site: four other devices record those digits; no labels, no source data.")
     rows: list[Row] = []
     pictures: list[tuple[Lesson, Tensor, dict[str, Tensor]]] = []
-    kept: Adaptation | None = None
+    kept: tuple[Adaptation, Tensor] | None = None
     with progress_bar(None if say else False, "mending", len(LESSONS) * len(METHODS)) as bar, _quiet():
         for lesson in LESSONS:
             talk(f"   {lesson.title} ...")
@@ -169,11 +170,13 @@ def _run(folder: Path, seed: int, say: Callable[..., None] | None) -> Report:
                 with torch.no_grad():
                     guesses[name] = result.model(preprocess(images[:12])).argmax(1)
                 if (lesson.title, name) == ("stripes", "bufr"):
-                    kept = result
+                    kept = result, images
                 bar.advance(1)
             pictures.append((lesson, images[:12], guesses))
     assert kept is not None
-    kept.save(folder / "stripes-bufr")
+    mended, striped = kept
+    mended.save(folder / "stripes-bufr")
+    _write_page(model, striped, target.labels, profile, mended, folder / "stripes-bufr.html")
     from shiftmend.figures.demo import draw
 
     draw(pictures, target.labels[:12], {(r.shift, r.method): r.accuracy for r in rows}, folder / "digits.png")
@@ -181,6 +184,16 @@ def _run(folder: Path, seed: int, say: Callable[..., None] | None) -> Report:
     if say is not None:
         _explain(report, say)
     return report
+
+
+def _write_page(
+    model: nn.Module, images: Tensor, labels: Tensor, profile: Profile, mended: Adaptation, path: Path
+) -> None:
+    from shiftmend import report
+
+    title = "The demo’s digit reader, behind a device that draws stripes"
+    found = report.facts(model, images, profile, mended, labels=labels, preprocess=preprocess, title=title)
+    report.write(found, path)
 
 
 def _classification(model: nn.Module, images: Tensor, labels: Tensor) -> Scores:
@@ -236,4 +249,7 @@ def _explain(report: Report, say: Callable[..., None]) -> None:
         "site. It is strict: predictions can survive features that are not quite restored, as after AdaBN."
     )
     say(f"Written to {report.folder}/: the profile, the mended model (stripes-bufr/), the picture digits.png.")
+    say(
+        f"Open {report.folder}/stripes-bufr.html in a browser: what the stripes did to the model, and what mending did."
+    )
     say(f"{report.seconds:.0f} seconds in all.")

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from shiftmend.__about__ import __version__
-from shiftmend.cli import bench, core, datasets, shifting
+from shiftmend.cli import bench, core, datasets, drawing, reporting, shifting
 from shiftmend.errors import ShiftmendError
 
 app = typer.Typer(
@@ -22,7 +22,9 @@ app = typer.Typer(
 core.register(app)
 datasets.register(app)
 shifting.register(app)
+reporting.register(app)
 bench.register(app)
+drawing.register(app)
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,43 @@
+"""Draw the gallery of docs/figures.md from a run of the benchmark `digits`.
+
+shiftmend bench run digits --folder bench
+shiftmend bench run digits --folder bench --protocol few-shot-20
+python docs/make_gallery.py bench
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from shiftmend.figures.gallery import FIGURES, Wanted, draw
+from shiftmend.figures.style import save
+
+HERE = Path(__file__).parent
+INTRODUCTION = """# Figures
+
+Every figure is drawn from the folder of a benchmark's run: `shiftmend figure NAME BENCHMARK --folder bench`, as PNG or
+SVG; `shiftmend figure list` names them, and `shiftmend shifts --sheet FILE` draws the shifts themselves
+([shifts](shifts.md)). Those that look into models adapt again, since a store holds numbers, not models. In Python each
+is one function `draw(...)` in `shiftmend.figures`, from results or from a model, a profile and data of your own.
+
+These are of `shiftmend bench run digits` (897 small digits, two seeds; those of one shift show *stripe*, the patches
+*oranges*, seed 123) and were made by `python docs/make_gallery.py bench`.
+"""
+ONE_SHIFT = dict.fromkeys(("curves", "activations", "embedding", "affected", "moved"), "stripe") | {
+    "patches": "oranges"
+}
+
+
+def main(folder: Path) -> None:
+    lines = [INTRODUCTION]
+    for name, (_, text) in FIGURES.items():
+        shifts = [ONE_SHIFT[name]] if name in ONE_SHIFT else None
+        file = HERE / "images" / "figures" / f"{name}.png"
+        save(draw(name, Wanted("digits", folder, shifts=shifts, device="cpu", unit=1)), file)
+        lines += [f"## {name}", "", f"{text[0].upper()}{text[1:]}.", "", f"![{name}](images/figures/{name}.png)", ""]
+    (HERE / "figures.md").write_text("\n".join(lines).rstrip() + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "bench"))

@@ -1,0 +1,98 @@
+"""`report`: one page on what happened to a model at a new site."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shiftmend.cli.core import (
+    Batch,
+    Channels,
+    Data,
+    Deviation,
+    Device,
+    Json,
+    Mean,
+    Model,
+    Options,
+    Output,
+    Pickle,
+    ProfileFile,
+    Size,
+    Weights,
+    _entry,
+    _gather,
+    console,
+)
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(report)
+
+
+def report(
+    model: Model,
+    data: Data,
+    profile: ProfileFile,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The HTML file to write.")],
+    adapted: Annotated[
+        Path | None, typer.Option(help="Folder that `adapt --out` wrote; without it: has the data shifted?")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Inputs shown in the page; 0 where none may leave the site.")] = 12,
+    title: Annotated[str, typer.Option(help="What the model is called in the page.")] = "",
+    weights: Weights = None,
+    model_option: Options = None,
+    output_entry: Output = None,
+    size: Size = None,
+    channels: Channels = None,
+    mean: Mean = "0.5",
+    std: Deviation = "0.5",
+    batch_size: Batch = 256,
+    device: Device = "auto",
+    allow_pickle: Pickle = False,
+    as_json: Json = False,
+) -> None:
+    """Write one HTML page: how far the data is from home, what mending changed, what remains.
+
+    Labels are used for scores alone, where the data has any.
+    """
+    from shiftmend.report import facts, write
+    from shiftmend.report.verdicts import state
+
+    net, inputs, labels, preprocess = _gather(
+        model, weights, model_option, allow_pickle, data, size, channels, mean, std
+    )
+    found = facts(
+        net,
+        inputs,
+        profile,
+        adapted,
+        labels=labels,
+        classes=_class_names(data),
+        batch_size=batch_size,
+        preprocess=preprocess,
+        output=_entry(output_entry),
+        device=device,
+        samples=samples,
+        original=None if weights is None else str(weights),
+        title=title,
+    )
+    write(found, out)
+    said = state(found)
+    if as_json:
+        checks = {"before": found.before, "after": found.after}
+        values = {name: asdict(one) | {"verdict": one.verdict} for name, one in checks.items() if one is not None}
+        print(json.dumps({"report": str(out), "verdict": said.headline.lower(), "cautions": found.cautions, **values}))
+    else:
+        console.print(f"{said.headline}. {said.sentence}\nwritten to {out}", markup=False)
+
+
+def _class_names(data: Path) -> tuple[str, ...] | None:
+    """Those of a folder that has one folder per class."""
+    from shiftmend.data.folders import list_images
+
+    return (list_images(data).classes or None) if data.is_dir() else None

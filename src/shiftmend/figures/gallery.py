@@ -1,0 +1,223 @@
+"""Every figure by name, drawn from the folder of a benchmark's run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shiftmend.bench.cells import Result
+from shiftmend.bench.planning import chosen
+from shiftmend.bench.reading import read
+from shiftmend.bench.suite import find
+from shiftmend.bench.workshop import inputs_of, labelled
+from shiftmend.data.base import Split
+from shiftmend.errors import DataError
+from shiftmend.figures.scenes import Scene, after_each_block, stage
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked for; what is left open is up to the figure."""
+
+    benchmark: str
+    folder: Path
+    protocol: str = "offline"
+    methods: Sequence[str] | None = None
+    shifts: Sequence[str] | None = None
+    seed: int | None = None
+    root: Path | None = None
+    device: str = "auto"
+    layer: str | None = None
+    unit: int = 0
+
+    def results(self) -> list[Result]:
+        seeds = None if self.seed is None else [self.seed]
+        found = read(self.benchmark, self.folder, self.protocol, methods=self.methods, seeds=seeds, root=self.root)
+        if self.shifts is not None:
+            chosen(self.shifts, (*found.benchmark.shifts, "clean"), "shift", found.benchmark.name)
+        return [*found.results, *(result for result in found.clean if result not in found.results)]
+
+    def shift(self) -> str:
+        """The one shift of a figure that shows one: the first that is named, or the benchmark's first."""
+        return self.shifts[0] if self.shifts else find(self.benchmark).shifts[0]
+
+    def scene(self, *methods: str) -> Scene:
+        return stage(
+            self.benchmark,
+            self.folder,
+            self.shift(),
+            self.methods or methods,
+            seed=self.seed,
+            root=self.root,
+            device=self.device,
+            protocol=self.protocol,
+        )
+
+
+def _reliability(wanted: Wanted) -> Figure:
+    from shiftmend.figures import reliability
+
+    results = wanted.results()
+    usual = ("source-only", "shot-im", "fr", "bufr")
+    there = {result.cell.method for result in results}
+    return reliability.draw(results, wanted.methods or [name for name in usual if name in there], wanted.shifts)
+
+
+def _dots(wanted: Wanted) -> Figure:
+    from shiftmend.figures import dots
+
+    return dots.draw(wanted.results(), wanted.methods, wanted.shifts)
+
+
+def _shots(wanted: Wanted) -> Figure:
+    from shiftmend.figures import shots
+
+    found = find(wanted.benchmark)
+    results = [
+        result
+        for protocol in found.protocols
+        for result in read(wanted.benchmark, wanted.folder, protocol, root=wanted.root).results
+    ]
+    return shots.draw(results, wanted.methods, wanted.shifts)
+
+
+def _restoration(wanted: Wanted) -> Figure:
+    from shiftmend.figures import restoration
+
+    return restoration.draw(wanted.results(), wanted.methods, wanted.shifts)
+
+
+def _curves(wanted: Wanted) -> Figure:
+    from shiftmend.figures import curves
+
+    methods, shift = wanted.methods or ("bufr",), wanted.shift()
+    results = [
+        result
+        for result in wanted.results()
+        if result.cell.shift == shift and result.cell.method in methods and not result.failed
+    ]
+    if not results:
+        raise DataError(f"there is no finished result of {', '.join(methods)} on {shift}; run the benchmark first")
+    seed = min(result.cell.seed for result in results)
+    own = {result.cell.method: result.history for result in results if result.cell.seed == seed}
+    return curves.draw(own if len(own) > 1 else next(iter(own.values())), f"{shift}, seed {seed}")
+
+
+def _activations(wanted: Wanted) -> Figure:
+    from shiftmend.figures import activations
+
+    scene = wanted.scene("bufr")
+    return activations.draw(
+        scene.model,
+        inputs_of(scene.target.adapt),
+        scene.profile,
+        next(iter(scene.models().values())),
+        preprocess=scene.preprocess,
+        device=scene.device,
+    )
+
+
+def _embedding(wanted: Wanted) -> Figure:
+    from shiftmend.figures import embedding
+
+    scene = wanted.scene("shot-im", "fr", "bufr")
+    names = scene.target.score.classes if isinstance(scene.target.score, Split) else None
+    return embedding.draw(
+        scene.model,
+        scene.models(),
+        labelled(scene.source),
+        labelled(scene.target.score),
+        scene.profile,
+        class_names=names or None,
+        preprocess=scene.preprocess,
+        device=scene.device,
+    )
+
+
+def _patches(wanted: Wanted) -> Figure:
+    """The layer's own distribution is aligned for this one, as in the paper."""
+    import shiftmend
+    from shiftmend.figures import patches
+    from shiftmend.figures.measuring import layer_taps
+
+    scene = wanted.scene()
+    layer = wanted.layer or next(iter(layer_taps(scene.model, scene.preprocess(inputs_of(scene.source)[:2]))))
+    profile = shiftmend.profile(
+        scene.model,
+        inputs_of(scene.source),
+        taps={"early": layer},
+        preprocess=scene.preprocess,
+        device=scene.device,
+        progress=False,
+    )
+    method = (wanted.methods or ("bufr",))[0]
+    adapted = scene.adapt(method, profile, align=("early",)).model
+    return patches.draw(
+        scene.model,
+        inputs_of(scene.source),
+        inputs_of(scene.target.adapt),
+        adapted,
+        layer=layer,
+        number=wanted.unit,
+        preprocess=scene.preprocess,
+        device=scene.device,
+    )
+
+
+def _affected(wanted: Wanted) -> Figure:
+    import shiftmend
+    from shiftmend.figures import affected
+    from shiftmend.figures.measuring import layer_taps
+
+    scene = wanted.scene()
+    profile = shiftmend.profile(
+        scene.model,
+        inputs_of(scene.source),
+        taps=layer_taps(scene.model, scene.preprocess(inputs_of(scene.source)[:2])),
+        preprocess=scene.preprocess,
+        device=scene.device,
+        progress=False,
+    )
+    return affected.draw(
+        scene.model,
+        inputs_of(scene.target.adapt),
+        profile,
+        after_each_block(scene, (wanted.methods or ("bufr",))[0], profile),
+        preprocess=scene.preprocess,
+        device=scene.device,
+    )
+
+
+def _moved(wanted: Wanted) -> Figure:
+    from shiftmend.figures import moved
+
+    scene = wanted.scene("fr", "bufr")
+    sample = scene.preprocess(inputs_of(scene.target.adapt)[:2].to(scene.device))
+    return moved.draw(scene.model, scene.models(), groups=moved.bottom_up(scene.model, sample))
+
+
+FIGURES: Mapping[str, tuple[Callable[[Wanted], Figure], str]] = {
+    "reliability": (_reliability, "confidence against accuracy, with histograms of confidence"),
+    "dots": (_dots, "accuracy and calibration error, shift by shift and method by method"),
+    "shots": (_shots, "accuracy against the number of examples of each class"),
+    "restoration": (_restoration, "restoration distance against calibration error"),
+    "curves": (_curves, "loss, verification and accuracy over epochs, with the moments of unfreezing"),
+    "activations": (_activations, "distributions of the first features and logits before and after; adapts again"),
+    "embedding": (_embedding, "t-SNE of the features of a few classes, source and target; adapts again"),
+    "patches": (_patches, "what a filter responds to most, and how its response is distributed; adapts again"),
+    "affected": (_affected, "which units of which layers a shift hits; adapts again"),
+    "moved": (_moved, "how far the weights of each block were moved; adapts again"),
+}
+"""Name, function, and what it shows. Those that look into models adapt again: a store holds no models."""
+
+
+def draw(name: str, wanted: Wanted) -> Figure:
+    """A figure by its name."""
+    if name not in FIGURES:
+        raise DataError(f"unknown figure {name!r}, expected one of {', '.join(FIGURES)}")
+    return FIGURES[name][0](wanted)

@@ -1,0 +1,175 @@
+"""The sections on what the model answers: its predictions and, where labels exist, how good they are."""
+
+from __future__ import annotations
+
+from shiftmend.metrics import RegressionScores, Scores
+from shiftmend.report import charts
+from shiftmend.report.contents import Facts, Guesses
+from shiftmend.report.distances import legend
+from shiftmend.report.markup import Markup, Part, element, figure
+from shiftmend.report.verdicts import percent
+
+MOST_BARS = 20
+
+
+def predictions(facts: Facts) -> Markup:
+    made = facts.predictions
+    if made is None:
+        return element(
+            "section",
+            element("h2", "What the model says now"),
+            element(
+                "p", "The model gives no scores of classes; how its output moved is shown at the tap “logits” above."
+            ),
+            id="predictions",
+        )
+    parts: list[Part] = [element("h2", "What the model says now")]
+    sure = f"Its mean confidence (the probability it gives to its own answer) is {percent(made.before.confidence, 1)}"
+    if made.after is not None and made.changed is not None:
+        parts.append(
+            element(
+                "p",
+                f"{made.changed:,} of {made.total:,} predictions ({percent(made.changed / made.total, 1)}) changed by "
+                f"mending. {sure} before and {percent(made.after.confidence, 1)} after. A confident model can be "
+                "wrong: confidence is no proof.",
+            )
+        )
+    else:
+        parts.append(element("p", f"{sure}. A confident model can be wrong: confidence is no proof."))
+    parts.append(legend(made.after is not None, home=False))
+    text = "What to look for: a change of shape. A model at a loss has many predictions of low confidence."
+    chart = charts.confidences(made.before.histogram, None if made.after is None else made.after.histogram)
+    moves = [
+        element("li", f"“{facts.classes[one]}” became “{facts.classes[other]}”: {count:,}")
+        for one, other, count in made.moves
+    ]
+    beside = element(
+        "div",
+        figure(chart, "Confidence. ", text),
+        element("h3", "Most frequent changes") if moves else None,
+        element("ul", *moves) if moves else None,
+    )
+    parts.append(element("div", _balance(facts, made.before, made.after), beside, class_="first"))
+    return element("section", *parts, id="predictions")
+
+
+def _balance(facts: Facts, before: Guesses, after: Guesses | None) -> Markup:
+    order = range(len(before.counts))
+    left_out = len(before.counts) - MOST_BARS
+    if left_out > 0:
+        last = after or before
+        order_ = sorted(order, key=lambda k: (-max(before.counts[k], last.counts[k]), k))[:MOST_BARS]
+        chosen = sorted(order_)
+    else:
+        chosen = list(order)
+    total = max(1, sum(before.counts))
+    most = max(max(before.counts), max(after.counts) if after else 0) or 1
+    rows = []
+    for k in chosen:
+        bars = [_bar("before", before.counts[k], total, most)]
+        bars += [_bar("after", after.counts[k], total, most)] if after is not None else []
+        rows.append(
+            element(
+                "tr",
+                element("td", facts.classes[k], class_="name"),
+                element("td", element("div", *bars, class_="bars")),
+            )
+        )
+    rest = f" The {left_out:,} rarest classes are not shown." if left_out > 0 else ""
+    return element(
+        "figure",
+        element(
+            "div",
+            element(
+                "table",
+                element("thead", element("tr", element("th", "class"), element("th", "share of predictions"))),
+                element("tbody", *rows),
+            ),
+            class_="scroll",
+            tabindex="0",
+            role="region",
+            aria_label="Share of predictions by class",
+        ),
+        element(
+            "figcaption",
+            element("strong", "Classes. "),
+            "What to look for: a mixture that you would expect at this site. A class that swallows others, or "
+            f"vanishes, is a warning. The mixture at home is not in the profile.{rest}",
+        ),
+    )
+
+
+def _bar(kind: str, count: int, total: int, most: int) -> Markup:
+    return element(
+        "div",
+        element("i", style=f"--share:{count / most:.4f}"),
+        element("span", percent(count / total, 1)),
+        class_=f"bar {kind} layer-{kind}",
+        title=f"{kind}: {count:,}",
+    )
+
+
+def scores(facts: Facts) -> Part:
+    """Only where labels exist."""
+    before, after = facts.scores_before, facts.scores_after
+    if before is None:
+        return None
+    used = facts.mending is not None and facts.mending.used_labels
+    rows: list[tuple[str, str, str | None]] = []
+    chart: Part = None
+    if isinstance(before, Scores):
+        other = after if isinstance(after, Scores) else None
+        rows = [
+            ("accuracy: right answers", percent(before.accuracy, 1), percent(other.accuracy, 1) if other else None),
+            (
+                "calibration error: how far stated confidence is from accuracy, on average",
+                percent(before.ece, 1),
+                percent(other.ece, 1) if other else None,
+            ),
+            ("the same at its worst", percent(before.mce, 1), percent(other.mce, 1) if other else None),
+        ]
+        chart = figure(
+            charts.reliability(before.reliability, other.reliability if other else None),
+            "Honesty of the confidence. ",
+            "What to look for: points on the dotted diagonal. Below it the model is surer than it should be.",
+        )
+    elif isinstance(before, RegressionScores):
+        other_errors = after if isinstance(after, RegressionScores) else None
+        rows = [
+            (
+                "mean absolute error",
+                f"{before.mean_absolute_error:.4g}",
+                f"{other_errors.mean_absolute_error:.4g}" if other_errors else None,
+            ),
+            (
+                "root mean square error",
+                f"{before.root_mean_square_error:.4g}",
+                f"{other_errors.root_mean_square_error:.4g}" if other_errors else None,
+            ),
+        ]
+    head = ["", "before", "after"] if after is not None else ["", "here"]
+    table = element(
+        "table",
+        element("thead", element("tr", *(element("th", text) for text in head))),
+        element(
+            "tbody",
+            *(element("tr", *(element("td", cell) for cell in row if cell is not None)) for row in rows),
+        ),
+    )
+    said = (
+        "These labels, or others, were used for training: this is an upper bound and not a test."
+        if used
+        else "The labels were used for these scores alone, never for adapting."
+    )
+    return element(
+        "section",
+        element("h2", "Scores by labels"),
+        element("p", f"{before.samples:,} inputs came with labels. {said}"),
+        element(
+            "div",
+            element("div", table, class_="scroll", tabindex="0", role="region", aria_label="Scores"),
+            chart,
+            class_="first",
+        ),
+        id="scores",
+    )

@@ -1,0 +1,219 @@
+"""What one model does with the target: counts at every tap, slices, class predictions and, with labels, scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shiftmend.errors import TapError
+from shiftmend.histograms import sampling_floor
+from shiftmend.metrics import ClassificationMetrics, RegressionMetrics, RegressionScores, Scores
+from shiftmend.profiles import Profile
+from shiftmend.report.contents import Guesses, Predictions, Seen, TapShift, Unit
+from shiftmend.statistics import CountTracker, Histogram
+from shiftmend.taps import Entry, pick
+from shiftmend.verification import Verification, judge
+
+WORST = 30
+"""Units of a tap that are listed: so many of the worst before, and as many of the worst after."""
+MOVES = 6
+MOST_CLASSES = 2048
+"""Above it, which class became which is not counted: the table would be larger than all else."""
+
+
+class Look:
+    """Gathers over batches. Both models see the same batch before `compare` is asked about it."""
+
+    def __init__(self, profile: Profile, output: Entry) -> None:
+        self.profile, self.output = profile, output
+        self.slices = profile.slices["verification"]
+        homes = {**profile.taps, "": self.slices.histogram}
+        self.counters = {name: CountTracker(home.low, home.high, home.bins, home.scale) for name, home in homes.items()}
+        self.axis = profile.specs["logits"].channel_axis
+        self.chosen: Tensor | None = None
+        self.counts: Tensor | None = None
+        self.confidences: Tensor | None = None
+        self.certainty: Tensor | None = None
+        self.moves: Tensor | None = None
+        self.changed: Tensor | None = None
+        self.metrics: ClassificationMetrics | RegressionMetrics | None = None
+
+    def update(self, returned: Any, values: dict[str, Tensor], labels: Tensor | None) -> None:
+        for name, counter in self.counters.items():
+            counter.update(self.slices.projector(values["features"]) if name == "" else values[name])
+        logits = class_logits(returned, self.output, self.axis)
+        self.chosen = None if logits is None else logits.argmax(1).flatten()
+        if logits is not None and self.chosen is not None:
+            confidence = logits.double().softmax(1).amax(1).flatten()
+            steps = (confidence.nan_to_num(0.0) * 10).long().clamp(0, 9)
+            self.counts = _added(self.counts, torch.bincount(self.chosen, minlength=logits.shape[1]))
+            self.confidences = _added(self.confidences, torch.bincount(steps, minlength=10))
+            self.certainty = _added(self.certainty, confidence.sum())
+        if labels is not None:
+            self._score(returned, labels)
+
+    def _score(self, returned: Any, labels: Tensor) -> None:
+        result = pick(returned, self.output, "the model")
+        if self.metrics is None:
+            self.metrics = RegressionMetrics() if labels.is_floating_point() else ClassificationMetrics()
+        if isinstance(self.metrics, RegressionMetrics) and result.numel() == labels.numel():
+            result = result.reshape(labels.shape)
+        self.metrics.update(result, labels)
+
+    def compare(self, before: Look) -> None:
+        """Count what became of the predictions of the other model on this batch."""
+        if self.chosen is None or before.chosen is None or self.counts is None:
+            return
+        self.changed = _added(self.changed, (self.chosen != before.chosen).sum())
+        classes = len(self.counts)
+        if classes <= MOST_CLASSES:
+            pairs = torch.bincount(before.chosen * classes + self.chosen, minlength=classes**2)
+            self.moves = _added(self.moves, pairs)
+
+    def verification(self) -> Verification:
+        seen = self.counters[""]
+        return judge(self.slices, seen.counts, seen.samples, self.profile)
+
+    def scores(self) -> Scores | RegressionScores | None:
+        return None if self.metrics is None else self.metrics.compute()
+
+    def guesses(self) -> Guesses | None:
+        if self.counts is None or self.confidences is None or self.certainty is None:
+            return None
+        total = int(self.counts.sum())
+        return Guesses(tuple(self.counts.tolist()), float(self.certainty) / total, tuple(self.confidences.tolist()))
+
+
+def _added(sums: Tensor | None, more: Tensor) -> Tensor:
+    return more if sums is None else sums + more
+
+
+def class_logits(returned: Any, output: Entry, axis: int) -> Tensor | None:
+    """Scores of classes, brought to axis 1; None for a model that gives one number, or anything else."""
+    try:
+        result = pick(returned, output, "the model")
+    except TapError:
+        return None
+    if result.ndim < 2 or not result.is_floating_point():
+        return None
+    logits = result.movedim(axis, 1) if -result.ndim <= axis < result.ndim else result
+    return logits.float() if logits.shape[1] > 1 else None
+
+
+def guess(returned: Any, output: Entry, axis: int, count: int) -> list[tuple[int, float] | None]:
+    """Class and probability of each of `count` samples; None where a sample has many predictions, or none."""
+    logits = class_logits(returned, output, axis)
+    if logits is None or logits.ndim != 2:
+        return [None] * count
+    confidence, chosen = logits.softmax(1).max(1)
+    return list(zip(chosen.tolist(), confidence.tolist(), strict=True))
+
+
+def predictions(before: Look, after: Look | None) -> Predictions | None:
+    own = before.guesses()
+    if own is None:
+        return None
+    if after is None:
+        return Predictions(sum(own.counts), own, None, None, ())
+    other = after.guesses()
+    assert other is not None and after.changed is not None, "the adapted model has the head of the model"  # noqa: PT018
+    return Predictions(sum(own.counts), own, other, int(after.changed), _moves(after.moves, len(own.counts)))
+
+
+def _moves(table: Tensor | None, classes: int) -> tuple[tuple[int, int, int], ...]:
+    if table is None:
+        return ()
+    pairs = table.clone().view(classes, classes)
+    pairs.fill_diagonal_(0)
+    # sorted by count, then by class: the order must not depend on the machine
+    found = [(int(a), int(b), int(pairs[a, b])) for a, b in pairs.nonzero().tolist()]
+    return tuple(sorted(found, key=lambda move: (-move[2], move[0], move[1]))[:MOVES])
+
+
+def tap_shifts(before: Look, after: Look | None, profile: Profile, samples: int) -> tuple[TapShift, ...]:
+    """How far each tap is from home, the features first."""
+    # positions of one feature map are not independent: what counts against chance is the number of inputs
+    floor = sampling_floor(profile.bins, profile.inputs_seen, samples)
+    return tuple(
+        _tap_shift(
+            name,
+            str(profile.specs[name]),
+            profile.taps[name],
+            floor,
+            _shares(before.counters[name]),
+            None if after is None else _shares(after.counters[name]),
+            samples,
+        )
+        for name in profile.taps
+    )
+
+
+def _shares(counter: CountTracker) -> Tensor:
+    return (counter.counts / counter.samples).cpu()
+
+
+def _tap_shift(
+    name: str, where: str, home: Histogram, floor: float, before: Tensor, after: Tensor | None, samples: int
+) -> TapShift:
+    own = home.probabilities.double()
+    usable = home.usable.nonzero().flatten().tolist()
+
+    def distances(shares: Tensor) -> list[float]:
+        return [float(value) for value in home.per_unit(shares.double())[usable]]
+
+    def clear(values: list[float]) -> int:
+        return sum(Verification(value, floor, samples).verdict == "not restored" for value in values)
+
+    def seen(shares: Tensor, place: int) -> Seen:
+        row, unit = shares[usable[place]].double(), own[usable[place]]
+        steps = torch.cat([torch.zeros(1), torch.arange(home.bins.inner) + 0.5, torch.tensor([home.bins.inner])])
+        steps = steps.double() / home.bins.inner
+        return Seen(
+            divergence=(first if shares is before else second)[place],
+            outside=float(row[0] + row[-1]),
+            moved=float(((row - unit) * steps).sum()),
+            spread=_spread(row, steps) / max(_spread(unit, steps), 1e-12),
+            shares=tuple(row.tolist()),
+        )
+
+    first = distances(before)
+    second = [] if after is None else distances(after)
+    places = dict.fromkeys(_worst(first) + _worst(second))
+    worst = tuple(
+        Unit(
+            usable[place],
+            float(home.low[usable[place]]),
+            float(home.high[usable[place]]),
+            tuple(own[usable[place]].tolist()),
+            seen(before, place),
+            None if after is None else seen(after, place),
+        )
+        for place in sorted(places, key=lambda place: (-_rank(first[place]), place))
+    )
+    return TapShift(
+        name,
+        where,
+        home.units - len(usable),
+        floor,
+        tuple(first),
+        None if after is None else tuple(second),
+        clear(first),
+        None if after is None else clear(second),
+        worst,
+    )
+
+
+def _spread(shares: Tensor, steps: Tensor) -> float:
+    mean = (shares * steps).sum()
+    return float((shares * (steps - mean).square()).sum().clamp_min(0).sqrt())
+
+
+def _rank(value: float) -> float:
+    """NaN is as far from home as can be."""
+    return value if value == value else float("inf")
+
+
+def _worst(values: list[float]) -> list[int]:
+    return sorted(range(len(values)), key=lambda place: (-_rank(values[place]), place))[:WORST]

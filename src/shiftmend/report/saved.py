@@ -1,0 +1,82 @@
+"""Read back what `Adaptation.save` wrote, trusting none of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import nn
+
+from shiftmend import fingerprints
+from shiftmend.adaptations import Adaptation, Epoch
+from shiftmend.errors import AdaptationError, DataError
+
+FILES = ("model.safetensors", "history.json", "manifest.json")
+REMEDY = "adapt again, or name the folder that `shiftmend adapt --out` wrote"
+
+
+def load(folder: Path, model: nn.Module) -> Adaptation:
+    """The adaptation in a folder, its weights in a copy of `model`; anything wrong with it is one sentence."""
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}; expected one that `shiftmend adapt --out` wrote")
+    missing = [name for name in FILES if not (folder / name).is_file()]
+    if missing:
+        raise DataError(f"{folder} holds no {missing[0]}; {REMEDY}")
+    manifest = _manifest(folder / "manifest.json")
+    history = _history(folder / "history.json")
+    adapted = copy.deepcopy(model)
+    path = folder / "model.safetensors"
+    try:
+        state = safetensors.torch.load_file(path)
+    except Exception as error:
+        raise DataError(f"{path} is damaged ({error}); {REMEDY}") from error
+    try:
+        adapted.load_state_dict(state)
+    except RuntimeError as error:
+        first = next((line.strip() for line in str(error).splitlines()[1:] if line.strip()), str(error))
+        raise AdaptationError(
+            f"the weights in {path} are of another architecture than the model ({first[:200]}); name the model that "
+            "was adapted"
+        ) from error
+    if fingerprints.weights(adapted) != manifest["adapted_weights"]:
+        raise DataError(f"{path} is not the file that manifest.json beside it describes; {REMEDY}")
+    return Adaptation(adapted.eval(), history, manifest, selected=manifest["selected_epoch"])
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # also text that is no UTF-8
+        raise DataError(f"{path} is damaged: it is not readable as JSON; {REMEDY}") from error
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    data = _json(path)
+    needed = {"method": dict, "kept": str, "status": str, "adapted_weights": str, "selected_epoch": int}
+    fits = isinstance(data, dict) and all(isinstance(data.get(name), kind) for name, kind in needed.items())
+    if not fits or not isinstance(data["method"].get("name"), str):
+        raise DataError(f"{path} is damaged: it is no manifest of an adaptation; {REMEDY}")
+    return dict(data)
+
+
+def _history(path: Path) -> list[Epoch]:
+    data = _json(path)
+    names = {field.name for field in fields(Epoch)}
+    numbers = ("learning_rate", "verification", "seconds", "marginals", "entropy", "confidence")
+    fits = isinstance(data, list) and all(
+        isinstance(row, dict)
+        and {"epoch", "block", "learning_rate", "losses", "verification", "seconds"} <= set(row) <= names
+        and type(row["epoch"]) is int
+        and isinstance(row["block"], str)
+        and isinstance(row["losses"], dict)
+        and all(isinstance(row.get(name), int | float | None) for name in numbers)
+        and all(isinstance(loss, int | float) for loss in row["losses"].values())
+        for row in data
+    )
+    if not fits:
+        raise DataError(f"{path} is damaged: it is no history of an adaptation; {REMEDY}")
+    return [Epoch(**row) for row in data]

@@ -1,0 +1,108 @@
+"""Every figure by its name, from the folder of a run: through the command line, as a user would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shiftmend.bench.runner import run
+from shiftmend.cli import main
+from shiftmend.errors import DataError
+from shiftmend.figures import gallery
+from shiftmend.figures.gallery import FIGURES, Wanted
+from shiftmend.figures.scenes import stage
+
+TINY = f"{Path(__file__).parent.parent / 'bench' / 'tiny.py'}:TINY"
+LOOK_INSIDE = ("activations", "embedding", "affected", "moved", "patches")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench")
+    torch.set_num_threads(1)
+    methods = ["source-only", "adabn", "fr"]
+    run(TINY, folder, methods=methods, root=folder, device="cpu", workers=1, progress=False)
+    return folder
+
+
+def drawn(name: str, home: Path, **changes: Any) -> Any:
+    options: dict[str, Any] = {"root": home, "device": "cpu", "methods": ["source-only", "adabn", "fr"]}
+    if name in (*LOOK_INSIDE, "curves"):
+        options |= {"methods": ["fr"], "shifts": ["noisy"]}
+    return gallery.draw(name, Wanted(TINY, home, **(options | changes)))
+
+
+@pytest.mark.parametrize("name", [name for name in FIGURES if name != "shots"])
+def test_every_figure_can_be_drawn_from_a_run(name: str, home: Path) -> None:
+    figure = drawn(name, home)
+    artists = [
+        artist for axis in figure.axes for artist in (*axis.lines, *axis.patches, *axis.collections, *axis.images)
+    ]
+    assert artists
+
+
+def test_the_reliability_diagram_is_of_the_stored_bins(home: Path) -> None:
+    wanted = Wanted(TINY, home, root=home, methods=["fr"])
+    results = [result for result in wanted.results() if result.cell.method == "fr"]
+    text = " ".join(item.get_text() for axis in drawn("reliability", home, methods=["fr"]).axes for item in axis.texts)
+    pooled = [sum(result.manifest["reliability"][i]["count"] for result in results) for i in range(10)]
+    gaps = [
+        sum(
+            part["count"] * (part["accuracy"] - part["confidence"])
+            for result in results
+            if (part := result.manifest["reliability"][i])["count"]
+        )
+        for i in range(10)
+    ]
+    assert f"ECE {100 * sum(map(abs, gaps)) / sum(pooled):.1f} %" in text
+
+
+def test_a_scene_is_the_cell_again(home: Path) -> None:
+    scene = stage(TINY, home, "noisy", ["fr"], root=home, device="cpu")
+    wanted = Wanted(TINY, home, root=home, methods=["fr"], seed=scene.seed)
+    (result,) = [r for r in wanted.results() if r.cell.shift == "noisy" and r.cell.method == "fr"]
+    assert scene.adapted["fr"].manifest["adapted_weights"] == result.manifest["adapted_weights"]
+
+
+def test_what_cannot_be_drawn_is_one_sentence(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="unknown figure 'pie', expected one of reliability"):
+        drawn("pie", home)
+    with pytest.raises(DataError, match="no shift 'sideways'"):
+        drawn("dots", home, shifts=["sideways"])
+    with pytest.raises(DataError, match="no method 'bufr'"):
+        drawn("activations", home, methods=["bufr"])
+    with pytest.raises(DataError, match="source model of its own"):
+        drawn("moved", home, methods=["shot"])
+    with pytest.raises(DataError, match="no store of benchmark results"):
+        gallery.draw("dots", Wanted(TINY, tmp_path, root=tmp_path))
+    with pytest.raises(DataError, match="no finished result of shot on noisy"):
+        drawn("curves", home, methods=["shot"])
+
+
+def test_the_command_writes_what_it_says(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shared = ["--folder", str(home), "--data-root", str(home), "--methods", "adabn,fr"]
+    for target, start in (("a.svg", b"<?xml"), ("b.png", b"\x89PNG")):
+        with pytest.raises(SystemExit) as ended:
+            main(["figure", "dots", TINY, *shared, "--out", target])
+        assert ended.value.code == 0
+        assert f"written to {target}" in capsys.readouterr().out
+        assert (tmp_path / target).read_bytes().startswith(start)
+    for wrong, said in (
+        (["pie", TINY], "unknown figure"),
+        (["dots", TINY, "--out", "c.pdf"], ".png or .svg"),
+        (["dots", TINY, "--folder", "nowhere"], "no store"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["figure", *wrong[:2], *shared, *wrong[2:]])
+        assert ended.value.code == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(SystemExit):
+        main(["figure", "list"])
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in FIGURES)

@@ -1,0 +1,281 @@
+"""Every number of a report against numpy in float64, computed another way."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from report_worlds import mended
+from torch import nn
+
+import shiftmend
+from shiftmend import report
+from shiftmend.histograms import Bins, sampling_floor
+from shiftmend.profiles import Profile
+from shiftmend.report.gathering import enough
+from shiftmend.report.page import render
+from shiftmend.report.verdicts import limits, number, state
+from shiftmend.verification import Verification
+from worlds import sensors
+
+Array = NDArray[np.float64]
+
+
+def softmax(values: Array) -> Array:
+    powers = np.exp(values - values.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def reference_shares(values: Array, low: float, high: float, bins: Bins) -> Array:
+    """Equation (4) of the paper for one unit, written out."""
+    cuts = np.arange(bins.inner + 1) / bins.inner
+    unit = (values - low) / (high - low)
+    weights = np.arange(1, bins.total + 1)
+    offsets = np.concatenate([[0.0], -np.cumsum(cuts)])
+    return softmax((unit[:, None] * weights + offsets) / bins.temperature).mean(0)
+
+
+def reference_divergence(home: Array, here: Array) -> float:
+    logs = np.log(home + 1e-8) - np.log(here + 1e-8)
+    return float(((home - here) * logs).sum() / math.log(len(home)))
+
+
+def activations(model: nn.Module, inputs: torch.Tensor) -> tuple[Array, Array]:
+    """What the last layer reads and writes."""
+    with torch.no_grad():
+        features = nn.Sequential(*list(model)[:-1])(inputs)  # type: ignore[call-overload]
+        return features.double().numpy(), list(model)[-1](features).double().numpy()  # type: ignore[call-overload]
+
+
+@pytest.fixture(scope="module")
+def found() -> report.Facts:
+    world, profile, result = mended()
+    return report.facts(world.model, world.target, profile, result, labels=world.labels)
+
+
+def test_the_verdict_is_that_of_verify(found: report.Facts) -> None:
+    world, profile, result = mended()
+    for seen, model in ((found.before, world.model), (found.after, result.model)):
+        own = shiftmend.verify(model, world.target, profile)
+        assert seen is not None
+        assert seen.divergence == pytest.approx(own.divergence, rel=1e-6)
+        assert (seen.floor, seen.samples, seen.verdict) == (own.floor, own.samples, own.verdict)
+    assert state(found).headline.lower() == result.after.verdict  # type: ignore[union-attr]
+
+
+def test_units_against_numpy(found: report.Facts) -> None:
+    world, profile, result = mended()
+    for tap in found.taps:
+        place = ("features", "logits").index(tap.name)
+        stored = profile.taps[tap.name]
+        usable = [unit for unit in range(stored.units) if bool(stored.usable[unit])]
+        assert (tap.units, tap.constant) == (len(usable), stored.units - len(usable))
+        for side, model in (("before", world.model), ("after", result.model)):
+            values = activations(model, world.target)[place]
+            expected = {}
+            for unit in usable:
+                home = stored.counts[unit].double().numpy() / stored.samples
+                low, high = float(stored.low[unit]), float(stored.high[unit])
+                shares = reference_shares(values[:, unit], low, high, profile.bins)
+                expected[unit] = reference_divergence(home, shares)
+                shown = next((one for one in tap.worst if one.number == unit), None)
+                assert shown is not None, "there are fewer units than are listed"
+                seen = getattr(shown, side)
+                middle = np.concatenate([[0.0], np.arange(profile.bins.inner) + 0.5, [profile.bins.inner]])
+                middle = middle / profile.bins.inner
+                assert np.allclose(seen.shares, shares, atol=2e-4)
+                assert seen.outside == pytest.approx(shares[0] + shares[-1], abs=2e-4)
+                assert seen.moved == pytest.approx(((shares - home) * middle).sum(), abs=2e-4)
+                deviations = [np.sqrt((p * (middle - (p * middle).sum()) ** 2).sum()) for p in (shares, home)]
+                assert seen.spread == pytest.approx(deviations[0] / deviations[1], rel=1e-2, abs=1e-3)
+            assert getattr(tap, side) == pytest.approx([expected[unit] for unit in usable], rel=2e-2, abs=1e-3)
+            limit = tap.floor + max(0.01, 3 * tap.floor)
+            clear = sum(value >= limit for value in getattr(tap, side))
+            assert getattr(tap, f"clear_{side}") == clear
+        assert tap.floor == sampling_floor(profile.bins, 600, 600)
+        distances = [one.before.divergence for one in tap.worst]
+        assert distances == sorted(distances, reverse=True)
+
+
+def test_predictions_against_numpy(found: report.Facts) -> None:
+    world, _, result = mended()
+    probabilities = [softmax(activations(model, world.target)[1]) for model in (world.model, result.model)]
+    chosen = [p.argmax(1) for p in probabilities]
+    made = found.predictions
+    assert made is not None
+    assert made.after is not None
+    assert made.total == 600
+    for side, p, guess in zip((made.before, made.after), probabilities, chosen, strict=True):
+        assert list(side.counts) == np.bincount(guess, minlength=3).tolist()
+        assert side.confidence == pytest.approx(p.max(1).mean(), rel=1e-5)
+        expected = np.histogram(p.max(1), bins=np.arange(11) / 10)[0]
+        assert np.abs(np.array(side.histogram) - expected).sum() <= 2  # one sample may lie on an edge
+    assert made.changed == int((chosen[0] != chosen[1]).sum()) > 0
+    pairs = {(a, b): int(((chosen[0] == a) & (chosen[1] == b)).sum()) for a in range(3) for b in range(3) if a != b}
+    assert {(a, b): count for a, b, count in made.moves} == {pair: n for pair, n in pairs.items() if n}
+    counts = [count for _, _, count in made.moves]
+    assert counts == sorted(counts, reverse=True)
+    for sample in found.inputs:
+        for side, p in (("before", probabilities[0]), ("after", probabilities[1])):
+            guess, confidence = getattr(sample, side)
+            assert guess == p[sample.number].argmax()
+            assert confidence == pytest.approx(p[sample.number].max(), rel=1e-4)
+        assert np.array_equal(sample.values, world.target[sample.number].numpy())
+        assert sample.label == int(world.labels[sample.number])
+
+
+def test_scores_are_those_of_evaluate_and_absent_without_labels(found: report.Facts) -> None:
+    world, profile, result = mended()
+    assert found.scores_before == shiftmend.evaluate(world.model, (world.target, world.labels))
+    assert found.scores_after == shiftmend.evaluate(result.model, (world.target, world.labels))
+    bare = report.facts(world.model, (world.target, world.labels), profile, result)
+    assert bare.scores_before is None
+    assert bare.scores_after is None
+    assert all(sample.label is None for sample in bare.inputs)
+
+
+def test_models_and_data_stay_as_they_were() -> None:
+    world, profile, result = mended()
+    world.model.train()
+    try:
+        before = [value.clone() for value in world.model.state_dict().values()]
+        target = world.target.clone()
+        report.facts(world.model, world.target, profile, result)
+        assert world.model.training
+        assert all(torch.equal(a, b) for a, b in zip(before, world.model.state_dict().values(), strict=True))
+        assert torch.equal(world.target, target)
+    finally:
+        world.model.eval()
+
+
+def test_streams_and_batches_give_the_same() -> None:
+    world, profile, result = mended()
+    whole = report.facts(world.model, world.target, profile, result)
+    parts = report.facts(world.model, list(world.target.split(70)), profile, result, batch_size=50)
+    assert whole.after is not None
+    assert parts.after is not None
+    assert parts.after.divergence == pytest.approx(whole.after.divergence, rel=1e-5)
+    assert parts.predictions is not None
+    assert whole.predictions is not None
+    assert parts.predictions.changed == whole.predictions.changed
+
+
+def test_cautions_say_what_does_not_belong_together() -> None:
+    world, profile, result = mended()
+    assert report.facts(world.model, world.source, profile, result).cautions == ()
+    inputs = report.facts(world.model, world.target, profile).cautions
+    assert inputs == (
+        "Look at the preprocessing of the inputs: their values lie in [-16.6, 14.4], at the source in [-6.08, 6]: "
+        "another normalisation?",
+    )
+    assert "did not run to its end" in _one(replace(result, manifest=result.manifest | {"status": "interrupted"}))
+    assert "other weights" in _one(replace(result, manifest=result.manifest | {"source_weights": "0"}))
+    assert "another profile" in _one(replace(result, manifest=result.manifest | {"profile_sha256": "0"}))
+
+
+def _one(result: shiftmend.Adaptation) -> str:
+    world, profile, _ = mended()
+    (caution,) = report.facts(world.model, world.source, profile, result).cautions
+    return caution
+
+
+def test_whether_the_judged_data_was_adapted_to() -> None:
+    world, profile, result = mended()
+    for target, same in ((world.target, True), (world.target[1:], False)):
+        mending = report.facts(world.model, target, profile, result).mending
+        assert mending is not None
+        assert mending.same_data is same
+
+
+def test_before_only_says_shifted_or_as_at_home() -> None:
+    world = sensors(samples=1500)
+    profile = world.profile()
+    assert state(report.facts(world.model, world.target, profile)).headline == "Shifted"
+    assert state(report.facts(world.model, world.source, profile)).headline == "As at home"
+    few = report.facts(world.model, world.source[:40], profile)
+    assert (state(few).headline, few.before.verdict) == ("Undecided", "undecided")
+    assert f"{few.enough:,}" in state(few).next_steps[0]
+
+
+def test_a_model_of_one_number_has_no_predictions() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1), nn.Flatten(0)).eval()
+    inputs, wanted = torch.randn(300, 6), torch.randn(300)
+    profile = shiftmend.profile(model, inputs, progress=False)
+    result = shiftmend.adapt(model, inputs + 1, profile, "fr", epochs=1, progress=False)
+    found = report.facts(model, inputs + 1, profile, result, labels=wanted)
+    assert found.predictions is None
+    assert all(sample.before is None for sample in found.inputs)
+    with torch.no_grad():
+        error = np.abs(model(inputs + 1).double().numpy() - wanted.double().numpy()).mean()
+    assert isinstance(found.scores_before, shiftmend.RegressionScores)
+    assert found.scores_before.mean_absolute_error == pytest.approx(error, rel=1e-5)
+    page = render(found)
+    assert "no scores of classes" in page
+    assert f"{error:.4g}" in page
+
+
+@given(st.floats(0, 3), st.floats(1e-4, 0.2))
+def test_limits_are_those_of_the_verdict(divergence: float, floor: float) -> None:
+    found = Verification(divergence, floor, 100)
+    restored, failed = limits(found)
+    margin = 1e-9
+    if divergence < restored - margin and floor <= 0.01:
+        assert found.verdict == "restored"
+    if divergence > failed + margin:
+        assert found.verdict == "not restored"
+    if restored + margin < divergence < failed - margin:
+        assert found.verdict == ("partly restored" if floor <= 0.01 else "undecided")
+
+
+@given(st.integers(50, 100_000))
+def test_enough_samples_are_just_enough(source: int) -> None:
+    bins = Bins()
+    least = enough(bins, source)
+    if least is None:
+        assert sampling_floor(bins, source, 10**12) >= 0.01 - 1e-9
+    else:
+        assert sampling_floor(bins, source, least) <= 0.01 + 1e-12
+        assert sampling_floor(bins, source, least - 1) > 0.01
+
+
+@given(st.floats(0, 1e6, allow_nan=False))
+def test_numbers_for_people_are_near_the_truth(value: float) -> None:
+    text = number(value)
+    if text == "below 0.0005":
+        assert 0 < value < 0.0005
+    else:
+        assert float(text) == pytest.approx(value, rel=0.06)
+
+
+def verdict_of(before: float, after: float, floor: float = 0.004) -> tuple[str, str]:
+    world, profile, result = mended()
+    found = report.facts(world.model, world.target, profile, result, samples=0)
+    made = state(replace(found, before=Verification(before, floor, 600), after=Verification(after, floor, 600)))
+    return made.headline, made.sentence
+
+
+def test_the_sentence_says_what_happened() -> None:
+    assert verdict_of(0.404, 0.044)[0] == "Not restored"
+    assert "90\u00a0%" in verdict_of(0.404, 0.044)[1]
+    assert "made it worse" in verdict_of(0.1, 0.4)[1]
+    assert "as near as chance allows" in verdict_of(0.003, 0.002)[1]
+    assert "no finite numbers" in verdict_of(0.1, math.nan)[1]
+    assert verdict_of(0.1, math.nan)[0] == "Not restored"
+    assert "finite again" in verdict_of(math.nan, 0.005)[1]
+    assert verdict_of(0.1, 0.05, floor=0.04)[0] == "Undecided"
+    assert verdict_of(0.1, 0.005)[0] == "Restored"
+
+
+def test_profile_may_be_a_file(tmp_path: object) -> None:
+    world, profile, _ = mended()
+    path = f"{tmp_path}/p.safetensors"
+    profile.save(path)
+    found = report.facts(world.model, world.target, path)
+    assert isinstance(Profile.load(path), Profile)
+    assert found.home.size == len(profile.to_bytes())

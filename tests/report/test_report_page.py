@@ -1,0 +1,285 @@
+"""The page taken apart: what is in it, whether its numbers are right, and that no text can become markup."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from report_worlds import Page, mended
+from torch import nn
+
+import shiftmend
+from shiftmend import report
+from shiftmend.adaptations import Adaptation, Epoch
+from shiftmend.report.markup import Markup, element, escaped
+from shiftmend.report.page import render
+from shiftmend.report.verdicts import number
+from shiftmend.taps import Tap
+
+HOSTILE = "</script><script>alert(1)</script><img src=//x.test/p onerror='alert(2)'>\"&amp;\u202e\x00"
+ORDER = ["verdict", "inputs", "shift", "training", "predictions", "scores", "stored", "run", "undo"]
+
+
+@pytest.fixture(scope="module")
+def found() -> report.Facts:
+    world, profile, result = mended()
+    return report.facts(world.model, world.target, profile, result, labels=world.labels, original="home.safetensors")
+
+
+@pytest.fixture(scope="module")
+def page(found: report.Facts) -> Page:
+    return Page(render(found))
+
+
+def test_sections_are_there_in_order(page: Page, found: report.Facts) -> None:
+    assert list(page.sections) == ORDER
+    levels = [int(level[1]) for level, _ in page.headings]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+    assert all(text.strip() for _, text in page.headings)
+    bare = replace(found, after=None, scores_before=None, scores_after=None, mending=None)
+    assert "training" not in Page(render(bare)).sections
+
+
+def test_before_only_has_no_word_of_mending_in_its_verdict() -> None:
+    world, profile, _ = mended()
+    page = Page(render(report.facts(world.model, world.target, profile)))
+    assert list(page.sections) == ["verdict", "inputs", "shift", "predictions", "stored", "run", "undo"]
+    assert page.headings[1][1].endswith("Shifted")
+    assert "nothing to undo" in page.sections["undo"]
+
+
+def test_numbers_are_those_computed_elsewhere(page: Page) -> None:
+    world, profile, result = mended()
+    verdict = page.sections["verdict"]
+    for model in (world.model, result.model):
+        assert number(shiftmend.verify(model, world.target, profile).divergence) in verdict
+    accuracies = [100 * world.accuracy(model) for model in (world.model, result.model)]
+    assert f"{accuracies[0]:.1f}\u00a0% → {accuracies[1]:.1f}\u00a0%" in verdict
+    with torch.no_grad():
+        before, after = world.model(world.target), result.model(world.target)
+    changed = int((before.argmax(1) != after.argmax(1)).sum())
+    assert f"{changed} of 600 predictions ({100 * changed / 600:.1f}\u00a0%)" in page.sections["predictions"]
+    for logits in (before, after):
+        assert f"{100 * float(logits.softmax(1).amax(1).mean()):.1f}\u00a0%" in page.sections["predictions"]
+        for share in np.bincount(logits.argmax(1), minlength=3) / 6:
+            assert f"{share:.1f}\u00a0%" in page.sections["predictions"]
+    assert "never for adapting" in page.sections["scores"]
+    for fact in ("600", "12 units", "128 for verification", profile.weights, f"{len(profile.to_bytes()):,} bytes"):
+        assert fact in page.sections["stored"]
+    assert "home.safetensors" in page.sections["undo"]
+    for block in {row.block for row in result.history[1:]}:
+        assert block in page.sections["training"]
+
+
+def test_nothing_is_loaded_from_anywhere(found: report.Facts) -> None:
+    text = render(found)
+    for tag, attributes in Page(text).elements:
+        assert tag not in ("link", "iframe", "object", "embed", "base", "form", "a")
+        for name in ("src", "href", "srcset", "action", "data", "poster", "xlink:href"):
+            assert (attributes.get(name) or "data:").startswith("data:")
+        assert not [name for name in attributes if name.startswith("on")]
+    assert not re.search(r"https?://|@import|url\(|fetch\(|XMLHttpRequest|eval\(", text)
+    policy = next(a["content"] for t, a in Page(text).elements if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+
+
+def test_pictures_and_charts_can_be_read_out(page: Page) -> None:
+    for tag, attributes in page.elements:
+        if tag == "svg":
+            assert attributes["role"] == "img"
+            assert attributes["aria-label"]
+        if tag == "img":
+            assert attributes["alt"]
+    figures = sum(tag == "figure" for tag, _ in page.elements)
+    assert figures == sum(tag == "figcaption" for tag, _ in page.elements) > 10
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+
+
+def test_without_scripts_only_controls_are_hidden(page: Page) -> None:
+    hidden = [(tag, attributes) for tag, attributes in page.elements if "hidden" in attributes]
+    for tag, attributes in hidden:
+        assert "data-controls" in attributes or (tag in ("figure", "tr") and "data-row" in attributes)
+    shown = [a for tag, a in page.elements if tag == "figure" and "data-row" in a and "hidden" not in a]
+    values = [float(a["data-before"] or "nan") for a in shown[:6]]
+    assert values == sorted(values, reverse=True)
+
+
+def test_the_same_facts_give_the_same_bytes(found: report.Facts, tmp_path: Path) -> None:
+    world, profile, result = mended()
+    again = report.facts(world.model, world.target, profile, result, labels=world.labels, original="home.safetensors")
+    report.write(found, tmp_path / "one.html")
+    report.write(again, tmp_path / "two.html")
+    assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
+
+
+class Hostile(nn.Module):
+    """A network whose layer carries a name that would end a script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.ReLU())
+        self.add_module("<b>head</b>", nn.Linear(8, 3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self._modules["<b>head</b>"](self.body(inputs))  # type: ignore[misc]
+        return result
+
+
+def test_text_from_models_and_files_stays_text() -> None:
+    torch.manual_seed(0)
+    model, data = Hostile().eval(), torch.randn(300, 6)
+    profile = shiftmend.profile(model, data, taps={HOSTILE: Tap(HOSTILE, "body")}, progress=False)
+    result = shiftmend.adapt(model, data + 1, profile, "fr", epochs=1, progress=False)
+    manifest = result.manifest | {"status": HOSTILE, "environment": {HOSTILE: HOSTILE}}
+    history = [result.history[0], replace(result.history[1], block=HOSTILE), replace(result.history[1], epoch=2)]
+    poisoned = Adaptation(result.model, history, manifest, result.before, result.after)
+    found = report.facts(
+        model, data + 1, profile, poisoned, classes=[HOSTILE, "b", "c"], title=HOSTILE, original=HOSTILE
+    )
+    text = render(found)
+    page = Page(text)
+    assert sum(tag == "script" for tag, _ in page.elements) == 1
+    assert sum(tag == "b" for tag, _ in page.elements) == 0
+    assert not [1 for _, attributes in page.elements if "onerror" in attributes]
+    assert "//x.test" not in "".join(str(attributes.get("src")) for _, attributes in page.elements)
+    assert "\x00" not in text
+    assert "\u202e" not in text
+    for part in ("shift", "predictions", "run", "undo", "training", "verdict"):
+        assert "<script>alert(1)</script>" in page.sections[part], part  # as text, for people to see
+
+
+@given(st.text(), st.text())
+def test_escaped_text_comes_back_as_text(text: str, other: str) -> None:
+    page = Page(element("p", text, title=other))
+    ((tag, attributes),) = page.elements
+    assert tag == "p"
+    plain = [escaped(one) for one in (text, other)]
+    assert "<" not in plain[0] + plain[1]
+    assert '"' not in plain[1]
+    assert set(attributes) == {"title"}
+    if other.isprintable():
+        assert attributes["title"] == other
+
+
+def test_markup_is_only_what_says_so() -> None:
+    assert element("p", "<i>", Markup("<br>"), None, 3) == "<p>&lt;i&gt;<br>3</p>"
+    assert element("input", checked=True, hidden=False, data_toggle="x") == '<input checked data-toggle="x">'
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [((1, 20, 30), "images"), ((3, 400, 300), "images"), ((5, 9, 9), "images"), ((2, 500), "signals"), ((6,), "table")],
+)
+def test_inputs_are_shown_in_the_way_that_suits_them(shape: tuple[int, ...], kind: str) -> None:
+    torch.manual_seed(0)
+    size = int(np.prod(shape))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(size, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    data = torch.randn(20, *shape)
+    profile = shiftmend.profile(model, data, progress=False)
+    text = render(report.facts(model, data, profile))
+    page = Page(text)
+    pictures = [attributes["src"] for tag, attributes in page.elements if tag == "img"]
+    assert len(pictures) == (12 if kind == "images" else 0)
+    for source in pictures:
+        assert source is not None
+        image = Image.open(io.BytesIO(base64.b64decode(source.removeprefix("data:image/png;base64,"))))
+        assert max(image.size) <= 192
+        assert image.size[0] / image.size[1] == pytest.approx(shape[2] / shape[1], rel=0.02)
+        assert image.mode == ("RGB" if shape[0] == 3 else "L")
+    labels = [attributes.get("aria-label") or "" for tag, attributes in page.elements if tag == "svg"]
+    assert sum(label.startswith("Input ") for label in labels) == (12 if kind == "signals" else 0)
+    assert ("value 5" in page.sections["inputs"]) == (kind == "table")
+    assert len(text) < 3_000_000
+
+
+def test_eight_bit_images_are_shown_as_they_are() -> None:
+    images = torch.randint(0, 256, (16, 3, 8, 8), dtype=torch.uint8)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+
+    def preprocess(batch: torch.Tensor) -> torch.Tensor:
+        return batch.float() / 255
+
+    profile = shiftmend.profile(model, images, preprocess=preprocess, progress=False)
+    page = Page(render(report.facts(model, images, profile, preprocess=preprocess, samples=1)))
+    (source,) = [attributes["src"] for tag, attributes in page.elements if tag == "img"]
+    assert source is not None
+    image = Image.open(io.BytesIO(base64.b64decode(source.removeprefix("data:image/png;base64,"))))
+    assert np.array_equal(np.asarray(image), images[0].permute(1, 2, 0).numpy())
+
+
+def test_no_inputs_where_none_may_leave(found: report.Facts) -> None:
+    world, profile, result = mended()
+    page = Page(render(report.facts(world.model, world.target, profile, result, samples=0)))
+    assert "No inputs are shown" in page.sections["inputs"]
+    assert "value 0" not in page.sections["inputs"]
+
+
+def test_large_models_give_small_pages() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 1000)).eval()
+    data = torch.randn(300, 16)
+    profile = shiftmend.profile(model, data, progress=False)
+    adapted = shiftmend.adapt(model, data + 0.5, profile, "fr", epochs=1, progress=False)
+    rows = [Epoch(n, "block", 0.1, {"features": 1 / (n + 1)}, 1 / (n + 1), 0.1) for n in range(3000)]
+    found = report.facts(model, data + 0.5, profile, replace(adapted, history=rows))
+    text = render(found)
+    assert len(text.encode()) < 1_000_000
+    assert "rarest classes are not shown" in Page(text).sections["predictions"]
+
+
+def test_many_taps_and_noisy_pictures_stay_small() -> None:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Flatten(), nn.Linear(3 * 96 * 96, 64)]
+    for _ in range(20):
+        layers += [nn.Linear(64, 64), nn.Tanh()]
+    model = nn.Sequential(*layers, nn.Linear(64, 3)).eval()
+    images = torch.rand(100, 3, 96, 96)
+    profile = shiftmend.profile(model, images, taps={f"tap {n}": str(n) for n in range(2, 42)}, progress=False)
+    result = shiftmend.adapt(model, images + 0.1, profile, "source-only", progress=False)
+    text = render(report.facts(model, images + 0.1, profile, result, samples=100))
+    page = Page(text)
+    assert len(text.encode()) < 3_000_000
+    assert "30 more taps" in page.sections["shift"]
+    assert sum(heading.startswith("Tap “") for _, heading in page.headings) == 12
+    assert sum(tag == "img" for tag, _ in page.elements) == 100
+
+
+def test_features_that_are_not_finite_are_called_so() -> None:
+    world, profile, result = mended()
+    broken = replace(result, model=_broken(result.model))
+    found = report.facts(world.model, world.target, profile, broken)
+    page = Page(render(found))
+    assert page.headings[1][1].endswith("Not restored")
+    assert "no finite numbers" in page.sections["verdict"]
+
+
+def _broken(model: nn.Module) -> nn.Module:
+    import copy
+
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        next(other.parameters()).fill_(float("nan"))
+    return other
+
+
+def test_the_documentation_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs/report.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    world, profile, result = mended()
+    exec(code, {"model": world.model, "target": world.target, "profile": profile, "adaptation": result})
+    assert list(Page.read(tmp_path / "report.html").sections) == [part for part in ORDER if part != "scores"]
