@@ -57,7 +57,7 @@ def observe(
     with together(), synchronised(model), modes(model), torch.no_grad(), tapped(model, specs) as recorder:
         model.eval()
         for batch in batches:
-            logits = _class_logits(model(batch), output, axis)
+            logits = class_logits(model(batch), output, axis)
             values = recorder.read()
             if slices is not None:
                 values["slices"] = slices.projector(values["features"])
@@ -80,7 +80,7 @@ def observe(
     return Signals(judge(slices, seen.counts, seen.samples, profile), float(marginals), entropy, confidence)
 
 
-def _class_logits(returned: Any, output: Entry, axis: int) -> Tensor | None:
+def class_logits(returned: Any, output: Entry, axis: int) -> Tensor | None:
     """What the model says about classes, brought to axis 1; None for a single number, or for what is no tensor.
 
     A model of tokens has them on its last axis, as its tap says; what it returns may have fewer axes than that.

@@ -46,12 +46,18 @@ class Verification:
         return max(0.0, self.divergence - self.floor)
 
     @property
+    def limits(self) -> tuple[float, float]:
+        """The excess below which features count as restored, and from which on they count as not restored."""
+        return max(RESTORED, self.floor), max(FAILED, 3 * self.floor)
+
+    @property
     def verdict(self) -> Verdict:
-        if self.excess >= max(FAILED, 3 * self.floor):
+        restored, failed = self.limits
+        if self.excess >= failed:
             return "not restored"
         if self.floor > FAILED:
             return "undecided"
-        return "restored" if self.excess < max(RESTORED, self.floor) else "partly restored"
+        return "restored" if self.excess < restored else "partly restored"
 
     def __str__(self) -> str:
         few = f", too few samples ({self.samples}) to tell" if self.verdict == "undecided" else ""

@@ -105,7 +105,7 @@ def profile(
     import shiftmend
     from shiftmend.distributed import rank
 
-    net, inputs, _, preprocess = _gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
+    net, inputs, _, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
     made = shiftmend.profile(
         net,
         inputs,
@@ -113,7 +113,7 @@ def profile(
         gaussian=gaussian,  # type: ignore[arg-type]
         head=head,
         taps=dict(_tap(text) for text in tap) if tap else None,
-        output=_entry(output_entry),
+        output=entry(output_entry),
         batch_size=batch_size,
         preprocess=preprocess,
         device=device,
@@ -162,7 +162,7 @@ def blocks(
         sample = torch.zeros(2, *sides)
     except (ValueError, RuntimeError) as error:
         raise DataError(f"--shape {shape!r} should be whole numbers with commas, e.g. 3,32,32") from error
-    found = split(net, trace(net, sample, head=head, output=_entry(output_entry)), _block_names(block))
+    found = split(net, trace(net, sample, head=head, output=entry(output_entry)), _block_names(block))
     parameters = dict(net.named_parameters())
     rows = [
         {
@@ -220,7 +220,7 @@ def adapt(
     from shiftmend.distributed import rank
     from shiftmend.methods import TargetSupervised
 
-    net, inputs, labels, preprocess = _gather(
+    net, inputs, labels, preprocess = gather(
         model, weights, model_option, allow_pickle, data, size, channels, mean, std
     )
     options = dict(_method_option(text) for text in option or [])
@@ -241,7 +241,7 @@ def adapt(
         seed=seed,
         preprocess=preprocess,
         blocks=_block_names(block),
-        output=_entry(output_entry),
+        output=entry(output_entry),
         device=device,
         autocast=autocast,
         keep=keep,  # type: ignore[arg-type]
@@ -256,7 +256,7 @@ def adapt(
         pairs = {"before": net, "after": result.model}
         for name, which in pairs.items():
             scored = shiftmend.evaluate(
-                which, (inputs, labels), preprocess=preprocess, output=_entry(output_entry), device=device
+                which, (inputs, labels), preprocess=preprocess, output=entry(output_entry), device=device
             )
             scores[name] = _scores_json(scored)
     if as_json:
@@ -286,7 +286,7 @@ def verify(
     """Ask, without labels, whether a model's features on some data are distributed as at home."""
     import shiftmend
 
-    net, inputs, _, preprocess = _gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
+    net, inputs, _, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
     found = shiftmend.verify(
         net, inputs, shiftmend.Profile.load(profile), batch_size=batch_size, preprocess=preprocess, device=device
     )
@@ -314,7 +314,7 @@ def evaluate(
     """Score a model on labelled data: accuracy and calibration."""
     import shiftmend
 
-    net, inputs, labels, preprocess = _gather(
+    net, inputs, labels, preprocess = gather(
         model, weights, model_option, allow_pickle, data, size, channels, mean, std
     )
     if labels is None:
@@ -324,7 +324,7 @@ def evaluate(
         (inputs, labels),
         batch_size=batch_size,
         preprocess=preprocess,
-        output=_entry(output_entry),
+        output=entry(output_entry),
         device=device,
     )
     values = _scores_json(scores)
@@ -334,7 +334,7 @@ def evaluate(
         console.print(_scores_text(values), markup=False)
 
 
-def _gather(
+def gather(
     model: str,
     weights: Path | None,
     model_option: list[str] | None,
@@ -364,7 +364,7 @@ def _tap(text: str) -> tuple[str, str]:
     return name, spec
 
 
-def _entry(text: str | None) -> int | str | None:
+def entry(text: str | None) -> int | str | None:
     return int(text) if text is not None and text.lstrip("-").isdigit() else text
 
 

@@ -24,9 +24,9 @@ from shiftmend.cli.core import (
     ProfileFile,
     Size,
     Weights,
-    _entry,
-    _gather,
     console,
+    entry,
+    gather,
 )
 
 
@@ -63,7 +63,7 @@ def report(
     from shiftmend.report import facts, write
     from shiftmend.report.verdicts import state
 
-    net, inputs, labels, preprocess = _gather(
+    net, inputs, labels, preprocess = gather(
         model, weights, model_option, allow_pickle, data, size, channels, mean, std
     )
     found = facts(
@@ -75,7 +75,7 @@ def report(
         classes=_class_names(data),
         batch_size=batch_size,
         preprocess=preprocess,
-        output=_entry(output_entry),
+        output=entry(output_entry),
         device=device,
         samples=samples,
         original=None if weights is None else str(weights),

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shiftmend.errors import TapError
 from shiftmend.histograms import sampling_floor
 from shiftmend.metrics import ClassificationMetrics, RegressionMetrics, RegressionScores, Scores
 from shiftmend.profiles import Profile
 from shiftmend.report.contents import Guesses, Predictions, Seen, TapShift, Unit
+from shiftmend.signals import class_logits
 from shiftmend.statistics import CountTracker, Histogram
 from shiftmend.taps import Entry, pick
 from shiftmend.verification import Verification, judge
@@ -88,18 +88,6 @@ class Look:
 
 def _added(sums: Tensor | None, more: Tensor) -> Tensor:
     return more if sums is None else sums + more
-
-
-def class_logits(returned: Any, output: Entry, axis: int) -> Tensor | None:
-    """Scores of classes, brought to axis 1; None for a model that gives one number, or anything else."""
-    try:
-        result = pick(returned, output, "the model")
-    except TapError:
-        return None
-    if result.ndim < 2 or not result.is_floating_point():
-        return None
-    logits = result.movedim(axis, 1) if -result.ndim <= axis < result.ndim else result
-    return logits.float() if logits.shape[1] > 1 else None
 
 
 def guess(returned: Any, output: Entry, axis: int, count: int) -> list[tuple[int, float] | None]:

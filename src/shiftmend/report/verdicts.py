@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shiftmend.report.contents import Facts
-from shiftmend.verification import FAILED, RESTORED, Verification
+from shiftmend.verification import Verification
 
 Level = Literal["good", "unsure", "bad"]
 
@@ -22,7 +22,8 @@ class Statement:
 
 def limits(found: Verification) -> tuple[float, float]:
     """The divergences below which features count as restored, and from which on they count as not restored."""
-    return found.floor + max(RESTORED, found.floor), found.floor + max(FAILED, 3 * found.floor)
+    restored, failed = found.limits
+    return found.floor + restored, found.floor + failed
 
 
 def number(value: float) -> str:
