@@ -160,7 +160,7 @@ def arguments(home: Path, root: Path, workers: int) -> list[str]:
 
 
 def start(home: Path, root: Path, workers: int, **streams: Any) -> subprocess.Popen[str]:
-    """The command line in a session of its own, as a terminal starts it."""
+    """The command line detached, as a terminal starts it."""
     adopt = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); " if "stdin" in streams else ""
     code = f"{adopt}from shiftmend.cli import main; main()"
     command = [sys.executable, "-c", code, *arguments(home, root, workers)]
