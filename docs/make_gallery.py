@@ -17,9 +17,9 @@ HERE = Path(__file__).parent
 INTRODUCTION = """# Figures
 
 Every figure is drawn from the folder of a benchmark's run: `shiftmend figure NAME BENCHMARK --folder bench`, as PNG or
-SVG; `shiftmend figure list` names them, and `shiftmend shifts --sheet FILE` draws the shifts themselves
-([shifts](shifts.md)). Those that look into models adapt again, since a store holds numbers, not models. In Python each
-is one function `draw(...)` in `shiftmend.figures`, from results or from a model, a profile and data of your own.
+SVG; `shiftmend figure list` names them ([shifts](shifts.md) shows all shifts there are). Those that look into models
+adapt again, since a store holds numbers, not models. In Python each is one function `draw(...)` in `shiftmend.figures`,
+from results or from a model, a profile and data of your own.
 
 These are of `shiftmend bench run digits` (897 small digits, two seeds; those of one shift show *stripe*, the patches
 *oranges*, seed 123) and were made by `python docs/make_gallery.py bench`.

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from shiftmend.bench.runner import run
+from shiftmend.bench.suite import find
 from shiftmend.cli import main
 from shiftmend.errors import DataError
-from shiftmend.figures import gallery
-from shiftmend.figures.gallery import FIGURES, Wanted
+from shiftmend.figures import gallery, sheet
+from shiftmend.figures.gallery import FIGURES, SHOWN, Wanted
 from shiftmend.figures.scenes import stage
+from shiftmend.figures.sheet import GAP
 
 TINY = f"{Path(__file__).parent.parent / 'bench' / 'tiny.py'}:TINY"
 LOOK_INSIDE = ("activations", "embedding", "affected", "moved", "patches")
@@ -60,6 +62,23 @@ def test_the_reliability_diagram_is_of_the_stored_bins(home: Path) -> None:
     assert f"ECE {100 * sum(map(abs, gaps)) / sum(pooled):.1f} %" in text
 
 
+def test_the_sheet_shows_the_same_images_clean_and_shifted(home: Path) -> None:
+    figure = drawn("sheet", home, shifts=["noisy"])
+    shown = [axis.images[0].get_array() for axis in figure.axes]
+    assert [axis.get_ylabel() for axis in figure.axes] == ["clean", "noisy"]
+    target = find(TINY).load_target("noisy", home)
+    side = target.score.images.shape[-1] + 2 * GAP
+    places = torch.linspace(0, len(target.score) - 1, SHOWN).long()
+    for row, images in zip(shown, (target.clean, target.score), strict=True):
+        assert row.shape == (side, SHOWN * side, 3)
+        for column, place in enumerate(places):
+            cell = row[GAP:-GAP, column * side + GAP : (column + 1) * side - GAP]
+            picture = images.images[place].expand(3, -1, -1).permute(1, 2, 0)
+            assert (cell == picture.numpy()).all()
+    with pytest.raises(DataError, match="needs rows of images"):
+        sheet.draw({})
+
+
 def test_a_scene_is_the_cell_again(home: Path) -> None:
     scene = stage(TINY, home, "noisy", ["fr"], root=home, device="cpu")
     wanted = Wanted(TINY, home, root=home, methods=["fr"], seed=scene.seed)
@@ -68,7 +87,7 @@ def test_a_scene_is_the_cell_again(home: Path) -> None:
 
 
 def test_what_cannot_be_drawn_is_one_sentence(home: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="unknown figure 'pie', expected one of reliability"):
+    with pytest.raises(DataError, match="unknown figure 'pie', expected one of sheet, reliability"):
         drawn("pie", home)
     with pytest.raises(DataError, match="no shift 'sideways'"):
         drawn("dots", home, shifts=["sideways"])

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from shiftmend.bench.base import Images
 from shiftmend.bench.cells import Result
 from shiftmend.bench.planning import chosen
 from shiftmend.bench.reading import read
@@ -18,6 +22,10 @@ from shiftmend.figures.scenes import Scene, after_each_block, stage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+SHOWN = 10
+"""Images in a row of the contact sheet."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +209,27 @@ def _moved(wanted: Wanted) -> Figure:
     return moved.draw(scene.model, scene.models(), groups=moved.bottom_up(scene.model, sample))
 
 
+def _sheet(wanted: Wanted) -> Figure:
+    from shiftmend.figures import sheet
+
+    found = find(wanted.benchmark)
+    names = list(found.shifts) if wanted.shifts is None else chosen(wanted.shifts, found.shifts, "shift", found.name)
+    targets = {name: found.load_target(name, wanted.root) for name in names}
+    first = next(iter(targets.values()))
+    rows = {"clean": _some(first.clean)} if first.clean is not None else {}
+    return sheet.draw(rows | {name: _some(target.score) for name, target in targets.items()}, found.title)
+
+
+def _some(images: Images) -> Tensor:
+    """A few images, far apart, since sets are often sorted by class."""
+    places = torch.linspace(0, len(images) - 1, SHOWN).long()
+    if isinstance(images, Split):
+        return images.images[places]
+    return torch.stack([images[int(place)][0] for place in places])
+
+
 FIGURES: Mapping[str, tuple[Callable[[Wanted], Figure], str]] = {
+    "sheet": (_sheet, "the same images under every shift"),
     "reliability": (_reliability, "confidence against accuracy, with histograms of confidence"),
     "dots": (_dots, "accuracy and calibration error, shift by shift and method by method"),
     "shots": (_shots, "accuracy against the number of examples of each class"),
