@@ -116,23 +116,7 @@ def adapt(
     check_takes(adapted, feed.first(2))
     network, taps = examine(adapted, feed, profile, chosen, blocks, output)
     stages = chosen.stages(network, profile)
-    if stages and min(feed.batch_size, feed.samples) < 2 and batch_norms(adapted):
-        one = "one target sample is" if feed.samples < 2 else "a batch size of one is"
-        raise AdaptationError(f"{one} too few to adapt BatchNorm with; use at least two, better 256")
-    if min(feed.batch_size, feed.samples) < world_size():
-        raise AdaptationError(
-            f"batches of {min(feed.batch_size, feed.samples)} cannot be shared by {world_size()} processes, each of "
-            "which needs at least one sample; use larger batches or fewer processes"
-        )
-    if chosen.by_sample and not feed.resident:
-        raise AdaptationError(
-            f"{chosen.name} must know which sample is which, and streamed data does not say; pass a tensor, or data "
-            "that fits into memory"
-        )
-    if chosen.takes_labels and not feed.ordered:
-        raise AdaptationError(
-            f"{chosen.name} takes labels in the order of the samples, and this loader shuffles them; use shuffle=False"
-        )
+    _refuse_unfit(chosen, feed, bool(stages) and bool(batch_norms(adapted)))
     manifest = {
         "method": {"name": chosen.name, **chosen.hyperparameters()},
         "stages": [{k: v for k, v in asdict(stage).items() if k != "parameters"} for stage in stages],
@@ -173,6 +157,28 @@ def adapt(
         return run.go()
     finally:
         settle(adapted, model)
+
+
+def _refuse_unfit(method: Method, feed: Feed, normalises: bool) -> None:
+    """Refuse data that this method cannot work with, before anything is trained; `normalises`: BatchNorm is moved."""
+    size = min(feed.batch_size, feed.samples)
+    if normalises and size < 2:
+        one = "one target sample is" if feed.samples < 2 else "a batch size of one is"
+        raise AdaptationError(f"{one} too few to adapt BatchNorm with; use at least two, better 256")
+    if size < world_size():
+        raise AdaptationError(
+            f"batches of {size} cannot be shared by {world_size()} processes, each of "
+            "which needs at least one sample; use larger batches or fewer processes"
+        )
+    if method.by_sample and not feed.resident:
+        raise AdaptationError(
+            f"{method.name} must know which sample is which, and streamed data does not say; pass a tensor, or data "
+            "that fits into memory"
+        )
+    if method.takes_labels and not feed.ordered:
+        raise AdaptationError(
+            f"{method.name} takes labels in the order of the samples, and this loader shuffles them; use shuffle=False"
+        )
 
 
 def _search(
