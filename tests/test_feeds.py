@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from copiers import AsLateAsPossible, AtOnce
+from shiftmend import distributed, feeds
 from shiftmend.errors import DataError
 from shiftmend.feeds import DEFAULT_BATCH, Feed
+from shiftmend.turns import taking_turns
 
 INPUTS = torch.arange(70 * 3, dtype=torch.float32).reshape(70, 3)
 LABELS = -1 - torch.arange(70)  # no input is negative: a label that leaks is seen at once
@@ -430,6 +434,155 @@ def test_work_in_place_changes_neither_the_feed_nor_the_callers_data(way: str, r
 
 def test_inputs_need_no_gradient() -> None:
     assert not next(Feed(INPUTS.clone().requires_grad_()).batches()).requires_grad
+
+
+def everything(feed: Feed) -> list[Tensor | None]:
+    """All that a feed gives, in all its ways."""
+    found: list[Tensor | None] = [feed.first(7)]
+    for number in (1, 2):
+        found += [part for pair in feed.indexed(3, number) for part in pair]
+        found += feed.epoch(3, number)
+    found += [*feed.batches(), *feed.batches(30), *feed.subset(25, 1), *feed.subset(25, 1, 20), *feed.subset(99, 1)]
+    return found
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    def equal(a: Tensor | None, b: Tensor | None) -> bool:
+        return (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+
+    return len(one) == len(other) and all(map(equal, one, other))
+
+
+@pytest.mark.parametrize("room", ["streamed", "not resident"])
+@pytest.mark.parametrize("way", WAYS)
+def test_prefetching_changes_nothing_that_a_feed_gives(way: str, room: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def passed() -> list[Any]:
+        size = None if way == "DataLoader" else 16
+        feed = Feed(WAYS[way](), batch_size=size, preprocess=lambda batch: batch / 2, **ROOM[room])
+        found = everything(feed)
+        return found + [part for pair in feed.labelled() for part in pair] if way in LABELLED else found
+
+    expected = passed()
+    used: list[AtOnce] = []
+
+    def copier_to(device: torch.device) -> AtOnce:
+        used.append(AtOnce())
+        return used[-1]
+
+    monkeypatch.setattr(feeds, "copier_to", copier_to)
+    assert same(passed(), expected)
+    assert len(used) >= 9  # once for each pass
+
+
+def test_prefetching_leaves_random_draws_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a loader, those of the consumer between batches, and those of other libraries' generators."""
+
+    class Noisy(Pairs):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return self.inputs[index] + torch.rand(3) + np.random.rand(), self.labels[index]  # noqa: NPY002
+
+    def passed() -> list[Any]:
+        torch.manual_seed(5)
+        np.random.seed(5)  # noqa: NPY002
+        drawn: list[Any] = []
+        feed = Feed(DataLoader(Noisy(), batch_size=10, shuffle=True), resident=False)
+        for number in (1, 2):
+            for batch in feed.epoch(0, number):
+                drawn += [batch, torch.rand(2), torch.tensor(np.random.rand())]  # noqa: NPY002
+                if number == 1 and len(drawn) == 9:
+                    break  # given up half-way: nothing more has been read than was asked for
+        return drawn
+
+    expected = passed()
+    monkeypatch.setattr(feeds, "copier_to", lambda device: AtOnce())
+    assert same(passed(), expected)
+
+
+def test_a_prefetched_stream_reads_no_more_than_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(Pairs):
+        reads = 0
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            self.reads += 1
+            return super().__getitem__(index)
+
+    monkeypatch.setattr(feeds, "copier_to", lambda device: AtOnce())
+    data = Counting()
+    feed = Feed(data, batch_size=10, resident=False)
+    list(feed.subset(15, 0))
+    assert data.reads == 20
+    next(feed.batches())
+    assert data.reads == 30
+
+
+def test_only_what_lies_in_memory_is_gathered_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not by a thread that takes turns on the device: the background would be out of turn."""
+    device = AsLateAsPossible()
+    monkeypatch.setattr(feeds, "copier_to", lambda _: device)
+
+    def by(source: Any) -> set[bool]:
+        device.threads.clear()
+        for _ in Feed(source, batch_size=10, resident=False).epoch(0, 1):
+            pass
+        return {name == threading.current_thread().name for name in device.threads}
+
+    assert by(INPUTS) == {False}
+    assert by(Pairs()) == by(list(INPUTS.split(10))) == {True}
+    with taking_turns(threading.Lock()):
+        assert by(INPUTS) == {True}
+
+
+@pytest.mark.parametrize("bad", [RuntimeError("the preprocessing failed"), KeyboardInterrupt()])
+def test_an_interrupted_pass_leaves_no_thread(bad: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "copier_to", lambda device: AtOnce())
+    before = threading.active_count()
+    seen: list[int] = []
+
+    def preprocess(batch: Tensor) -> Tensor:
+        seen.append(threading.active_count())
+        if len(seen) == 3:
+            raise bad
+        return batch
+
+    feed = Feed(INPUTS, batch_size=4, preprocess=preprocess, resident=False)
+    with pytest.raises(type(bad)) as caught:
+        list(feed.epoch(0, 1))
+    assert caught.value is bad  # whose traceback still holds the frames of the feed
+    assert seen == [before + 1] * 3
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("way", ["(tensor, tensor)", "DataLoader"])
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("size", [10, 16, 23])
+def test_processes_share_prefetched_batches_as_they_share_others(
+    size: int, processes: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """23 leaves a last batch of one, which is too small to be shared and joins the one before."""
+    source = (INPUTS, LABELS) if way == "(tensor, tensor)" else DataLoader(Pairs(), batch_size=size)
+    feed = Feed(source, batch_size=size, resident=False)
+    for module in (distributed, feeds):
+        monkeypatch.setattr(module, "active", lambda: True)
+        monkeypatch.setattr(module, "world_size", lambda: processes)
+    passes: list[Callable[[], list[Tensor]]] = [
+        lambda: list(feed.batches()),
+        lambda: list(feed.subset(24, 0)),
+        lambda: list(feed.epoch(0, 1)),
+    ]
+    for one_pass in passes:
+        shares = []
+        for own in range(processes):
+            monkeypatch.setattr(distributed, "rank", lambda own=own: own)
+            monkeypatch.setattr(feeds, "copier_to", lambda device: None)
+            expected = one_pass()
+            monkeypatch.setattr(feeds, "copier_to", lambda device: AtOnce())
+            assert same(one_pass(), expected)
+            shares.append(expected)
+        rows = torch.cat([batch for share in shares for batch in share])[:, 0]
+        assert len(rows.unique()) == len(rows) > 20
+        assert len({len(share) for share in shares}) == 1
+        if one_pass is passes[0]:
+            assert len(rows) == len(INPUTS)
 
 
 @pytest.mark.gpu

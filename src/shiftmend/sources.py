@@ -1,0 +1,126 @@
+"""What data may come as: a tensor, an array, a `Dataset`, a `DataLoader`, a list of batches. Anything else is refused.
+
+Reading a source gives the same order and the same augmentation for the same seed, whatever else draws random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from shiftmend.errors import DataError
+
+DEFAULT_BATCH = 256
+
+
+def as_loader(source: Any, batch_size: int | None, what: str) -> tuple[Any, int | None]:
+    """A pair of whole tensors, or something to iterate over, with the batch size it brings along."""
+    if isinstance(source, Tensor | np.ndarray):
+        return (_as_inputs(source, what), None), None
+    if isinstance(source, TensorDataset):
+        return (source.tensors[0], source.tensors[1] if len(source.tensors) > 1 else None), None
+    if isinstance(source, tuple) and source and isinstance(source[0], Tensor | np.ndarray):
+        inputs = _as_inputs(source[0], what)
+        labels = _as_tensor(source[1], what) if len(source) > 1 and source[1] is not None else None
+        if labels is not None and (labels.ndim == 0 or len(inputs) != len(labels)):
+            raise DataError(f"the {what} has {len(inputs)} inputs but {len(labels) if labels.ndim else 1} labels")
+        return (inputs, labels), None
+    if isinstance(source, DataLoader):
+        if batch_size is not None and source.batch_size is not None and batch_size != source.batch_size:
+            raise DataError(
+                f"the {what} is a DataLoader of batches of {source.batch_size}, but batch_size={batch_size} was asked "
+                "for; leave one of the two out"
+            )
+        return source, source.batch_size
+    if isinstance(source, IterableDataset | Dataset):
+        return DataLoader(source, batch_size=batch_size or DEFAULT_BATCH), None
+    if isinstance(source, Iterable) and not isinstance(source, Iterator | str | bytes | dict):
+        return source, None
+    raise DataError(
+        f"the {what} is a {type(source).__name__}; expected a tensor, an array, a Dataset or a DataLoader "
+        "(a generator can be run through only once: make a list of it)"
+    )
+
+
+def _as_tensor(values: Any, what: str) -> Tensor:
+    if isinstance(values, np.ndarray) and any(stride < 0 for stride in values.strides):
+        values = values.copy()  # a flipped array: torch knows no negative strides
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else f"a {type(values).__name__}"
+        raise DataError(f"the {what} holds {kind}, which is no tensor of numbers; convert it first") from error
+
+
+def _as_inputs(values: Any, what: str) -> Tensor:
+    inputs = _as_tensor(values, what)
+    if inputs.ndim == 0:
+        raise DataError(f"the {what} is a single number; expected samples along the first axis")
+    if isinstance(values, np.ndarray) and inputs.dtype == torch.float64:
+        return inputs.to(torch.get_default_dtype())  # numpy's default is not what networks take
+    return inputs
+
+
+def split_batch(batch: Any, what: str) -> tuple[Tensor, Tensor | None]:
+    """Inputs and, if there are any, labels; whatever else the loader gives is dropped here."""
+    labels = None
+    if isinstance(batch, tuple | list) and batch:
+        labels = batch[1] if len(batch) > 1 and isinstance(batch[1], Tensor | np.ndarray) else None
+        batch = batch[0]
+    if isinstance(labels, np.ndarray):  # what torch does not know, such as names, is no label to evaluate with
+        labels = _as_tensor(labels, what) if labels.dtype.kind in "biuf" else None
+    if labels is not None and labels.ndim == 0:
+        labels = None
+    if isinstance(batch, np.ndarray):
+        batch = _as_tensor(batch, what)
+    if not isinstance(batch, Tensor) or batch.ndim == 0:
+        raise DataError(
+            f"the {what} gives batches of type {type(batch).__name__}; expected a tensor of inputs, or (inputs, ...)"
+        )
+    return batch, labels
+
+
+def refuse_non_finite(inputs: Tensor, what: str) -> None:
+    if inputs.is_floating_point() and not bool(torch.isfinite(inputs).all()):
+        bad = int((~torch.isfinite(inputs)).flatten(1).any(1).sum()) if inputs.ndim > 1 else "some"
+        raise DataError(f"the {what} has NaN or infinite values in {bad} samples; remove or repair them first")
+
+
+def drawn(loader: Iterable[Any], seed: int) -> Iterator[Any]:
+    """Run through a loader whose order and augmentation are drawn from a seed instead of the global generator.
+
+    Most loaders know no generator but the global one, so it is set while a batch is made, and put back before it is
+    used. A generator that a loader or its sampler brings along is set to the seed, too, and put back at the end.
+    """
+    own = torch.Generator().manual_seed(seed).get_state()
+    parts = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    brought = {id(g): g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)}
+    states = [(generator, generator.get_state()) for generator in brought.values()]
+    try:
+        for generator, _ in states:
+            generator.manual_seed(seed)
+        yield from _with_global_state(loader, own)
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _with_global_state(loader: Iterable[Any], own: Tensor) -> Iterator[Any]:
+    batches: Iterator[Any] | None = None
+    while True:
+        outside = torch.get_rng_state()
+        torch.set_rng_state(own)
+        try:
+            batches = iter(loader) if batches is None else batches
+            batch = next(batches)
+        except StopIteration:
+            return
+        finally:
+            own = torch.get_rng_state()
+            torch.set_rng_state(outside)
+        yield batch
