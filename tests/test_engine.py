@@ -481,7 +481,7 @@ def test_interrupts_while_verifying_lose_nothing(when: str, monkeypatch: pytest.
 
     def interrupted(*arguments):  # type: ignore[no-untyped-def]
         calls.append(1)
-        if len(calls) == (1 if when == "before" else 5):
+        if len(calls) == (1 if when == "before" else 2):
             raise KeyboardInterrupt
         return original(*arguments)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import shiftmend
 from shiftmend.feeds import Feed
-from shiftmend.signals import observe
+from shiftmend.signals import Watch, observe
 from worlds import sensors
 from zoo import ZOO
 
@@ -158,3 +159,27 @@ def test_looking_changes_nothing() -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert seen == observe(model.eval(), Feed(case.inputs()), profile)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("most", [None, 100, 100_000])
+def test_a_captured_look_follows_the_weights_and_survives_other_work(most: int | None) -> None:
+    world, device = sensors(), torch.device("cuda", 0)
+    model, profile = copy.deepcopy(world.model).to(device).eval(), world.profile()
+    feed = Feed(world.target, device=device)
+    watch = Watch(model, feed, profile, most=most, capture=True)
+    for factor in (1.0, 0.9, 1.3):
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(factor)
+        # would overwrite memory that the graph reads and nobody holds
+        noise = [torch.full((size,), 1 << 40, device=device) for size in (100, 512, 1024, 4096) for _ in range(20)]
+        seen, expected = watch(), observe(model, feed, profile, most=most)
+        assert watch._again is not None
+        assert seen.verification is not None
+        assert expected.verification is not None
+        assert seen.verification.divergence == pytest.approx(expected.verification.divergence, rel=1e-5)
+        assert seen.marginals == pytest.approx(expected.marginals, rel=1e-5)
+        assert (seen.entropy, seen.confidence) == pytest.approx((expected.entropy, expected.confidence), rel=1e-5)
+        del noise

@@ -169,7 +169,7 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so(caplog: pytest.LogCapt
             )
             for capture in (True, False)
         ]  # fmt: skip
-    assert caplog.text.count("not captured") == 1
+    assert caplog.text.count("steps are not captured") == 1
     assert close(results[0].model, results[1].model, 1e-3)
 
 

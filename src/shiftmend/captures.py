@@ -1,4 +1,4 @@
-"""Training steps captured as a CUDA graph.
+"""Training steps, and whole passes over a few samples, captured as CUDA graphs.
 
 A step of a small network is over before Python has launched the next kernel; a replayed graph needs one launch for all
 of them, and does the same arithmetic. What cannot be captured (control flow that looks at values, operations that wait
@@ -7,9 +7,11 @@ for the device) is left to be run eagerly, and the reason is logged once.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn, optim
@@ -21,10 +23,13 @@ logger = logging.getLogger(__name__)
 
 WARM_UP = 3
 """Steps before a capture: libraries choose their algorithms and allocate their workspaces in them."""
+LARGEST_SAMPLE = 1 << 14
+"""Values of a sample at most, for passes to be captured: a graph keeps its memory, and large samples gain little."""
 Sums = dict[str, Tensor]
 """Terms of a loss, summed over steps."""
 Once = Callable[[Tensor], Sums]
 """One step on the samples with these indices."""
+T = TypeVar("T")
 
 
 def captured_epoch(
@@ -34,15 +39,82 @@ def captured_epoch(
 
     Weights, statistics and momentum are afterwards what they were before. `once` may be called a few times.
     """
+    return _or_none(lambda: CapturedEpoch(once, model, optimiser, device, samples, size), "steps", device)
+
+
+def worth_capturing(inputs: Tensor) -> bool:
+    """Whether a pass over these inputs is one of small kernels on a GPU."""
+    return inputs.is_cuda and inputs[0].numel() <= LARGEST_SAMPLE
+
+
+def captured_call(run: Callable[[], T], device: torch.device) -> Callable[[], T] | None:
+    """What does the same as `run`, which must not change anything; None if it cannot be captured.
+
+    Each call writes into the tensors that the one before has returned. `run` itself is not kept: a graph has to go when
+    its owner goes, not when garbage is collected. So what it reads from elsewhere must be kept by that owner.
+    """
+    return _or_none(lambda: _replayed(run, device), "passes", device)
+
+
+def _or_none(capture: Callable[[], T], what: str, device: torch.device) -> T | None:
     try:
-        return CapturedEpoch(once, model, optimiser, device, samples, size)
+        return capture()
     except ShiftmendError:
         raise
     except Exception as error:  # whatever a model can do that a graph cannot hold
         _end_capture(device)
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        logger.info("steps are not captured as a CUDA graph (%s: %s)", type(error).__name__, first)
+        logger.info("%s are not captured as a CUDA graph (%s: %s)", what, type(error).__name__, first)
         return None
+
+
+def _replayed(run: Callable[[], T], device: torch.device) -> Callable[[], T]:
+    graph, result = _recorded(run, device, 1)
+
+    def call() -> T:
+        with others_may_go():
+            graph.replay()
+            if has_turns():
+                torch.cuda.current_stream(device).synchronize()
+        return result
+
+    return call
+
+
+def _recorded(run: Callable[[], T], device: torch.device, warm_up: int) -> tuple[torch.cuda.CUDAGraph, T]:
+    """The graph of a call, and what the call returned: tensors that a replay fills.
+
+    `torch.cuda.graph` would first wait for the whole device, and so for everything that other threads have queued.
+    """
+    graph, stream, now = torch.cuda.CUDAGraph(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(now)
+    with torch.cuda.stream(stream):
+        for _ in range(warm_up):
+            run()
+        with _no_collection():
+            # thread_local: other threads may go on using the device meanwhile
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                result = run()
+            except BaseException:
+                with suppress(RuntimeError):  # what went wrong first says more
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    now.wait_stream(stream)
+    return graph, result
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage may hold other graphs, which must not be freed while one is captured."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class CapturedEpoch:
@@ -58,17 +130,8 @@ class CapturedEpoch:
         self.order = torch.arange(samples // size * size, device=device).view(-1, size).clone()
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.sums: Sums = {}
-        self.graph = torch.cuda.CUDAGraph()
         with _undone(model, optimiser):
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UP):
-                    self._step(once)
-            torch.cuda.current_stream(device).wait_stream(stream)
-            # thread_local: other threads may go on using the device meanwhile
-            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-                self._step(once)
+            self.graph, _ = _recorded(lambda: self._step(once), device, WARM_UP)
 
     def _step(self, once: Once) -> None:
         index = self.order.index_select(0, self.cursor).squeeze(0)

@@ -16,7 +16,7 @@ from shiftmend.adaptations import Adaptation, environment
 from shiftmend.blocks import Names, split
 from shiftmend.devices import device_of, resolve_device
 from shiftmend.distributed import same_everywhere, warn_if_apart, world_size
-from shiftmend.errors import AdaptationError
+from shiftmend.errors import AdaptationError, DataError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
 from shiftmend.loop import DivergedError, Keep, OnEpoch, Run, batch_norms, settle
@@ -44,6 +44,7 @@ def adapt(
     autocast: bool = False,
     resident: bool = True,
     capture: bool = True,
+    compile: bool = False,
     keep: Keep = "last",
     on_epoch: OnEpoch | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -65,6 +66,8 @@ def adapt(
 
     On CUDA, data that stays on the device is stepped through by a captured graph, which is many times faster for small
     networks and equal but for rounding; what cannot be captured runs eagerly, as does everything with `capture=False`.
+    `compile` has the captured steps compiled by `torch.compile` first: a quarter of a minute or more for each set of
+    trained layers, for steps of a large network that are a fifth faster. `autocast` runs the network in bfloat16.
 
     In a process group every process calls this with the same model and the same data and gets the same result; each
     runs its share of every batch, `batch_size` is that of all together, and Ctrl-C ends them all.
@@ -81,6 +84,7 @@ def adapt(
             "autocast": autocast,
             "resident": resident,
             "capture": capture,
+            "compile": compile,
             "keep": keep,
             "on_epoch": on_epoch,
             "progress": progress,
@@ -114,6 +118,7 @@ def adapt(
         profile.check_inputs(summary)
     adapted = _copy(model, feed).to(place)
     check_takes(adapted, feed.first(2))
+    _channels_last(adapted, feed)
     network, taps = examine(adapted, feed, profile, chosen, blocks, output)
     stages = chosen.stages(network, profile)
     _refuse_unfit(chosen, feed, bool(stages) and bool(batch_norms(adapted)))
@@ -147,6 +152,7 @@ def adapt(
             seed=seed,
             autocast=autocast,
             capture=capture,
+            compile=compile,
             keep=keep,
             checkpoint=checkpoint,
             manifest=manifest,
@@ -266,6 +272,20 @@ def _copy(model: nn.Module, feed: Feed) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:
         raise AdaptationError(f"the model cannot be copied ({error}), and the caller's own is never changed") from error
+
+
+def _channels_last(model: nn.Module, feed: Feed) -> None:
+    """Convolutions are faster with the channels innermost, on a GPU and on a CPU; `settle` undoes it.
+
+    Values stay what they are. A model that takes the memory of its maps for granted (`view`) is left as it was.
+    """
+    if not any(isinstance(module, nn.Conv2d) for module in model.modules()):
+        return
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    try:
+        check_takes(model, feed.first(2))
+    except DataError:
+        model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
 
 
 def examine(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from shiftmend.captures import captured_call, worth_capturing
 from shiftmend.devices import placed, resolve_device
 from shiftmend.errors import DataError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.metrics import ClassificationMetrics, RegressionMetrics, RegressionScores, Scores
 from shiftmend.taps import Entry, check_takes, modes, pick, unwrap
+
+_Metrics = ClassificationMetrics | RegressionMetrics
 
 
 def evaluate(
@@ -30,18 +34,40 @@ def evaluate(
     model = unwrap(model)
     place = resolve_device(device, model)
     feed = Feed(data, batch_size=batch_size, device=place, preprocess=preprocess, what="data to evaluate on")
-    metrics: ClassificationMetrics | RegressionMetrics | None = None
-    with placed(model, place), modes(model), torch.no_grad():
-        model.eval()
+    with placed(model, place):
+        return Scorer(model, feed, output)()
+
+
+class Scorer:
+    """Scores one model on the same samples again and again; with `capture`, on CUDA, as a captured graph.
+
+    Captured scoring follows weights that change in their place, as training changes them.
+    """
+
+    def __init__(self, model: nn.Module, feed: Feed, output: Entry = None, capture: bool = False) -> None:
+        self.model, self.feed, self.output = model, feed, output
+        self._again: Callable[[], _Metrics] | None = None
+        self._capture = capture and feed.inputs is not None and worth_capturing(feed.inputs)
         check_takes(model, feed.first(2))
-        for inputs, labels in feed.labelled():
-            result = pick(model(inputs), output, "the model")
-            if metrics is None:
-                regression = labels.is_floating_point()
-                metrics = RegressionMetrics(device=place) if regression else ClassificationMetrics(device=place)
-            if isinstance(metrics, RegressionMetrics):
-                result = result.reshape(labels.shape) if result.numel() == labels.numel() else result
-            metrics.update(result, labels)
-    if metrics is None:
-        raise DataError("the data to evaluate on is empty: expected at least one sample with its label")
-    return metrics.compute()
+
+    def __call__(self) -> Scores | RegressionScores:
+        if self._capture:
+            self._again = captured_call(self._pass, self.feed.device)
+            self._capture = False
+        return (self._again or self._pass)().compute()
+
+    def _pass(self) -> _Metrics:
+        metrics: _Metrics | None = None
+        with modes(self.model), torch.no_grad():
+            self.model.eval()
+            for inputs, labels in self.feed.labelled(self.feed.at_once):
+                result = pick(self.model(inputs), self.output, "the model")
+                if metrics is None:
+                    kind = RegressionMetrics if labels.is_floating_point() else ClassificationMetrics
+                    metrics = kind(device=self.feed.device)
+                if isinstance(metrics, RegressionMetrics):
+                    result = result.reshape(labels.shape) if result.numel() == labels.numel() else result
+                metrics.update(result, labels)
+        if metrics is None:
+            raise DataError("the data to evaluate on is empty: expected at least one sample with its label")
+        return metrics

@@ -26,7 +26,7 @@ from shiftmend.methods import Method, Network, Stage
 from shiftmend.profiles import Profile
 from shiftmend.progress import Progress, progress_bar
 from shiftmend.selection import Choice
-from shiftmend.signals import observe
+from shiftmend.signals import Watch, observe
 from shiftmend.steps import Steps
 from shiftmend.taps import Entry, Tap, modes, tapped
 from shiftmend.verification import Verification
@@ -83,8 +83,12 @@ def fresh_optimiser(model: nn.Module, stage: Stage, momentum: float) -> optim.SG
 
 
 def settle(model: nn.Module, like: nn.Module) -> nn.Module:
-    """Make an adapted model an ordinary one again: eval mode, and device and gradient flags of the one it came from."""
+    """Make an adapted model an ordinary one again: in eval mode, with device, layout and gradient flags of `like`."""
     model.eval().to(device_of(like))
+    tensors = zip([*model.parameters(), *model.buffers()], [*like.parameters(), *like.buffers()], strict=True)
+    for ours, theirs in tensors:
+        if ours.stride() != theirs.stride():
+            ours.data = torch.empty_like(theirs).copy_(ours.data)
     for ours, theirs in zip(model.parameters(), like.parameters(), strict=True):
         if ours.is_floating_point() or ours.is_complex():
             ours.requires_grad_(theirs.requires_grad)
@@ -108,6 +112,7 @@ class Run:
         seed: int,
         autocast: bool,
         capture: bool,
+        compile: bool,
         keep: Keep,
         checkpoint: str | os.PathLike[str] | None,
         manifest: dict[str, Any],
@@ -118,7 +123,7 @@ class Run:
         self.profile = profile.to(feed.device) if profile is not None else None
         self.model, self.taps, self.output = network.model, taps, output
         self.stages, self.seed, self.autocast, self.progress = stages, seed, autocast, progress
-        self.capture, self.keep, self.on_epoch = capture, keep, on_epoch
+        self.capture, self.compile, self.keep, self.on_epoch = capture, compile, keep, on_epoch
         self.path = Path(checkpoint) if checkpoint is not None else None
         self.manifest = manifest
         if self.path is not None:
@@ -132,6 +137,7 @@ class Run:
         self.good: dict[str, Tensor] = {}
         self.choice = Choice(entropy_may_decide=not method.minimises_entropy)
         self.selected: dict[str, Tensor] = {}
+        self.watch = Watch(self.model, feed, self.profile, output, VERIFIED_PER_EPOCH, capture)
 
     def go(self) -> Adaptation:
         """Run to the end, or as far as it gets."""
@@ -175,7 +181,7 @@ class Run:
 
     def _row(self, number: int, stage: str, rate: float, losses: dict[str, float], started: float) -> None:
         """Look at the model as it is now, write that down, and see whether it is the one to keep."""
-        seen = observe(self.model, self.feed, self.profile, self.output, VERIFIED_PER_EPOCH)
+        seen = self.watch()
         divergence = seen.verification.divergence if seen.verification else None
         seconds = round(time.perf_counter() - started, 4) if number else 0.0
         row = Epoch(number, stage, rate, losses, divergence, seconds, seen.marginals, seen.entropy, seen.confidence)
@@ -250,6 +256,7 @@ class Run:
                     precision=self._precision,
                     dropout=self.method.dropout,
                     capture=self.capture,
+                    compile=self.compile,
                     what=stage.name,
                 )
                 for epoch in range(done, stage.epochs):
@@ -324,12 +331,13 @@ def still_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:
     A buffer that held infinities before (a mask) may keep them.
     """
     state = model.state_dict()
-    flags = [
-        (torch.isfinite(state[name]) | ~torch.isfinite(old)).all()
-        for name, old in before.items()
-        if old.is_floating_point() and name in state
-    ]
-    return bool(torch.stack(flags).all()) if flags else True
+    wanted = (name for name, old in before.items() if old.is_floating_point() and old.numel() and name in state)
+    now = {name: state[name] for name in wanted}
+    # the largest magnitude of all, in a few kernels: NaN and infinity come through
+    if not now or bool(torch.isfinite(nn.utils.get_total_norm(now.values(), math.inf))):
+        return True
+    flags = [(torch.isfinite(value) | ~torch.isfinite(before[name])).all() for name, value in now.items()]
+    return bool(torch.stack(flags).all())
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

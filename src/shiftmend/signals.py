@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shiftmend.distributed import joined_mean, synchronised, together
+from shiftmend.captures import captured_call, worth_capturing
+from shiftmend.distributed import active, joined_mean, synchronised, together
 from shiftmend.errors import TapError
 from shiftmend.feeds import Feed
 from shiftmend.profiles import Profile
 from shiftmend.statistics import CountTracker, Histogram
 from shiftmend.taps import Entry, modes, pick, tapped
 from shiftmend.verification import Verification, judge
-
-ON_GPU = 1024
-"""Samples looked at together there at least: a smaller batch would be over before the next is launched."""
 
 
 @dataclass(frozen=True)
@@ -41,43 +40,102 @@ def observe(
 
     Of several processes, all must ask; each looks at its share of the batches, and all get the same answer.
     """
-    at_once = ON_GPU if feed.device.type == "cuda" else 0
-    batches = feed.batches(at_once) if most is None else feed.subset(most, seed=0, at_once=at_once)
-    counters: dict[str, CountTracker] = {}
-    slices = profile.slices["verification"].to(feed.device) if profile is not None else None
-    homes: dict[str, Histogram] = {}
-    if profile is not None and slices is not None:
-        homes = {name: profile.taps[name].to(feed.device) for name in ("features", "logits")}
-        homes["slices"] = slices.histogram
-        counters = {name: CountTracker(home.low, home.high, home.bins, home.scale) for name, home in homes.items()}
-    specs = {name: profile.specs[name] for name in ("features", "logits")} if profile is not None else {}
-    axis = specs["logits"].channel_axis if specs else 1
-    certainty: Tensor | None = None
-    predictions = 0
-    with together(), synchronised(model), modes(model), torch.no_grad(), tapped(model, specs) as recorder:
-        model.eval()
-        for batch in batches:
-            logits = class_logits(model(batch), output, axis)
-            values = recorder.read()
-            if slices is not None:
-                values["slices"] = slices.projector(values["features"])
-            for name, counter in counters.items():
-                counter.update(values[name])
-            if logits is not None:
-                sums = _certainty(logits)
-                certainty = sums if certainty is None else certainty + sums
-                predictions += logits.numel() // logits.shape[1]
-        counters = {name: counter.joined() for name, counter in counters.items()}
+    return Watch(model, feed, profile, output, most)()
+
+
+class Watch:
+    """The same look at one model again and again; on CUDA, where the samples are small, captured as a graph.
+
+    A captured look follows weights that change in their place, as training changes them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        feed: Feed,
+        profile: Profile | None,
+        output: Entry = None,
+        most: int | None = None,
+        capture: bool = False,
+    ) -> None:
+        self.model, self.feed, self.output = model, feed, output
+        self.profile = profile.to(feed.device) if profile is not None else None
+        self.most, self.capture = most, capture
+        self._again: Callable[[], _Sums] | None = None
+        self._parts: tuple[Tensor, ...] = ()  # kept, since the graph reads them
+        self._homes: dict[str, Histogram] = {}
+        if self.profile is not None:
+            self._homes = {name: self.profile.taps[name] for name in ("features", "logits")}
+            self._homes["slices"] = self.profile.slices["verification"].histogram
+
+    def __call__(self) -> Signals:
+        with together(), synchronised(self.model):
+            sums = self._again() if self._again is not None else self._look()
+            return self._signals(sums)
+
+    def _look(self) -> _Sums:
+        inputs, feed = self.feed.inputs, self.feed
+        if self.capture and not active() and inputs is not None and worth_capturing(inputs):
+            parts = self._parts = feed.some(self.most or len(inputs), seed=0).split(feed.at_once)
+            self._again = captured_call(
+                lambda: self._pass(feed.ready(inputs.index_select(0, part)) for part in parts), feed.device
+            )
+            if self._again is not None:
+                return self._again()
+        self.capture = False
+        if self.most is None:
+            return self._pass(feed.batches(feed.at_once))
+        return self._pass(feed.subset(self.most, 0, feed.at_once))
+
+    def _pass(self, batches: Iterable[Tensor]) -> _Sums:
+        model, profile = self.model, self.profile
+        homes = self._homes.items()
+        counters = {name: CountTracker(home.low, home.high, home.bins, home.scale) for name, home in homes}
+        specs = {name: profile.specs[name] for name in ("features", "logits")} if profile is not None else {}
+        axis = specs["logits"].channel_axis if specs else 1
+        certainty: Tensor | None = None
+        predictions = 0
+        with modes(model), torch.no_grad(), tapped(model, specs) as recorder:
+            model.eval()
+            for batch in batches:
+                logits = class_logits(model(batch), self.output, axis)
+                values = recorder.read()
+                if profile is not None:
+                    values["slices"] = profile.slices["verification"].projector(values["features"])
+                for name, counter in counters.items():
+                    counter.update(values[name])
+                if logits is not None:
+                    sums = _certainty(logits)
+                    certainty = sums if certainty is None else certainty + sums
+                    predictions += logits.numel() // logits.shape[1]
+        return _Sums(counters, certainty, predictions)
+
+    def _signals(self, sums: _Sums) -> Signals:
+        certainty, predictions, profile = sums.certainty, sums.predictions, self.profile
+        counters = {name: counter.joined() for name, counter in sums.counters.items()}
         certainty = joined_mean(certainty / predictions, predictions) if certainty is not None else None
-    entropy, confidence = certainty.tolist() if certainty is not None else (None, None)
-    if profile is None or slices is None:
-        return Signals(None, None, entropy, confidence)
-    seen = counters["slices"]
-    marginals = sum(
-        (homes[name].mean_divergence((counters[name].counts / counters[name].samples).float()) for name in specs),
-        torch.zeros((), device=feed.device),
-    )
-    return Signals(judge(slices, seen.counts, seen.samples, profile), float(marginals), entropy, confidence)
+        entropy, confidence = certainty.tolist() if certainty is not None else (None, None)
+        if profile is None:
+            return Signals(None, None, entropy, confidence)
+        marginals = sum(
+            (
+                self._homes[name].mean_divergence((counters[name].counts / counters[name].samples).float())
+                for name in ("features", "logits")
+            ),
+            torch.zeros((), device=self.feed.device),
+        )
+        seen = counters["slices"]
+        verification = judge(profile.slices["verification"], seen.counts, seen.samples, profile)
+        return Signals(verification, float(marginals), entropy, confidence)
+
+
+@dataclass
+class _Sums:
+    """What a pass gathers."""
+
+    counters: dict[str, CountTracker]
+    certainty: Tensor | None
+    predictions: int
 
 
 def class_logits(returned: Any, output: Entry, axis: int) -> Tensor | None:

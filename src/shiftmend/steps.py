@@ -14,7 +14,7 @@ from shiftmend.distributed import active, backward, synchronised, together
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
 from shiftmend.methods import Objective
-from shiftmend.taps import Recorder, Tap, tapped
+from shiftmend.taps import Recorder, Tap, eager, tapped
 
 Precision = Callable[[], AbstractContextManager[Any]]
 
@@ -33,10 +33,11 @@ class Steps:
         precision: Precision = nullcontext,
         dropout: bool = False,
         capture: bool = True,
+        compile: bool = False,
         what: str = "",
     ) -> None:
         self.model, self.feed, self.taps = model, feed, taps
-        self.objective, self.optimiser = objective, optimiser
+        self.objective, self.optimiser, self.compile = objective, optimiser, compile
         self.precision, self.dropout, self.what = precision, dropout, what
         self._captured: CapturedEpoch | None = None
         self._targets: Tensor | None = None
@@ -102,19 +103,36 @@ class Steps:
         return {name: term.detach() for name, term in terms.items()}
 
     def _try_to_capture(self, targets: Tensor | None) -> None:
+        self._targets = None if targets is None else targets.clone()
+        if self.compile:
+            with _compiled(self.model):
+                self._captured = self._capture(compiled=True)
+        self._captured = self._captured or self._capture()
+        self._may_capture = self._captured is not None
+
+    def _capture(self, compiled: bool = False) -> CapturedEpoch | None:
         inputs, optimiser, feed = self.feed.inputs, self.optimiser, self.feed
         assert inputs is not None
         assert optimiser is not None
-        self._targets = None if targets is None else targets.clone()
-        with tapped(self.model, self.taps) as recorder:
+        with tapped(self.model, self.taps, set_aside=not compiled) as recorder:
 
             def once(index: Tensor) -> Sums:
                 own = None if self._targets is None else self._targets.index_select(0, index)
                 return self.step(recorder, feed.ready(inputs.index_select(0, index)), own)
 
             size = min(feed.batch_size, len(inputs))
-            self._captured = captured_epoch(once, self.model, optimiser, inputs.device, len(inputs), size)
-        self._may_capture = self._captured is not None
+            return captured_epoch(once, self.model, optimiser, inputs.device, len(inputs), size)
+
+
+@contextmanager
+def _compiled(model: nn.Module) -> Iterator[None]:
+    """Inside, calls of the model go through `torch.compile`, hooks included; afterwards nothing is left of it."""
+    with eager(model):
+        model.compile(dynamic=False)
+        try:
+            yield
+        finally:
+            model._compiled_call_impl = None
 
 
 @contextmanager

@@ -134,11 +134,15 @@ def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def tapped(model: nn.Module, taps: Mapping[str, Tap]) -> Iterator[Recorder]:
-    """Watch the taps inside the block; afterwards nothing is left on the model."""
+def tapped(model: nn.Module, taps: Mapping[str, Tap], set_aside: bool = True) -> Iterator[Recorder]:
+    """Watch the taps inside the block; afterwards nothing is left on the model.
+
+    Compiled calls that the model brings along are set aside, unless it is known that they were made for these taps.
+    """
     recorder = Recorder(taps)
     with ExitStack() as stack:
-        stack.enter_context(eager(model))
+        if set_aside:
+            stack.enter_context(eager(model))
         for name, tap in taps.items():
             module = _module(model, tap)
             if tap.side == "input":

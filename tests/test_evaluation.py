@@ -1,0 +1,74 @@
+"""Scores of a model, once and again."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shiftmend
+from shiftmend.errors import DataError
+from shiftmend.evaluation import Scorer
+from shiftmend.feeds import Feed
+from worlds import sensors
+
+
+class Column(nn.Module):
+    """Predicts the sum of a row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(1, keepdim=True)
+
+
+def test_scores_count_what_is_right() -> None:
+    world = sensors()
+    scores = shiftmend.evaluate(world.model, (world.target, world.labels))
+    with torch.no_grad():
+        right = world.model.eval()(world.target).argmax(1) == world.labels
+    assert scores.accuracy == pytest.approx(float(right.double().mean()))
+    assert scores.samples == len(world.labels)
+
+
+def test_fractional_labels_are_regression() -> None:
+    inputs = torch.tensor([[1.0, 2.0], [0.5, 0.5], [2.0, -1.0]])
+    scores = shiftmend.evaluate(Column(), (inputs, torch.tensor([3.0, 1.0, 3.0])))
+    assert scores.mean_absolute_error == pytest.approx(2 / 3)
+
+
+def test_without_labels_there_is_nothing_to_score() -> None:
+    world = sensors()
+    with pytest.raises(DataError, match=r"has no labels: expected pairs of \(inputs, labels\)"):
+        shiftmend.evaluate(world.model, world.target)
+
+
+def test_a_scorer_sees_the_model_as_it_is_now() -> None:
+    world = sensors()
+    model = copy.deepcopy(world.model)
+    scorer = Scorer(model, Feed((world.target, world.labels), batch_size=64), capture=True)
+    assert scorer() == shiftmend.evaluate(world.model, (world.target, world.labels), batch_size=64)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    assert scorer().nll == pytest.approx(torch.log(torch.tensor(3.0)).item(), abs=2)
+    assert scorer() == shiftmend.evaluate(model, (world.target, world.labels), batch_size=64)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captured_scores_follow_the_weights_too() -> None:
+    world, device = sensors(), torch.device("cuda", 0)
+    model = copy.deepcopy(world.model).to(device).eval()
+    scorer = Scorer(model, Feed((world.target, world.labels), batch_size=64, device=device), capture=True)
+    for factor in (1.0, 0.8, -1.0):
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(factor)
+        expected = shiftmend.evaluate(model, (world.target, world.labels), batch_size=64, device=device)
+        noise = [torch.full((size,), 1 << 40, device=device) for size in (64, 512, 4096) for _ in range(20)]
+        seen = scorer()
+        assert scorer._again is not None
+        assert seen.accuracy == expected.accuracy
+        assert (seen.ece, seen.nll, seen.brier) == pytest.approx((expected.ece, expected.nll, expected.brier), rel=1e-5)
+        del noise
