@@ -120,6 +120,8 @@ INGREDIENTS: dict[str, Callable[[], str]] = {
     "normalised otherwise": lambda: made(replace(BENCHMARK, preprocess=standardised((0.5,) * 3, (0.25,) * 3))),
     "a rate to choose": lambda: made(rates=[0.1, 1.0]),
     "other rates to choose": lambda: made(rates=[0.1, 0.5]),
+    "slices aligned too": lambda: made(setting=replace(SETTINGS["fr"], preset="sliced")),
+    "as in the paper's text": lambda: made(setting=replace(SETTINGS["fr"], preset="paper")),
 }
 
 
@@ -155,6 +157,21 @@ def test_nothing_else_does() -> None:
     one, also_one = Setting("fr", {"learning_rate": 1}), Setting("fr", {"learning_rate": 1.0})
     assert made(setting=one) == made(setting=also_one)
     assert made(setting=one, rates=[0.1, 0.1, 2]) == made(setting=Setting("fr"), rates=(0.1, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("protocol", "row", "expected"),
+    [
+        ("offline", "fr", "e51a75142f6d5234"),
+        ("offline", "shot", "53afa318e8c14ece"),
+        ("online", "fr", "888e448a60899cbf"),
+    ],
+)
+def test_recipes_of_stores_from_before_rows_had_presets_are_the_same(protocol: str, row: str, expected: str) -> None:
+    """Computed then. Where this fails, all that was ever run has to be run again."""
+    setting = BENCHMARK.settings[protocol][row]
+    assert made(protocol=protocol, setting=setting) == expected
+    assert made(protocol=protocol, setting=replace(setting, preset="reference")) == expected
 
 
 def test_a_preprocessing_that_wants_other_images_is_no_obstacle() -> None:

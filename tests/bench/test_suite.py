@@ -1,9 +1,10 @@
-"""The eight benchmarks, against tables of the published facts that are written out here, and on small files."""
+"""The benchmarks, against tables of the published facts that are written out here, and on small files."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import os
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -19,15 +20,20 @@ from shiftmend.bench import published
 from shiftmend.bench.augmentations import AUGMENTATIONS
 from shiftmend.bench.base import CLEAN, Benchmark, Setting
 from shiftmend.bench.protocols import FewShot, Offline, Online
+from shiftmend.bench.sources import identity
 from shiftmend.bench.suite import BENCHMARKS, faults, find, made, mnist_m
+from shiftmend.bench.suite.usps import enlarged
 from shiftmend.bench.training import Recipe, untrained
 from shiftmend.data.base import Split
-from shiftmend.data.digits import emnist
+from shiftmend.data.digits import emnist, mnist
 from shiftmend.data.shifted import EMNIST_SHIFTS
 from shiftmend.errors import DataError
 from shiftmend.methods import METHODS
 
-PUBLISHED = [name for name in BENCHMARKS if name != "digits"]
+PUBLISHED = [name for name in BENCHMARKS if name not in ("digits", "usps")]
+
+OURS = ("fr-sliced", "bufr-sliced")
+"""Rows that nobody has published; their rates are those of the methods that they vary."""
 
 # ---- facts of the paper and of its reference implementation: rate, epochs (AdaBN: passes), and what else there is
 
@@ -39,6 +45,8 @@ TARGET: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
             "shot": (0.01, 30, {"weight": 0.1}),
             "fr": (0.1, 150),
             "bufr": (1.0, 30, {"decay": 1.5}),
+            "fr-sliced": (0.1, 150),
+            "bufr-sliced": (1.0, 30, {"decay": 1.5}),
             "target-supervised": (0.1, 150),
         }
     },
@@ -52,6 +60,8 @@ TARGET: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
             "full-gauss": (0.001, 150),
             "fr": (1.0, 150),
             "bufr": (1.0, 30, {"decay": 1.5}),
+            "fr-sliced": (1.0, 150),
+            "bufr-sliced": (1.0, 30, {"decay": 1.5}),
             "target-supervised": (0.1, 150),
         }
     },
@@ -64,6 +74,8 @@ TARGET: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
             "fr-features": (1e-3, 150, {"align": ("features",)}),
             "fr-one-sided": (1e-3, 150, {"divergence": "kl-target-source"}),
             "bufr": (0.1, 30, {"decay": 5.0}),
+            "fr-sliced": (1e-3, 150),
+            "bufr-sliced": (0.1, 30, {"decay": 5.0}),
             "target-supervised": (1e-3, 150, {"weight_decay": 5e-4}),
         },
         "online": {"shot-im": (1e-3,), "tent": (1e-3,), "fr": (1e-2,)},
@@ -153,8 +165,9 @@ def test_rates_and_epochs_are_the_published_ones(name: str) -> None:
         assert found.pop("adabn") == Setting("adabn", {} if protocol == "online" else {"passes": 2})
         assert set(found) == set(rows)
         for row, facts in rows.items():
-            method = "fr" if row.startswith("fr-") else row
-            assert found[row] == Setting(method, as_published(facts, method), "shot" if row == "shot" else "plain"), row
+            method = row.partition("-")[0] if row.startswith(("fr-", "bufr-")) else row
+            source, preset = "shot" if row == "shot" else "plain", "sliced" if row in OURS else "reference"
+            assert found[row] == Setting(method, as_published(facts, method), source, preset), row
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -263,7 +276,7 @@ def test_every_row_here_is_published_somewhere(name: str) -> None:
         for method in settings:
             figure = published.figure(name, protocol, "accuracy", method, where)
             ours_alone = name == "emnist-da" and protocol.startswith("few-shot") and method == "adabn"
-            assert (figure is None) == ours_alone, (protocol, method)
+            assert (figure is None) == (ours_alone or method in OURS), (protocol, method)
     assert published.figure(name, "offline", "accuracy", "source-only", CLEAN) is not None
 
 
@@ -333,6 +346,11 @@ PROTOCOLS = {"offline": Offline()}
             "TABLE['offline']['x'] = Setting('fr', {'rate': 1})\n"
             "OTHER = replace(MINE, protocols=PROTOCOLS, settings=TABLE)",
             "method 'fr' has no option 'rate'",
+        ),
+        (
+            "TABLE['offline']['x'] = Setting('fr', preset='slices')\n"
+            "OTHER = replace(MINE, protocols=PROTOCOLS, settings=TABLE)",
+            "'x' of protocol 'offline' has the preset 'slices', expected one of reference, paper, sliced",
         ),
         ("OTHER = replace(MINE, source_for=lambda setting, shift: 'other')", "starts from 'other', expected one of"),
     ],
@@ -467,6 +485,121 @@ def test_mnist_m_in_folders_has_no_clean_version(tmp_path: Path, monkeypatch: py
     assert find("mnist-m").origin("mnist-m", tmp_path) == "published"
     assert target.clean is None
     assert len(target.score) == 10
+
+
+def lay_out_usps(root: Path) -> dict[str, np.ndarray]:
+    (root / "USPS").mkdir()
+    arrays = {f"x_{split}": random_images(count, 16, 16, seed=count) for split, count in (("train", 21), ("test", 12))}
+    arrays |= {f"y_{split}": rng(7).integers(0, 10, len(arrays[f"x_{split}"])) for split in ("train", "test")}
+    np.savez(root / "USPS/usps.npz", **arrays)
+    return arrays
+
+
+def test_usps_and_mnist_each_way(tmp_path: Path) -> None:
+    benchmark, arrays = find("usps"), lay_out_usps(tmp_path)
+    lay_out_mnist(tmp_path)
+    train, test = mnist("train", tmp_path), mnist("test", tmp_path)
+
+    there = benchmark.load_target("mnist-to-usps", tmp_path)
+    assert (there.adapt.name, there.score.name) == ("usps-train, 28 x 28", "usps-test, 28 x 28")
+    assert there.adapt.labels.tolist() == arrays["y_train"].tolist()
+    assert there.score.labels.tolist() == arrays["y_test"].tolist()
+    back = benchmark.load_target("usps-to-mnist", tmp_path)
+    assert torch.equal(back.adapt.images, train.images)
+    assert torch.equal(back.score.images, test.images)
+    assert there.clean is back.clean is None  # nobody wrote the same digits for both
+    assert {images.images.shape[1:] for target in (there, back) for images in (target.adapt, target.score)} == {
+        (1, 28, 28)
+    }
+    clean = benchmark.load_target(CLEAN, tmp_path)
+    assert clean.adapt is clean.score is clean.clean
+    assert torch.equal(clean.score.images, test.images)
+
+    for name in ("plain", "shot"):
+        setting = benchmark.settings["offline"]["shot" if name == "shot" else "fr-sliced"]
+        sources = [benchmark.source_for(setting, shift) for shift in (*benchmark.shifts, CLEAN)]
+        assert sources == [f"{name}-mnist", f"{name}-usps", f"{name}-mnist"]
+        digits, envelopes = (benchmark.load_source(source, tmp_path) for source in sources[:2])
+        assert digits.profiled is digits.train
+        assert envelopes.profiled is envelopes.train
+        assert torch.equal(digits.test.images, clean.score.images)
+        assert torch.equal(envelopes.train.images, there.adapt.images)
+        assert torch.equal(envelopes.test.images, there.score.images)
+        # a folder of results that has MNIST-C's source models has these
+        shared = find("mnist-c")
+        recipes = [
+            (one.sources[source], one.load_source(source, tmp_path).train, one.preprocess)
+            for one, source in ((benchmark, f"{name}-mnist"), (shared, name))
+        ]
+        digests = [recipe.digest(identity(images, preprocess)) for recipe, images, preprocess in recipes]
+        assert digests[0] == digests[1]
+        assert benchmark.sources[f"{name}-usps"] == shared.sources[name]
+    assert {benchmark.origin(shift, tmp_path) for shift in (*benchmark.shifts, CLEAN)} == {"published"}
+
+
+def bilinear(images: np.ndarray) -> np.ndarray:
+    """From 16 to 28, in whole numbers: pixel i lies at ((i + 1/2) 16 / 28 - 1/2), which is (8 i - 3) / 14."""
+    place = np.clip(8 * np.arange(28) - 3, 0, 15 * 14)
+    low, above = place // 14, place % 14
+    weights = np.zeros((28, 16), dtype=np.int64)
+    weights[np.arange(28), low] += 14 - above
+    weights[np.arange(28), np.minimum(low + 1, 15)] += above
+    return np.einsum("ij,njk,lk->nil", weights, images.astype(np.int64), weights)  # 196 times the grey level
+
+
+def test_usps_is_enlarged_exactly(tmp_path: Path) -> None:
+    images = random_images(60, 16, 16, seed=3)
+    images[0], images[1] = 0, 255
+    large = enlarged(Split(torch.from_numpy(images[:, None]), None, "few"))
+    exact = bilinear(images)
+    whole, rest = exact // 196, exact % 196
+    assert (rest == 98).sum() > 100  # halves, which go to the even neighbour
+    rounded = whole + ((rest > 98) | ((rest == 98) & (whole % 2 == 1)))
+    assert torch.equal(large.images[:, 0], torch.from_numpy(rounded).to(torch.uint8))
+    assert set(large.images[0].unique().tolist()) == {0}
+    assert set(large.images[1].unique().tolist()) == {255}
+
+
+def test_usps_has_every_method_with_the_nearest_settings() -> None:
+    found = dict(find("usps").settings["offline"])
+    assert {setting.method for setting in found.values()} == set(METHODS)
+    assert set(found) == {*METHODS, *OURS}
+    published_for_mnist = find("mnist-c").settings["offline"]
+    for row, setting in published_for_mnist.items():
+        assert found.pop(row) == setting, row
+    for row in ("bnm", "bnm-im", "full-gauss"):
+        assert found.pop(row) == find("emnist-da").settings["offline"][row]
+    assert found == {"tent": find("cifar-10-c").settings["offline"]["tent"]}
+    offline = find("usps").protocols["offline"]
+    assert isinstance(offline, Offline)
+    assert offline.supervised_parts is None  # what is adapted to and what is scored on are two sets
+    assert find("usps").seeds == (123, 234, 345, 456, 567)
+    assert not published.known("usps")
+
+
+@pytest.mark.data
+@pytest.mark.skipif(not os.environ.get("SHIFTMEND_DATA"), reason="SHIFTMEND_DATA is not set")
+def test_usps_from_the_real_files() -> None:
+    benchmark = find("usps")
+    for shift, sizes in (
+        ("mnist-to-usps", (7_291, 2_007)),
+        ("usps-to-mnist", (60_000, 10_000)),
+        (CLEAN, (10_000,) * 2),
+    ):
+        try:
+            target = benchmark.load_target(shift, None)
+        except DataError as error:
+            if "is missing" in str(error):
+                pytest.skip(str(error))
+            raise
+        assert (len(target.adapt), len(target.score)) == sizes
+        for images in (target.adapt, target.score):
+            assert images.images.shape[1:] == (1, 28, 28)
+            grey = images.images.float().mean(0)[0]
+            assert grey[10:18, 10:18].mean() > 2 * grey[[0, -1]].mean()  # white ink on black paper, in both
+            assert len(images.labels.unique()) == 10
+    counts = benchmark.load_source("plain-usps", None).train.labels.bincount()
+    assert counts[0] > 2 * counts[8]  # as the module says
 
 
 def test_emnist_da_from_the_published_files_and_made_again(tmp_path: Path) -> None:
@@ -669,15 +802,14 @@ def test_digits_need_no_files() -> None:
     assert {setting.method for setting in benchmark.settings["offline"].values()} == set(METHODS)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [*PUBLISHED, "usps"])
 def test_missing_data_are_one_sentence_that_names_the_file(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     benchmark = find(name)
     for load in (
-        lambda root: benchmark.load_source("plain", root),
-        lambda root: benchmark.load_target(benchmark.shifts[0], root),
-        lambda root: benchmark.load_target(CLEAN, root),
+        *(lambda root, source=source: benchmark.load_source(source, root) for source in benchmark.sources),
+        *(lambda root, shift=shift: benchmark.load_target(shift, root) for shift in (benchmark.shifts[0], CLEAN)),
     ):
         with pytest.raises(DataError) as caught:
             load(tmp_path)

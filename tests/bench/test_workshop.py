@@ -15,7 +15,7 @@ from small_worlds import BENCHMARK, SETTINGS, load_source, load_target
 
 import shiftmend
 from data.data_layouts import random_images, write_png
-from shiftmend import fingerprints
+from shiftmend import checkpoints, fingerprints
 from shiftmend.bench import sources, workshop
 from shiftmend.bench.base import Benchmark, Setting, Source, Target
 from shiftmend.bench.workshop import Shelf, Workshop, in_memory, inputs_of, labelled
@@ -107,6 +107,51 @@ def test_a_full_covariance_is_kept_where_a_method_needs_it(tmp_path: Path) -> No
     assert fresh(tmp_path, benchmark).profile("plain", 1, 0.01).gaussian.kind == "full-gaussian"
     assert fresh(tmp_path).profile("plain", 1, 0.01).gaussian.kind == "marginal-gaussian"
     assert len(profiles(tmp_path)) == 2
+
+
+def test_every_preset_has_a_profile_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop = fresh(tmp_path)
+    usual, sliced, paper = (shop.profile("plain", 1, 0.05, name) for name in ("reference", "sliced", "paper"))
+    assert shop.profile("plain", 1, 0.05).to_bytes() == usual.to_bytes()
+    assert [one.preset for one in (usual, sliced, paper)] == ["reference", "sliced", "paper"]
+    assert {one.bins.temperature for one in (usual, sliced, paper)} == {0.05}
+    assert [one.taps["features"].counts.shape[1] for one in (usual, sliced, paper)] == [10, 10, 8]
+    assert set(sliced.slices) == {"verification", "alignment"}
+    assert set(usual.slices) == set(paper.slices) == {"verification"}
+    by_hand = shiftmend.profile(
+        shop.model("plain", 1)[0],
+        load_source("plain", None).profiled.images,
+        preset="sliced",
+        bins=replace(shiftmend.presets.preset("sliced").bins, temperature=0.05),
+        preprocess=BENCHMARK.preprocess,
+        progress=False,
+    )
+    counts = [one.slices["alignment"].histogram.counts for one in (sliced, by_hand)]
+    assert torch.allclose(*counts, atol=1e-3)
+    # who knows nothing of presets wrote, and looks for, a file without one in its name
+    identity = sources.identity(load_source("plain", None).profiled, BENCHMARK.preprocess)
+    tail = f"marginal-{checkpoints.identify(identity)}.safetensors"
+    stem = shop.model("plain", 1)[1].stem
+    expected = [f"{stem}-0.05-{part}{tail}" for part in ("", "paper-", "sliced-")]
+    assert [file.name for file in profiles(tmp_path)] == sorted(expected)
+    forbid(monkeypatch, shiftmend, "profile")
+    assert fresh(tmp_path).profile("plain", 1, 0.05, "sliced").to_bytes() == sliced.to_bytes()
+
+
+def test_presets_that_take_turns_are_read_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"offline": SETTINGS | {"fr-sliced": replace(SETTINGS["fr"], preset="sliced")}}
+    for preset in ("reference", "sliced"):
+        for source in ("plain", "shot"):
+            fresh(home).profile(source, 1, 0.01, preset)
+    loads: list[Path] = []
+    load = Profile.load
+    monkeypatch.setattr(Profile, "load", lambda file: (loads.append(file), load(file))[1])
+    shop = fresh(home, replace(BENCHMARK, settings=table))
+    for _ in range(3):
+        for source in ("plain", "shot"):
+            for preset in ("reference", "sliced"):
+                shop.profile(source, 1, 0.01, preset)
+    assert len(loads) == len(set(loads)) == 4
 
 
 def test_nothing_is_mixed_up(tmp_path: Path) -> None:

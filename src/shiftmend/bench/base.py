@@ -18,6 +18,9 @@ SEEDS = (123, 234, 345, 456, 567)
 """Those of the reference implementation, and very likely of the paper."""
 CLEAN = "clean"
 """The shift that is none: unseen source images, on which the source model is scored."""
+USUAL_PRESET = "reference"
+"""Of a row that names none. It goes without saying in the names of files and in recipes, which are older than presets
+other than this one."""
 
 Images = Split | ImageFiles
 """In memory, or decoded from files when asked for."""
@@ -45,11 +48,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Setting:
-    """A row of a benchmark's table: a method, its options, and which source model it starts from."""
+    """A row of a benchmark's table: a method, its options, and which source model and which profile it starts from."""
 
     method: str
     options: Mapping[str, Any] = field(default_factory=dict)
     source: str = "plain"
+    preset: str = USUAL_PRESET
+    """Of the profile, see `shiftmend.presets`; the temperature of its bins is the protocol's."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ else they do in turn, see `turns.py`.
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -52,6 +53,7 @@ def lanes(job: Job, advance: Advance, count: int) -> Iterator[Execute]:
             with torch.cuda.stream(own.stream):
                 result = run_cell(own.workshop, cell, rates=job.rates, tick=tick)
                 own.stream.synchronize()
+                gc.collect(1)
         # memory is that of all lanes together, and time that of a lane among others
         return replace(result, peak_memory=None, manifest=result.manifest | {"lanes": count})
 
@@ -67,7 +69,7 @@ def lanes(job: Job, advance: Advance, count: int) -> Iterator[Execute]:
         for part, width in ((side_by_side, count), (alone, 1)):
             yield from _in_threads(part, width, run, advance, stopped)
 
-    with _no_garbage_collection():
+    with _no_garbage_collection(), _short_turns():
         yield execute
 
 
@@ -93,8 +95,19 @@ def _in_threads(
 
 
 @contextmanager
+def _short_turns() -> Iterator[None]:
+    """To replay a graph takes Python microseconds; a thread must not wait for another's milliseconds."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A collection can free another thread's graph at a moment when one is captured; each capture collects anyway."""
+    """A collection can free another thread's graph at a moment when one is captured; so one is made between cells."""
     enabled = gc.isenabled()
     gc.disable()
     try:

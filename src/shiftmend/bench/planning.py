@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shiftmend import checkpoints
-from shiftmend.bench.base import CLEAN, Benchmark, Setting
+from shiftmend.bench.base import CLEAN, USUAL_PRESET, Benchmark, Setting
 from shiftmend.bench.cells import Cell
 from shiftmend.bench.protocols import Online, Protocol
 from shiftmend.bench.sources import identity
@@ -87,6 +87,7 @@ def recipe(
         "protocol": benchmark.protocols[protocol].facts(),
         "origin": benchmark.origin(shift, root),
         "rates": list(candidates),
+        **({} if setting.preset == USUAL_PRESET else {"preset": setting.preset}),
     }
     return checkpoints.identify(facts)
 

@@ -17,6 +17,8 @@ class Protocol:
     temperature: float = 0.01
     score_every: int = 1
     """Epochs between two looks at the labels; the first, the last and the selected state are always scored."""
+    autocast: bool = False
+    """Adapt in bfloat16 on a GPU; scores, signals and profiles are always taken in full precision."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "score_every", "temperature", "per_class"):
@@ -25,7 +27,8 @@ class Protocol:
                 raise DataError(f"{name} of a protocol must be a positive number, whole if it counts, got {value!r}")
 
     def facts(self) -> dict[str, Any]:
-        return {"kind": self.kind} | asdict(self)
+        """What decides a result; a switch that is off is left out, as if there were none."""
+        return {"kind": self.kind} | {name: value for name, value in asdict(self).items() if value is not False}
 
 
 @dataclass(frozen=True, kw_only=True)

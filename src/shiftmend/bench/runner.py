@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -106,8 +106,12 @@ def run(
 
 
 def preparations(benchmark: Benchmark, cells: Sequence[Cell]) -> list[Preparation]:
-    """The source models and profiles that cells need, each once."""
-    return list(dict.fromkeys(preparation(benchmark, cell) for cell in cells))
+    """The source models that cells need, each once, with the profiles of all presets: one worker trains a model."""
+    presets: dict[Preparation, tuple[str, ...]] = {}
+    for one in dict.fromkeys(preparation(benchmark, cell) for cell in cells):
+        model = replace(one, presets=())
+        presets[model] = presets.get(model, ()) + one.presets
+    return [replace(model, presets=found) for model, found in presets.items()]
 
 
 def _executor(executor: Executor, job: Job, advance: Advance, workers: int) -> AbstractContextManager[Execute]:

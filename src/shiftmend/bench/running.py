@@ -76,13 +76,14 @@ def _gather(workshop: Workshop, cell: Cell, manifest: dict[str, Any]) -> Given:
         "benchmark": benchmark.name,
         "cell": asdict(cell),
         "method": {"name": setting.method, **setting.options},
+        "preset": setting.preset,
         "protocol": protocol.facts(),
         "source": {"name": source, "recipe": benchmark.sources[source].facts()},
         "origin": benchmark.origin(cell.shift, workshop.root),
     }
     model, file = workshop.model(source, cell.seed)
     manifest["source"]["file"] = file.name
-    profile = workshop.profile(source, cell.seed, protocol.temperature)
+    profile = workshop.profile(source, cell.seed, protocol.temperature, setting.preset)
     target = workshop.target(cell.shift)
     manifest["data"] = {"adapted_to": target.adapt.name, "scored_on": target.score.name}
     return Given(workshop, setting, protocol, model, profile, target, cell.seed)

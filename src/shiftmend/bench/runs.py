@@ -15,6 +15,7 @@ from shiftmend.bench.base import Images, Setting, Target
 from shiftmend.bench.cells import Outcome
 from shiftmend.bench.protocols import Protocol
 from shiftmend.bench.workshop import Workshop, inputs_of, labelled
+from shiftmend.evaluation import Scorer
 from shiftmend.feeds import Feed
 from shiftmend.loop import tensors_of
 from shiftmend.methods import METHODS
@@ -38,6 +39,11 @@ class Given:
     profile: Profile
     target: Target
     seed: int
+
+    @property
+    def autocast(self) -> bool:
+        """In bfloat16, where the protocol allows it and a GPU gains by it."""
+        return self.protocol.autocast and self.workshop.device.type == "cuda"
 
     def feed(self, images: Images, batch_size: int) -> Feed:
         return Feed(
@@ -63,6 +69,7 @@ class Run:
         self.outcomes: dict[int, Outcome] = {}
         self.reliability: dict[int, list[dict[str, Any]]] = {}
         self._unscored: dict[str, Tensor] = {}
+        self._scorer: Scorer | None = None
 
     def go(self, data: Images, tick: Tick) -> None:
         given = self.given
@@ -71,7 +78,8 @@ class Run:
 
         def look(model: nn.Module, row: Epoch) -> None:
             if row.epoch % given.protocol.score_every == 0:
-                self._score(model, row.epoch)
+                self._scorer = self._scorer or self._scorer_of(model, capture=True)
+                self._score(self._scorer, row.epoch)
             if self.choice.consider(row):
                 self._unscored = {} if row.epoch in self.outcomes else tensors_of(model)
             tick(row.epoch, epochs)
@@ -85,28 +93,34 @@ class Run:
             seed=given.seed,
             preprocess=given.workshop.benchmark.preprocess,
             device=given.workshop.device,
+            autocast=given.autocast,
             on_epoch=look,
             progress=False,
             **self.options,
         )
+        self._scorer = None  # with its graph, which knows the model only as it was while it was adapted
         if self.adaptation.interrupted or self.adaptation.after is None:  # Ctrl-C; the second while it was judged
             raise KeyboardInterrupt
         if self.adaptation.history[-1].epoch not in self.outcomes:
-            self._score(self.adaptation.model, self.adaptation.history[-1].epoch)
+            self._score(self._scorer_of(self.adaptation.model), self.adaptation.history[-1].epoch)
         if self.kept.epoch not in self.outcomes:
             model = copy.deepcopy(self.adaptation.model)
             model.load_state_dict(self._unscored, strict=False)
-            self._score(model, self.kept.epoch)
+            self._score(self._scorer_of(model), self.kept.epoch)
         self._unscored = {}
 
-    def _score(self, model: nn.Module, epoch: int) -> None:
-        scores = shiftmend.evaluate(
-            model,
+    def _scorer_of(self, model: nn.Module, capture: bool = False) -> Scorer:
+        feed = Feed(
             labelled(self.scored),
-            preprocess=self.given.workshop.benchmark.preprocess,
-            device=self.given.workshop.device,
             batch_size=SCORED_AT_ONCE,
+            device=self.given.workshop.device,
+            preprocess=self.given.workshop.benchmark.preprocess,
+            what="data to evaluate on",
         )
+        return Scorer(model, feed, capture=capture)
+
+    def _score(self, scorer: Scorer, epoch: int) -> None:
+        scores = scorer()
         assert isinstance(scores, Scores)
         self.outcomes[epoch] = outcome_of(epoch, scores)
         self.reliability[epoch] = reliability_of(scores)

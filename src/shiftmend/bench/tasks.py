@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from shiftmend.bench.base import Benchmark
+from shiftmend.bench.base import USUAL_PRESET, Benchmark
 from shiftmend.bench.cells import Cell, Result
 from shiftmend.bench.planning import settings_of
 from shiftmend.bench.running import run_cell
@@ -34,11 +34,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Preparation:
-    """A source model and its profile, which cells share."""
+    """A source model and its profiles, which cells share."""
 
     source: str
     seed: int
     temperature: float
+    presets: tuple[str, ...] = (USUAL_PRESET,)
 
     def __str__(self) -> str:
         return f"source model {self.source}, seed {self.seed}"
@@ -55,8 +56,9 @@ class WorkerError(ShiftmendError):
 
 def preparation(benchmark: Benchmark, cell: Cell) -> Preparation:
     """What a cell starts from."""
-    source = benchmark.source_for(settings_of(benchmark, cell.protocol)[cell.method], cell.shift)
-    return Preparation(source, cell.seed, benchmark.protocols[cell.protocol].temperature)
+    setting = settings_of(benchmark, cell.protocol)[cell.method]
+    source, temperature = benchmark.source_for(setting, cell.shift), benchmark.protocols[cell.protocol].temperature
+    return Preparation(source, cell.seed, temperature, (setting.preset,))
 
 
 @functools.lru_cache(maxsize=1)
@@ -80,7 +82,8 @@ def work(job: Job, task: Task, advance: Advance) -> Result | None:
         advance(task, done, epochs)
 
     workshop.model(task.source, task.seed, tick)
-    workshop.profile(task.source, task.seed, task.temperature)
+    for preset in task.presets:
+        workshop.profile(task.source, task.seed, task.temperature, preset)
     return None
 
 

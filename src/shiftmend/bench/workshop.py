@@ -15,18 +15,19 @@ from torch.utils.data import DataLoader
 import shiftmend
 from shiftmend import checkpoints, fingerprints
 from shiftmend.bench import sources
-from shiftmend.bench.base import Benchmark, Images, Source, Target
+from shiftmend.bench.base import USUAL_PRESET, Benchmark, Images, Source, Target
 from shiftmend.data.base import Split
 from shiftmend.data.streamed import ImageFiles
 from shiftmend.devices import resolve_device
 from shiftmend.errors import ProfileError
 from shiftmend.histograms import Bins
-from shiftmend.presets import preset
+from shiftmend.presets import preset as find_preset
 from shiftmend.profiles import Profile
 
 T = TypeVar("T")
 SOURCES_AT_ONCE = 2
-"""Source models and profiles that stay in memory: methods take turns with SHOT, which has its own."""
+"""Source models that stay in memory, each with a profile for every preset: methods take turns with SHOT, which has its
+own, and rows of one preset with those of another."""
 
 
 class Workshop:
@@ -43,9 +44,11 @@ class Workshop:
         self.benchmark, self.home, self.root = benchmark, home, root
         self.device = resolve_device(device)
         self._data = data or Shelf(1)
-        self._models, self._profiles = Shelf(SOURCES_AT_ONCE), Shelf(SOURCES_AT_ONCE)
-        methods = [setting.method for table in benchmark.settings.values() for setting in table.values()]
-        self._gaussian: shiftmend.profiles.Gaussian = "full" if "full-gauss" in methods else "marginal"
+        settings = [setting for table in benchmark.settings.values() for setting in table.values()]
+        presets = {setting.preset for setting in settings}
+        self._models, self._profiles = Shelf(SOURCES_AT_ONCE), Shelf(SOURCES_AT_ONCE * max(1, len(presets)))
+        full = any(setting.method == "full-gauss" for setting in settings)
+        self._gaussian: shiftmend.profiles.Gaussian = "full" if full else "marginal"
 
     def source(self, name: str) -> Source:
         return self._data.keep("source", name, lambda: self.benchmark.load_source(name, self.root))
@@ -73,26 +76,28 @@ class Workshop:
 
         return self._models.keep("model", (source, seed), obtain)
 
-    def profile(self, source: str, seed: int, temperature: float) -> Profile:
+    def profile(self, source: str, seed: int, temperature: float, preset: str = USUAL_PRESET) -> Profile:
         """The source model's profile, made if there is none yet."""
-        key = (source, seed, temperature)
+        key = (source, seed, temperature, preset)
         return self._profiles.keep("profile", key, lambda: self._profile(*key))
 
-    def _profile(self, source: str, seed: int, temperature: float) -> Profile:
+    def _profile(self, source: str, seed: int, temperature: float, preset: str) -> Profile:
         model, path = self.model(source, seed)
         data = self.source(source).profiled
         identity = sources.identity(data, self.benchmark.preprocess)
-        name = f"{path.stem}-{temperature:g}-{self._gaussian}-{checkpoints.identify(identity)}.safetensors"
+        kind = self._gaussian if preset == USUAL_PRESET else f"{preset}-{self._gaussian}"
+        name = f"{path.stem}-{temperature:g}-{kind}-{checkpoints.identify(identity)}.safetensors"
         file = self.home / "profiles" / name
         found = _usable(file, model)
         if found is not None:
             return found
         if isinstance(data, ImageFiles):
             data = in_memory(data, self._room())
-        bins = preset("reference").bins
+        bins = find_preset(preset).bins
         made = shiftmend.profile(
             model,
             inputs_of(data),
+            preset=preset,
             bins=Bins(bins.count, bins.layout, temperature),
             gaussian=self._gaussian,
             preprocess=self.benchmark.preprocess,

@@ -13,7 +13,7 @@ from torch import nn
 
 import shiftmend
 from shiftmend.adaptations import Adaptation, Epoch
-from shiftmend.bench.base import Images, Target
+from shiftmend.bench.base import Images, Setting, Target
 from shiftmend.bench.planning import chosen, settings_of
 from shiftmend.bench.suite import find
 from shiftmend.bench.workshop import Workshop, inputs_of
@@ -51,6 +51,15 @@ class Scene:
             raise DataError(
                 f"{method} starts from a source model of its own, which this figure cannot set beside others"
             )
+        if setting.preset != (profile or self.profile).preset:
+            if profile is not None:
+                raise DataError(
+                    f"{method} has the preset {setting.preset}, but this figure a profile of its own with the preset "
+                    f"{profile.preset}; name a row without a preset"
+                )
+            home, benchmark = self.workshop.benchmark.source_for(setting, self.shift), self.workshop.benchmark
+            temperature = benchmark.protocols[self.protocol].temperature
+            profile = self.workshop.profile(home, self.seed, temperature, setting.preset)
         return shiftmend.adapt(
             self.model,
             inputs_of(self.target.adapt),
@@ -85,9 +94,10 @@ def stage(
     wanted = chosen(list(methods), settings, "method", f"{found.name}, {protocol}") if methods else []
     number = found.seeds[0] if seed is None else seed
     workshop = Workshop(found, folder, root, device)
-    model, _ = workshop.model("plain", number)
-    profile = workshop.profile("plain", number, found.protocols[protocol].temperature)
-    source = workshop.source("plain").profiled
+    home = found.source_for(Setting("source-only"), name)
+    model, _ = workshop.model(home, number)
+    profile = workshop.profile(home, number, found.protocols[protocol].temperature)
+    source = workshop.source(home).profiled
     scene = Scene(workshop, model, profile, source, workshop.target(name), name, number, protocol)
     scene.adapted = {method: scene.adapt(method) for method in wanted}
     return scene

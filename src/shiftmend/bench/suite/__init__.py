@@ -1,4 +1,4 @@
-"""The benchmarks, by name. Adding one: its file here, its name below, its figures in `bench/paper`, its test."""
+"""The benchmarks, by name. Adding one: its file here, its name below, its figures in `bench/paper` if any, its test."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import torch
 from shiftmend.bench.base import CLEAN, Benchmark
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.methods import method
+from shiftmend.presets import PRESETS
 
-BENCHMARKS = ("digits", "mnist-c", "mnist-m", "emnist-da", "cifar-10-c", "cifar-100-c", "camelyon17", "visda-c")
+BENCHMARKS = ("digits", "mnist-c", "mnist-m", "usps", "emnist-da", "cifar-10-c", "cifar-100-c", "camelyon17", "visda-c")
 
 
 def find(name: str) -> Benchmark:
@@ -77,5 +78,7 @@ def faults(benchmark: Benchmark) -> Iterator[str]:
                 method(setting.method, **setting.options, **labels)
             except AdaptationError as error:
                 yield f"{where}: {error}"
+            if setting.preset not in PRESETS:
+                yield f"{where} has the preset {setting.preset!r}, expected one of {', '.join(PRESETS)}"
             for source in {benchmark.source_for(setting, shift) for shift in shifts} - set(benchmark.sources):
                 yield f"{where} starts from {source!r}, expected one of {', '.join(benchmark.sources)}"

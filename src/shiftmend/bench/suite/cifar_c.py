@@ -32,6 +32,8 @@ OFFLINE = {
     "tent": Setting("tent", {"epochs": 150, "learning_rate": 1e-3}),
     "fr": Setting("fr", {"epochs": 150, "learning_rate": 1e-3}),
     "bufr": Setting("bufr", {"epochs_per_block": 30, "learning_rate": 0.1, "decay": 5.0}),
+    "fr-sliced": Setting("fr", {"epochs": 150, "learning_rate": 1e-3}, preset="sliced"),
+    "bufr-sliced": Setting("bufr", {"epochs_per_block": 30, "learning_rate": 0.1, "decay": 5.0}, preset="sliced"),
     "fr-features": Setting("fr", {"epochs": 150, "learning_rate": 1e-3, "align": ("features",)}),
     "fr-one-sided": Setting("fr", {"epochs": 150, "learning_rate": 1e-3, "divergence": "kl-target-source"}),
     "target-supervised": Setting("target-supervised", {"epochs": 150, "learning_rate": 1e-3, "weight_decay": 5e-4}),

@@ -102,5 +102,5 @@ BENCHMARK = Benchmark(
     preprocess=signed,
     seeds=(123, 234),
     small=True,
-    lanes=4,
+    lanes=8,
 )

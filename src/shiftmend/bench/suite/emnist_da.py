@@ -31,6 +31,8 @@ SETTINGS = {
     "shot": Setting("shot", {"epochs": 150, "learning_rate": 0.1, "weight": 0.1}, source="shot"),
     "fr": Setting("fr", {"epochs": 150, "learning_rate": 1.0}),
     "bufr": Setting("bufr", {"epochs_per_block": 30, "learning_rate": 1.0, "decay": 1.5}),
+    "fr-sliced": Setting("fr", {"epochs": 150, "learning_rate": 1.0}, preset="sliced"),
+    "bufr-sliced": Setting("bufr", {"epochs_per_block": 30, "learning_rate": 1.0, "decay": 1.5}, preset="sliced"),
     "target-supervised": Setting("target-supervised", {"epochs": 150, "learning_rate": 0.1}),
 }
 FEW_SHOT = ("adabn", "bnm", "full-gauss", "pl", "bnm-im", "shot-im", "fr", "bufr")
@@ -78,7 +80,10 @@ BENCHMARK = Benchmark(
         "plain": Recipe(network="digit-cnn", options=_NETWORK, epochs=150),
         "shot": Recipe(network="digit-cnn", options=_NETWORK | {"weight_norm": True}, epochs=150, label_smoothing=0.1),
     },
-    protocols={"offline": Offline(), **{f"few-shot-{n}": FewShot(batch_size=235, per_class=n) for n in SHOTS}},
+    protocols={
+        "offline": Offline(score_every=5, autocast=True),
+        **{f"few-shot-{n}": FewShot(batch_size=235, per_class=n, score_every=5, autocast=True) for n in SHOTS},
+    },
     settings={
         "offline": SETTINGS,
         **{f"few-shot-{n}": {name: SETTINGS[name] for name in FEW_SHOT} for n in SHOTS},
@@ -87,5 +92,5 @@ BENCHMARK = Benchmark(
     load_target=load_target,
     origin=origin,
     preprocess=signed,
-    lanes=4,
+    lanes=8,
 )

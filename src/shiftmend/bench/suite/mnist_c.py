@@ -25,6 +25,8 @@ SETTINGS = {
     "shot": Setting("shot", {"epochs": 30, "learning_rate": 0.01, "weight": 0.1}, source="shot"),
     "fr": Setting("fr", {"epochs": 150, "learning_rate": 0.1}),
     "bufr": Setting("bufr", {"epochs_per_block": 30, "learning_rate": 1.0, "decay": 1.5}),
+    "fr-sliced": Setting("fr", {"epochs": 150, "learning_rate": 0.1}, preset="sliced"),
+    "bufr-sliced": Setting("bufr", {"epochs_per_block": 30, "learning_rate": 1.0, "decay": 1.5}, preset="sliced"),
     "target-supervised": Setting("target-supervised", {"epochs": 150, "learning_rate": 0.1}),
 }
 _NETWORK = {"classes": 10}
@@ -38,7 +40,7 @@ SOURCES = {
         label_smoothing=0.1,
     ),
 }
-OFFLINE = Offline(supervised_parts=None)
+OFFLINE = Offline(supervised_parts=None, score_every=5, autocast=True)
 
 
 def load_source(source: str, root: Root) -> Source:
@@ -81,5 +83,5 @@ BENCHMARK = Benchmark(
     load_target=load_target,
     origin=origin,
     preprocess=signed,
-    lanes=4,
+    lanes=8,
 )

@@ -67,5 +67,5 @@ BENCHMARK = Benchmark(
     load_target=load_target,
     origin=origin,
     preprocess=signed,
-    lanes=4,
+    lanes=8,
 )
