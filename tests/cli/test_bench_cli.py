@@ -398,7 +398,7 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["run", "digits", "-f", "{tmp}/new", "--protocol", "offfline"], "it has offline, online, few-shot-20"),
     (["run", "mnist-c", "-f", "{tmp}/new", "--data-root", "{tmp}/nowhere"], "does not exist"),
     (["status", "digits", "-f", "{tmp}/nowhere"], "run a benchmark to make it"),
-    (["status", "digits", "-f", "{tmp}/file"], "is a file"),
+    (["status", "digits", "-f", "{tmp}/file"], "cannot be used as results"),
     (["status", "digits", "-f", "{tmp}/junk"], "no SQLite database"),
     (["table", "digits", *FOLDER, "--protocol", "online"], "has no such results of digits, online"),
     (["table", "mnist-c", *FOLDER], "has no such results of mnist-c, offline"),
@@ -422,7 +422,7 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["compare", "digits", "fr", "bufr", *FOLDER, "--metric", "seconds"], "cannot compare by last seconds"),
     (["compare", "digits", "fr", "bufr", *FOLDER, "--which", "first"], "cannot compare by first accuracy"),
     (["correlate", "digits", *FOLDER, "--protocol", "online"], "has no such results"),
-    (["export", *FOLDER, "--format", "xml"], "expected csv or json"),
+    (["export", *FOLDER, "--format", "xml"], "expected csv, json or compact"),
     (["export", "-f", "{tmp}/nowhere"], "there is no store"),
     (["export", *FOLDER, "--out", "{tmp}/folder"], "is a folder"),
     (["merge", "-f", "{tmp}/new"], "Missing argument"),
@@ -447,3 +447,39 @@ def test_nonsense_gets_one_sentence(
     filled = [argument.replace("{tmp}", str(tmp_path)).replace("{digits}", str(digits)) for argument in arguments]
     assert words in refused(capsys, *filled)
     assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts] == before
+
+
+def test_a_compact_export_serves_in_place_of_the_store(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "digits.json"
+    ok(capsys, "export", "-f", digits, "--benchmark", "digits", "--format", "compact", "-o", file)
+    for command in (["table", "digits"], ["compare", "digits", "bufr", "fr"], ["correlate", "digits"]):
+        assert ok(capsys, *command, "-f", file) == ok(capsys, *command, "-f", digits)
+    assert ok(capsys, "status", "digits", "-f", file) == ok(capsys, "status", "digits", "-f", digits)
+    assert "has no results of mnist-c" in refused(capsys, "export", "-f", digits, "--benchmark", "mnist-c")
+    assert "expected csv, json or compact" in refused(capsys, "export", "-f", digits, "--format", "xml")
+    assert len(list(csv.DictReader(io.StringIO(ok(capsys, "export", "-f", file))))) == 32
+
+
+def test_page_takes_the_notes_beside_it(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "digits.md"
+    ok(capsys, "page", "digits", "-f", digits, "-o", out)
+    assert "## Notes" not in out.read_text()
+    assert out.read_text() == ok(capsys, "page", "digits", "-f", digits)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/digits.md").write_text("Mind the *step*.\n")
+    ok(capsys, "page", "digits", "-f", digits, "-o", out)
+    assert "## Notes\n\nMind the *step*.\n" in out.read_text()
+    (tmp_path / "mine.md").write_text("Mine.")
+    assert "## Notes\n\nMine.\n" in ok(capsys, "page", "digits", "-f", digits, "--notes", tmp_path / "mine.md")
+    assert "there are no notes at" in refused(capsys, "page", "digits", "-f", digits, "--notes", tmp_path / "none.md")
+    assert "has no results of mnist-c" in refused(capsys, "page", "mnist-c", "-f", digits)
+
+
+def test_storage_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = json.loads(ok(capsys, "storage", "--benchmarks", "digits", "-f", tmp_path, "--json"))
+    assert (row["benchmark"], row["pixels"], row["trained"]) == ("digits", 900 * 28 * 28, False)
+    assert re.search(r"^digits +0\.010 +0\.010 ", ok(capsys, "storage", "--benchmarks", "digits"), re.MULTILINE)
+    ok(capsys, "storage", "--benchmarks", "digits", "-o", tmp_path / "storage.md")
+    assert (tmp_path / "storage.md").read_text().startswith("# What a profile costs\n")
