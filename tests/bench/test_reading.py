@@ -9,8 +9,9 @@ import pytest
 
 from shiftmend.bench.base import Benchmark
 from shiftmend.bench.cells import Cell, Outcome, Result
+from shiftmend.bench.compact import to_compact
 from shiftmend.bench.planning import plan
-from shiftmend.bench.reading import read
+from shiftmend.bench.reading import read, stored
 from shiftmend.bench.runner import STORE
 from shiftmend.bench.store import Store
 from shiftmend.bench.suite import find
@@ -65,9 +66,19 @@ def test_the_origin_is_that_of_the_store_where_a_run_here_has_another(tmp_path: 
     assert found["fog"].origin == "published"
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_a_compact_export_is_read_as_the_store_it_was_made_from(tmp_path: Path) -> None:
+    digits = find("digits")
+    record(tmp_path, digits, [*plan(digits, methods=["fr", "source-only"]), *plan(digits, "online", methods=["fr"])])
+    file = tmp_path / "digits.json"
+    file.write_text(to_compact(stored(tmp_path)))
+    for protocol in ("offline", "online"):
+        assert read("digits", file, protocol) == read("digits", tmp_path, protocol)
+    assert stored(file, "emnist-da") == []
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="is a file, expected the folder"):
+    with pytest.raises(DataError, match="file cannot be used as results: it is no JSON"):
         read("digits", tmp_path / "file")
     with pytest.raises(DataError, match="there is no store"):
         read("digits", tmp_path)

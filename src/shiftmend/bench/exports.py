@@ -95,7 +95,7 @@ def unflatten(row: Mapping[str, Any]) -> Result:
     """The inverse of `flatten`, except that tuples in history and manifest have become lists."""
     cell = Cell(*(row[name] for name in KEY))
     try:
-        history, manifest = (_revived(json.loads(row[name])) for name in ("history", "manifest"))
+        history, manifest = (revived(json.loads(row[name])) for name in ("history", "manifest"))
         if not (isinstance(history, list) and isinstance(manifest, dict)):
             raise TypeError("history or manifest is of the wrong form")
         return Result(
@@ -142,12 +142,12 @@ def plain(value: Any, name: str) -> Any:
     )
 
 
-def _revived(value: Any) -> Any:
+def revived(value: Any) -> Any:
     """The inverse of `plain`, but for tuples; a string that reads like one of the three numbers becomes that number."""
     if isinstance(value, list):
-        return [_revived(entry) for entry in value]
+        return [revived(entry) for entry in value]
     if isinstance(value, dict):
-        return {key: _revived(entry) for key, entry in value.items()}
+        return {key: revived(entry) for key, entry in value.items()}
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 

@@ -21,6 +21,10 @@ STREAM = (
     "the published ECE of a stream is the mean over its batches, which small batches bias upwards: no difference is "
     "taken, and what compares with it is ece_per_batch"
 )
+RATES = (
+    "learning rates are those that the authors published; the paper says that they chose them on a validation set of "
+    "the test domain, that is, with labels of the target (how exactly is not published)"
+)
 
 
 def origin_marks(grid: Grid, shifts: Sequence[str]) -> str:
@@ -63,6 +67,14 @@ def about_published(grid: Grid, found: bool) -> list[str]:
         return [f"{name} has no figures for this table"]
     notes = [f"{grid.beside} is {name}"] if grid.beside == "re-run" else []
     return [*notes, STREAM if grid.unlike else f"difference is ours minus the {grid.beside}'s"]
+
+
+def about_rates(grid: Grid) -> list[str]:
+    """Whether labels of the target had a part in the figures after all, by way of the published learning rates."""
+    from shiftmend.bench.published import known
+
+    given = any(result.manifest.get("learning_rate_chosen") == "given" for result in grid.cells.values())
+    return [RATES] if given and known(grid.benchmark) else []
 
 
 def about_clean(

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shiftmend.bench import compact
 from shiftmend.bench.base import CLEAN, Benchmark, Root
 from shiftmend.bench.cells import Cell, Origin, Result
 from shiftmend.bench.planning import plan
 from shiftmend.bench.runner import STORE
 from shiftmend.bench.store import Store
 from shiftmend.bench.suite import find
-from shiftmend.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ def read(
     rates: Sequence[float] | None = None,
     root: str | os.PathLike[str] | None = None,
 ) -> Reading:
-    """The results in `folder/results.sqlite`; the arguments mean what they mean to `runner.run`.
+    """The results in `folder/results.sqlite`, or in a file that `bench export --format compact` wrote.
+
+    The other arguments mean what they mean to `runner.run`.
 
     They can be read where the data sets are not: if a store has results on published images of a shift, those count,
     whatever a run here would have to make do with. Where it has several, those that a run here would go on with.
@@ -67,10 +69,10 @@ def read(
 
 
 def stored(folder: str | os.PathLike[str], benchmark: str | None = None) -> list[Result]:
-    """Everything in the store of a folder."""
+    """Everything in the store of a folder, or in a compact export of one."""
     home = Path(folder)
-    if home.exists() and not home.is_dir():
-        raise DataError(f"{home} is a file, expected the folder of a benchmark's results; name another")
+    if home.is_file():
+        return [result for result in compact.read_file(home) if benchmark in (None, result.cell.benchmark)]
     with Store(home / STORE, read_only=True) as store:
         return store.results(benchmark=benchmark)
 

@@ -176,19 +176,19 @@ def _markdown(table: Table) -> str:
 
     titles = [f"{column.heading}: {column.title}" if column.heading else column.title for column in table.columns]
     lines = [
-        f"### {_for_markdown(table.title)}",
+        f"### {for_markdown(table.title)}",
         "",
-        line([_for_markdown(title) for title in [table.corner, *titles]]),
+        line([for_markdown(title) for title in [table.corner, *titles]]),
         line([":--", *("--:" for _ in titles)]),
     ]
     for row in table.rows:
         numbers = [cell(entry, column) for entry, column in zip(row.entries, table.columns, strict=True)]
-        lines.append(line([_for_markdown(row.label), *numbers]))
+        lines.append(line([for_markdown(row.label), *numbers]))
     notes = _with_bold(table)
-    return "\n".join([*lines, "", *(f"- {_for_markdown(note)}" for note in notes), *([""] if notes else [])])
+    return "\n".join([*lines, "", *(f"- {for_markdown(note)}" for note in notes), *([""] if notes else [])])
 
 
-def _for_markdown(text: str) -> str:
+def for_markdown(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>|#~$&])", r"\\\1", _one_line(text))
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 from shiftmend.bench import footnotes
 from shiftmend.bench.cells import Result, Which
 from shiftmend.bench.grids import SUPERVISED, Beside, Comparison, Entry, Grid, Published
+from shiftmend.errors import DataError
 
 TITLES = {"last": "ours", "best": "best (oracle)", "selected": "selected"}
 CAPTIONS = {"last": "last", "best": "best epoch, an oracle", "selected": "selected without labels"}
@@ -134,6 +135,84 @@ def per_shift(
     )
 
 
+def across(
+    results: Sequence[Result],
+    *,
+    benchmark: str,
+    protocols: Mapping[str, str],
+    methods: Sequence[str],
+    shifts: Sequence[str],
+    metric: str = "accuracy",
+    beside: Beside | None = "paper",
+    published: Published | None = None,
+) -> Table:
+    """A row a method, and the mean over all shifts under each of several protocols; `protocols` has their headings."""
+    blocks = []
+    entries: dict[tuple[str, str], Comparison] = {}
+    grids = []
+    for heading, protocol in protocols.items():
+        grid = Grid(
+            results=results,
+            benchmark=benchmark,
+            protocol=protocol,
+            methods=methods,
+            shifts=shifts,
+            metric=metric,
+            beside=beside,
+            published=published,
+        )
+        compared = grid.comparisons(grid.sets(None))
+        blocks.append((heading, [compared[method, "all"] for method in methods]))
+        entries |= {(method, heading): compared[method, "all"] for method in methods}
+        grids.append(grid)
+    if not grids:
+        raise DataError("a table across protocols needs at least one of them")
+    columns, rows = _side_by_side(grids[0], blocks)
+    made = _table(
+        grids[0], "method", columns, [Row(method, row) for method, row in zip(methods, rows, strict=True)], entries
+    )
+    title = f"{benchmark}, {', '.join(protocols.values())}: {grids[0].shown.title}, {_named('all', shifts)}"
+    notes = [note for grid in grids for note in (*footnotes.about_origins(grid), *footnotes.about_failures(grid))]
+    return replace(made, title=title, notes=tuple(dict.fromkeys((*made.notes, *notes))))
+
+
+def beside_both(paper: Table, rerun: Table) -> Table:
+    """One table from two that differ in whose figures stand beside ours, each difference named after its side."""
+    kinds = [{column.kind for column in table.columns} for table in (paper, rerun)]
+    if "published" not in kinds[0] or "published" not in kinds[1]:
+        chosen = rerun if "published" in kinds[1] else paper
+        columns = tuple(_with_side(column, "paper" if chosen is paper else "re-run") for column in chosen.columns)
+        return replace(chosen, columns=columns)
+    order: list[tuple[Table, int, Column]] = []
+    for heading in dict.fromkeys(column.heading for column in paper.columns):
+        for table, side in ((paper, "paper"), (rerun, "re-run")):
+            order += [
+                (table, index, _with_side(column, side))
+                for index, column in enumerate(table.columns)
+                if column.heading == heading and (table is paper or column.kind != "ours")
+            ]
+    rows = [
+        replace(row, entries=tuple((row if table is paper else other).entries[index] for table, index, _ in order))
+        for row, other in zip(paper.rows, rerun.rows, strict=True)
+    ]
+    notes = tuple(dict.fromkeys((*paper.notes, *rerun.notes)))
+    return replace(paper, columns=tuple(column for _, _, column in order), rows=tuple(rows), notes=notes)
+
+
+def only(table: Table, keep: Callable[[Column], bool]) -> Table:
+    """A table with some of its columns."""
+    kept = [index for index, column in enumerate(table.columns) if keep(column)]
+    return replace(
+        table,
+        columns=tuple(table.columns[index] for index in kept),
+        rows=tuple(replace(row, entries=tuple(row.entries[index] for index in kept)) for row in table.rows),
+    )
+
+
+def _with_side(column: Column, side: str) -> Column:
+    return replace(column, title=f"ours - {side}") if column.kind == "difference" else column
+
+
 def selection(
     results: Sequence[Result], *, benchmark: str, protocol: str, methods: Sequence[str], shifts: Sequence[str]
 ) -> Table:
@@ -215,6 +294,7 @@ def _table(
         *([footnotes.ORACLE] if grid.which == "best" else []),
         *footnotes.about_numbers(grid, ours),
         *footnotes.about_published(grid, any(column.kind == "published" for column in columns)),
+        *footnotes.about_rates(grid),
         *footnotes.about_origins(grid),
         *footnotes.about_failures(grid),
     )

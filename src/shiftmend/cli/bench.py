@@ -42,12 +42,14 @@ from shiftmend.errors import DataError
 if TYPE_CHECKING:
     from shiftmend.bench.base import Benchmark
 
+EXPORTS = "csv, json (with histories and manifests), or compact: small, and read back by --folder."
+
 bench = typer.Typer(help="Benchmarks: run them, stop, go on, and compare with the paper.", rich_markup_mode=None)
 
 
 def register(app: typer.Typer) -> None:
     looking = (bench_results.status, bench_results.table, bench_results.compare, bench_results.correlate)
-    for command in (*looking, export, merge, bench_speed.speed):
+    for command in (*looking, export, bench_results.page, bench_results.storage, merge, bench_speed.speed):
         bench.command()(command)
     app.add_typer(bench, name="bench")
 
@@ -171,17 +173,22 @@ def run(
 
 def export(
     folder: Folder = HOME,
-    format: Annotated[str, typer.Option(help="csv or json (with histories and manifests).")] = "csv",
+    format: Annotated[str, typer.Option(help=EXPORTS)] = "csv",
+    benchmark: Annotated[str | None, typer.Option(help="Only this one.")] = None,
     out: Out = None,
 ) -> None:
-    """Everything in the store, for other programs."""
-    from shiftmend.bench import exports
+    """Everything in the store, for other programs, or as a small file that `--folder` takes in place of a store."""
+    from shiftmend.bench import compact, exports
     from shiftmend.bench.reading import stored
+    from shiftmend.bench.suite import find
 
-    if format not in ("csv", "json"):
-        raise DataError(f"unknown format {format!r}, expected csv or json")
-    results = stored(folder)
-    give(exports.to_csv(results) if format == "csv" else exports.to_json(results), out)
+    writers = {"csv": exports.to_csv, "json": exports.to_json, "compact": compact.to_compact}
+    if format not in writers:
+        raise DataError(f"unknown format {format!r}, expected csv, json or compact")
+    results = stored(folder, None if benchmark is None else find(benchmark).name)
+    if benchmark is not None and not results:
+        raise DataError(f"{folder} has no results of {benchmark}; run the benchmark first")
+    give(writers[format](results), out)
 
 
 def merge(
@@ -213,11 +220,14 @@ def merge(
 
 def _show_methods(benchmark: Benchmark, facts: Mapping[str, Any]) -> None:
     """A row for each method and choice of its options; protocols that share one share the row."""
+    from shiftmend.bench.base import USUAL_PRESET
+
     rows: dict[tuple[str, str, str], list[str]] = {}
     for protocol, settings in facts["settings"].items():
         for name, setting in settings.items():
             given, left = _listed(setting["options"]), _listed(setting["defaults"])
-            text = "; ".join(filter(None, [given, f"by default {left}" if left else ""]))
+            preset = "" if setting["preset"] == USUAL_PRESET else f"preset {setting['preset']}"
+            text = "; ".join(filter(None, [given, preset, f"by default {left}" if left else ""]))
             shown = name if name == setting["method"] else f"{name} ({setting['method']})"
             rows.setdefault((shown, setting["source"], text), []).append(protocol)
     table = columns("method", "from", "hyper-parameters", "protocols")

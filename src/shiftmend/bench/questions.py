@@ -1,0 +1,308 @@
+"""Questions that a page of results puts to the cells: what an option is worth, what can be told without labels."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from shiftmend.bench import comparisons, correlations, footnotes, published, thresholds
+from shiftmend.bench.base import CLEAN
+from shiftmend.bench.cells import Cell, Result
+from shiftmend.bench.grids import METRICS, Entry, Grid
+from shiftmend.bench.sections import Block, Part
+from shiftmend.bench.tables import Column, Row, Table
+from shiftmend.bench.thresholds import MARGIN, Judge
+
+FAR = 0.1
+"""A source model whose accuracy is off by more than this was trained on, or sees, something else."""
+FEW = 10
+"""With fewer cells than this of one kind, shares of them are no more than a hint."""
+OWN_SOURCE = ("shot",)
+"""Methods with a source model of their own, which has other features to restore."""
+
+
+def restoration(part: Part) -> list[Block]:
+    """Restoration distance and ECE of each method, and how they go together."""
+    found = correlations.restoration_and_calibration(part.unsupervised, exclude=OWN_SOURCE)
+    if not found.means:
+        return [f"Nothing can be said yet: {found.correlation.remark}."]
+    name = part.benchmark.name
+    theirs = {
+        method: tuple(
+            published.figure(name, part.protocol, metric, method, "all") for metric in ("restoration_distance", "ece")
+        )
+        for method in found.means
+    }
+    columns = [Column("restoration distance", digits=2), Column("ECE, percent")]
+    known = {method: (distance.mean, ece.mean) for method, (distance, ece) in theirs.items() if distance and ece}
+    if known:
+        columns += [
+            Column("distance in the paper", kind="published", digits=2),
+            Column("ECE in the paper", kind="published"),
+        ]
+    rows = []
+    for method, (distance, ece) in sorted(found.means.items(), key=lambda item: item[1]):
+        entries = [Entry(distance), Entry(100 * ece)]
+        if known:
+            entries += (
+                [Entry(known[method][0]), Entry(100 * known[method][1])] if method in known else [Entry(), Entry()]
+            )
+        rows.append(Row(method, tuple(entries)))
+    said = f"Spearman's rank correlation of the two over methods: {_coefficient(found.correlation)}"
+    if known:
+        paper = correlations.correlate([d for d, _ in known.values()], [e for _, e in known.values()])
+        said += f"; of the paper's figures for the same methods: {_coefficient(paper)}"
+    left_out = "shot (whose source model is another) and target-supervised are left out"
+    note = f"means over the {found.places} pairs of shift and seed that every method has done; {left_out}"
+    note += "; the paper's are means over all shifts" if known else ""
+    return [
+        f"{said}.",
+        Table(f"{name}, {part.protocol}: restoration and calibration", "method", tuple(columns), tuple(rows), (note,)),
+    ]
+
+
+def variants(part: Part) -> list[Block]:
+    """Rows that are a method with other options, each against the method as it is: what the option is worth."""
+    settings = part.benchmark.settings[part.protocol]
+    pairs = [
+        (name, settings[name].method)
+        for name in part.methods
+        if settings[name].method != name and settings[name].method in part.methods
+    ]
+    rows = [row for name, base in pairs if (row := _variant(part, name, base)) is not None]
+    if not rows:
+        return []
+    columns = (
+        Column("against"),
+        Column("seeds", digits=0),
+        Column("accuracy", kind="difference"),
+        Column("in the paper", kind="difference"),
+        Column("p", digits=3),
+        Column("verdict"),
+        Column("shifts better / worse / undecided"),
+    )
+    note = (
+        "accuracy is the difference in points, mean over shifts; two-sided paired t-test over seeds; with Holm's "
+        "correction for the number of shifts where they are counted"
+    )
+    return [Table(f"{part.benchmark.name}, {part.protocol}: variants", "variant", columns, tuple(rows), (note,))]
+
+
+def _variant(part: Part, name: str, base: str) -> Row | None:
+    compared = _compared(part, name, base)
+    if not compared:
+        return None
+    *each, overall = compared
+    verdicts = Counter(one.verdict for one in each)
+    decided = [verdicts[f"{name} better"], verdicts[f"{base} better"]]
+    there = [published.figure(part.benchmark.name, part.protocol, "accuracy", one, "all") for one in (name, base)]
+    return Row(
+        name,
+        (
+            Entry(text=base),
+            Entry(overall.pairs),
+            _points(overall),
+            Entry() if there[0] is None or there[1] is None else Entry(100 * (there[0].mean - there[1].mean)),
+            Entry(overall.p),
+            Entry(text=overall.verdict),
+            Entry(text=f"{decided[0]} / {decided[1]} / {len(each) - sum(decided)}"),
+        ),
+    )
+
+
+def slices(part: Part) -> list[Block]:
+    """Does it help to align slices too? Shift by shift, for the methods that have been run both ways."""
+    blocks: list[Block] = []
+    for base in ("fr", "bufr"):
+        compared = _compared(part, f"{base}-sliced", base)
+        if not compared:
+            continue
+        rows = [
+            Row(
+                one.shift or "all shifts",
+                (Entry(one.pairs), _points(one), Entry(one.p), Entry(one.corrected), Entry(text=one.verdict)),
+                one.shift is None,
+            )
+            for one in compared
+        ]
+        columns = (
+            Column("seeds", digits=0),
+            Column(f"{base}-sliced - {base}", kind="difference"),
+            Column("p", digits=3),
+            Column("corrected p", digits=3),
+            Column("verdict"),
+        )
+        remarks = [f"{one.shift or 'all shifts'}: {one.remark}" for one in compared if one.remark]
+        title = f"{part.benchmark.name}, {part.protocol}: {base} with slices and without"
+        notes = (
+            "difference in points of accuracy (last); two-sided paired t-test over seeds, Holm's correction for the "
+            "number of shifts",
+        )
+        blocks.append(Table(title, "shift", columns, tuple(rows), (*notes, *remarks)))
+    return blocks
+
+
+def _compared(part: Part, first: str, second: str) -> list[comparisons.Comparison]:
+    done = {result.cell.method for result in part.results if not result.failed}
+    return comparisons.compare(part.results, first, second) if {first, second} <= done else []
+
+
+def _points(one: comparisons.Comparison) -> Entry:
+    scale = METRICS["accuracy"].scale
+    return Entry(
+        None if one.difference is None else scale * one.difference,
+        None if one.deviation is None else scale * one.deviation,
+    )
+
+
+def signals(part: Part) -> list[Block]:
+    """How the label-free signals go with accuracy, and whether one of them tells good adaptations from bad ones."""
+    rows = []
+    for name, value in correlations.signals_and_accuracy(part.unsupervised).items():
+        rows.append(
+            Row(
+                name,
+                (
+                    Entry(value.within_shifts),
+                    Entry(value.shifts),
+                    Entry(value.overall.value),
+                    Entry(value.overall.points),
+                ),
+            )
+        )
+    columns = (
+        Column("within shifts", digits=2, kind="difference"),
+        Column("shifts", digits=0),
+        Column("over all cells", digits=2, kind="difference"),
+        Column("cells", digits=0),
+    )
+    note = (
+        "Spearman's rank correlation with accuracy (last), over all methods but target-supervised; within shifts is "
+        "the mean of each shift's"
+    )
+    title = f"{part.benchmark.name}, {part.protocol}: signals and accuracy"
+    blocks: list[Block] = [Table(title, "signal", columns, tuple(rows), (note,))]
+    at_home = _with_the_clean_source(part)
+    near = thresholds.near_clean(at_home, part.reading.clean)
+    points = f"{100 * MARGIN:g} points"
+    blocks += _judges(
+        part, at_home, near, "near clean", f"accuracy at most {points} below the source model's on clean images"
+    )
+    better = thresholds.helped(part.unsupervised)
+    blocks += _judges(
+        part, part.unsupervised, better, "has helped", "more accurate than source-only on the same shift and seed"
+    )
+    return blocks + _verdicts(part, near)
+
+
+def _with_the_clean_source(part: Part) -> list[Result]:
+    """Where each shift has a source model of its own, the accuracy on clean images is known of one of them only."""
+    setting = part.benchmark.settings["offline"].get(thresholds.NOTHING_DONE)
+    if setting is None:
+        return []
+    source = part.benchmark.source_for
+    return [result for result in part.unsupervised if source(setting, result.cell.shift) == source(setting, CLEAN)]
+
+
+def _judges(part: Part, results: Sequence[Result], good: Mapping[Cell, bool], name: str, meaning: str) -> list[Block]:
+    found = thresholds.judges(results, good)
+    counts = Counter(good.values())
+    if not (counts[True] and counts[False]):
+        said = f"{counts[True]} cells are good and {counts[False]} bad"
+        return [f"Good meaning *{meaning}*: {said}, which leaves nothing to tell apart."]
+    columns = (
+        Column("AUC", digits=2),
+        Column("accept if"),
+        Column("balanced accuracy"),
+        Column("balanced accuracy", "held-out shifts"),
+        Column("bad ones accepted", "held-out shifts"),
+        Column("good ones rejected", "held-out shifts"),
+    )
+    rows = tuple(Row(name, _judged(value)) for name, value in found.items())
+    notes = (
+        f"good: {meaning}; {counts[True]} cells are, {counts[False]} are not",
+        "AUC: how often a good cell has the better signal than a bad one; 0.5 is chance, below it the signal misleads",
+        "the threshold was found with labels on these cells; held-out: found on all other shifts each time; percent",
+        *([f"only {rare} cells of one kind: read with care"] if (rare := min(counts.values())) < FEW else []),
+    )
+    return [
+        Table(
+            f"{part.benchmark.name}, {part.protocol}: good ({name}) or bad, told by one signal",
+            "signal",
+            columns,
+            rows,
+            notes,
+        )
+    ]
+
+
+def _judged(judge: Judge) -> tuple[Entry, ...]:
+    held = judge.held_out
+    if judge.threshold is None or judge.balanced is None:
+        return (Entry(),) * 6
+    sign = "≥" if judge.signal in thresholds.HIGH_IS_GOOD else "≤"
+    return (
+        Entry(judge.area),
+        Entry(text="never" if math.isnan(judge.threshold) else f"{sign} {judge.threshold:.3g}"),
+        Entry(100 * judge.balanced),
+        *(
+            (Entry(),) * 3
+            if held is None
+            else map(Entry, (100 * held.balanced, 100 * held.bad_accepted, 100 * held.good_rejected))
+        ),
+    )
+
+
+def _verdicts(part: Part, good: Mapping[Cell, bool]) -> list[Block]:
+    """What the library itself says of an adaptation, by fixed limits that were not found on these cells."""
+    counts: dict[str, Counter[bool]] = {}
+    for cell, result in comparisons.by_place(part.unsupervised).items():
+        verdict = result.manifest.get("verification", {}).get("after", {}).get("verdict")
+        if verdict is not None and cell in good:
+            counts.setdefault(verdict, Counter())[good[cell]] += 1
+    if not counts:
+        return []
+    order = [name for name in ("restored", "partly restored", "not restored", "undecided") if name in counts]
+    rows = tuple(Row(name, (Entry(counts[name][True]), Entry(counts[name][False]))) for name in order)
+    columns = (Column("good", digits=0), Column("bad", digits=0))
+    note = f"good: accuracy at most {100 * MARGIN:g} points below the source model's on clean images"
+    return [
+        Table(
+            f"{part.benchmark.name}, {part.protocol}: the library's own verdict, in cells",
+            "verdict",
+            columns,
+            rows,
+            (note,),
+        )
+    ]
+
+
+def sanity(part: Part) -> list[Block]:
+    """Shifts on which the unadapted model does otherwise than the published one: there the data or the model differ."""
+    method = thresholds.NOTHING_DONE
+    for side, name in (("re-run", "the authors' re-run"), ("paper", "the paper")):
+        if method not in part.methods:
+            break
+        asked = part.asked(methods=[method], beside=side)
+        grid = Grid(results=part.results, **asked)
+        compared = grid.comparisons({shift: (shift,) for shift in part.shifts})
+        known = {shift: entries for (_, shift), entries in compared.items() if entries[2].value is not None}
+        if not known:
+            continue
+        far = [shift for shift, (_, _, gap) in known.items() if abs(gap.value or 0.0) > 100 * FAR]
+        near = f"{len(known) - len(far)} of {len(known)} shifts"
+        said = f"Source-only accuracy lies within {100 * FAR:g} points of {name} on {near}."
+        if not far:
+            return [said]
+        titles = (Column("ours"), Column(side, kind="published"), Column("difference", kind="difference"))
+        rows = tuple(Row(shift + footnotes.origin_marks(grid, [shift]), known[shift]) for shift in far)
+        title = f"{part.benchmark.name}, {part.protocol}: shifts where source-only is far from {name}"
+        return [said, Table(title, "shift", titles, rows, tuple(footnotes.about_origins(grid)))]
+    return []
+
+
+def _coefficient(correlation: correlations.Correlation) -> str:
+    if correlation.value is None:
+        return f"none ({correlation.remark})"
+    return f"{correlation.value:+.2f} ({correlation.points} methods)"

@@ -1,0 +1,131 @@
+"""Signals as judges, against counting every pair and trying every threshold."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shiftmend.bench.cells import SIGNALS, Cell, Outcome, Result
+from shiftmend.bench.thresholds import area, best_threshold, helped, judge, judges, near_clean
+
+costs = st.one_of(st.integers(-3, 3).map(float), st.floats(-1e6, 1e6), st.sampled_from([math.inf, -math.inf]))
+examples = st.lists(st.tuples(costs, st.booleans()), min_size=2, max_size=25).filter(
+    lambda pairs: len({good for _, good in pairs}) == 2
+)
+
+
+def balanced(accepted: list[bool], good: list[bool]) -> float:
+    """Independent of the module: shares by counting."""
+    right_good = sum(a and g for a, g in zip(accepted, good, strict=True)) / sum(good)
+    right_bad = sum(not a and not g for a, g in zip(accepted, good, strict=True)) / (len(good) - sum(good))
+    return (right_good + right_bad) / 2
+
+
+@given(examples)
+def test_area_counts_pairs(pairs: list[tuple[float, bool]]) -> None:
+    values, good = [cost for cost, _ in pairs], [kind for _, kind in pairs]
+    won = [
+        1.0 if a < b else 0.5 if a == b else 0.0
+        for (a, first), (b, second) in product(pairs, pairs)
+        if first and not second
+    ]
+    assert area(values, good) == pytest.approx(float(np.mean(np.asarray(won, dtype=np.float64))))
+    flipped = area(values, [not kind for kind in good])
+    assert area(values, good) + flipped == pytest.approx(1.0)
+
+
+@given(examples)
+def test_no_other_threshold_is_better_and_no_stricter_one_as_good(pairs: list[tuple[float, bool]]) -> None:
+    values, good = [cost for cost, _ in pairs], [kind for _, kind in pairs]
+    threshold, share = best_threshold(values, good)
+    assert share == pytest.approx(balanced([value <= threshold for value in values], good))
+    decisions = [[False] * len(values), *([value <= limit for value in values] for limit in sorted(set(values)))]
+    shares = [balanced(accepted, good) for accepted in decisions]
+    assert share == pytest.approx(max(shares))
+    strictest = next(accepted for accepted, tried in zip(decisions, shares, strict=True) if tried > max(shares) - 1e-9)
+    assert [value <= threshold for value in values] == strictest
+
+
+def test_the_threshold_lies_between_the_two_kinds() -> None:
+    assert best_threshold([1.0, 2.0, 4.0, 5.0], [True, True, False, False]) == (3.0, 1.0)
+    assert best_threshold([1.0, math.inf], [True, False]) == (1.0, 1.0)
+    assert best_threshold([-math.inf, 1.0], [True, False]) == (-math.inf, 1.0)
+    neighbour = math.nextafter(1.0, 2.0)
+    assert best_threshold([1.0, neighbour], [True, False]) == (1.0, 1.0)
+    # of two that are as good, the stricter one
+    assert best_threshold([1.0, 2.0, 3.0, 4.0], [True, False, True, False]) == (1.5, 0.75)
+    # a signal that misleads accepts nothing
+    threshold, share = best_threshold([1.0, 2.0], [False, True])
+    assert math.isnan(threshold)
+    assert share == 0.5
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans(), st.sampled_from("abc")), min_size=2, max_size=25))
+def test_held_out_shifts_are_judged_by_the_others(cells: list[tuple[int, bool, str]]) -> None:
+    values, good, shifts = ([cell[part] for cell in cells] for part in range(3))
+    found = judge("slices", values, good, shifts)  # type: ignore[arg-type]
+    assert (found.good, found.bad) == (sum(good), len(good) - sum(good))  # type: ignore[arg-type]
+    if not (found.good and found.bad):
+        assert (found.area, found.threshold, found.held_out) == (None, None, None)
+        return
+    accepted, kinds, judged = [], [], 0
+    for shift in "abc":
+        others = [(value, kind) for value, kind, where in cells if where != shift]
+        here = [(value, kind) for value, kind, where in cells if where == shift]
+        if not here or len({kind for _, kind in others}) < 2:
+            continue
+        limit = best_threshold([value for value, _ in others], [kind for _, kind in others])[0]
+        accepted += [value <= limit for value, _ in here]
+        kinds += [kind for _, kind in here]
+        judged += 1
+    if len(set(kinds)) < 2:
+        assert found.held_out is None
+        return
+    assert found.held_out is not None
+    assert found.held_out.shifts == judged
+    assert found.held_out.balanced == pytest.approx(balanced(accepted, kinds))
+    bad = [a for a, kind in zip(accepted, kinds, strict=True) if not kind]
+    assert found.held_out.bad_accepted == pytest.approx(sum(bad) / len(bad))
+
+
+def test_sides_and_what_is_not_a_number() -> None:
+    good = [True, True, False, False]
+    shifts = ["a", "b", "a", "b"]
+    low = judge("entropy", [0.1, 0.2, 0.4, math.nan], good, shifts)
+    assert (low.area, low.balanced) == (1.0, 1.0)
+    assert low.threshold == pytest.approx(0.3)
+    high = judge("confidence", [0.9, 0.8, 0.4, math.nan], good, shifts)
+    assert (high.area, high.balanced) == (1.0, 1.0)
+    assert high.threshold == pytest.approx(0.6)
+    assert judge("confidence", [0.1, 0.2, 0.8, 0.9], good, shifts).area == 0.0
+
+
+def result(method: str, shift: str, seed: int, accuracy: float, **signals: float) -> Result:
+    outcome = Outcome(1, accuracy, 0.1, 0.1, 0.1, 0.1)
+    return Result(Cell("b", "offline", method, shift, seed, f"r-{method}"), "own", outcome, signals=signals)
+
+
+def test_what_is_good() -> None:
+    clean = [result("source-only", "clean", 1, 0.9)]
+    cells = [
+        result("source-only", "fog", 1, 0.5, slices=1.0),
+        result("fr", "fog", 1, 0.8, slices=0.1),
+        result("pl", "fog", 1, 0.5, slices=0.6),
+        result("bufr", "fog", 1, 0.79, slices=0.2),
+        result("fr", "fog", 2, 0.9),
+        result("target-supervised", "fog", 1, 0.95),
+        Result(Cell("b", "offline", "shot", "fog", 1, "r"), "own", error="x"),
+    ]
+    near = {(cell.method, cell.seed): good for cell, good in near_clean(cells, clean, 0.1).items()}
+    assert near == {("source-only", 1): False, ("fr", 1): True, ("pl", 1): False, ("bufr", 1): False}
+    better = {(cell.method, cell.seed): good for cell, good in helped(cells).items()}
+    assert better == {("fr", 1): True, ("pl", 1): False, ("bufr", 1): True}
+    found = judges(cells, helped(cells))
+    assert list(found) == list(SIGNALS)
+    assert (found["slices"].good, found["slices"].bad, found["slices"].area) == (2, 1, 1.0)
+    assert (found["entropy"].good, found["entropy"].bad) == (0, 0)
