@@ -286,7 +286,8 @@ class Run:
         enter_adapting_modes(self.model, self.method.dropout)
         sums, batches = steps.epoch(self.seed, number, targets)
         self.model.eval()
-        losses = {name: float(value) / batches for name, value in sums.items()}
+        means = (torch.stack([*sums.values()]).double() / batches).tolist() if sums else []
+        losses: dict[str, float] = dict(zip(sums, means, strict=True))
         finite_losses = all(map(math.isfinite, losses.values()))
         if not finite_losses or not still_finite(self.model, self.good):
             self.model.load_state_dict(self.good, strict=False)
@@ -341,8 +342,12 @@ def still_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all weights and statistics."""
-    return {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    """Copies of all weights and statistics, made by a few kernels."""
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    copies = {name: torch.empty_like(value) for name, value in own.items()}
+    if own:
+        torch._foreach_copy_([*copies.values()], [*own.values()])
+    return copies
 
 
 @contextmanager

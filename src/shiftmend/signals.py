@@ -16,7 +16,7 @@ from shiftmend.feeds import Feed
 from shiftmend.profiles import Profile
 from shiftmend.statistics import CountTracker, Histogram
 from shiftmend.taps import Entry, modes, pick, tapped
-from shiftmend.verification import Verification, judge
+from shiftmend.verification import Verification, judged
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Watch:
         self.model, self.feed, self.output = model, feed, output
         self.profile = profile.to(feed.device) if profile is not None else None
         self.most, self.capture = most, capture
-        self._again: Callable[[], _Sums] | None = None
+        self._again: Callable[[], _Seen] | None = None
         self._parts: tuple[Tensor, ...] = ()  # kept, since the graph reads them
         self._homes: dict[str, Histogram] = {}
         if self.profile is not None:
@@ -70,10 +70,15 @@ class Watch:
 
     def __call__(self) -> Signals:
         with together(), synchronised(self.model):
-            sums = self._again() if self._again is not None else self._look()
-            return self._signals(sums)
+            seen = self._again() if self._again is not None else self._look()
+        found: dict[str, float] = dict(zip(seen.names, seen.values.tolist(), strict=True))
+        verification = None
+        if self.profile is not None:
+            slices = self.profile.slices["verification"]
+            verification = judged(found["slices"], slices.histogram, seen.samples, self.profile)
+        return Signals(verification, found.get("marginals"), found.get("entropy"), found.get("confidence"))
 
-    def _look(self) -> _Sums:
+    def _look(self) -> _Seen:
         inputs, feed = self.feed.inputs, self.feed
         if self.capture and not active() and inputs is not None and worth_capturing(inputs):
             parts = self._parts = feed.some(self.most or len(inputs), seed=0).split(feed.at_once)
@@ -87,10 +92,9 @@ class Watch:
             return self._pass(feed.batches(feed.at_once))
         return self._pass(feed.subset(self.most, 0, feed.at_once))
 
-    def _pass(self, batches: Iterable[Tensor]) -> _Sums:
-        model, profile = self.model, self.profile
-        homes = self._homes.items()
-        counters = {name: CountTracker(home.low, home.high, home.bins, home.scale) for name, home in homes}
+    def _pass(self, batches: Iterable[Tensor]) -> _Seen:
+        model, profile, homes = self.model, self.profile, self._homes
+        counters = {name: CountTracker(home.low, home.high, home.bins, home.scale) for name, home in homes.items()}
         specs = {name: profile.specs[name] for name in ("features", "logits")} if profile is not None else {}
         axis = specs["logits"].channel_axis if specs else 1
         certainty: Tensor | None = None
@@ -108,34 +112,29 @@ class Watch:
                     sums = _certainty(logits)
                     certainty = sums if certainty is None else certainty + sums
                     predictions += logits.numel() // logits.shape[1]
-        return _Sums(counters, certainty, predictions)
-
-    def _signals(self, sums: _Sums) -> Signals:
-        certainty, predictions, profile = sums.certainty, sums.predictions, self.profile
-        counters = {name: counter.joined() for name, counter in sums.counters.items()}
-        certainty = joined_mean(certainty / predictions, predictions) if certainty is not None else None
-        entropy, confidence = certainty.tolist() if certainty is not None else (None, None)
-        if profile is None:
-            return Signals(None, None, entropy, confidence)
-        marginals = sum(
-            (
-                self._homes[name].mean_divergence((counters[name].counts / counters[name].samples).float())
-                for name in ("features", "logits")
-            ),
-            torch.zeros((), device=self.feed.device),
-        )
-        seen = counters["slices"]
-        verification = judge(profile.slices["verification"], seen.counts, seen.samples, profile)
-        return Signals(verification, float(marginals), entropy, confidence)
+            found: dict[str, Tensor] = {}
+            if certainty is not None:
+                found["entropy"], found["confidence"] = joined_mean(certainty / predictions, predictions)
+            samples = 0
+            if homes:
+                every = {name: counter.joined() for name, counter in counters.items()}
+                means = {
+                    name: homes[name].mean_divergence((counter.counts / counter.samples).float())
+                    for name, counter in every.items()
+                }
+                found["slices"], found["marginals"] = means["slices"], means["features"] + means["logits"]
+                samples = every["slices"].samples
+            return _Seen(tuple(found), torch.stack([*found.values()]) if found else torch.empty(0), samples)
 
 
-@dataclass
-class _Sums:
-    """What a pass gathers."""
+@dataclass(frozen=True)
+class _Seen:
+    """What a pass has found, still on the device."""
 
-    counters: dict[str, CountTracker]
-    certainty: Tensor | None
-    predictions: int
+    names: tuple[str, ...]
+    values: Tensor
+    samples: int
+    """Of the slices."""
 
 
 def class_logits(returned: Any, output: Entry, axis: int) -> Tensor | None:

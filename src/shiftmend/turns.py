@@ -31,7 +31,7 @@ def has_turns() -> bool:
 
 @contextmanager
 def others_may_go() -> Iterator[None]:
-    """Inside, other threads may have their turn; nothing but replaying and waiting may be done."""
+    """Inside, other threads may have their turn; on the device nothing but replaying and waiting may be done."""
     lock: threading.Lock | None = getattr(_turns, "lock", None)
     if lock is None:
         yield

@@ -21,7 +21,7 @@ from shiftmend.devices import placed, resolve_device
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.histograms import sampling_floor
 from shiftmend.profiles import Profile
-from shiftmend.statistics import CountTracker, Slices
+from shiftmend.statistics import CountTracker, Histogram, Slices
 from shiftmend.taps import check_takes, modes, tapped, unwrap
 
 RESTORED = 0.005
@@ -80,13 +80,15 @@ def measure(features: Iterable[Tensor], profile: Profile) -> Verification:
 def judge(slices: Slices, counts: Tensor, samples: int, profile: Profile) -> Verification:
     """Verify from soft counts of the verification slices that were gathered before."""
     home = slices.histogram
-    target = (counts / samples).to(home.counts.dtype)
+    return judged(float(home.mean_divergence((counts / samples).to(home.counts.dtype))), home, samples, profile)
+
+
+def judged(divergence: float, home: Histogram, samples: int, profile: Profile) -> Verification:
+    """What a divergence of the slices means that was measured on so many samples of their tap."""
     # positions of one feature map are not independent: what counts against chance is the number of inputs
     positions = home.samples / profile.inputs_seen
     inputs = samples / positions
-    return Verification(
-        float(home.mean_divergence(target)), sampling_floor(home.bins, profile.inputs_seen, inputs), round(inputs)
-    )
+    return Verification(divergence, sampling_floor(home.bins, profile.inputs_seen, inputs), round(inputs))
 
 
 def verify(

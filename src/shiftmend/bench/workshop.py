@@ -23,6 +23,7 @@ from shiftmend.errors import ProfileError
 from shiftmend.histograms import Bins
 from shiftmend.presets import preset as find_preset
 from shiftmend.profiles import Profile
+from shiftmend.turns import others_may_go
 
 T = TypeVar("T")
 SOURCES_AT_ONCE = 2
@@ -55,8 +56,9 @@ class Workshop:
 
     def target(self, shift: str) -> Target:
         """The data of a shift; images in memory lie on the device, so that no epoch has to bring them there."""
-        load = self.benchmark.load_target
-        return self._data.keep("target", shift, lambda: self._on_device(load(shift, self.root)))
+        with others_may_go():  # reading files and making shifts again is work for the CPU alone
+            loaded = self._data.keep("loaded", shift, lambda: self.benchmark.load_target(shift, self.root))
+        return self._data.keep("target", shift, lambda: self._on_device(loaded))
 
     def model(self, source: str, seed: int, tick: Callable[[], None] | None = None) -> tuple[nn.Module, Path]:
         """The source model of a recipe, trained if there is none yet, on the device."""
