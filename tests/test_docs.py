@@ -19,7 +19,11 @@ from shiftmend.cli import main
 from worlds import sensors
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def in_the_repository(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def code_blocks(page: Path, language: str = "python") -> list[str]:
@@ -98,7 +102,7 @@ def test_the_benchmarks_page_runs_as_written(
     assert all(0 <= accuracy <= 100 and seconds >= 0 for _, accuracy, seconds in rows)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=in_the_repository)
 def test_commands_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line in re.findall(r"^shiftmend .*?(?=  +#|$)", "\n".join(code_blocks(page, "bash")), re.MULTILINE):
         words = line.split()[1:]
@@ -111,11 +115,23 @@ def test_commands_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert option in known, f"{line}: there is no {option}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=in_the_repository)
 def test_links_lead_somewhere(page: Path) -> None:
+    # notes are included in the page of their benchmark, which lies one folder up
+    folder = page.parent.parent if page.parent.name == "notes" else page.parent
     for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not link.startswith("http"):
-            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+            assert (folder / link).exists(), f"{in_the_repository(page)} links to {link}"
+
+
+def test_pages_of_results_are_checked_too() -> None:
+    assert {"docs/benchmarks.md", "docs/results/README.md"} <= {in_the_repository(page) for page in PAGES}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=in_the_repository)
+def test_no_page_names_a_folder_of_somebodys_machine(page: Path) -> None:
+    found = re.findall(r"(?<![\w.:/])/(?:home|root|work|tmp|mnt|data|Users|scratch)/\S*", page.read_text())
+    assert not found, f"{in_the_repository(page)} has {found}"
 
 
 @pytest.mark.parametrize("name", ["histograms", "stats_layer", "metrics"])

@@ -598,3 +598,14 @@ def test_a_tensor_too_large_for_the_device_goes_there_by_batches() -> None:
         assert torch.equal(torch.cat(list(feed.batches())).cpu(), INPUTS)
         inputs, labels = next(feed.labelled())
         assert inputs.device.type == labels.device.type == "cuda"
+
+
+@pytest.mark.parametrize("collate", [None, lambda batch: torch.stack(batch)])
+def test_a_loader_that_hands_out_its_own_memory_is_not_changed(collate: Any) -> None:
+    """Without automatic batching a loader gives what the data set holds."""
+    whole = torch.full((4, 2, 3), 100.0)
+    loader = DataLoader(list(whole), batch_size=None if collate is None else 2, collate_fn=collate)
+    feed = Feed(loader, resident=False, preprocess=lambda batch: batch.div_(2))
+    for _ in range(3):
+        assert all((batch == 50).all() for batch in feed.batches())
+    assert (whole == 100).all()

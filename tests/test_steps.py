@@ -189,3 +189,48 @@ def test_dropout_of_a_captured_run_follows_the_seed() -> None:
     torch.manual_seed(2)
     assert close(first, run(0), 1e-5)
     assert not close(first, run(1), 1e-3)
+
+
+class Slow(torch.autograd.Function):
+    """Passes values on; its backward keeps the device busy for a while."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        torch.cuda._sleep(100_000_000)
+        return gradients[0]
+
+
+@pytest.mark.gpu
+@gpu
+def test_a_failed_capture_leaves_the_weights_as_they_were_also_if_a_warm_up_is_under_way() -> None:
+    made = steps("cuda")
+
+    def failing(activations: Any) -> dict[str, Tensor]:
+        loss = Slow.apply(activations["logits"]).square().mean()
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("not like this")
+        return {"logits": loss}
+
+    made.objective = failing
+    before = state(made.model)
+    made._try_to_capture(None)
+    torch.cuda.synchronize()
+    assert not made.captured
+    assert all(torch.equal(one, other) for one, other in zip(before, state(made.model), strict=True))
+
+
+@pytest.mark.gpu
+@gpu
+def test_compiled_steps_give_what_others_give_and_leave_nothing_behind() -> None:
+    world = sensors()
+    options: dict[str, Any] = {"batch_size": 100, "epochs": 6, "learning_rate": 0.01, "device": "cuda"}
+    plain, compiled = (
+        shiftmend.adapt(world.model, world.target, world.profile(), "fr", compile=on, progress=False, **options)
+        for on in (False, True)
+    )
+    assert close(plain.model, compiled.model, 1e-3)
+    assert compiled.model._compiled_call_impl is None

@@ -88,20 +88,22 @@ def _recorded(run: Callable[[], T], device: torch.device, warm_up: int) -> tuple
     """
     graph, stream, now = torch.cuda.CUDAGraph(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
     stream.wait_stream(now)
-    with torch.cuda.stream(stream):
-        for _ in range(warm_up):
-            run()
-        with _no_collection():
-            # thread_local: other threads may go on using the device meanwhile
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                result = run()
-            except BaseException:
-                with suppress(RuntimeError):  # what went wrong first says more
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-    now.wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(warm_up):
+                run()
+            with _no_collection():
+                # thread_local: other threads may go on using the device meanwhile
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    result = run()
+                except BaseException:
+                    with suppress(RuntimeError):  # what went wrong first says more
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+    finally:  # also after a failure: what the caller puts right must not be overtaken by a warm-up
+        now.wait_stream(stream)
     return graph, result
 
 
@@ -164,13 +166,18 @@ def _end_capture(device: torch.device) -> None:
         nothing.add_(1)
 
 
+def _is_writable(tensor: Tensor) -> bool:
+    """Not one value seen as many, as `expand` gives: nothing can be written there, so nothing has to be put back."""
+    return all(stride > 0 or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 @contextmanager
 def _undone(model: nn.Module, optimiser: optim.SGD) -> Iterator[None]:
     """Afterwards weights, statistics and momentum are what they were, in the same memory.
 
     Momentum that had not begun is zero afterwards, from which the first step is the same.
     """
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if _is_writable(tensor)]
     before = [tensor.detach().clone() for tensor in tensors]
     momentum = {parameter: state["momentum_buffer"].clone() for parameter, state in optimiser.state.items()}
     finished = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import os
 from dataclasses import asdict
 from typing import Any, get_args
@@ -15,10 +16,11 @@ from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation, environment
 from shiftmend.blocks import Names, split
 from shiftmend.devices import device_of, resolve_device
-from shiftmend.distributed import same_everywhere, warn_if_apart, world_size
-from shiftmend.errors import AdaptationError, DataError
+from shiftmend.distributed import of_first_process, same_everywhere, warn_if_apart, world_size
+from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
+from shiftmend.layouts import channels_last
 from shiftmend.loop import DivergedError, Keep, OnEpoch, Run, batch_norms, settle
 from shiftmend.methods import METHODS, Method, Network
 from shiftmend.methods import method as make_method
@@ -27,6 +29,9 @@ from shiftmend.profiles import Profile
 from shiftmend.progress import Progress
 from shiftmend.selection import Choice
 from shiftmend.taps import Entry, Tap, check_takes, trace, unwrap
+
+logger = logging.getLogger(__name__)
+logger.addFilter(of_first_process)
 
 
 def adapt(
@@ -118,7 +123,9 @@ def adapt(
         profile.check_inputs(summary)
     adapted = _copy(model, feed).to(place)
     check_takes(adapted, feed.first(2))
-    _channels_last(adapted, feed)
+    channels_last(adapted, feed.first(2), output)
+    if compile and not (capture and feed.inputs is not None and feed.inputs.is_cuda):
+        logger.warning("compile has no effect: only captured steps are compiled, on CUDA and with data that fits there")
     network, taps = examine(adapted, feed, profile, chosen, blocks, output)
     stages = chosen.stages(network, profile)
     _refuse_unfit(chosen, feed, bool(stages) and bool(batch_norms(adapted)))
@@ -272,20 +279,6 @@ def _copy(model: nn.Module, feed: Feed) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:
         raise AdaptationError(f"the model cannot be copied ({error}), and the caller's own is never changed") from error
-
-
-def _channels_last(model: nn.Module, feed: Feed) -> None:
-    """Convolutions are faster with the channels innermost, on a GPU and on a CPU; `settle` undoes it.
-
-    Values stay what they are. A model that takes the memory of its maps for granted (`view`) is left as it was.
-    """
-    if not any(isinstance(module, nn.Conv2d) for module in model.modules()):
-        return
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    try:
-        check_takes(model, feed.first(2))
-    except DataError:
-        model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
 
 
 def examine(

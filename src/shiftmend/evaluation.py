@@ -60,7 +60,7 @@ class Scorer:
         metrics: _Metrics | None = None
         with modes(self.model), torch.no_grad():
             self.model.eval()
-            for inputs, labels in self.feed.labelled(self.feed.at_once):
+            for inputs, labels in self.feed.labelled():
                 result = pick(self.model(inputs), self.output, "the model")
                 if metrics is None:
                     kind = RegressionMetrics if labels.is_floating_point() else ClassificationMetrics

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate
 
 from shiftmend.distributed import active, of_first_process, share, world_size
 from shiftmend.errors import DataError
@@ -113,23 +113,27 @@ class Feed:
 
     @property
     def at_once(self) -> int:
-        """Samples to send through a network together where nothing is trained: a GPU wants many small ones."""
+        """Samples to send through a network together where nothing is trained: a GPU wants many small ones.
+
+        Of those that are adapted to, eight batches: without a backward pass they need no more memory than one with it.
+        """
         if self.device.type != "cuda" or self._inputs is None:
             return self.batch_size
-        return max(self.batch_size, min(4096, VALUES_AT_ONCE // max(1, self._inputs[0].numel())))
+        small_enough = VALUES_AT_ONCE // max(1, self._inputs[0].numel())
+        return max(self.batch_size, min(8 * self.batch_size, small_enough))
 
-    def labelled(self, at_once: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def labelled(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Every sample with its label, for evaluation only."""
-        for inputs, labels in self._sent(self._in_order(at_once)):
+        for inputs, labels in self._sent(self._in_order()):
             assert labels is not None
             yield inputs, labels
 
-    def _in_order(self, at_once: int = 0) -> Iterator[Batch]:
+    def _in_order(self) -> Iterator[Batch]:
         if self._inputs is None:
             for inputs, labels in self._stream():
                 yield inputs, self._known(labels)
         else:
-            for start, end in self._spans(at_once):
+            for start, end in self._spans():
                 yield Rows(self._inputs, slice(start, end)), self._known(self._labels)[start:end]
 
     def _known(self, labels: Tensor | None) -> Tensor:
@@ -232,7 +236,8 @@ class Feed:
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Batches as the loader gives them; a loader that shuffles gives the order of the seed."""
         assert not isinstance(self._loader, tuple)
-        copy = copy and not isinstance(self._loader, DataLoader)  # which makes its batches anew; a list gives its own
+        # a list gives its own batches, and so may a loader that does not put them together itself
+        copy = copy and getattr(self._loader, "collate_fn", None) is not default_collate
         empty = True
         for batch in drawn(self._shuffled if shuffled else self._loader, seed):
             inputs, labels = split_batch(batch, self.what)

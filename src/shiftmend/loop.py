@@ -22,6 +22,7 @@ from shiftmend.devices import device_of
 from shiftmend.distributed import of_first_process, rank, same_everywhere, world_size
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
+from shiftmend.layouts import as_in
 from shiftmend.methods import Method, Network, Stage
 from shiftmend.profiles import Profile
 from shiftmend.progress import Progress, progress_bar
@@ -40,7 +41,10 @@ VERIFIED_PER_EPOCH = 4096
 
 Keep = Literal["last", "selected"]
 OnEpoch = Callable[[nn.Module, Epoch], None]
-"""Called with the model, in eval mode, and its row of the history: before anything is done, and after each epoch."""
+"""Called with the model, in eval mode, and its row of the history: before anything is done, and after each epoch.
+
+The model is the one at work: weights of its convolutions may lie in memory with the channels innermost.
+"""
 
 
 class DivergedError(AdaptationError):
@@ -85,10 +89,7 @@ def fresh_optimiser(model: nn.Module, stage: Stage, momentum: float) -> optim.SG
 def settle(model: nn.Module, like: nn.Module) -> nn.Module:
     """Make an adapted model an ordinary one again: in eval mode, with device, layout and gradient flags of `like`."""
     model.eval().to(device_of(like))
-    tensors = zip([*model.parameters(), *model.buffers()], [*like.parameters(), *like.buffers()], strict=True)
-    for ours, theirs in tensors:
-        if ours.stride() != theirs.stride():
-            ours.data = torch.empty_like(theirs).copy_(ours.data)
+    as_in(model, like)
     for ours, theirs in zip(model.parameters(), like.parameters(), strict=True):
         if ours.is_floating_point() or ours.is_complex():
             ours.requires_grad_(theirs.requires_grad)

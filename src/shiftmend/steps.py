@@ -127,7 +127,8 @@ class Steps:
 @contextmanager
 def _compiled(model: nn.Module) -> Iterator[None]:
     """Inside, calls of the model go through `torch.compile`, hooks included; afterwards nothing is left of it."""
-    with eager(model):
+    # each set of trained layers is compiled by itself, and after eight torch would go on without
+    with eager(model), torch._dynamo.config.patch(recompile_limit=256):
         model.compile(dynamic=False)
         try:
             yield

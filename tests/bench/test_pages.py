@@ -151,6 +151,88 @@ def test_a_page_of_some_shifts_takes_no_mean(tmp_path: Path) -> None:
     assert "slices too" not in text
 
 
+def test_seeds_are_counted_and_what_was_not_run_is_named(tmp_path: Path) -> None:
+    """One method on all shifts for two seeds and on one shift for a third, its variant alike, another for one seed."""
+    benchmark = find("emnist-da")
+    shifts = {"shifts": list(benchmark.shifts)}
+    cells = [
+        *plan(benchmark, methods=["bufr", "bufr-sliced"], seeds=[123, 234], **shifts),
+        *plan(benchmark, methods=["bufr", "bufr-sliced"], seeds=[345], shifts=["fog"]),
+        *plan(benchmark, methods=["fr"], seeds=[123], **shifts),
+    ]
+
+    def accuracy(cell: Cell) -> float:
+        known = {"bufr": 0.5, "bufr-sliced": 0.6, "fr": 0.4}[cell.method] + cell.seed / 1e4
+        return known + (0.35 if cell.method == "bufr-sliced" and cell.seed == 345 else 0.0)
+
+    text = page("emnist-da", write(tmp_path, "emnist-da", cells, accuracy))
+    means = section(text, "Accuracy and calibration")
+    assert re.search(r"^\| bufr \| 2 \| 51\.8 ± 0\.8 \| 86\.1 ± 0\.1 \|", means, re.MULTILINE)
+    assert re.search(r"^\| fr \| 1 \| 41\.2 \| 74\.4 ± 0\.8 \|", means, re.MULTILINE)
+    assert text.count("- not run: source-only, adabn, bnm, ") == 1
+    assert "left out: seed 345 of bufr, bufr-sliced\n" in means
+    assert re.search(r"^\| seeds \| 1 \| 2 to 3 \| 2 to 3 \|$", section(text, "Each shift"), re.MULTILINE)
+    assert re.search(
+        r"^\| bufr \| 2 \| 51\.8 ± 0\.8 \| 52\.8", section(text, "Which epoch: last, selected, best"), re.MULTILINE
+    )
+    # ten points on each shift of the whole seeds, and 45 on the one shift of the third, which is not in the mean
+    slices = section(text, "Does it help to align slices too?")
+    assert re.search(r"^\| fog \| 3 \| \+21\.7 ", slices.replace("‡", ""), re.MULTILINE)
+    assert re.search(r"^\| all shifts \| 2 \| \+10\.0 ± 0\.0 \|", slices, re.MULTILINE)
+    variants = section(text, "Variants of a method")
+    assert re.search(r"^\| bufr-sliced \| bufr \| 2 \| \+10\.0 ± 0\.0 \|", variants, re.MULTILINE)
+    assert "without seeds that lack shifts (345)" in variants
+
+
+def test_a_remark_on_many_shifts_is_made_once(tmp_path: Path) -> None:
+    cells = plan(find("emnist-da"), methods=["bufr", "bufr-sliced"], seeds=[123])
+    cells += plan(find("emnist-da"), methods=["bufr", "bufr-sliced"], seeds=[234], shifts=["fog"])
+    text = page("emnist-da", write(tmp_path, "emnist-da", cells, lambda cell: len(cell.method) / 20 + cell.seed / 1e5))
+    remarks = [line for line in section(text, "Does it help to align slices too?").splitlines() if "seed " in line]
+    assert remarks == [
+        "- only one seed done by both: bricks, crystals, dotted\\_line and 9 more",
+        "- only one seed done by both; without seeds that lack shifts (234): all shifts",
+    ]
+
+
+def test_no_mean_of_differences_without_a_whole_seed(tmp_path: Path) -> None:
+    benchmark = find("emnist-da")
+    cells = [
+        *plan(benchmark, methods=["bufr"], seeds=[123], shifts=list(benchmark.shifts)),
+        *plan(benchmark, methods=["bufr-sliced"], seeds=[123], shifts=["fog", "sky"]),
+    ]
+    text = page("emnist-da", write(tmp_path, "emnist-da", cells, lambda cell: len(cell.method) / 20))
+    slices = section(text, "Does it help to align slices too?")
+    assert re.search(r"^\| all shifts \| 0 \| – \| – \| – \| too few seeds \|$", slices, re.MULTILINE)
+    assert "- no seed has every shift by both: all shifts" in slices
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("FileNotFoundError: '/home/me/data/sky.npy'", "FileNotFoundError: 'sky.npy'"),
+        ("OSError: C:\\\\Users\\\\me\\\\sky.npy is gone", "OSError: sky.npy is gone"),
+        (
+            "ValueError: 3/4 of results/x.json, see https://example.org/a/b",
+            "ValueError: 3/4 of results/x.json, see https://example.org/a/b",
+        ),
+    ],
+)
+def test_errors_are_told_without_folders(tmp_path: Path, error: str, said: str) -> None:
+    benchmark = find("digits")
+    cells = plan(benchmark, methods=["source-only", "fr"], seeds=[123])
+    results = [
+        Result(cell, "own", error=error) if (cell.method, cell.shift) == ("fr", "stripe") else made(cell, "own", 0.5)
+        for cell in cells
+    ]
+    (tmp_path / "one.json").write_text(to_compact(results))
+    text = page("digits", tmp_path / "one.json")
+    assert f"cells failed: fr on stripe, seed 123: {said}\n" in text
+    assert "me/data" not in text
+    assert "Users" not in text
+    assert str(tmp_path) not in text
+
+
 def test_a_whole_page_is_not_called_partial(tmp_path: Path) -> None:
     benchmark = find("digits")
     cells = [cell for protocol in benchmark.protocols for cell in plan(benchmark, protocol)]

@@ -207,3 +207,13 @@ def test_only_cells_that_have_a_rate_become_others() -> None:
     usual, searched = plan(BENCHMARK, shifts=["dim"]), plan(BENCHMARK, shifts=["dim"], rates=[0.1, 1.0])
     same = {cell.method for cell, other in zip(usual, searched, strict=True) if cell == other}
     assert same == {"source-only", "adabn"}
+
+
+def test_bfloat16_is_for_offline_adaptation_on_a_gpu() -> None:
+    with pytest.raises(DataError, match="online protocols know no autocast"):
+        Online(autocast=True)
+    protocol = Offline(autocast=True)
+    assert protocol.in_bfloat16(torch.device("cuda", 0))
+    assert not protocol.in_bfloat16(torch.device("cpu"))
+    assert "autocast" not in Offline().facts()
+    assert protocol.facts()["autocast"] is True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shiftmend.bench import speed
-from shiftmend.bench.speed import growth, histogram, packing, precision, steps, timing
+from shiftmend.bench.speed import compilation, growth, histogram, packing, precision, steps, timing
 from shiftmend.bench.speed.timing import Table, Timing
+from shiftmend.bench.suite import find
 from shiftmend.errors import DataError, ShiftmendError
+from shiftmend.steps import Steps
 
 CPU = torch.device("cpu")
 TINY = steps.Workload("tiny", "digit-cnn", 4, (3, 28, 28), 8, 16)
@@ -112,6 +115,97 @@ def test_the_table_of_precisions_names_the_best() -> None:
     assert f"convolutions {named}" in found.notes[1]
 
 
+class StandIn:
+    """In place of a captured epoch, on a CPU: one step while it is made, and none when it is run."""
+
+    def __init__(self, once: Any, samples: int, size: int) -> None:
+        self.steps = samples // size
+        once(torch.arange(size))
+
+    def run(self, order: Tensor) -> tuple[dict[str, Tensor], int]:
+        return {}, self.steps
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Steps are captured and compiled on a CPU, as far as that goes; for each capture whether it was compiled."""
+    plainly, captures = nn.Module.compile, list[bool]()
+
+    def captured(once: Any, model: nn.Module, optimiser: Any, device: Any, samples: int, size: int) -> StandIn:
+        captures.append(model._compiled_call_impl is not None)
+        return StandIn(once, samples, size)
+
+    def compiled(model: nn.Module, **options: Any) -> None:
+        plainly(model, backend="eager", **options)
+
+    monkeypatch.setattr(nn.Module, "compile", compiled)
+    monkeypatch.setattr(Steps, "_can_be_captured", lambda steps: True)
+    monkeypatch.setattr("shiftmend.steps.captured_epoch", captured)
+    return captures
+
+
+def test_compiled_steps_are_set_beside_those_as_they_are(as_on_a_gpu: list[bool]) -> None:
+    stage = steps.scene(TINY, CPU)
+    found = compilation.compiled_time(stage, repeats=2)
+    assert as_on_a_gpu == [False, True]
+    assert found.compiled is not None
+    assert found.compiled.seconds > stage.steps * found.compiled.step.high  # the first epoch alone has a step in it
+    assert stage.model._compiled_call_impl is None
+
+
+def test_steps_that_cannot_be_compiled_are_not_called_compiled(
+    as_on_a_gpu: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(once: Any, model: nn.Module, *rest: Any) -> StandIn | None:
+        return None if model._compiled_call_impl is not None else StandIn(once, 16, 8)
+
+    monkeypatch.setattr("shiftmend.steps.captured_epoch", refusing)
+    found = compilation.compiled_time(steps.scene(TINY, CPU), repeats=1)
+    assert found.compiled is None
+    assert found.derived() == {"images": 8 / found.plain.median}
+    shown = compilation.table([found])
+    assert shown.rows[0][2] == "failed"
+    assert "tiny: could not be compiled" in shown.notes[0]
+
+
+def test_the_table_of_compiled_steps_says_when_compiling_pays() -> None:
+    plain, fast, slow = (Timing(time, time, time) for time in (0.004, 0.002, 0.005))
+    rows = [compilation.CompiledTime(TINY, plain, compilation.Compiled(step, 10.0)) for step in (fast, slow)]
+    found = compilation.table(rows)
+    assert found.rows[0][1:] == (plain.milliseconds, fast.milliseconds, "2.00", "10.0")
+    assert found.notes[0] == "tiny: 4,000 images a second, 2,000 as it is; won back after 5,000 steps"
+    assert found.notes[1].endswith("never won back")
+    facts = json.loads(json.dumps(rows[0].facts()))
+    assert (facts["gain"], facts["won_back"], facts["compiled"]["seconds"]) == (2.0, 5000.0, 10.0)
+
+
+def test_what_torch_keeps_of_compilations_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    with compilation.nothing_kept():
+        places = [Path(os.environ[name]) for name in compilation.CACHES]
+        assert len(set(places)) == 2
+        for place in places:
+            place.mkdir()
+            (place / "kernel").touch()
+    assert not any(place.parent.exists() for place in places)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+    assert "TRITON_CACHE_DIR" not in os.environ
+
+
+def test_a_cpu_says_why_nothing_is_compiled() -> None:
+    assert list(compilation.measure(CPU, 1)) == []
+    assert "CUDA device only" in compilation.table([]).notes[0]
+
+
+@pytest.mark.gpu
+@gpu
+def test_steps_are_compiled_on_a_gpu() -> None:
+    found = compilation.compiled_time(steps.scene(TINY, torch.device("cuda", 0)), repeats=1)
+    assert found.compiled is not None
+    assert found.compiled.seconds > 0
+
+
 def test_the_soft_histogram_is_set_beside_the_softmax_and_one_read() -> None:
     found = histogram.histogram_times(3000, 7, CPU, repeats=1)
     assert (found.samples, found.units, found.called) == (3000, 7, None)
@@ -180,6 +274,22 @@ def test_cells_are_counted_by_the_minute(small: str) -> None:
     assert found.a_minute == 60 * 4 / found.seconds
     assert found.cell.low <= found.cell.median <= found.cell.high
     assert 4 * found.cell.low <= found.seconds
+
+
+def test_a_cell_is_as_in_the_benchmark_it_stands_for() -> None:
+    noise, real = find(packing.NOISE), find("emnist-da")
+    ours, theirs = noise.protocols["offline"], real.protocols["offline"]
+    for name in ("batch_size", "score_every", "autocast"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert len(noise.settings["offline"]) == max(packing.AT_ONCE)
+    (setting,) = set(map(repr, noise.settings["offline"].values()))
+    assert "bufr" in setting
+    assert "'epochs_per_block': 8" in setting
+    row = packing.PackedTime(1, 4, 8.0, Timing(2.0, 1.5, 2.5))
+    shown = packing.table([row])
+    assert shown.rows[0] == ("1", "30.0", "1.00", "2.00 (1.50 to 2.50)")
+    assert "8 epochs a block" in shown.notes[0]
+    assert "bfloat16, verified after each epoch, scored after every 5" in shown.notes[0]
 
 
 def test_cells_that_fail_give_no_figure(small: str) -> None:
@@ -251,7 +361,7 @@ def test_wrong_wishes_are_refused_before_anything_is_measured(tmp_path: Path) ->
     with pytest.raises(DataError, match="cannot be written"):
         speed.report("cpu", ["packed"], out=tmp_path)
     assert speed.chosen(["growth", "steps"]) == ["steps", "growth"]
-    assert speed.chosen(None) == ["steps", "precision", "histogram", "packed", "growth"]
+    assert speed.chosen(None) == ["steps", "precision", "compiled", "histogram", "packed", "growth"]
 
 
 def test_the_script_needs_no_more_than_torch_and_rich(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shiftmend.bench import footnotes
 from shiftmend.bench.cells import Cell, Outcome, Result
-from shiftmend.bench.tables import Table, per_shift, selection, summary
+from shiftmend.bench.grids import Grid
+from shiftmend.bench.tables import Table, across, beside_both, only, per_shift, selection, summary, without_means
 from shiftmend.errors import DataError
 
 METHODS = ("source-only", "adabn", "bufr")
@@ -97,7 +99,7 @@ def test_summary_is_mean_and_sample_deviation_over_seeds_of_the_mean_over_shifts
             assert cell.deviation == pytest.approx(
                 np.sqrt(((per_seed - per_seed.mean()) ** 2).sum() / (len(SEEDS) - 1)), abs=1e-10
             )
-            assert cell.seeds == 3
+            assert cell.seeds == SEEDS
 
 
 def test_per_shift_has_a_row_a_shift_and_the_means_below():
@@ -134,10 +136,13 @@ def test_a_mean_is_over_the_seeds_that_have_every_shift():
     table = summarise(results)
     per_seed = 100 * accuracies[2][:, [0, 2]].mean(axis=0)
     cell = entry(table, "bufr", "all 4 shifts")
-    assert (cell.value, cell.seeds) == (pytest.approx(per_seed.mean()), 2)
+    assert (cell.value, cell.seeds, cell.unfinished) == (pytest.approx(per_seed.mean()), (123, 345), (234,))
     assert cell.deviation == pytest.approx(per_seed.std(ddof=1))
-    assert entry(table, "bufr", "without backgrounds (3)").seeds == 3
-    assert note(table, "over 3 seeds") == "mean ± standard deviation over 3 seeds, but 2 for bufr (all, severe)"
+    assert entry(table, "bufr", "without backgrounds (3)").seeds == SEEDS
+    assert [entry(table, method, "seeds").text for method in METHODS] == ["3", "3", "2 to 3"]
+    seeds = "mean ± standard deviation over 2 to 3 seeds, see the column of seeds"
+    assert note(table, "deviation") == f"{seeds}; bufr has 3 for without backgrounds"
+    assert note(table, "left out") == "a mean is over the seeds that have all of its shifts; left out: seed 234 of bufr"
 
 
 def test_a_set_that_no_seed_has_is_counted_and_not_averaged():
@@ -271,9 +276,11 @@ def test_nothing_is_best_while_a_rival_lacks_a_cell():
     assert {index for _, index in complete} == {0, 1, 2}
     lacking = [r for r in results if (r.cell.method, r.cell.shift, r.cell.seed) != ("adabn", "sky", 123)]
     table = summarise(lacking)
-    assert best(table) == {(label, index) for label, index in complete if index == 1}
+    assert table.columns[0].title == "seeds"
+    assert best(table) == {(label, index + 1) for label, index in complete if index == 1}
     assert table.marked
-    assert summarise([r for r in results if r.cell.method != "adabn"]).marked == ""
+    assert note(table, "none is marked as best") == footnotes.NO_BEST
+    assert footnotes.NO_BEST not in summarise(results).notes
     assert best(summarise(results, methods=("bufr",))) == set()  # first of one
 
 
@@ -394,7 +401,7 @@ def test_selection_is_over_runs_that_have_all_three():
     results = [result(seed=123, accuracy=0.3), result(seed=234, accuracy=0.7, selected=None)]
     table = selection(results, **NAMES, methods=["bufr"], shifts=["fog"])
     assert [cell.value for cell in table.rows[0].entries] == pytest.approx([30, 30, 30, 0, 0])
-    assert {cell.seeds for cell in table.rows[0].entries} == {1}
+    assert {cell.seeds for cell in table.rows[0].entries} == {(123,)}
 
 
 def test_the_origin_of_data_is_marked():
@@ -424,18 +431,128 @@ def test_failures_are_counted_and_the_first_is_told():
     failures = "2 of 3 cells failed, the first of them: bufr on sky, seed 234: ValueError: loss is not finite"
     assert note(table, "failed") == failures
     assert entry(table, "bufr", "all 4 shifts").text == "0/8"
-    assert entry(table, "source-only", "all 4 shifts").text == ""
+    assert note(table, "not run") == "not run: source-only"
+    assert [row.label for row in table.rows] == ["adabn", "bufr"]  # where all has failed, it was run
     alone = summarise(results[:1], groups=None)
     assert note(alone, "failed") == "1 of 1 cells failed: adabn on fog, seed 123: out of memory"
     assert not any("failed" in text for text in summarise(results[2:]).notes)
+
+
+def test_a_method_that_was_not_run_has_no_row_and_takes_nothing_from_the_others():
+    _, results = grid()
+    without = [r for r in results if r.cell.method != "adabn"]
+    published = {"published": lambda *_, source: Figure(0.8)}
+    for make in (summarise, by_shift):
+        table, two = make(without, **published), make(without, methods=("source-only", "bufr"), **published)
+        assert table == replace(two, notes=table.notes)
+        assert set(table.notes) - set(two.notes) == {"not run: adabn"}
+        assert best(table)
+        assert table.marked
+    for which in (METHODS, ("source-only", "bufr")):
+        chosen = selection(without, **NAMES, methods=which, shifts=SHIFTS)
+        assert [row.label for row in chosen.rows] == ["source-only", "bufr"]
+        assert {index for _, index in best(chosen)} == {0, 1}
+    several = across([*without, *online("adabn")], methods=METHODS, **ACROSS)
+    assert [row.label for row in several.rows] == list(METHODS)  # run under one of the protocols
+    assert not [text for text in several.notes if "not run" in text]
+    assert [row.label for row in across(without, methods=METHODS, **ACROSS).rows] == ["source-only", "bufr"]
+    unseen = summarise(without, methods=(*METHODS, "target-supervised"))
+    assert unseen.marked == "highest of its column"
+    assert note(unseen, "not run") == "not run: adabn, target-supervised"
+
+
+ACROSS = {
+    "benchmark": "emnist-da",
+    "protocols": {"all images": "offline", "stream": "online"},
+    "shifts": SHIFTS,
+    "published": nothing_published,
+}
+
+
+def online(method: str) -> list[Result]:
+    return [
+        replace(one, cell=replace(one.cell, protocol="online"))
+        for one in (result(method, shift, seed) for shift in SHIFTS for seed in SEEDS)
+    ]
+
+
+def uneven() -> tuple[np.ndarray, list[Result]]:
+    """One method on all shifts for two seeds and on one shift for a third, the others for a single seed."""
+    accuracies, results = grid()
+    keep = {"bufr": lambda cell: cell.seed != 345 or cell.shift == "fog"}
+    return accuracies, [r for r in results if keep.get(r.cell.method, lambda cell: cell.seed == 123)(r.cell)]
+
+
+def test_means_of_an_uneven_store_are_over_whole_seeds_only():
+    accuracies, results = uneven()
+    whole = 100 * accuracies[2][:, :2]
+    table = summarise(results)
+    cell = entry(table, "bufr", "all 4 shifts")
+    assert cell.value == pytest.approx(whole.mean())
+    assert cell.deviation == pytest.approx(whole.mean(axis=0).std(ddof=1))
+    assert [entry(table, method, "seeds").text for method in METHODS] == ["1", "1", "2"]
+    assert note(table, "left out").endswith("left out: seed 345 of bufr")
+    assert note(table, "see the column of seeds").endswith(
+        "over 1 to 2 seeds, see the column of seeds; a single one has no deviation"
+    )
+    assert best(table) == set()
+    assert footnotes.NO_BEST in table.notes
+    shifts = by_shift(results)
+    assert entry(shifts, "fog", "bufr").value == pytest.approx(100 * accuracies[2, 0].mean())
+    assert entry(shifts, "sky", "bufr").value == pytest.approx(whole[1].mean())
+    assert entry(shifts, "all 4 shifts", "bufr").value == pytest.approx(whole.mean())
+    assert [entry(shifts, "seeds", method).text for method in METHODS] == ["1", "1", "2 to 3"]
+    assert note(shifts, "see the row of seeds").endswith("; bufr has 3 for fog")
+    chosen = selection(results, **NAMES, methods=METHODS, shifts=SHIFTS)
+    assert [entry(chosen, method, "seeds").text for method in METHODS] == ["1", "1", "2"]
+    assert note(chosen, "left out").endswith("345 of bufr")
+
+
+def test_a_seed_that_was_begun_does_not_keep_the_best_from_being_marked():
+    accuracies, results = grid(seeds=(123, 234))
+    first = METHODS[accuracies.mean(axis=(1, 2)).argmax()]
+    table = summarise([*results, result("bufr", "fog", 345)])
+    assert (first, 0) in best(table)
+    assert not any(column.kind == "seeds" for column in table.columns)
+    assert note(table, "deviation") == "mean ± standard deviation over 2 seeds"
+
+
+def test_as_many_seeds_but_others_are_told_and_not_compared():
+    _, results = grid()
+    results = [r for r in results if (r.cell.seed == 123) == (r.cell.method != "bufr") and r.cell.seed != 345]
+    table = summarise(results)
+    said = "one seed, hence no standard deviation; not the same everywhere: source-only 123; adabn 123; bufr 234"
+    assert note(table, "one seed") == said
+    assert best(table) == set()
+
+
+def test_a_part_of_the_columns_keeps_its_own_count():
+    table = summarise(uneven()[1] + [result("adabn", "sky", 234)], published=lambda *_, source: Figure(0.5))
+    severe = only(table, lambda column: column.heading == "severe (sky)")
+    assert [column.title for column in severe.columns] == ["seeds", "ours", "paper", "difference"]
+    assert [row.entries[0].text for row in severe.rows] == ["1", "2", "2"]
+    assert [row.entries[0].text for row in table.rows] == ["1", "1 to 2", "2"]
+    assert only(table, lambda column: column.kind == "difference").columns[0].kind == "difference"
+    shifts = by_shift(uneven()[1], groups=GROUPS)
+    assert [row.label for row in without_means(shifts).rows] == [*SHIFTS, "seeds"]
+    fewer = only(shifts, lambda column: column.title != "adabn")
+    assert [cell.text for cell in fewer.rows[-1].entries] == ["1", "2 to 3"]
+    two = beside_both(
+        *(summarise(uneven()[1], published=lambda *_, source: Figure(0.5), beside=side) for side in ("paper", "re-run"))
+    )
+    assert [column.kind for column in two.columns].count("seeds") == 1
 
 
 def test_long_lists_of_fewer_seeds_are_cut_short():
     shifts = tuple(f"shift-{n}" for n in range(8))
     _, results = grid(shifts=shifts)
     results = [r for r in results if r.cell.method != "bufr" or r.cell.seed != 345]
-    said = note(by_shift(results, shifts=shifts), "over 3 seeds")
-    assert said.endswith("but 2 for bufr (shift-0, shift-1, shift-2 and 6 more)")
+    table = by_shift(results, shifts=shifts)
+    assert [cell.text for cell in table.rows[-1].entries] == ["3", "3", "2"]
+    assert note(table, "standard deviation").endswith("over 2 to 3 seeds, see the row of seeds")
+    more = [result("bufr", shift, 345) for shift in shifts[:4]]
+    said = note(by_shift([*results, *more], shifts=shifts), "standard deviation")
+    assert said.endswith("; bufr has 3 for shift-0, shift-1, shift-2 and 1 more")
 
 
 def test_other_results_are_passed_over():
@@ -484,3 +601,10 @@ def test_no_results_at_all_leave_the_published_figures():
 def test_nothing_heavy_is_imported():
     code = "import sys, shiftmend.bench.rendering; print({'rich', 'scipy', 'sklearn', 'matplotlib'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_a_figure_has_no_line_for_seeds_and_says_them_at_the_foot():
+    made = Grid(results=uneven()[1], methods=METHODS, shifts=SHIFTS, **NAMES)
+    ours = [(method, shift, made.mean(method, [shift])) for method in METHODS[1:] for shift in SHIFTS]
+    said = "mean ± standard deviation over 3 seeds, but 1 for adabn (fog, sky, stripe and 1 more), "
+    assert footnotes.about_numbers(made, ours)[1] == f"{said}2 for bufr (sky, stripe, zigzag)"

@@ -201,10 +201,13 @@ def test_status_counts_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_the_table_has_the_numbers_of_the_store(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = ok(capsys, "table", "digits", "-f", digits)
     # over shifts: 0.9 - 0.1 and 0.94 - 0.1, whose mean is 82.0 and deviation sqrt(2) * 2
-    assert re.search(r"^bufr +82\.0 ± 2\.8$", text, re.MULTILINE)
-    assert re.search(r"^fr +71\.0 ± 1\.4$", text, re.MULTILINE)
+    assert re.search(r"^bufr +82\.0 ± 2\.8\*$", text, re.MULTILINE)
+    assert re.search(r"^fr +71\.0 ± 1\.4 *$", text, re.MULTILINE)
+    assert "\nnot run: pl, shot-im, shot, tent, bnm, bnm-im, full-gauss\n" in text
+    assert not re.search("^shot", text, re.MULTILINE)
+    assert re.search("^shot +0 +0 +6 ", ok(capsys, "status", "digits", "-f", digits), re.MULTILINE)
     assert re.search(r"^adabn +51\.0 ± 1\.4 +52\.0 ± 1\.4 +53\.0 ± 1\.4 +\+1\.0 ± 0\.0 +\+1\.0", text, re.MULTILINE)
-    assert "accuracy of the source model on clean images: 98.0 ± 1.4\n" in text
+    assert "accuracy of the source model on clean images: 98.0 ± 1.4 (2 seeds)\n" in text
     assert "best is an oracle" in text
     assert "\x1b" not in text
     assert re.search(r"^oranges§ +31\.0", ok(capsys, "table", "digits", "-f", digits, "--per-shift"), re.MULTILINE)
@@ -232,7 +235,7 @@ def test_the_papers_figures_and_notes_stand_beside(tmp_path: Path, capsys: pytes
     fill(tmp_path, benchmark, lambda cell: 0.88 if cell.shift == "clean" else 0.75, methods=["source-only", "fr"])
     text = ok(capsys, "table", "emnist-da", "-f", tmp_path, "--methods", "source-only,fr")
     assert re.search(r"^fr +75\.0 ± 0\.0\* +74\.4 ± 0\.8 +\+0\.6", text, re.MULTILINE)
-    assert "on clean images: 88.0 ± 0.0, in the paper 89.4 ± 0.1" in text
+    assert "on clean images: 88.0 ± 0.0 (5 seeds), in the paper 89.4 ± 0.1" in text
     assert "† rebuilt, with other textures" in text
     notes = "SHOT: 80.0 in the paper but 76.1 in the re-run"
     assert notes in text
@@ -255,7 +258,7 @@ def test_results_on_published_data_can_be_read_without_them(tmp_path: Path, caps
     # once there are results of rebuilt data, which is what a run here would go on with, those are shown
     fill(tmp_path, benchmark, lambda cell: 0.5, methods=["source-only", "fr"], seeds=[123])
     text = ok(capsys, "table", "emnist-da", "-f", tmp_path)
-    assert re.search(r"^fr +50\.0 ", text, re.MULTILINE)
+    assert re.search(r"^fr +50\.0\* ", text, re.MULTILINE)
     assert "more results are of other settings" in text
 
 
@@ -425,6 +428,8 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["export", *FOLDER, "--format", "xml"], "expected csv, json or compact"),
     (["export", "-f", "{tmp}/nowhere"], "there is no store"),
     (["export", *FOLDER, "--out", "{tmp}/folder"], "is a folder"),
+    (["export", *FOLDER, "--out", "{tmp}/file/new/x.csv"], "x.csv cannot be written (Not a directory); choose another"),
+    (["page", "digits", *FOLDER, "--out", "{tmp}/file/x.md"], "x.md cannot be written"),
     (["merge", "-f", "{tmp}/new"], "Missing argument"),
     (["merge", "{tmp}/nowhere", "-f", "{tmp}/new"], "there is no store"),
     (["merge", "{tmp}/folder", "-f", "{tmp}/new"], "there is no store"),
@@ -475,6 +480,10 @@ def test_page_takes_the_notes_beside_it(digits: Path, tmp_path: Path, capsys: py
     assert "## Notes\n\nMine.\n" in ok(capsys, "page", "digits", "-f", digits, "--notes", tmp_path / "mine.md")
     assert "there are no notes at" in refused(capsys, "page", "digits", "-f", digits, "--notes", tmp_path / "none.md")
     assert "has no results of mnist-c" in refused(capsys, "page", "mnist-c", "-f", digits)
+    assert ok(capsys, "page", "digits", "-f", digits, "--data-root", digits) == ok(
+        capsys, "page", "digits", "-f", digits
+    )
+    assert "does not exist" in refused(capsys, "page", "digits", "-f", digits, "--data-root", tmp_path / "none")
 
 
 def test_storage_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -483,3 +492,38 @@ def test_storage_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture
     assert re.search(r"^digits +0\.010 +0\.010 ", ok(capsys, "storage", "--benchmarks", "digits"), re.MULTILINE)
     ok(capsys, "storage", "--benchmarks", "digits", "-o", tmp_path / "storage.md")
     assert (tmp_path / "storage.md").read_text().startswith("# What a profile costs\n")
+
+
+def test_a_folder_to_write_to_is_made(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, table, export = (
+        tmp_path / f"not/yet/{number}/{name}" for number, name in enumerate(("x.md", "y.md", "z.csv"))
+    )
+    ok(capsys, "page", "digits", "-f", digits, "--out", page)
+    ok(capsys, "table", "digits", "-f", digits, "--format", "markdown", "--out", table)
+    assert f"written to {export}" in ok(capsys, "export", "-f", digits, "--out", export).replace("\n", "")
+    assert page.read_text().startswith("# ")
+    assert table.read_text().startswith("### digits, offline")
+    assert len(list(csv.DictReader(export.open()))) == 32
+
+
+def test_a_page_does_not_tell_where_it_was_made(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert digits.is_absolute()
+    page = ok(capsys, "page", "digits", "-f", digits)
+    assert str(digits) not in page
+    assert digits.name not in page
+    monkeypatch.chdir(digits.parent)
+    assert ok(capsys, "page", "digits", "-f", digits.name) == page
+    ok(capsys, "page", "digits", "-f", digits, "-o", tmp_path / "page.md")
+    assert (tmp_path / "page.md").read_text() == page
+
+
+def test_clean_images_of_one_of_several_source_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path, find("usps"), lambda cell: 0.75, methods=["source-only", "fr"], seeds=[123])
+    text = ok(capsys, "table", "usps", "-f", tmp_path)
+    said = "accuracy of the source model plain-mnist (of mnist-to-usps) on clean images: 75.0 (one seed)"
+    assert f"\n{said}\n" in text
+    page = ok(capsys, "page", "usps", "-f", tmp_path)
+    assert f"- {said}\n" in page
+    assert "below that of the source model plain-mnist (of mnist-to-usps) on clean images" in page

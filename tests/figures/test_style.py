@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_rgb
 from PIL import Image
 
+from shiftmend.bench.suite import BENCHMARKS, find
 from shiftmend.errors import DataError
 from shiftmend.figures import style
 from shiftmend.methods import METHODS
@@ -39,27 +40,52 @@ def lab(rgb: np.ndarray) -> np.ndarray:
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
+VARIANTS = {"bufr-sliced": "bufr", "fr-sliced": "fr", "fr-features": "fr", "fr-one-sided": "fr"}
+
+
 def test_every_method_has_a_colour_and_a_marker_of_its_own() -> None:
-    assert set(style.METHODS) == set(METHODS)
-    assert len({style.colour(method) for method in METHODS}) == len(METHODS)
-    assert len({style.marker(method) for method in METHODS}) == len(METHODS)
+    assert set(style.METHODS) == {*METHODS, *VARIANTS}
+    assert len({style.colour(method) for method in style.METHODS}) == len(style.METHODS)
+    assert len({style.marker(method) for method in style.METHODS}) == len(style.METHODS)
+
+
+def test_every_variant_of_a_method_in_the_suite_is_known() -> None:
+    rows = {
+        name for benchmark in map(find, BENCHMARKS) for settings in benchmark.settings.values() for name in settings
+    }
+    assert {name for name in rows if name.startswith(("fr-", "bufr-"))} == set(VARIANTS)
+    assert rows <= set(style.METHODS)
+
+
+@pytest.mark.parametrize(("variant", "method"), VARIANTS.items())
+def test_a_variant_has_a_shade_of_its_method(variant: str, method: str) -> None:
+    def hue(name: str) -> float:
+        _, a, b = lab(linear(style.colour(name)))
+        return np.degrees(np.arctan2(b, a))
+
+    assert abs((hue(variant) - hue(method) + 180) % 360 - 180) < 25
+    assert style.points(variant, 4)["color"] == style.colour(variant)
 
 
 @pytest.mark.parametrize("eye", EYES)
 def test_colours_that_meet_can_be_told_apart_by_every_eye(eye: str) -> None:
-    seen = {method: lab(np.array(EYES[eye]) @ linear(style.colour(method))) for method in METHODS}
-    distances = {pair: np.linalg.norm(seen[pair[0]] - seen[pair[1]]) for pair in itertools.combinations(METHODS, 2)}
+    seen = {method: lab(np.array(EYES[eye]) @ linear(style.colour(method))) for method in style.METHODS}
+    distances = {pair: np.linalg.norm(seen[pair[0]] - seen[pair[1]]) for pair in itertools.combinations(seen, 2)}
     nearest = min(distances, key=distances.__getitem__)
     assert distances[nearest] > 12, f"{nearest} are {distances[nearest]:.1f} apart"
     main = [pair for pair in distances if set(pair) <= {"bufr", "fr", "adabn", "shot-im", "source-only"}]
     assert min(distances[pair] for pair in main) > 15
 
 
-@pytest.mark.parametrize("name", ["fr-one-sided", "x", ""])
+@pytest.mark.parametrize("name", ["fr-without-a-look", "x", ""])
 def test_an_unknown_method_looks_the_same_in_every_process(name: str) -> None:
-    code = f"from shiftmend.figures import style; print(style.colour({name!r}), style.marker({name!r}))"
-    other = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert other == [style.colour(name), style.marker(name)]
+    code = f"from shiftmend.figures import style; print(style.colour({name!r}), style.marker({name!r}), sep='|')"
+    other = (
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+        .stdout.strip()
+        .split("|")
+    )
+    assert other == [style.colour(name), str(style.marker(name))]
     assert style.colour(name) in style.COLOURS
 
 

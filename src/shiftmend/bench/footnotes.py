@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from shiftmend.bench.base import CLEAN
+from shiftmend.bench.base import CLEAN, Benchmark
 from shiftmend.bench.cells import Result, Which
-from shiftmend.bench.grids import METRICS, Beside, Entry, Grid
+from shiftmend.bench.grids import METRICS, SUPERVISED, Beside, Entry, Grid
 
 ORIGINS = {
     "rebuilt": ("†", "rebuilt, with other textures than the published ones"),
@@ -15,8 +17,10 @@ ORIGINS = {
 }
 """The mark of data that are not the published files, and what it means."""
 
+SOURCE_ONLY = "source-only"
 ORACLE = "best is an oracle: the epoch with the highest accuracy, found with labels that a new site does not have"
 PARTIAL = "a fraction counts the cells that are there: no mean is taken before one seed has every shift"
+NO_BEST = "none is marked as best where methods lack cells or have different seeds"
 STREAM = (
     "the published ECE of a stream is the mean over its batches, which small batches bias upwards: no difference is "
     "taken, and what compares with it is ece_per_batch"
@@ -42,20 +46,92 @@ def about_origins(grid: Grid) -> list[str]:
     ]
 
 
-def about_numbers(grid: Grid, ours: Sequence[tuple[str, str, Entry]]) -> list[str]:
-    """Unit and seeds of entries, each with its method and the name of what it is a mean over."""
+def about_numbers(grid: Grid, ours: Sequence[tuple[str, str, Entry]], line: str | None = None) -> list[str]:
+    """Unit and seeds of entries, each with its method and the name of what it is a mean over.
+
+    `line` is where seeds are counted if their numbers differ, a column or a row; see `tables.counted`. Without one, as
+    in a figure, they are said here.
+    """
     notes = [f"{grid.shown.title} in {grid.shown.unit}"] if grid.shown.unit else []
-    shown = [(method, name, entry.seeds) for method, name, entry in ours if entry.value is not None]
-    if shown:
-        most = max(seeds for _, _, seeds in shown)
-        fewer: dict[tuple[str, int], list[str]] = {}
-        for method, name, seeds in shown:
-            if seeds < most:
-                fewer.setdefault((method, seeds), []).append(name)
-        note = f"mean ± standard deviation over {most} seeds" if most > 1 else "one seed, hence no standard deviation"
-        parts = [f"{seeds} for {method} ({_listed(names, 3)})" for (method, seeds), names in fewer.items()]
-        notes.append(f"{note}, but {_listed(parts, 4)}" if parts else note)
+    shown = [(method, name, entry) for method, name, entry in ours if entry.value is not None]
+    notes += [*_about_seeds(shown, line), *_about_unfinished(shown)]
     return [*notes, PARTIAL] if any(entry.text for _, _, entry in ours) else notes
+
+
+def _about_seeds(shown: Sequence[tuple[str, str, Entry]], line: str | None) -> list[str]:
+    by_method: dict[str, dict[str, tuple[int, ...]]] = {}
+    for method, name, entry in shown:
+        by_method.setdefault(method, {})[name] = entry.seeds
+    different = {seeds for means in by_method.values() for seeds in means.values()}
+    counts = {len(seeds) for seeds in different}
+    if not different:
+        return []
+    if len(counts) == 1:
+        [most] = counts
+        note = f"mean ± standard deviation over {most} seeds" if most > 1 else "one seed, hence no standard deviation"
+        if len(different) == 1:
+            return [note]
+        which = [
+            f"{method} {', '.join(map(str, sorted({seed for seeds in means.values() for seed in seeds})))}"
+            for method, means in by_method.items()
+        ]
+        return [f"{note}; not the same everywhere: {listed(which, 4, '; ')}"]
+    if line is None:
+        return [f"mean ± standard deviation over {max(counts)} seeds, but {_fewer(by_method, max(counts))}"]
+    note = f"mean ± standard deviation over {min(counts)} to {max(counts)} seeds, see the {line} of seeds"
+    return [
+        "; ".join([note, *(["a single one has no deviation"] if min(counts) == 1 else []), *_exceptions(by_method)])
+    ]
+
+
+def _fewer(by_method: dict[str, dict[str, tuple[int, ...]]], most: int) -> str:
+    found: dict[tuple[str, int], list[str]] = {}
+    for method, means in by_method.items():
+        for name, seeds in means.items():
+            if len(seeds) < most:
+                found.setdefault((method, len(seeds)), []).append(name)
+    return listed((f"{number} for {method} ({listed(names, 3)})" for (method, number), names in found.items()), 4)
+
+
+def _exceptions(by_method: dict[str, dict[str, tuple[int, ...]]]) -> list[str]:
+    """The means of a method that are over another number of seeds than most of its means."""
+    found = []
+    for method, means in by_method.items():
+        numbers = Counter(map(len, means.values()))
+        [(usual, _)] = numbers.most_common(1)
+        for number in sorted(set(numbers) - {usual}):
+            names = [name for name, seeds in means.items() if len(seeds) == number]
+            found.append(f"{method} has {number} for {listed(names, 3)}")
+    return [listed(found, 4)] if found else []
+
+
+def _about_unfinished(shown: Sequence[tuple[str, str, Entry]]) -> list[str]:
+    by_method: dict[str, set[int]] = {}
+    for method, _, entry in shown:
+        if entry.unfinished:
+            by_method.setdefault(method, set()).update(entry.unfinished)
+    methods: dict[tuple[int, ...], list[str]] = {}
+    for method, seeds in by_method.items():
+        methods.setdefault(tuple(sorted(seeds)), []).append(method)
+    which = [
+        f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))} of {listed(names, 4)}"
+        for seeds, names in methods.items()
+    ]
+    return (
+        [f"a mean is over the seeds that have all of its shifts; left out: {listed(which, 4, '; ')}"] if which else []
+    )
+
+
+def about_rows(grid: Grid, shown: Sequence[str], ours: Sequence[tuple[str, str, Entry]]) -> list[str]:
+    """Which methods have no row, and whether a set of shifts has no best although there are rivals."""
+    missing = [method for method in grid.methods if method not in shown]
+    notes = [f"not run: {', '.join(missing)}"] if missing else []
+    rivals: dict[str, list[Entry]] = {}
+    for method, name, entry in ours:
+        if entry.value is not None and math.isfinite(entry.value) and not method.startswith(SUPERVISED):
+            rivals.setdefault(name, []).append(entry)
+    undecided = any(len(entries) > 1 and not any(entry.best for entry in entries) for entries in rivals.values())
+    return [*notes, NO_BEST] if undecided and grid.shown.better is not None else notes
 
 
 def about_published(grid: Grid, found: bool) -> list[str]:
@@ -78,26 +154,43 @@ def about_rates(grid: Grid) -> list[str]:
 
 
 def about_clean(
-    results: Sequence[Result], *, benchmark: str, metric: str, which: Which, beside: Beside | None
+    results: Sequence[Result], *, benchmark: Benchmark, metric: str, which: Which, beside: Sequence[Beside]
 ) -> list[str]:
     """How the source model does at home, from its results on clean images, beside what is published of it."""
     if METRICS[metric].of_the_run:
         return []
-    grid = Grid(
-        results=results,
-        benchmark=benchmark,
-        protocol="offline",
-        methods=["source-only"],
-        shifts=[CLEAN],
-        metric=metric,
-        which=which,
-        beside=beside,
-    )
-    ours, there, _ = grid.comparisons({CLEAN: (CLEAN,)})["source-only", CLEAN]
-    if ours.value is None:
-        return []
-    said = "" if there.value is None else f", in the {beside} {_number(there, grid.shown.digits)}"
-    return [f"{grid.shown.title} of the source model on clean images: {_number(ours, grid.shown.digits)}{said}"]
+    said = ""
+    for side in beside or (None,):
+        grid = Grid(
+            results=results,
+            benchmark=benchmark.name,
+            protocol="offline",
+            methods=[SOURCE_ONLY],
+            shifts=[CLEAN],
+            metric=metric,
+            which=which,
+            beside=side,
+        )
+        ours, there, _ = grid.comparisons({CLEAN: (CLEAN,)})[SOURCE_ONLY, CLEAN]
+        if ours.value is None:
+            return []
+        if not said:
+            said = (
+                f"{grid.shown.title} of {clean_source(benchmark)} on clean images: {_number(ours, grid.shown.digits)}"
+            )
+            said += f" ({'one seed' if len(ours.seeds) == 1 else f'{len(ours.seeds)} seeds'})"
+        said += "" if there.value is None else f", in the {side} {_number(there, grid.shown.digits)}"
+    return [said]
+
+
+def clean_source(benchmark: Benchmark) -> str:
+    """The model that is scored on clean images, by its name and its shifts where other shifts have another one."""
+    setting = benchmark.settings.get("offline", {}).get(SOURCE_ONLY)
+    if setting is None:
+        return "the source model"
+    name = benchmark.source_for(setting, CLEAN)
+    own = [shift for shift in benchmark.shifts if benchmark.source_for(setting, shift) == name]
+    return "the source model" if len(own) == len(benchmark.shifts) else f"the source model {name} (of {', '.join(own)})"
 
 
 def _number(entry: Entry, digits: int) -> str:
@@ -116,7 +209,8 @@ def about_failures(grid: Grid) -> list[str]:
     return [f"{len(failed)} of {len(grid.cells)} cells failed{which}: {first.cell}: {error}"]
 
 
-def _listed(names: Iterable[str], most: int) -> str:
+def listed(names: Iterable[str], most: int, between: str = ", ") -> str:
+    """So many of the names, and how many more there are."""
     names = list(names)
     rest = len(names) - most
-    return ", ".join(names) if rest <= 0 else f"{', '.join(names[:most])} and {rest} more"
+    return between.join(names) if rest <= 0 else f"{between.join(names[:most])} and {rest} more"

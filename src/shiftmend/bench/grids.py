@@ -55,8 +55,10 @@ class Entry:
     deviation: float | None = None
     text: str = ""
     best: bool = False
-    seeds: int = 0
-    """Seeds that a mean is over; 0 for what is published."""
+    seeds: tuple[int, ...] = ()
+    """Those that a mean is over; none for what is published."""
+    unfinished: tuple[int, ...] = ()
+    """Seeds that were begun but lack some of the shifts that the mean is over: they are not in it."""
 
 
 class Figure(Protocol):
@@ -131,6 +133,12 @@ class Grid:
         """Whether ours is the ECE of a whole stream: the published one is another quantity, not to be subtracted."""
         return self.metric == "ece" and any(result.ece_per_batch is not None for result in self.cells.values())
 
+    @property
+    def run(self) -> list[str]:
+        """The methods that have a result, if only a failed one."""
+        there = {method for method, _, _ in self.cells}
+        return [method for method in self.methods if method in there]
+
     def sets(self, groups: Mapping[str, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
         """All shifts, then each group of them."""
         sets = {"all": tuple(self.shifts)} | {name: tuple(members) for name, members in (groups or {}).items()}
@@ -146,13 +154,18 @@ class Grid:
         read = read or self._read
         runs = [[self.cells.get((method, shift, seed)) for shift in shifts] for seed in self.seeds]
         values = [[None if result is None or result.failed else read(result) for result in run] for run in runs]
-        complete = [[value for value in seed if value is not None] for seed in values if None not in seed]
+        complete = {
+            seed: [value for value in found if value is not None]
+            for seed, found in zip(self.seeds, values, strict=True)
+            if None not in found
+        }
         if complete:
             with np.errstate(invalid="ignore"):  # a diverged run has infinities, and a table shows them as they are
-                means = self.shown.scale * np.asarray(complete, dtype=np.float64).mean(axis=1)
+                means = self.shown.scale * np.asarray([*complete.values()], dtype=np.float64).mean(axis=1)
                 mean = float(means.mean())
                 deviation = float(means.std(ddof=1)) if len(means) > 1 and np.isfinite(mean) else None
-            return Entry(mean, deviation, seeds=len(complete))
+            begun = (seed for seed, run in zip(self.seeds, runs, strict=True) if any(run) and seed not in complete)
+            return Entry(mean, deviation, seeds=tuple(complete), unfinished=tuple(begun))
         known = sum(value is not None for seed in values for value in seed)
         failed = any(result is not None and result.failed for run in runs for result in run)
         return Entry(text=f"{known}/{len(shifts) * len(self.seeds)}" if known or failed else "")
@@ -168,9 +181,13 @@ class Grid:
         return compared
 
     def first(self, entries: Mapping[str, Entry]) -> list[str]:
-        """The methods that are best, to the digits shown; none while one of the rivals lacks a cell."""
-        rivals = {method: entry for method, entry in entries.items() if not method.startswith(SUPERVISED)}
-        if self.shown.better is None or len(rivals) < 2 or any(e.seeds < len(self.seeds) for e in rivals.values()):
+        """The methods that are best, to the digits shown.
+
+        None if one of the rivals lacks a mean, or has one over other seeds; who was not run at all is no rival.
+        """
+        rivals = {method: entries[method] for method in self.run if not method.startswith(SUPERVISED)}
+        seeds = {entry.seeds for entry in rivals.values()}
+        if self.shown.better is None or len(rivals) < 2 or len(seeds) > 1 or not all(seeds):
             return []
         values = {
             method: round(entry.value, self.shown.digits)

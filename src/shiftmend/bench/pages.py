@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,8 +25,9 @@ ONCE = (
     "See [benchmarks](../benchmarks.md) for the methods, and for how to read a table."
 )
 EPOCHS = (
-    "`selected` is the epoch that a new site would keep, chosen without labels. `best` looked at the labels: it says "
-    "what a perfect choice would have given. The cost of selection is what lies between the two."
+    "`selected` is the epoch that a new site would keep, chosen without labels. `best` looked at the labels of the "
+    "epochs that were scored (the protocol says how many): it says what a better choice could have given. The cost of "
+    "selection is what lies between the two."
 )
 FEW = "Adapted to a few images of each class, scored on all of them; mean over all shifts."
 ONLINE = "One pass over the images: each batch is predicted before it is learnt from."
@@ -40,12 +42,19 @@ SIGNALS = (
     "the profile, and the mean entropy and confidence of the predictions. Cells of one shift or seed are alike, so "
     "there are fewer independent ones than are counted here."
 )
+FOLDERS = re.compile(r"(?<![\w.:/\\])(?:~|[A-Za-z]:)?[/\\]+(?:[^\s/\\'\":;,()]+[/\\]+)+")
+"""Of an absolute path, on any system, what stands before the name of the file."""
 
 
-def page(benchmark: str, folder: str | os.PathLike[str], notes: str = "") -> str:
-    """The page of a benchmark; `notes` are Markdown of a person's own, for what a program cannot know."""
+def page(
+    benchmark: str, folder: str | os.PathLike[str], notes: str = "", root: str | os.PathLike[str] | None = None
+) -> str:
+    """The page of a benchmark; `notes` are Markdown of a person's own, for what a program cannot know.
+
+    `root` is the folder of the data sets, see `shiftmend.bench.reading.read`; they need not be there.
+    """
     chosen = find(benchmark)
-    parts = {protocol: Part(protocol, read(benchmark, folder, protocol)) for protocol in chosen.protocols}
+    parts = {protocol: Part(protocol, read(benchmark, folder, protocol, root=root)) for protocol in chosen.protocols}
     run = {protocol: part for protocol, part in parts.items() if part.results}
     if not run:
         others = sum(part.reading.others for part in parts.values())
@@ -87,10 +96,15 @@ def _text(block: Block, said: set[str]) -> str:
     """A table without the notes that the page has already."""
     if isinstance(block, str):
         return block
-    new = tuple(note for note in block.notes if note not in said)
+    new = tuple(_without_folders(note) for note in block.notes if note not in said)
     marked = "" if block.marked in said else block.marked
     said.update((*block.notes, block.marked))
     return render(replace(block, notes=new, marked=marked), "markdown").rstrip("\n")
+
+
+def _without_folders(note: str) -> str:
+    """What an error says of a file without where it lies, which is nobody's business but the machine's."""
+    return FOLDERS.sub("", note)
 
 
 def _headline(parts: Mapping[str, Part]) -> str:
@@ -227,13 +241,9 @@ def _value(value: Any) -> str:
 
 def _clean(part: Part) -> list[Block]:
     """The source model at home, beside what is published of it."""
-    said = []
-    for metric in ("accuracy", "ece"):
-        asked: dict[str, Any] = {"benchmark": part.benchmark.name, "metric": metric, "which": "last"}
-        notes = [footnotes.about_clean(part.reading.clean, **asked, beside=side) for side in ("paper", "re-run")]
-        if notes[0]:
-            own, comma, there = notes[0][0].partition(",")
-            said.append(own + comma + there + notes[1][0].removeprefix(own))
+    asked: dict[str, Any] = {"benchmark": part.benchmark, "which": "last", "beside": ("paper", "re-run")}
+    metrics = ("accuracy", "ece")
+    said = [note for metric in metrics for note in footnotes.about_clean(part.reading.clean, metric=metric, **asked)]
     return ["\n".join(f"- {for_markdown(note)}" for note in said)] if said else []
 
 

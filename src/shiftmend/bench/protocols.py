@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+import torch
+
 from shiftmend.errors import DataError
 
 
@@ -18,13 +20,17 @@ class Protocol:
     score_every: int = 1
     """Epochs between two looks at the labels; the first, the last and the selected state are always scored."""
     autocast: bool = False
-    """Adapt in bfloat16 on a GPU; scores, signals and profiles are always taken in full precision."""
+    """Adapt offline in bfloat16 on a GPU; scores, signals and profiles are always taken in full precision."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "score_every", "temperature", "per_class"):
             value = getattr(self, name, 1)
             if not value > 0 or (name != "temperature" and not isinstance(value, int)):
                 raise DataError(f"{name} of a protocol must be a positive number, whole if it counts, got {value!r}")
+
+    def in_bfloat16(self, device: torch.device) -> bool:
+        """Whether to adapt so there: a CPU gains nothing by it."""
+        return self.autocast and device.type == "cuda"
 
     def facts(self) -> dict[str, Any]:
         """What decides a result; a switch that is off is left out, as if there were none."""
@@ -62,3 +68,8 @@ class Online(Protocol):
     kind: ClassVar[str] = "online"
     batch_size: int = 200
     temperature: float = 0.05
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.autocast:
+            raise DataError("online protocols know no autocast: predictions are made while adapting; leave it out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from shiftmend.bench import comparisons, correlations, footnotes, published, thresholds
 from shiftmend.bench.base import CLEAN
@@ -70,7 +71,8 @@ def variants(part: Part) -> list[Block]:
         for name in part.methods
         if settings[name].method != name and settings[name].method in part.methods
     ]
-    rows = [row for name, base in pairs if (row := _variant(part, name, base)) is not None]
+    found = {name: compared for name, base in pairs if (compared := _compared(part, name, base))}
+    rows = [_variant(part, name, base, found[name]) for name, base in pairs if name in found]
     if not rows:
         return []
     columns = (
@@ -86,13 +88,12 @@ def variants(part: Part) -> list[Block]:
         "accuracy is the difference in points, mean over shifts; two-sided paired t-test over seeds; with Holm's "
         "correction for the number of shifts where they are counted"
     )
-    return [Table(f"{part.benchmark.name}, {part.protocol}: variants", "variant", columns, tuple(rows), (note,))]
+    remarks = [f"{name}: {compared[-1].remark}" for name, compared in found.items() if compared[-1].remark]
+    title = f"{part.benchmark.name}, {part.protocol}: variants"
+    return [Table(title, "variant", columns, tuple(rows), (note, *remarks))]
 
 
-def _variant(part: Part, name: str, base: str) -> Row | None:
-    compared = _compared(part, name, base)
-    if not compared:
-        return None
+def _variant(part: Part, name: str, base: str, compared: Sequence[comparisons.Comparison]) -> Row:
     *each, overall = compared
     verdicts = Counter(one.verdict for one in each)
     decided = [verdicts[f"{name} better"], verdicts[f"{base} better"]]
@@ -133,19 +134,40 @@ def slices(part: Part) -> list[Block]:
             Column("corrected p", digits=3),
             Column("verdict"),
         )
-        remarks = [f"{one.shift or 'all shifts'}: {one.remark}" for one in compared if one.remark]
+        remarks: dict[str, list[str]] = {}
+        for one in compared:
+            if one.remark:
+                remarks.setdefault(one.remark, []).append(one.shift or "all shifts")
+        said = [f"{remark}: {footnotes.listed(shifts, 3)}" for remark, shifts in remarks.items()]
         title = f"{part.benchmark.name}, {part.protocol}: {base} with slices and without"
         notes = (
             "difference in points of accuracy (last); two-sided paired t-test over seeds, Holm's correction for the "
             "number of shifts",
         )
-        blocks.append(Table(title, "shift", columns, tuple(rows), (*notes, *remarks)))
+        blocks.append(Table(title, "shift", columns, tuple(rows), (*notes, *said)))
     return blocks
 
 
 def _compared(part: Part, first: str, second: str) -> list[comparisons.Comparison]:
-    done = {result.cell.method for result in part.results if not result.failed}
-    return comparisons.compare(part.results, first, second) if {first, second} <= done else []
+    """Shift by shift, and last over all of them, where as in a table a seed counts only if it has every shift."""
+    own = [result for result in part.results if result.cell.method in (first, second) and not result.failed]
+    if len({result.cell.method for result in own}) < 2:
+        return []
+    compared = comparisons.compare(own, first, second)
+    places = Counter((result.cell.shift, result.cell.seed) for result in own)
+    shifts = Counter(seed for (_, seed), methods in places.items() if methods == 2)
+    lacking = sorted(seed for seed, count in shifts.items() if count < len(part.shifts))
+    if not lacking:
+        return compared
+    whole = [result for result in own if result.cell.seed in set(shifts) - set(lacking)]
+    if whole:
+        overall = comparisons.compare(whole, first, second)[-1]
+        remark = f"without seeds that lack shifts ({', '.join(map(str, lacking))})"
+        overall = replace(overall, remark="; ".join(filter(None, (overall.remark, remark))))
+    else:
+        none = replace(compared[-1], pairs=0, difference=None, deviation=None, p=None, corrected=None)
+        overall = replace(none, verdict="too few seeds", remark="no seed has every shift by both")
+    return [*compared[:-1], overall]
 
 
 def _points(one: comparisons.Comparison) -> Entry:
@@ -185,9 +207,9 @@ def signals(part: Part) -> list[Block]:
     blocks: list[Block] = [Table(title, "signal", columns, tuple(rows), (note,))]
     at_home = _with_the_clean_source(part)
     near = thresholds.near_clean(at_home, part.reading.clean)
-    points = f"{100 * MARGIN:g} points"
+    points, home = f"{100 * MARGIN:g} points", footnotes.clean_source(part.benchmark)
     blocks += _judges(
-        part, at_home, near, "near clean", f"accuracy at most {points} below the source model's on clean images"
+        part, at_home, near, "near clean", f"accuracy at most {points} below that of {home} on clean images"
     )
     better = thresholds.helped(part.unsupervised)
     blocks += _judges(
@@ -198,7 +220,7 @@ def signals(part: Part) -> list[Block]:
 
 def _with_the_clean_source(part: Part) -> list[Result]:
     """Where each shift has a source model of its own, the accuracy on clean images is known of one of them only."""
-    setting = part.benchmark.settings["offline"].get(thresholds.NOTHING_DONE)
+    setting = part.benchmark.settings.get("offline", {}).get(thresholds.NOTHING_DONE)
     if setting is None:
         return []
     source = part.benchmark.source_for
@@ -266,7 +288,8 @@ def _verdicts(part: Part, good: Mapping[Cell, bool]) -> list[Block]:
     order = [name for name in ("restored", "partly restored", "not restored", "undecided") if name in counts]
     rows = tuple(Row(name, (Entry(counts[name][True]), Entry(counts[name][False]))) for name in order)
     columns = (Column("good", digits=0), Column("bad", digits=0))
-    note = f"good: accuracy at most {100 * MARGIN:g} points below the source model's on clean images"
+    home = footnotes.clean_source(part.benchmark)
+    note = f"good: accuracy at most {100 * MARGIN:g} points below that of {home} on clean images"
     return [
         Table(
             f"{part.benchmark.name}, {part.protocol}: the library's own verdict, in cells",

@@ -40,11 +40,6 @@ class Given:
     target: Target
     seed: int
 
-    @property
-    def autocast(self) -> bool:
-        """In bfloat16, where the protocol allows it and a GPU gains by it."""
-        return self.protocol.autocast and self.workshop.device.type == "cuda"
-
     def feed(self, images: Images, batch_size: int) -> Feed:
         return Feed(
             inputs_of(images),
@@ -93,7 +88,7 @@ class Run:
             seed=given.seed,
             preprocess=given.workshop.benchmark.preprocess,
             device=given.workshop.device,
-            autocast=given.autocast,
+            autocast=given.protocol.in_bfloat16(given.workshop.device),
             on_epoch=look,
             progress=False,
             **self.options,

@@ -52,8 +52,9 @@ class Part:
         return [result for result in self.results if not result.cell.method.startswith(SUPERVISED)]
 
     def asked(self, **more: Any) -> dict[str, Any]:
+        """For a table: of all methods, as it says which of them were not run."""
         shared = {"benchmark": self.benchmark.name, "protocol": self.protocol}
-        return shared | {"methods": self.methods, "shifts": self.shifts} | more
+        return shared | {"methods": self.reading.methods, "shifts": self.shifts} | more
 
 
 def averages(part: Part, metrics: Sequence[str] = ("accuracy", "ece")) -> list[Block]:
@@ -78,13 +79,15 @@ def _over(table: Table, *, of_all: bool) -> Table:
 
     What all columns have in common goes into the title.
     """
-    name = table.columns[0].heading or table.columns[0].title
+    first = next(column for column in table.columns if column.kind != "seeds")
+    name = first.heading or first.title
     if not of_all:
         groups = tables.only(table, lambda column: (column.heading or column.title) != name)
         return tables.only(groups, lambda column: column.kind != "difference")
     chosen = tables.only(table, lambda column: (column.heading or column.title) == name)
     columns = tuple(
-        replace(column, title=column.title if column.heading else "ours", heading="") for column in chosen.columns
+        replace(column, title=column.title if column.heading or column.kind == "seeds" else "ours", heading="")
+        for column in chosen.columns
     )
     return replace(chosen, columns=columns, title=f"{table.title}, {name}")
 
@@ -110,10 +113,7 @@ def by_shift(part: Part, metrics: Sequence[str] = ("accuracy", "ece")) -> list[B
 def _per_shift(part: Part, metric: str, beside: Beside | None) -> Table:
     groups = part.benchmark.groups if part.whole else {}
     table = tables.per_shift(part.results, **part.asked(groups=groups, metric=metric, beside=beside))
-    if part.whole:
-        return table
-    # a mean over some shifts is not what is published as the mean over all
-    return replace(table, rows=tuple(row for row in table.rows if not row.summary))
+    return table if part.whole else tables.without_means(table)
 
 
 def choice_of_epoch(part: Part) -> list[Block]:
@@ -130,7 +130,7 @@ def few_shot(parts: Mapping[str, Part]) -> list[Block]:
     if not few:
         return []
     first = run[next(iter(few.values()))]
-    methods = list(dict.fromkeys(method for name in few.values() for method in run[name].methods))
+    methods = list(dict.fromkeys(method for name in few.values() for method in run[name].reading.methods))
     asked: dict[str, Any] = {
         "benchmark": first.benchmark.name,
         "protocols": few | ({"all images": "offline"} if "offline" in run else {}),

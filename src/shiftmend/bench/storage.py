@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 
 import shiftmend
-from shiftmend.bench.base import CLEAN, Benchmark, Root
+from shiftmend.bench.base import CLEAN, Benchmark, Root, Setting
 from shiftmend.bench.grids import Entry
 from shiftmend.bench.rendering import for_markdown, render
 from shiftmend.bench.suite import find
@@ -127,7 +127,7 @@ def page(sizes: Sequence[Sizes]) -> str:
 
 
 def _source(benchmark: Benchmark) -> str:
-    return benchmark.source_for(benchmark.settings["offline"]["source-only"], CLEAN)
+    return benchmark.source_for(Setting("source-only"), CLEAN)
 
 
 def _counts(profile: Profile) -> int:

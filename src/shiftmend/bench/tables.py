@@ -1,7 +1,8 @@
 """Results as tables that stand beside the paper's: pure data, which `shiftmend.bench.rendering` writes out.
 
-Three rules keep them honest. A mean is only taken over the whole of a set of shifts, never over those that happen to be
-done. `best` is called an oracle wherever it stands. What differs from the paper's conditions is said at the foot.
+Four rules keep them honest. A mean is only taken over the whole of a set of shifts, never over those that happen to be
+done. Where methods have different numbers of seeds, these are counted. `best` is called an oracle wherever it stands.
+What differs from the paper's conditions is said at the foot, and so is which methods have no row as they were not run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Column:
 
     title: str
     heading: str = ""
-    kind: Literal["ours", "published", "difference"] = "ours"
+    kind: Literal["ours", "published", "difference", "seeds"] = "ours"
     digits: int = 1
 
 
@@ -35,6 +36,8 @@ class Row:
     entries: tuple[Entry, ...]
     summary: bool = False
     """Sums up the rows above it."""
+    counts: bool = False
+    """Has the numbers of seeds of its columns; it is a summary too."""
 
 
 @dataclass(frozen=True)
@@ -81,19 +84,19 @@ def summary(
     )
     sets = grid.sets(groups)
     compared = grid.comparisons(sets)
+    shown = _with_a_row(grid)
     columns, rows = _side_by_side(
         grid,
         [
             (
                 _named(name, members) + footnotes.origin_marks(grid, members),
-                [compared[method, name] for method in methods],
+                [compared[method, name] for method in shown],
             )
             for name, members in sets.items()
         ],
     )
-    return _table(
-        grid, "method", columns, [Row(method, row) for method, row in zip(methods, rows, strict=True)], compared
-    )
+    lines = [Row(method, row) for method, row in zip(shown, rows, strict=True)]
+    return _table(grid, shown, "method", columns, lines, compared)
 
 
 def per_shift(
@@ -124,15 +127,11 @@ def per_shift(
     means = {name: members for name, members in grid.sets(groups).items() if len(members) > 1 and name not in shifts}
     sets = {shift: (shift,) for shift in shifts} | means
     compared = grid.comparisons(sets)
-    columns, rows = _side_by_side(grid, [(method, [compared[method, name] for name in sets]) for method in methods])
+    shown = _with_a_row(grid)
+    columns, rows = _side_by_side(grid, [(method, [compared[method, name] for name in sets]) for method in shown])
     labels = [_named(name, members) + footnotes.origin_marks(grid, members) for name, members in sets.items()]
-    return _table(
-        grid,
-        "shift",
-        columns,
-        [Row(label, row, name in means) for name, label, row in zip(sets, labels, rows, strict=True)],
-        compared,
-    )
+    lines = [Row(label, row, name in means) for name, label, row in zip(sets, labels, rows, strict=True)]
+    return _table(grid, shown, "shift", columns, lines, compared)
 
 
 def across(
@@ -147,11 +146,10 @@ def across(
     published: Published | None = None,
 ) -> Table:
     """A row a method, and the mean over all shifts under each of several protocols; `protocols` has their headings."""
-    blocks = []
-    entries: dict[tuple[str, str], Comparison] = {}
-    grids = []
-    for heading, protocol in protocols.items():
-        grid = Grid(
+    if not protocols:
+        raise DataError("a table across protocols needs at least one of them")
+    grids = [
+        Grid(
             results=results,
             benchmark=benchmark,
             protocol=protocol,
@@ -161,16 +159,18 @@ def across(
             beside=beside,
             published=published,
         )
+        for protocol in protocols.values()
+    ]
+    shown = _with_a_row(*grids)
+    blocks = []
+    entries: dict[tuple[str, str], Comparison] = {}
+    for heading, grid in zip(protocols, grids, strict=True):
         compared = grid.comparisons(grid.sets(None))
-        blocks.append((heading, [compared[method, "all"] for method in methods]))
-        entries |= {(method, heading): compared[method, "all"] for method in methods}
-        grids.append(grid)
-    if not grids:
-        raise DataError("a table across protocols needs at least one of them")
+        blocks.append((heading, [compared[method, "all"] for method in shown]))
+        entries |= {(method, heading): compared[method, "all"] for method in shown}
     columns, rows = _side_by_side(grids[0], blocks)
-    made = _table(
-        grids[0], "method", columns, [Row(method, row) for method, row in zip(methods, rows, strict=True)], entries
-    )
+    lines = [Row(method, row) for method, row in zip(shown, rows, strict=True)]
+    made = _table(grids[0], shown, "method", columns, lines, entries)
     title = f"{benchmark}, {', '.join(protocols.values())}: {grids[0].shown.title}, {_named('all', shifts)}"
     notes = [note for grid in grids for note in (*footnotes.about_origins(grid), *footnotes.about_failures(grid))]
     return replace(made, title=title, notes=tuple(dict.fromkeys((*made.notes, *notes))))
@@ -189,7 +189,7 @@ def beside_both(paper: Table, rerun: Table) -> Table:
             order += [
                 (table, index, _with_side(column, side))
                 for index, column in enumerate(table.columns)
-                if column.heading == heading and (table is paper or column.kind != "ours")
+                if column.heading == heading and (table is paper or column.kind in ("published", "difference"))
             ]
     rows = [
         replace(row, entries=tuple((row if table is paper else other).entries[index] for table, index, _ in order))
@@ -200,13 +200,56 @@ def beside_both(paper: Table, rerun: Table) -> Table:
 
 
 def only(table: Table, keep: Callable[[Column], bool]) -> Table:
-    """A table with some of its columns."""
-    kept = [index for index, column in enumerate(table.columns) if keep(column)]
-    return replace(
+    """A table with some of its columns; seeds stay counted, of those that are left."""
+    kept = [index for index, column in enumerate(table.columns) if column.kind != "seeds" and keep(column)]
+    cut = replace(
         table,
         columns=tuple(table.columns[index] for index in kept),
-        rows=tuple(replace(row, entries=tuple(row.entries[index] for index in kept)) for row in table.rows),
+        rows=tuple(
+            replace(row, entries=tuple(row.entries[index] for index in kept)) for row in table.rows if not row.counts
+        ),
     )
+    had = len(cut.rows) < len(table.rows) or any(column.kind == "seeds" for column in table.columns)
+    return _with_counts(cut) if had else cut
+
+
+def without_means(table: Table) -> Table:
+    """For a part of the shifts: a mean over them is not what is published as the mean over all."""
+    return replace(table, rows=tuple(row for row in table.rows if row.counts or not row.summary))
+
+
+def counted(table: Table) -> Table:
+    """With a column, or where columns are methods a row, of the number of seeds, if that is not the same everywhere."""
+    numbers = {
+        len(entry.seeds)
+        for row in table.rows
+        for entry, column in zip(row.entries, table.columns, strict=True)
+        if column.kind == "ours" and entry.value is not None
+    }
+    return _with_counts(table) if len(numbers) > 1 else table
+
+
+def _with_counts(table: Table) -> Table:
+    ours = [index for index, column in enumerate(table.columns) if column.kind == "ours"]
+    if not ours:
+        return table
+    if table.corner == "method":
+        rows = [
+            replace(row, entries=(_count([row.entries[index] for index in ours]), *row.entries)) for row in table.rows
+        ]
+        return replace(table, columns=(Column("seeds", kind="seeds", digits=0), *table.columns), rows=tuple(rows))
+    counts = [
+        _count([row.entries[index] for row in table.rows]) if index in ours else Entry()
+        for index in range(len(table.columns))
+    ]
+    return replace(table, rows=(*table.rows, Row("seeds", tuple(counts), summary=True, counts=True)))
+
+
+def _count(entries: Sequence[Entry]) -> Entry:
+    numbers = [len(entry.seeds) for entry in entries if entry.value is not None]
+    if not numbers:
+        return Entry()
+    return Entry(text=f"{min(numbers)}" if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}")
 
 
 def _with_side(column: Column, side: str) -> Column:
@@ -229,11 +272,17 @@ def selection(
         Column("selected - last", "gain of selection", "difference"),
     )
     contrasts = ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0, -1, 1), (-1, 1, 0))
-    entries = {method: [grid.mean(method, shifts, _contrast(*weights)) for weights in contrasts] for method in methods}
+    shown = _with_a_row(grid)
+    entries = {method: [grid.mean(method, shifts, _contrast(*weights)) for weights in contrasts] for method in shown}
     for part in (0, 1):  # nobody is first in what an oracle chose
         for method in grid.first({method: parts[part] for method, parts in entries.items()}):
             entries[method][part] = replace(entries[method][part], best=True)
-    return Table(
+    ours = [
+        (method, name, parts[part])
+        for method, parts in entries.items()
+        for part, name in enumerate(("last", "selected"))
+    ]
+    table = Table(
         f"{benchmark}, {protocol}: accuracy by choice of epoch, {_named('all', shifts)}"
         + footnotes.origin_marks(grid, shifts),
         "method",
@@ -241,12 +290,14 @@ def selection(
         tuple(Row(method, tuple(parts)) for method, parts in entries.items()),
         (
             footnotes.ORACLE,
-            *footnotes.about_numbers(grid, [(method, "all", parts[0]) for method, parts in entries.items()]),
+            *footnotes.about_numbers(grid, ours, "column"),
+            *footnotes.about_rows(grid, shown, ours),
             *footnotes.about_origins(grid),
             *footnotes.about_failures(grid),
         ),
-        _meaning(grid, any(entry.best for parts in entries.values() for entry in parts), "column"),
+        _meaning(grid, shown, any(entry.best for parts in entries.values() for entry in parts), "column"),
     )
+    return counted(table)
 
 
 def _contrast(last: int, selected: int, best: int) -> Callable[[Result], float | None]:
@@ -281,8 +332,15 @@ def _side_by_side(
     return columns, rows
 
 
+def _with_a_row(*grids: Grid) -> list[str]:
+    """The methods that were run; if none was, all of them, for the sake of the published figures."""
+    run = {method for grid in grids for method in grid.run}
+    return [method for method in grids[0].methods if method in run] or list(grids[0].methods)
+
+
 def _table(
     grid: Grid,
+    shown: Sequence[str],
     corner: Literal["method", "shift"],
     columns: Sequence[Column],
     rows: Sequence[Row],
@@ -290,21 +348,23 @@ def _table(
 ) -> Table:
     caption = "" if grid.shown.of_the_run else f" ({CAPTIONS[grid.which]})"
     ours = [(method, name, entry) for (method, name), (entry, _, _) in compared.items()]
+    line = "column" if corner == "method" else "row"
     notes = (
         *([footnotes.ORACLE] if grid.which == "best" else []),
-        *footnotes.about_numbers(grid, ours),
+        *footnotes.about_numbers(grid, ours, line),
+        *footnotes.about_rows(grid, shown, ours),
         *footnotes.about_published(grid, any(column.kind == "published" for column in columns)),
         *footnotes.about_rates(grid),
         *footnotes.about_origins(grid),
         *footnotes.about_failures(grid),
     )
-    marked = _meaning(grid, any(entry.best for _, _, entry in ours), "column" if corner == "method" else "row")
+    marked = _meaning(grid, shown, any(entry.best for _, _, entry in ours), line)
     title = f"{grid.benchmark}, {grid.protocol}: {grid.shown.title}{caption}"
-    return Table(title, corner, tuple(columns), tuple(rows), notes, marked)
+    return counted(Table(title, corner, tuple(columns), tuple(rows), notes, marked))
 
 
-def _meaning(grid: Grid, marked: bool, line: str) -> str:
-    rivals = " among methods that saw no labels" if any(m.startswith(SUPERVISED) for m in grid.methods) else ""
+def _meaning(grid: Grid, shown: Sequence[str], marked: bool, line: str) -> str:
+    rivals = " among methods that saw no labels" if any(method.startswith(SUPERVISED) for method in shown) else ""
     return f"{grid.shown.better} of its {line}{rivals}" if marked else ""
 
 

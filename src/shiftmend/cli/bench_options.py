@@ -16,12 +16,8 @@ from rich.table import Table
 from shiftmend.errors import DataError
 
 Name = Annotated[str, typer.Argument(metavar="BENCHMARK", help="A name from `shiftmend bench list`, or file.py:NAME.")]
-Folder = Annotated[
-    Path,
-    typer.Option(
-        "--folder", "-f", help="Results, source models and profiles lie here; to look at results also a compact export."
-    ),
-]
+Folder = Annotated[Path, typer.Option("--folder", "-f", help="Results, source models and profiles lie here.")]
+Results = Annotated[Path, typer.Option("--folder", "-f", help="Results lie here; also a compact export.")]
 Protocol = Annotated[str, typer.Option(help="offline, online, few-shot-5, ...; see `shiftmend bench show`.")]
 Methods = Annotated[str | None, typer.Option(help="Only these, with commas.")]
 Seeds = Annotated[str | None, typer.Option(help="These instead of the benchmark's own, with commas.")]

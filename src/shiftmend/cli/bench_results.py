@@ -11,13 +11,13 @@ import typer
 
 from shiftmend.cli.bench_options import (
     HOME,
-    Folder,
     Json,
     Methods,
     Name,
     Out,
     Protocol,
     Rates,
+    Results,
     Root,
     Seeds,
     columns,
@@ -46,7 +46,7 @@ OTHERS = "of other settings, data or learning rates, and not counted here"
 
 def status(
     benchmark: Name,
-    folder: Folder = HOME,
+    folder: Results = HOME,
     protocol: Protocol = "offline",
     learning_rates: Rates = None,
     data_root: Root = None,
@@ -89,7 +89,7 @@ def status(
 
 def table(
     benchmark: Name,
-    folder: Folder = HOME,
+    folder: Results = HOME,
     protocol: Protocol = "offline",
     methods: Methods = None,
     shifts: Annotated[str | None, typer.Option(help="Rows for these shifts only, with commas.")] = None,
@@ -125,7 +125,7 @@ def compare(
     benchmark: Name,
     first: Annotated[str, typer.Argument(help="A method.")],
     second: Annotated[str, typer.Argument(help="Another.")],
-    folder: Folder = HOME,
+    folder: Results = HOME,
     protocol: Protocol = "offline",
     seeds: Seeds = None,
     learning_rates: Rates = None,
@@ -164,7 +164,7 @@ def compare(
 
 def correlate(
     benchmark: Name,
-    folder: Folder = HOME,
+    folder: Results = HOME,
     protocol: Protocol = "offline",
     learning_rates: Rates = None,
     data_root: Root = None,
@@ -206,8 +206,9 @@ def correlate(
 
 def page(
     benchmark: Name,
-    folder: Folder = HOME,
+    folder: Results = HOME,
     notes: Annotated[Path | None, typer.Option(help=NOTES)] = None,
+    data_root: Root = None,
     out: Out = None,
 ) -> None:
     """Everything that has come of a benchmark as a page in Markdown, with how it was made and what is missing."""
@@ -219,12 +220,13 @@ def page(
         notes = usual if usual.is_file() else None
     if notes is not None and not notes.is_file():
         raise DataError(f"there are no notes at {notes}; name a Markdown file, or leave them out")
-    give(write_page(benchmark, folder, "" if notes is None else notes.read_text(encoding="utf-8")), out)
+    own = "" if notes is None else notes.read_text(encoding="utf-8")
+    give(write_page(benchmark, folder, own, root_of(data_root)), out)
 
 
 def storage(
     benchmarks: Annotated[str | None, typer.Option(help="Only these, with commas.")] = None,
-    folder: Folder = HOME,
+    folder: Results = HOME,
     data_root: Root = None,
     out: Out = None,
     as_json: Json = False,
@@ -267,11 +269,10 @@ def _tables(
     }
     by_shift = per_shift or shifts is not None
     main = tables.per_shift(found.results, **asked) if by_shift else tables.summary(found.results, **asked)
-    if part:  # a mean over some shifts is not what is published as the mean over all
-        main = replace(main, rows=tuple(row for row in main.rows if not row.summary))
-    notes = footnotes.about_clean(
-        found.clean, **{name: asked[name] for name in ("benchmark", "metric", "which", "beside")}
-    )
+    if part:
+        main = tables.without_means(main)
+    sides = [] if beside == "none" else [beside]
+    notes = footnotes.about_clean(found.clean, benchmark=benchmark, metric=metric, which=which, beside=sides)  # type: ignore[arg-type]
     after = [f"{found.others} more results are {OTHERS}"] if found.others else []
     if any(column.kind == "published" for column in main.columns):
         after += published.notes(benchmark.name)

@@ -13,7 +13,7 @@ from shiftmend.cli.bench_options import Json, names, print_json
 def speed(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     only: Annotated[
-        str | None, typer.Option(help="Some of steps, precision, histogram, packed, growth, with commas.")
+        str | None, typer.Option(help="Some of steps, precision, compiled, histogram, packed, growth, with commas.")
     ] = None,
     repeats: Annotated[
         int | None, typer.Option(help="Measurements of each; medians are shown. Default 5 on a GPU, 3 on a CPU.", min=1)

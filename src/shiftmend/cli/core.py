@@ -208,6 +208,7 @@ def adapt(
     seed: Annotated[int, typer.Option(help="Order of the batches.")] = 0,
     device: Device = "auto",
     autocast: Annotated[bool, typer.Option(help="Run the network in bfloat16.")] = False,
+    compile: Annotated[bool, typer.Option(help="On a GPU, compile the steps: pays for long runs.")] = False,
     checkpoint: Annotated[Path | None, typer.Option(help="Save here after each epoch; go on if it exists.")] = None,
     allow_pickle: Pickle = False,
     as_json: Json = False,
@@ -244,6 +245,7 @@ def adapt(
         output=entry(output_entry),
         device=device,
         autocast=autocast,
+        compile=compile,
         keep=keep,  # type: ignore[arg-type]
         checkpoint=checkpoint,
         **options,

@@ -46,7 +46,8 @@ class Scene:
 
     def adapt(self, method: str, profile: Profile | None = None, **changes: Any) -> Adaptation:
         """Adapt as the benchmark does, but for `changes` of the method's options."""
-        setting = settings_of(self.workshop.benchmark, self.protocol)[method]
+        benchmark = self.workshop.benchmark
+        setting, protocol = settings_of(benchmark, self.protocol)[method], benchmark.protocols[self.protocol]
         if setting.source != "plain":
             raise DataError(
                 f"{method} starts from a source model of its own, which this figure cannot set beside others"
@@ -57,15 +58,15 @@ class Scene:
                     f"{method} has the preset {setting.preset}, but this figure a profile of its own with the preset "
                     f"{profile.preset}; name a row without a preset"
                 )
-            home, benchmark = self.workshop.benchmark.source_for(setting, self.shift), self.workshop.benchmark
-            temperature = benchmark.protocols[self.protocol].temperature
-            profile = self.workshop.profile(home, self.seed, temperature, setting.preset)
+            home = benchmark.source_for(setting, self.shift)
+            profile = self.workshop.profile(home, self.seed, protocol.temperature, setting.preset)
         return shiftmend.adapt(
             self.model,
             inputs_of(self.target.adapt),
             profile or self.profile,
             setting.method,
-            batch_size=self.workshop.benchmark.protocols[self.protocol].batch_size,
+            batch_size=protocol.batch_size,
+            autocast=protocol.in_bfloat16(self.device),
             seed=self.seed,
             preprocess=self.preprocess,
             device=self.device,

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 SOURCE, TARGET, ADAPTED = "#555555", "#d55e00", "#0072b2"
 """The source, the target as it came, the target after adapting; wherever the three meet."""
-METHODS = {
+Marker = str | tuple[int, int, int]
+"""As matplotlib names them, or for a star its points, 1 and its angle."""
+METHODS: dict[str, tuple[str, Marker]] = {
     "bufr": ("#0072b2", "o"),
     "fr": ("#d55e00", "s"),
     "adabn": ("#009e73", "^"),
@@ -32,7 +34,12 @@ METHODS = {
     "bnm": ("#999933", ">"),
     "bnm-im": ("#332288", "h"),
     "full-gauss": ("#8c510a", "d"),
+    "bufr-sliced": ("#4d88ff", "8"),
+    "fr-sliced": ("#99372e", "p"),
+    "fr-features": ("#e6ba7e", (4, 1, 0)),
+    "fr-one-sided": ("#660000", (6, 1, 0)),
 }
+"""Colour and marker of each method, and of rows that are one with other options: these in a shade of their method."""
 COLOURS = tuple(colour for colour, _ in METHODS.values())
 _MARKERS = tuple(marker for _, marker in METHODS.values())
 FORMATS = ("png", "svg")
@@ -46,7 +53,7 @@ def colour(method: str) -> str:
     return METHODS[method][0] if method in METHODS else COLOURS[_number(method) % len(COLOURS)]
 
 
-def marker(method: str) -> str:
+def marker(method: str) -> Marker:
     """And the same marker."""
     return METHODS[method][1] if method in METHODS else _MARKERS[_number(method) // len(COLOURS) % len(_MARKERS)]
 
@@ -71,8 +78,8 @@ def _luminance(*channels: float) -> float:
 
 
 def points(method: str, size: float) -> dict[str, Any]:
-    """How a method's points look, for `axis.plot`; the star is small for its size."""
-    scaled = size * (1.7 if marker(method) == "*" else 1.0)
+    """How a method's points look, for `axis.plot`; stars are small for their size."""
+    scaled = size * (1.7 if marker(method) == "*" else 1.4 if isinstance(marker(method), tuple) else 1.0)
     look = {"linestyle": "", "marker": marker(method), "color": colour(method), "markersize": scaled}
     return look | {"markeredgecolor": "white", "markeredgewidth": 0.4, "zorder": 3, "label": method}
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from shiftmend.adaptations import environment
-from shiftmend.bench.speed import growth, histogram, packing, precision, steps
+from shiftmend.bench.speed import compilation, growth, histogram, packing, precision, steps
 from shiftmend.bench.speed.timing import Table
 from shiftmend.devices import resolve_device
 from shiftmend.errors import DataError
@@ -40,6 +40,7 @@ class _Measured:
 TABLES: Mapping[str, _Measured] = {
     "steps": _Measured(steps.measure, steps.table),
     "precision": _Measured(precision.measure, precision.table),
+    "compiled": _Measured(compilation.measure, compilation.table),
     "histogram": _Measured(histogram.measure, histogram.table),
     "packed": _Measured(packing.measure, packing.table),
     "growth": _Measured(growth.measure, growth.table),

@@ -1,4 +1,4 @@
-"""A benchmark of random images, in which every cell is one short BUFR adaptation of the paper's CNN.
+"""A benchmark of random images, in which every cell is one BUFR adaptation of the paper's CNN.
 
 Measured as `file.py:NAME`, as anybody's own benchmark is run.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shiftmend.bench.base import Benchmark, Setting, Source, Target
 from shiftmend.bench.protocols import Offline
-from shiftmend.bench.speed.packing import CELLS, EPOCHS_PER_BLOCK, SAMPLES, random_images
+from shiftmend.bench.speed.packing import CELLS, EPOCHS_PER_BLOCK, SAMPLES, SCORED_EVERY, random_images
 from shiftmend.bench.training import Recipe
 from shiftmend.data.preprocessing import signed
 
@@ -42,7 +42,7 @@ def benchmark(
                 network="digit-cnn", options={"classes": CLASSES, "width": width}, epochs=1, batch_size=batch
             )
         },
-        protocols={"offline": Offline(batch_size=batch)},
+        protocols={"offline": Offline(batch_size=batch, score_every=SCORED_EVERY, autocast=True)},
         settings={"offline": {f"cell-{number}": setting for number in range(CELLS)}},
         load_source=load_source,
         load_target=load_target,

@@ -63,6 +63,11 @@ class Scene:
     def device(self) -> torch.device:
         return self.feed.device
 
+    @property
+    def steps(self) -> int:
+        """Of an epoch."""
+        return self.work.samples // self.work.batch
+
 
 def scene(work: Workload, device: torch.device, layout: torch.memory_format = torch.channels_last) -> Scene:
     """Weights and images lie in memory as `layout` says."""
@@ -111,14 +116,25 @@ def time_step(
     repeats: int,
 ) -> Timing:
     """Of whole epochs, divided by the number of their steps."""
-    device = stage.device
-    precision: Precision = nullcontext
+    precision = under(stage.device, autocast)
+    steps = Steps(stage.model, stage.feed, stage.taps, objective, sgd(stage), precision=precision, capture=capture)
+    return epoch_time(steps, repeats, targets) / stage.steps
+
+
+def epoch_time(steps: Steps, repeats: int, targets: Tensor | None = None) -> Timing:
+    """One epoch to get warm with, in which steps are captured, is not in it."""
+    return timed(lambda: steps.epoch(0, 1, targets), steps.feed.device, repeats=repeats)
+
+
+def sgd(stage: Scene) -> optim.SGD:
+    return optim.SGD(stage.model.parameters(), lr=1e-4, momentum=0.9, fused=stage.device.type == "cuda")
+
+
+def under(device: torch.device, autocast: bool) -> Precision:
+    """bfloat16 or what the weights are in."""
     if autocast:
-        precision = functools.partial(torch.autocast, device.type, torch.bfloat16, cache_enabled=False)
-    optimiser = optim.SGD(stage.model.parameters(), lr=1e-4, momentum=0.9, fused=device.type == "cuda")
-    steps = Steps(stage.model, stage.feed, stage.taps, objective, optimiser, precision=precision, capture=capture)
-    epoch = timed(lambda: steps.epoch(0, 1, targets), device, repeats=repeats)
-    return epoch / (stage.work.samples // stage.work.batch)
+        return functools.partial(torch.autocast, device.type, torch.bfloat16, cache_enabled=False)
+    return nullcontext
 
 
 @dataclass(frozen=True)
