@@ -262,6 +262,7 @@ class Run:
                 )
                 for epoch in range(done, stage.epochs):
                     self._epoch(stage, steps)
+                    self.capture = self.capture and not steps.refused  # and why was said once
                     self._checkpoint(index, epoch + 1, optimiser)
                     bar.advance(1, f"{stage.name}  {_note(self.history[-1])}")
 

@@ -41,11 +41,17 @@ class Steps:
         self.precision, self.dropout, self.what = precision, dropout, what
         self._captured: CapturedEpoch | None = None
         self._targets: Tensor | None = None
+        self._tried = False
         self._may_capture = capture and self._can_be_captured()
 
     @property
     def captured(self) -> bool:
         return self._captured is not None
+
+    @property
+    def refused(self) -> bool:
+        """Whether capturing was tried and did not work; with other trained layers it would not either."""
+        return self._tried and self._captured is None
 
     def _can_be_captured(self) -> bool:
         inputs = self.feed.inputs
@@ -103,6 +109,7 @@ class Steps:
         return {name: term.detach() for name, term in terms.items()}
 
     def _try_to_capture(self, targets: Tensor | None) -> None:
+        self._tried = True
         self._targets = None if targets is None else targets.clone()
         if self.compile:
             with _compiled(self.model):
