@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from shiftmend.data.preprocessing import per_channel
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.models import MODELS, build
 
@@ -105,9 +106,7 @@ class Normalisation:
         values = images.float().div_(255)
         if self.channels is not None and values.shape[1] == 1:
             values = values.expand(-1, self.channels, -1, -1)
-        mean = values.new_tensor(self.mean).view(1, -1, 1, 1)
-        deviation = values.new_tensor(self.deviation).view(1, -1, 1, 1)
-        return (values - mean) / deviation
+        return (values - per_channel(self.mean, values)) / per_channel(self.deviation, values)
 
 
 def normalisation(mean: str, deviation: str, channels: int | None) -> Normalisation:
