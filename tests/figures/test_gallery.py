@@ -125,3 +125,21 @@ def test_the_command_writes_what_it_says(
         main(["figure", "list"])
     listed = capsys.readouterr().out
     assert all(name in listed for name in FIGURES)
+
+
+def test_figures_of_results_can_be_drawn_from_an_export(home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.json"
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "export", "--folder", str(home), "--format", "compact", "--out", str(file)])
+    for name in ("dots", "restoration"):
+        there, here = drawn(name, home), drawn(name, file)
+        for one, other in zip(there.axes, here.axes, strict=True):
+            points = [[artist.get_offsets().tolist() for artist in axis.collections] for axis in (one, other)]
+            lines = [[artist.get_xydata().tolist() for artist in axis.lines] for axis in (one, other)]
+            assert sum(map(len, (*points[0], *lines[0])))
+            for of_store, of_file in (points, lines):
+                for expected, found in zip(of_store, of_file, strict=True):
+                    assert found == [pytest.approx(point, rel=1e-4, nan_ok=True) for point in expected]
+    for name in (*LOOK_INSIDE, "curves", "reliability"):
+        with pytest.raises(DataError, match=f"is enough for dots, .*, but {name} needs the folder of the run"):
+            drawn(name, file)

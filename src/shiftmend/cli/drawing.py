@@ -9,10 +9,10 @@ import typer
 
 from shiftmend.cli.bench_options import (
     HOME,
-    Folder,
     Methods,
     Name,
     Protocol,
+    Results,
     Root,
     check_folder,
     columns,
@@ -34,7 +34,7 @@ def figure(
     name: Annotated[str, NAME],
     benchmark: Name = "digits",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="A .png or .svg; default NAME.png.")] = None,
-    folder: Folder = HOME,
+    folder: Results = HOME,
     protocol: Protocol = "offline",
     methods: Methods = None,
     shifts: Annotated[str | None, typer.Option(help="Only these, with commas; some figures show the first.")] = None,
@@ -44,7 +44,10 @@ def figure(
     data_root: Root = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
 ) -> None:
-    """Draw a figure from the folder of a run; `shiftmend figure list` says which there are."""
+    """Draw a figure from the folder of a run; `shiftmend figure list` says which there are.
+
+    Figures of results alone (dots, shots, restoration) can be drawn from a compact export as well.
+    """
     from shiftmend.figures.gallery import FIGURES, Wanted, draw
     from shiftmend.figures.style import save
 
@@ -54,7 +57,8 @@ def figure(
             table.add_row(known, text)
         show(table)
         return
-    check_folder(folder)
+    if not folder.is_file():
+        check_folder(folder)
     target = out or Path(f"{name}.png")
     drawn = draw(
         name,

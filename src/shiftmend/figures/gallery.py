@@ -242,10 +242,17 @@ FIGURES: Mapping[str, tuple[Callable[[Wanted], Figure], str]] = {
     "moved": (_moved, "how far the weights of each block were moved; adapts again"),
 }
 """Name, function, and what it shows. Those that look into models adapt again: a store holds no models."""
+OF_RESULTS = ("dots", "shots", "restoration")
+"""Figures that a compact export is enough for; it has no histories and no reliability bins."""
 
 
 def draw(name: str, wanted: Wanted) -> Figure:
     """A figure by its name."""
     if name not in FIGURES:
         raise DataError(f"unknown figure {name!r}, expected one of {', '.join(FIGURES)}")
+    if wanted.folder.is_file() and name not in (*OF_RESULTS, "sheet"):
+        raise DataError(
+            f"{wanted.folder} is a file: an export is enough for {', '.join(OF_RESULTS)}, but {name} needs the folder "
+            "of the run; name that"
+        )
     return FIGURES[name][0](wanted)
