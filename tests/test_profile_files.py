@@ -26,7 +26,9 @@ from shiftmend.errors import ProfileError
 from shiftmend.fingerprints import InputSummary
 from shiftmend.gaussians import FullGaussian, MarginalGaussian
 from shiftmend.histograms import Bins
-from shiftmend.profiles import SLICE_SEEDS, Profile
+from shiftmend.profile_checks import problems
+from shiftmend.profiles import Profile
+from shiftmend.profiling import SLICE_SEEDS
 from shiftmend.statistics import Histogram, Projector, Slices, random_directions
 from shiftmend.taps import Tap
 
@@ -106,7 +108,7 @@ def test_round_trip_gives_back_an_equal_profile_and_the_same_bytes(preset: str, 
     made.save(tmp_path / "a.safetensors")
     loaded = Profile.load(tmp_path / "a.safetensors")
     assert same(loaded, made)
-    assert profile_files.problems(loaded) == []
+    assert problems(loaded) == []
     assert loaded.to_bytes() == made.to_bytes() == (tmp_path / "a.safetensors").read_bytes()
 
 

@@ -11,7 +11,8 @@ from shiftmend.evaluation import evaluate
 from shiftmend.histograms import Bins
 from shiftmend.loop import DivergedError
 from shiftmend.metrics import RegressionScores, Scores
-from shiftmend.profiles import Profile, profile
+from shiftmend.profiles import Profile
+from shiftmend.profiling import profile
 from shiftmend.stats_layer import StatsLayer
 from shiftmend.streams import Stream, stream
 from shiftmend.taps import Tap

@@ -1,7 +1,7 @@
 """The profile's file: one safetensors file, checked from the first byte to the last before it is believed.
 
 The header's metadata holds the SHA-256 of the whole file, taken with 64 zeros in its own place, so any damaged byte
-is noticed; whoever writes a matching sum on purpose still has to pass every check of `problems`.
+is noticed; whoever writes a matching sum on purpose still has to pass every check of `shiftmend.profile_checks`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shiftmend.errors import ProfileError, ShiftmendError
 from shiftmend.fingerprints import InputSummary
 from shiftmend.gaussians import FullGaussian, MarginalGaussian
 from shiftmend.histograms import Bins
-from shiftmend.presets import PRESETS
+from shiftmend.profile_checks import problems
 from shiftmend.profiles import Profile
 from shiftmend.statistics import MOST_WEIGHTS, Histogram, Projector, Slices
 from shiftmend.taps import Tap
@@ -33,7 +33,6 @@ _MOST_HEADER = 4 << 20
 _NO_SUM = "0" * 64
 _SUM = "[0-9a-f]{64}"
 _SPREADS = {MarginalGaussian.kind: "variance", FullGaussian.kind: "covariance"}
-_ROW_TOLERANCE = 1e-3  # float32 counts of millions of samples
 
 
 def encode(profile: Profile) -> bytes:
@@ -271,67 +270,3 @@ def _text(value: Any, what: str, pattern: str) -> str:
     if not isinstance(value, str) or not re.fullmatch(pattern, value):
         raise ProfileError(f"its entry {what!r} is {reprlib.repr(value)}, which is not of the expected form")
     return value
-
-
-def problems(profile: Profile) -> list[str]:
-    """Everything that is wrong with a profile, in words; empty if nothing is."""
-    found = []
-    if profile.preset not in PRESETS:
-        found.append(f"its preset {profile.preset!r} is unknown (known: {', '.join(PRESETS)})")
-    elif sorted(profile.slices) != sorted(_slices_of(profile.preset)):
-        expected = " and ".join(_slices_of(profile.preset))
-        found.append(f"its slices are {sorted(profile.slices)}, expected those for {expected}")
-    if not bool(torch.isfinite(profile.mean).all() & torch.isfinite(profile.deviation).all()):
-        found.append("the features' mean or deviation is not finite")
-    elif bool((profile.deviation < 0).any()):
-        found.append("the features' deviation is negative")
-    elif bool((profile.deviation == 0)[profile.taps["features"].usable].any()):
-        found.append("the features' deviation is zero in a unit that varied")
-    found += _gaussian_problems(profile)
-    samples = profile.taps["features"].samples
-    if any(part.histogram.samples != samples for part in profile.slices.values()):
-        found.append(f"its slices are not of the {samples} samples of the features")
-    if any(tap.samples % profile.inputs_seen for tap in profile.taps.values()):
-        found.append(f"the samples of a tap are no multiple of the {profile.inputs_seen} inputs")
-    if profile.taps["features"].usable_count == 0:
-        found.append("every one of its features was constant")
-    parts = dict(profile.taps) | {f"{name} slices": part.histogram for name, part in profile.slices.items()}
-    for name, histogram in parts.items():
-        found += [f"{name}: {problem}" for problem in _histogram_problems(histogram)]
-    return found
-
-
-def _gaussian_problems(profile: Profile) -> list[str]:
-    gaussian, features = profile.gaussian, profile.taps["features"]
-    spread = gaussian.covariance if isinstance(gaussian, FullGaussian) else gaussian.variance
-    if not bool(torch.isfinite(gaussian.mean).all() & torch.isfinite(spread).all()):
-        return ["the Gaussian's mean or variance is not finite"]
-    if bool((gaussian.variance < 0).any()) or bool((gaussian.variance == 0)[features.usable].any()):
-        return ["the Gaussian's variance is zero in a unit that varied, or negative"]
-    if isinstance(gaussian, FullGaussian):
-        variance = gaussian.variance.double()
-        if bool((gaussian.covariance.double().square() > 1.001 * torch.outer(variance, variance)).any()):
-            return ["the Gaussian's covariance of two units is larger than their variances allow"]
-    if gaussian.samples != features.samples:
-        return [f"its Gaussian is not of the {features.samples} samples of the features"]
-    return []
-
-
-def _slices_of(preset: str) -> tuple[str, ...]:
-    return ("verification", "alignment") if PRESETS[preset].aligned_slices else ("verification",)
-
-
-def _histogram_problems(histogram: Histogram) -> list[str]:
-    counts, low, high = histogram.counts, histogram.low, histogram.high
-    if counts.shape != (low.shape[0], histogram.bins.total) or low.shape != high.shape or low.shape[0] == 0:
-        return [f"counts {list(counts.shape)} and ranges {list(low.shape)} do not fit {histogram.bins.total} bins"]
-    if not all(bool(torch.isfinite(part).all()) for part in (counts, low, high)):
-        return ["counts or ranges are not finite"]
-    if bool((counts < 0).any()):
-        return ["counts are negative"]
-    if bool((low > high).any()):
-        return ["the lowest value of a unit lies above its highest"]
-    off = (counts.double().sum(1) - histogram.samples).abs().max().item()
-    if off > _ROW_TOLERANCE * histogram.samples:
-        return [f"the counts of a unit do not add up to the {histogram.samples} samples"]
-    return []

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shiftmend.bench import footnotes, tables
+from shiftmend.bench import footnotes, tables, tabular
 from shiftmend.bench.cells import SIGNALS, Cell, Outcome, Result
 from shiftmend.bench.compact import to_compact
 from shiftmend.bench.pages import page
@@ -267,10 +267,10 @@ def test_two_tables_become_one() -> None:
     results = [made(cell, "published", 0.5) for cell in cells]
     asked = {"benchmark": "emnist-da", "protocol": "offline", "methods": ["fr"], "shifts": find("emnist-da").shifts}
     paper, again, none = (tables.summary(results, **asked, beside=side) for side in ("paper", "re-run", None))  # type: ignore[arg-type]
-    both = tables.beside_both(paper, again)
+    both = tabular.beside_both(paper, again)
     assert [column.title for column in both.columns] == ["ours", "paper", "ours - paper", "re-run", "ours - re-run"]
     assert both.rows[0].entries == (*paper.rows[0].entries, *again.rows[0].entries[1:])
-    assert [column.title for column in tables.beside_both(paper, none).columns] == ["ours", "paper", "ours - paper"]
-    assert [column.title for column in tables.beside_both(none, again).columns] == ["ours", "re-run", "ours - re-run"]
+    assert [column.title for column in tabular.beside_both(paper, none).columns] == ["ours", "paper", "ours - paper"]
+    assert [column.title for column in tabular.beside_both(none, again).columns] == ["ours", "re-run", "ours - re-run"]
     with pytest.raises(DataError, match="at least one"):
         tables.across(results, benchmark="emnist-da", protocols={}, methods=["fr"], shifts=["sky"])

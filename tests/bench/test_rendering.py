@@ -16,7 +16,8 @@ from rich.console import Console
 from shiftmend.bench.cells import Cell, Outcome, Result
 from shiftmend.bench.grids import Entry
 from shiftmend.bench.rendering import LATEX_COLUMNS, render, terminal
-from shiftmend.bench.tables import Column, Row, Table, per_shift, selection, summary
+from shiftmend.bench.tables import per_shift, selection, summary
+from shiftmend.bench.tabular import Column, Row, Table
 from shiftmend.errors import DataError
 
 SHIFTS = (

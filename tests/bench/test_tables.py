@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from shiftmend.bench import footnotes
 from shiftmend.bench.cells import Cell, Outcome, Result
 from shiftmend.bench.grids import Grid
-from shiftmend.bench.tables import Table, across, beside_both, only, per_shift, selection, summary, without_means
+from shiftmend.bench.tables import across, per_shift, selection, summary
+from shiftmend.bench.tabular import Table, beside_both, only, without_means
 from shiftmend.errors import DataError
 
 METHODS = ("source-only", "adabn", "bufr")

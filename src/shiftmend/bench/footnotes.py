@@ -49,7 +49,7 @@ def about_origins(grid: Grid) -> list[str]:
 def about_numbers(grid: Grid, ours: Sequence[tuple[str, str, Entry]], line: str | None = None) -> list[str]:
     """Unit and seeds of entries, each with its method and the name of what it is a mean over.
 
-    `line` is where seeds are counted if their numbers differ, a column or a row; see `tables.counted`. Without one, as
+    `line` is where seeds are counted if their numbers differ, a column or a row; see `tabular.counted`. Without one, as
     in a figure, they are said here.
     """
     notes = [f"{grid.shown.title} in {grid.shown.unit}"] if grid.shown.unit else []

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shiftmend.bench import footnotes, published, questions, sections
+from shiftmend.bench import footnotes, label_free, published, questions, sections
 from shiftmend.bench.base import CLEAN
 from shiftmend.bench.cells import Result
 from shiftmend.bench.grids import SUPERVISED
@@ -73,7 +73,7 @@ def page(
         ("Variants of a method", _with(VARIANTS, questions.variants(main))),
         ("Does it help to align slices too?", _with(SLICES, questions.slices(main))),
         ("Restoration and calibration", _with(RESTORATION, questions.restoration(main))),
-        ("Signals that need no labels", _with(SIGNALS, questions.signals(main))),
+        ("Signals that need no labels", _with(SIGNALS, label_free.signals(main))),
         ("Does the model without adaptation do as published?", questions.sanity(main)),
         ("Notes", [notes.strip()] if notes.strip() else []),
         ("About the published figures", _published_notes(chosen.name)),

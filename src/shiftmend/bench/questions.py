@@ -1,24 +1,21 @@
-"""Questions that a page of results puts to the cells: what an option is worth, what can be told without labels."""
+"""Questions that a page of results puts to the cells: what an option is worth, what restoring goes together with.
+
+`shiftmend.bench.label_free` asks what can be told without labels.
+"""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shiftmend.bench import comparisons, correlations, footnotes, published, thresholds
-from shiftmend.bench.base import CLEAN
-from shiftmend.bench.cells import Cell, Result
 from shiftmend.bench.grids import METRICS, Entry, Grid
 from shiftmend.bench.sections import Block, Part
-from shiftmend.bench.tables import Column, Row, Table
-from shiftmend.bench.thresholds import MARGIN, Judge
+from shiftmend.bench.tabular import Column, Row, Table
 
 FAR = 0.1
 """A source model whose accuracy is off by more than this was trained on, or sees, something else."""
-FEW = 10
-"""With fewer cells than this of one kind, shares of them are no more than a hint."""
 OWN_SOURCE = ("shot",)
 """Methods with a source model of their own, which has other features to restore."""
 
@@ -176,129 +173,6 @@ def _points(one: comparisons.Comparison) -> Entry:
         None if one.difference is None else scale * one.difference,
         None if one.deviation is None else scale * one.deviation,
     )
-
-
-def signals(part: Part) -> list[Block]:
-    """How the label-free signals go with accuracy, and whether one of them tells good adaptations from bad ones."""
-    rows = []
-    for name, value in correlations.signals_and_accuracy(part.unsupervised).items():
-        rows.append(
-            Row(
-                name,
-                (
-                    Entry(value.within_shifts),
-                    Entry(value.shifts),
-                    Entry(value.overall.value),
-                    Entry(value.overall.points),
-                ),
-            )
-        )
-    columns = (
-        Column("within shifts", digits=2, kind="difference"),
-        Column("shifts", digits=0),
-        Column("over all cells", digits=2, kind="difference"),
-        Column("cells", digits=0),
-    )
-    note = (
-        "Spearman's rank correlation with accuracy (last), over all methods but target-supervised; within shifts is "
-        "the mean of each shift's"
-    )
-    title = f"{part.benchmark.name}, {part.protocol}: signals and accuracy"
-    blocks: list[Block] = [Table(title, "signal", columns, tuple(rows), (note,))]
-    at_home = _with_the_clean_source(part)
-    near = thresholds.near_clean(at_home, part.reading.clean)
-    points, home = f"{100 * MARGIN:g} points", footnotes.clean_source(part.benchmark)
-    blocks += _judges(
-        part, at_home, near, "near clean", f"accuracy at most {points} below that of {home} on clean images"
-    )
-    better = thresholds.helped(part.unsupervised)
-    blocks += _judges(
-        part, part.unsupervised, better, "has helped", "more accurate than source-only on the same shift and seed"
-    )
-    return blocks + _verdicts(part, near)
-
-
-def _with_the_clean_source(part: Part) -> list[Result]:
-    """Where each shift has a source model of its own, the accuracy on clean images is known of one of them only."""
-    setting = part.benchmark.settings.get("offline", {}).get(thresholds.NOTHING_DONE)
-    if setting is None:
-        return []
-    source = part.benchmark.source_for
-    return [result for result in part.unsupervised if source(setting, result.cell.shift) == source(setting, CLEAN)]
-
-
-def _judges(part: Part, results: Sequence[Result], good: Mapping[Cell, bool], name: str, meaning: str) -> list[Block]:
-    found = thresholds.judges(results, good)
-    counts = Counter(good.values())
-    if not (counts[True] and counts[False]):
-        said = f"{counts[True]} cells are good and {counts[False]} bad"
-        return [f"Good meaning *{meaning}*: {said}, which leaves nothing to tell apart."]
-    columns = (
-        Column("AUC", digits=2),
-        Column("accept if"),
-        Column("balanced accuracy"),
-        Column("balanced accuracy", "held-out shifts"),
-        Column("bad ones accepted", "held-out shifts"),
-        Column("good ones rejected", "held-out shifts"),
-    )
-    rows = tuple(Row(name, _judged(value)) for name, value in found.items())
-    notes = (
-        f"good: {meaning}; {counts[True]} cells are, {counts[False]} are not",
-        "AUC: how often a good cell has the better signal than a bad one; 0.5 is chance, below it the signal misleads",
-        "the threshold was found with labels on these cells; held-out: found on all other shifts each time; percent",
-        *([f"only {rare} cells of one kind: read with care"] if (rare := min(counts.values())) < FEW else []),
-    )
-    return [
-        Table(
-            f"{part.benchmark.name}, {part.protocol}: good ({name}) or bad, told by one signal",
-            "signal",
-            columns,
-            rows,
-            notes,
-        )
-    ]
-
-
-def _judged(judge: Judge) -> tuple[Entry, ...]:
-    held = judge.held_out
-    if judge.threshold is None or judge.balanced is None:
-        return (Entry(),) * 6
-    sign = "≥" if judge.signal in thresholds.HIGH_IS_GOOD else "≤"
-    return (
-        Entry(judge.area),
-        Entry(text="never" if math.isnan(judge.threshold) else f"{sign} {judge.threshold:.3g}"),
-        Entry(100 * judge.balanced),
-        *(
-            (Entry(),) * 3
-            if held is None
-            else map(Entry, (100 * held.balanced, 100 * held.bad_accepted, 100 * held.good_rejected))
-        ),
-    )
-
-
-def _verdicts(part: Part, good: Mapping[Cell, bool]) -> list[Block]:
-    """What the library itself says of an adaptation, by fixed limits that were not found on these cells."""
-    counts: dict[str, Counter[bool]] = {}
-    for cell, result in comparisons.by_place(part.unsupervised).items():
-        verdict = result.manifest.get("verification", {}).get("after", {}).get("verdict")
-        if verdict is not None and cell in good:
-            counts.setdefault(verdict, Counter())[good[cell]] += 1
-    if not counts:
-        return []
-    order = [name for name in ("restored", "partly restored", "not restored", "undecided") if name in counts]
-    rows = tuple(Row(name, (Entry(counts[name][True]), Entry(counts[name][False]))) for name in order)
-    columns = (Column("good", digits=0), Column("bad", digits=0))
-    home = footnotes.clean_source(part.benchmark)
-    note = f"good: accuracy at most {100 * MARGIN:g} points below that of {home} on clean images"
-    return [
-        Table(
-            f"{part.benchmark.name}, {part.protocol}: the library's own verdict, in cells",
-            "verdict",
-            columns,
-            rows,
-            (note,),
-        )
-    ]
 
 
 def sanity(part: Part) -> list[Block]:

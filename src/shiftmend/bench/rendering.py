@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
 from shiftmend.bench.grids import Entry
-from shiftmend.bench.tables import Column, Row, Table
+from shiftmend.bench.tabular import Column, Row, Table
 from shiftmend.errors import DataError
 
 if TYPE_CHECKING:

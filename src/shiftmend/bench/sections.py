@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shiftmend.bench import tables
+from shiftmend.bench import tables, tabular
 from shiftmend.bench.base import CLEAN, Benchmark
 from shiftmend.bench.cells import Result
 from shiftmend.bench.grids import SUPERVISED, Beside
 from shiftmend.bench.reading import Reading
-from shiftmend.bench.tables import Table
+from shiftmend.bench.tabular import Table
 
 Block = str | Table
 
@@ -66,7 +66,7 @@ def averages(part: Part, metrics: Sequence[str] = ("accuracy", "ece")) -> list[B
     for metric in metrics:
         asked = part.asked(groups=part.benchmark.groups, metric=metric)
         paper, rerun = (tables.summary(part.results, **asked, beside=side) for side in ("paper", "re-run"))
-        both = tables.beside_both(paper, rerun)
+        both = tabular.beside_both(paper, rerun)
         everything, groups = _over(both, of_all=True), _over(both, of_all=False)
         blocks.append(everything)
         if groups.columns:
@@ -82,9 +82,9 @@ def _over(table: Table, *, of_all: bool) -> Table:
     first = next(column for column in table.columns if column.kind != "seeds")
     name = first.heading or first.title
     if not of_all:
-        groups = tables.only(table, lambda column: (column.heading or column.title) != name)
-        return tables.only(groups, lambda column: column.kind != "difference")
-    chosen = tables.only(table, lambda column: (column.heading or column.title) == name)
+        groups = tabular.only(table, lambda column: (column.heading or column.title) != name)
+        return tabular.only(groups, lambda column: column.kind != "difference")
+    chosen = tabular.only(table, lambda column: (column.heading or column.title) == name)
     columns = tuple(
         replace(column, title=column.title if column.heading or column.kind == "seeds" else "ours", heading="")
         for column in chosen.columns
@@ -99,7 +99,7 @@ def by_shift(part: Part, metrics: Sequence[str] = ("accuracy", "ece")) -> list[B
         blocks.append(_per_shift(part, metric, None))
         for side in ("paper", "re-run"):
             table = _per_shift(part, metric, side)
-            compared = tables.only(table, lambda column: column.kind == "difference")
+            compared = tabular.only(table, lambda column: column.kind == "difference")
             if compared.columns:
                 columns = tuple(replace(column, title=column.heading, heading="") for column in compared.columns)
                 folded.append(
@@ -113,7 +113,7 @@ def by_shift(part: Part, metrics: Sequence[str] = ("accuracy", "ece")) -> list[B
 def _per_shift(part: Part, metric: str, beside: Beside | None) -> Table:
     groups = part.benchmark.groups if part.whole else {}
     table = tables.per_shift(part.results, **part.asked(groups=groups, metric=metric, beside=beside))
-    return table if part.whole else tables.without_means(table)
+    return table if part.whole else tabular.without_means(table)
 
 
 def choice_of_epoch(part: Part) -> list[Block]:
@@ -139,4 +139,4 @@ def few_shot(parts: Mapping[str, Part]) -> list[Block]:
     }
     results = [result for part in run.values() for result in part.results]
     paper, rerun = (tables.across(results, **asked, beside=side) for side in ("paper", "re-run"))
-    return [tables.only(tables.beside_both(paper, rerun), lambda column: column.kind != "difference")]
+    return [tabular.only(tabular.beside_both(paper, rerun), lambda column: column.kind != "difference")]

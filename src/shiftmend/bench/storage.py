@@ -24,7 +24,7 @@ from shiftmend.bench.base import CLEAN, Benchmark, Root, Setting
 from shiftmend.bench.grids import Entry
 from shiftmend.bench.rendering import for_markdown, render
 from shiftmend.bench.suite import find
-from shiftmend.bench.tables import Column, Row, Table
+from shiftmend.bench.tabular import Column, Row, Table
 from shiftmend.bench.training import untrained
 from shiftmend.data.base import Split, data_root
 from shiftmend.errors import DataError

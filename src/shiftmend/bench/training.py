@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,18 +15,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD
-from torch.utils.data import DataLoader
 
 from shiftmend import checkpoints
 from shiftmend.bench.augmentations import AUGMENTATIONS
+from shiftmend.bench.batches import ResidentBatches, batches_of
+from shiftmend.bench.pretrained import load_pretrained
 from shiftmend.captures import captured_epoch
-from shiftmend.data.base import PathLike, Split, data_root
+from shiftmend.data.base import PathLike, Split
 from shiftmend.data.streamed import ImageFiles
 from shiftmend.devices import resolve_device
 from shiftmend.errors import DataError, ShiftmendError
@@ -37,10 +35,7 @@ from shiftmend.models import MODELS, build
 logger = logging.getLogger(__name__)
 
 SCHEDULES = ("cosine", "inverse")
-MOST_WORKERS = 8
 SECONDS_BETWEEN_CHECKPOINTS = 30.0
-
-_Batches = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +137,7 @@ def train(
     place = resolve_device(device)
     model = untrained(recipe, seed)
     if recipe.pretrained is not None:
-        _load_pretrained(model, recipe, root)
+        load_pretrained(model, recipe.network, recipe.pretrained, root)
     # on a GPU, ResNets are faster so, and small networks no slower
     model = model.to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
     # a captured step reads its rate from memory
@@ -182,10 +177,10 @@ def train(
         advance()
     written = time.monotonic()
     with _own_generator(place) as generator:
-        batches = _batches(images, size, place, generator, workers)
+        batches = batches_of(images, size, place, generator, workers)
         model.train()
         captured = None
-        if isinstance(batches, _Resident) and place.type == "cuda" and recipe.schedule == "cosine":
+        if isinstance(batches, ResidentBatches) and place.type == "cuda" and recipe.schedule == "cosine":
             there = batches
             captured = captured_epoch(
                 lambda index: {"loss": step(*there.at(index), generator)}, model, optimiser, place, len(images), size
@@ -193,7 +188,7 @@ def train(
         for epoch in range(done, recipe.epochs):
             # anew for every epoch, so that a checkpoint between two needs no generator's state
             _seed(generator, seed * 1_000_003 + epoch + 1)
-            if captured is not None and isinstance(batches, _Resident):
+            if captured is not None and isinstance(batches, ResidentBatches):
                 set_rate(epoch * steps)
                 total = captured.run(batches.order())[0]["loss"]
             else:
@@ -229,54 +224,6 @@ def _seed(generator: Generator, seed: int) -> None:
         one.manual_seed(seed % (1 << 63))
 
 
-def _batches(
-    images: Split | ImageFiles, size: int, device: torch.device, generator: Generator, workers: int | None
-) -> _Batches:
-    """What gives the full batches of an epoch, in a new random order each time it is called."""
-    if isinstance(images, ImageFiles):
-        files = images
-        processes = min(MOST_WORKERS, os.cpu_count() or 1) if workers is None else workers
-
-        def streamed() -> Iterator[tuple[Tensor, Tensor]]:
-            # The workers, too, are seeded from it, and are new in every epoch: old ones would go on with old states.
-            order = Generator().manual_seed(int(torch.randint(1 << 62, ())))
-            loader = DataLoader(
-                files,
-                size,
-                shuffle=True,
-                drop_last=True,
-                generator=order,
-                num_workers=processes,
-                pin_memory=device.type == "cuda",
-            )
-            for batch, labels, _ in loader:
-                yield batch.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-
-        return streamed
-    return _Resident(images, size, device, generator)
-
-
-class _Resident:
-    """Batches of images that lie on the device."""
-
-    def __init__(self, images: Split, size: int, device: torch.device, generator: Generator) -> None:
-        assert images.labels is not None
-        self.images, self.labels = images.images.to(device), images.labels.to(device)
-        self.size, self.device, self.generator = size, device, generator
-
-    def order(self) -> Tensor:
-        """A new random order of all samples."""
-        return torch.randperm(len(self.images), generator=self.generator, device=self.generator.device).to(self.device)
-
-    def at(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        return self.images[index], self.labels[index]
-
-    def __call__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        order = self.order()
-        for index in order[: len(order) // self.size * self.size].split(self.size):
-            yield self.at(index)
-
-
 def _finite(total: Tensor, model: nn.Module) -> bool:
     """Whether the losses were numbers, and the weights still are, which the loss of the last step cannot tell."""
     weights = [value for value in model.state_dict().values() if value.is_floating_point()]
@@ -303,35 +250,3 @@ def _save(path: Path, run: str, epoch: int, model: nn.Module, optimiser: SGD) ->
         checkpoints.save(path, run, 0, epoch, [], model, optimiser)
     except OSError as error:  # a full disk is no reason to lose the training
         logger.warning("the checkpoint %s could not be written (%s); going on without", path, error.strerror)
-
-
-def _load_pretrained(model: nn.Module, recipe: Recipe, root: PathLike | None) -> None:
-    """Take everything but the head from the recipe's file, which has to have all of it."""
-    assert recipe.pretrained is not None
-    named = Path(recipe.pretrained).expanduser()
-    path = named if named.is_absolute() else data_root(root) / named
-    if not path.is_file():
-        raise DataError(
-            f"{path} is missing: expected the weights that {recipe.network} starts from, as a safetensors file; put it "
-            "there by hand, or train from scratch with pretrained=None"
-        )
-    try:
-        found = safetensors.torch.load_file(path)
-    except (safetensors.SafetensorError, OSError) as error:
-        raise DataError(f"{path} is no readable safetensors file ({error}); replace it") from error
-    taps: Mapping[str, str] = model.shiftmend_taps  # type: ignore[assignment]
-    head = taps["logits"].partition(":")[0]
-    wanted = {
-        name: value
-        for name, value in model.state_dict().items()
-        # how many batches there were is absent from old files, and nothing here reads it
-        if not name.startswith(f"{head}.") and not name.endswith("num_batches_tracked")
-    }
-    for name, value in wanted.items():
-        if name not in found or found[name].shape != value.shape:
-            other = list(found[name].shape) if name in found else "nothing"
-            raise DataError(
-                f"{path} does not fit {recipe.network}: expected {name} of shape {list(value.shape)}, found {other}; "
-                "get weights of this very network"
-            )
-    model.load_state_dict({name: found[name] for name in wanted}, strict=False)

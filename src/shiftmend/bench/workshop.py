@@ -49,7 +49,7 @@ class Workshop:
         presets = {setting.preset for setting in settings}
         self._models, self._profiles = Shelf(SOURCES_AT_ONCE), Shelf(SOURCES_AT_ONCE * max(1, len(presets)))
         full = any(setting.method == "full-gauss" for setting in settings)
-        self._gaussian: shiftmend.profiles.Gaussian = "full" if full else "marginal"
+        self._gaussian: shiftmend.profiling.Gaussian = "full" if full else "marginal"
 
     def source(self, name: str) -> Source:
         return self._data.keep("source", name, lambda: self.benchmark.load_source(name, self.root))

@@ -35,7 +35,7 @@ from shiftmend.errors import DataError
 
 if TYPE_CHECKING:
     from shiftmend.bench.reading import Reading
-    from shiftmend.bench.tables import Table
+    from shiftmend.bench.tabular import Table
 
 Which = Annotated[str, typer.Option(help="Which epoch: last, selected (without labels) or best (an oracle).")]
 PER_SHIFT = "A row for each shift, a column for each method."
@@ -249,7 +249,7 @@ def storage(
 def _tables(
     found: Reading, protocol: str, shifts: list[str] | None, metric: str, which: str, per_shift: bool, beside: str
 ) -> list[Table]:
-    from shiftmend.bench import footnotes, published, tables
+    from shiftmend.bench import footnotes, published, tables, tabular
     from shiftmend.bench.planning import chosen
 
     benchmark = found.benchmark
@@ -270,7 +270,7 @@ def _tables(
     by_shift = per_shift or shifts is not None
     main = tables.per_shift(found.results, **asked) if by_shift else tables.summary(found.results, **asked)
     if part:
-        main = tables.without_means(main)
+        main = tabular.without_means(main)
     sides = [] if beside == "none" else [beside]
     notes = footnotes.about_clean(found.clean, benchmark=benchmark, metric=metric, which=which, beside=sides)  # type: ignore[arg-type]
     after = [f"{found.others} more results are {OTHERS}"] if found.others else []
