@@ -7,7 +7,7 @@ from torch import nn
 from shiftmend.blocks import Block, split
 from shiftmend.errors import AdaptationError
 from shiftmend.models import build
-from shiftmend.taps import trace
+from shiftmend.tracing import trace
 from zoo import ZOO
 
 

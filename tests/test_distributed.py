@@ -18,9 +18,10 @@ import torch.multiprocessing
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shiftmend import distributed
+from shiftmend import distributed, joined_batch_norm
 from shiftmend.errors import AdaptationError
 from shiftmend.histograms import Bins, psi, soft_histogram
+from shiftmend.joined_batch_norm import synchronised
 
 Tensors = dict[str, Tensor]
 
@@ -92,7 +93,7 @@ def two_norms() -> Tensors:
     found: Tensors = {}
     for kind in NORMS:
         module = norm_of(kind)
-        with distributed.synchronised(module):
+        with synchronised(module):
             parts = through_norm(module, kind, own_part)
         assert "forward" not in module.__dict__
         distributed.sum_gradients(module.parameters())
@@ -109,10 +110,10 @@ def two_norms_left_alone() -> Tensors:
     patched.forward = lambda values: 2 * plain(values)  # type: ignore[method-assign]
     kept = patched.forward
     values = own_part(drawn(7, 3, 2, 2), (5, 2))
-    with distributed.synchronised(nn.Sequential(module, patched)):
+    with synchronised(nn.Sequential(module, patched)):
         evaluated, doubled = module(values), patched(values)
     assert patched.__dict__["forward"] is kept
-    with pytest.raises(KeyError), distributed.synchronised(module):
+    with pytest.raises(KeyError), synchronised(module):
         raise KeyError
     assert "forward" not in module.__dict__
     return {"evaluated": evaluated, "doubled": doubled.detach()}
@@ -135,7 +136,7 @@ def trained(model: nn.Module) -> Tensors:
     home = torch.tensor([[0.1] * 10, [0.05] * 5 + [0.15] * 5], dtype=torch.float64, device=device)
     low, high = home.new_full((2,), -2.0), home.new_full((2,), 3.0)
     losses = []
-    with distributed.synchronised(model):
+    with synchronised(model):
         for step in range(6):
             output = model(distributed.share(drawn(11, 2, 4, 4, seed=step)).to(device))
             counts = soft_histogram(output, low, high, Bins(temperature=0.1))
@@ -208,7 +209,7 @@ def two_halves() -> Tensors:
     module = nn.BatchNorm2d(3).train()
     whole = drawn(8, 3, 2, 2).bfloat16()
     values = distributed.share(whole).clone().requires_grad_()
-    with distributed.synchronised(module), torch.autocast("cpu", dtype=torch.bfloat16):
+    with synchronised(module), torch.autocast("cpu", dtype=torch.bfloat16):
         result = module(values)
     (result.float() * distributed.share(drawn(8, 3, 2, 2, seed=1)).float()).sum().backward()
     assert values.grad is not None
@@ -454,7 +455,7 @@ def test_alone_nothing_changes() -> None:
     assert torch.equal(parameter.grad, values)
     module = norm_of("2d")
     reference = copy.deepcopy(module)
-    with distributed.synchronised(module):
+    with synchronised(module):
         assert "forward" not in module.__dict__
         assert torch.equal(module(drawn(7, 3, 2, 2)), reference(drawn(7, 3, 2, 2)))
     assert torch.equal(module.running_var, reference.running_var)
@@ -480,6 +481,7 @@ def test_nccl_without_waiting_for_the_device(tmp_path: Path, monkeypatch: pytest
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1, timeout=TIMEOUT)
     try:
         monkeypatch.setattr(distributed, "active", lambda: True)
+        monkeypatch.setattr(joined_batch_norm, "active", lambda: True)
         distributed.same_everywhere("equal", "weights", torch.device("cuda"))
         with pytest.raises(AdaptationError, match="initialise it with 'gloo' to work on the CPU"):
             distributed.same_everywhere("equal", "weights", torch.device("cpu"))
@@ -487,7 +489,7 @@ def test_nccl_without_waiting_for_the_device(tmp_path: Path, monkeypatch: pytest
         model = network().cuda()
         values = drawn(11, 2, 4, 4).cuda()
         torch.cuda.set_sync_debug_mode("error")
-        with distributed.synchronised(model):
+        with synchronised(model):
             distributed.joined_mean(model(values), 11).sum().backward()
         distributed.sum_gradients(model.parameters())
     finally:

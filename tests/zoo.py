@@ -154,3 +154,7 @@ ZOO: dict[str, Case] = {
     "dict": Case(lambda: Wrapped(dict), (6,), "classifier", 10, 3, 2, output="logits"),
 }
 SMALL = [name for name in ZOO if name != "resnet18"]
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shiftmend.errors import AdaptationError
-from shiftmend.taps import Trace, owners
+from shiftmend.tracing import Trace, owners
 
 Names = Sequence[str | Sequence[str]]
 

@@ -28,7 +28,8 @@ from shiftmend.methods.base import check_positive
 from shiftmend.profiles import Profile
 from shiftmend.progress import Progress
 from shiftmend.selection import Choice
-from shiftmend.taps import Entry, Tap, check_takes, trace, unwrap
+from shiftmend.taps import Entry, Tap, check_takes, unwrap
+from shiftmend.tracing import trace
 
 logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)

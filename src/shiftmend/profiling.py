@@ -12,26 +12,20 @@ from torch import Tensor, nn
 
 from shiftmend import fingerprints
 from shiftmend.devices import placed, resolve_device
-from shiftmend.distributed import (
-    everywhere,
-    of_first_process,
-    same_everywhere,
-    synchronised,
-    together,
-    warn_if_apart,
-    world_size,
-)
+from shiftmend.distributed import everywhere, of_first_process, same_everywhere, together, warn_if_apart, world_size
 from shiftmend.errors import ProfileError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
 from shiftmend.gaussians import CovarianceTracker, FullGaussian
 from shiftmend.histograms import Bins, usable_units
+from shiftmend.joined_batch_norm import synchronised
 from shiftmend.presets import Preset
 from shiftmend.presets import preset as find_preset
 from shiftmend.profiles import Profile
 from shiftmend.progress import Progress, progress_bar
 from shiftmend.statistics import MOST_WEIGHTS, CountTracker, Projector, RangeTracker, Slices
-from shiftmend.taps import Entry, Tap, modes, tapped, trace, unwrap
+from shiftmend.taps import Entry, Tap, modes, tapped, unwrap
+from shiftmend.tracing import trace
 
 logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)

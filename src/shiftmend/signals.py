@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.captures import captured_call, worth_capturing
-from shiftmend.distributed import active, joined_mean, synchronised, together
+from shiftmend.distributed import active, joined_mean, together
 from shiftmend.errors import TapError
 from shiftmend.feeds import Feed
+from shiftmend.joined_batch_norm import synchronised
 from shiftmend.profiles import Profile
 from shiftmend.statistics import CountTracker, Histogram
 from shiftmend.taps import Entry, modes, pick, tapped

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn, optim
 
 from shiftmend.captures import CapturedEpoch, Sums, captured_epoch
-from shiftmend.distributed import active, backward, synchronised, together
+from shiftmend.distributed import active, backward, together
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
+from shiftmend.joined_batch_norm import synchronised
 from shiftmend.methods import Objective
 from shiftmend.taps import Recorder, Tap, eager, tapped
 

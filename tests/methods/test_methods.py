@@ -12,7 +12,7 @@ import shiftmend
 from shiftmend.blocks import split
 from shiftmend.errors import AdaptationError
 from shiftmend.methods import BUFR, FR, METHODS, Network, method
-from shiftmend.taps import trace
+from shiftmend.tracing import trace
 from worlds import sensors
 from zoo import ZOO
 

@@ -154,7 +154,7 @@ def blocks(
 
     from shiftmend.blocks import split
     from shiftmend.cli.inputs import load_model
-    from shiftmend.taps import trace
+    from shiftmend.tracing import trace
 
     net = load_model(model, weights, model_option or [], allow_pickle)
     try:

@@ -14,7 +14,8 @@ from shiftmend.errors import DataError, ProfileError, TapError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.profiles import Profile
 from shiftmend.statistics import CountTracker
-from shiftmend.taps import Recorder, Tap, check_takes, eager, modes, tapped, trace, unwrap
+from shiftmend.taps import Recorder, Tap, check_takes, eager, modes, tapped, unwrap
+from shiftmend.tracing import trace
 
 _KERNELS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMALISATION = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from shiftmend.blocks import Names, split
 from shiftmend.errors import DataError
 from shiftmend.figures import style
-from shiftmend.taps import owners, trace, unwrap
+from shiftmend.taps import unwrap
+from shiftmend.tracing import owners, trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,0 +1,144 @@
+"""What one forward pass tells about a model: where its head and its taps are, and in which order its layers run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shiftmend.errors import TapError
+from shiftmend.taps import Entry, Tap, check_takes, eager, modes, module_of, pick, tapped
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one forward pass tells about a model."""
+
+    taps: dict[str, Tap]
+    head: str
+    order: tuple[str, ...]
+    """Modules that own parameters, in the order in which they first run."""
+    extractor: tuple[str, ...]
+    """Those of `order` that ran before the features were there: what restoring may train."""
+    output: Entry = None
+
+
+@dataclass
+class _Events:
+    started: list[str] = field(default_factory=list)
+    written: list[tuple[str, Any]] = field(default_factory=list)
+    features_at: int | None = None
+
+
+def owners(model: nn.Module) -> list[str]:
+    """Names of modules that hold parameters of their own (a parametrised layer counts, its helpers do not)."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if "parametrizations" not in name.split(".")
+        and (module._parameters or torch.nn.utils.parametrize.is_parametrized(module))
+    ]
+
+
+def trace(
+    model: nn.Module,
+    sample: Tensor,
+    *,
+    head: str | None = None,
+    taps: Mapping[str, str | Tap] | None = None,
+    output: Entry = None,
+) -> Trace:
+    """Run one batch in eval mode and find the taps `features` and `logits`, the head and the running order.
+
+    A model may say where its taps are in an attribute `shiftmend_taps`; otherwise the head is the last module with
+    parameters whose output is the model's output, `features` is what it reads and `logits` what it writes.
+    """
+    given = {**_declared(model), **(taps or {})} if head is None else dict(taps or {})
+    if head is not None:
+        module_of(model, Tap("head", head))
+    owning = owners(model)
+    if not owning:
+        raise TapError("the model has no parameters, so there is no head to tap and nothing to adapt")
+    check_takes(model, sample)
+    events, returned = _watch(model, sample, owning, None)
+    if head is None:
+        head = _find_head(events, returned, output, given)
+    # a linear layer works on the last axis, also of tokens [N, T, C]
+    written = [out for name, out in events.written if name == head]
+    on_tokens = isinstance(module_of(model, Tap("head", head)), nn.Linear) and any(out.ndim > 2 for out in written)
+    axis = "@-1" if on_tokens else ""
+    # the model's own taps before the user's further ones, features and logits first
+    specs: dict[str, str | Tap] = {"features": f"{head}:input{axis}", "logits": f"{head}{axis}", **given}
+    resolved = {name: Tap.parse(name, spec) for name, spec in specs.items()}
+    events, _ = _watch(model, sample, owning, resolved["features"])
+    with torch.no_grad(), modes(model), tapped(model, resolved) as recorder:
+        model.eval()
+        model(sample)
+        recorder.read()
+    order = tuple(dict.fromkeys(events.started))
+    before = tuple(dict.fromkeys(events.started[: events.features_at]))
+    inside_head = tuple(name for name in order if name == head or name.startswith(f"{head}."))
+    return Trace(resolved, head, order, tuple(name for name in before if name not in inside_head), output)
+
+
+def _declared(model: nn.Module) -> dict[str, str | Tap]:
+    return dict(getattr(model, "shiftmend_taps", None) or {})
+
+
+def _watch(model: nn.Module, sample: Tensor, owning: list[str], features: Tap | None) -> tuple[_Events, Any]:
+    """One eval-mode forward pass with the start and the output of every module that owns parameters."""
+    events = _Events()
+    modules = dict(model.named_modules())
+
+    def note_features(*_: Any) -> None:
+        if events.features_at is None:
+            events.features_at = len(events.started)
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(modes(model))
+        stack.enter_context(eager(model))
+        model.eval()
+        if features is not None and features.side == "input":
+            handle = module_of(model, features).register_forward_pre_hook(note_features)
+            stack.callback(handle.remove)
+        for name in owning:
+            start = modules[name].register_forward_pre_hook(lambda m, a, name=name: events.started.append(name))
+            write = modules[name].register_forward_hook(lambda m, a, out, name=name: events.written.append((name, out)))
+            stack.callback(start.remove)
+            stack.callback(write.remove)
+        if features is not None and features.side == "output":
+            handle = module_of(model, features).register_forward_hook(note_features)
+            stack.callback(handle.remove)
+        return events, model(sample)
+
+
+def _find_head(events: _Events, returned: Any, output: Entry, given: Mapping[str, str | Tap]) -> str:
+    if "logits" in given:
+        return Tap.parse("logits", given["logits"]).module
+    result = pick(returned, output, "the model")
+    matching = [name for name, out in events.written if name and isinstance(out, Tensor) and _same(out, result)]
+    # a container with parameters of its own (tokens) writes the same output as the layer inside it
+    layers = [name for name in matching if not any(other.startswith(f"{name}.") for other in matching)]
+    if layers:
+        return layers[-1]
+    last = next((name for name, _ in reversed(events.written) if name), None)
+    if last is None:
+        raise TapError("the model is one single layer: there is nothing below its head that could be restored")
+    raise TapError(
+        "no layer with parameters writes the model's output, so the head could not be found; name it, "
+        f"e.g. head={last!r} (the last one that ran)"
+    )
+
+
+def _same(written: Tensor, result: Tensor) -> bool:
+    """The output itself or a view of it: `x.squeeze(-1)` behind the head does not hide it."""
+    if written is result:
+        return True
+    return written.numel() == result.numel() and (
+        written.data_ptr() == result.data_ptr() or torch.equal(written.reshape(-1), result.reshape(-1))
+    )
