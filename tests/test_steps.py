@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shiftmend
+from shiftmend.captures import captured_epoch
 from shiftmend.feeds import Feed
 from shiftmend.steps import Steps
 from shiftmend.taps import Tap
@@ -235,3 +236,35 @@ def test_compiled_steps_give_what_others_give_and_leave_nothing_behind() -> None
     )
     assert close(plain.model, compiled.model, 1e-3)
     assert compiled.model._compiled_call_impl is None
+
+
+@pytest.mark.gpu
+@gpu
+def test_every_replay_draws_other_dropout_and_the_same_seed_the_same() -> None:
+    device, steps_ = torch.device("cuda", 0), 12
+    model = nn.Linear(4, 2).to(device)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    masks = torch.zeros(steps_, 256, device=device)
+    at = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def once(index: Tensor) -> dict[str, Tensor]:
+        kept = nn.functional.dropout(torch.ones(1, 256, device=device), 0.5, training=True)
+        masks.index_copy_(0, at, kept)
+        at.add_(1).remainder_(steps_)
+        loss = model(index.float().view(-1, 1).expand(-1, 4)).square().mean() * kept.mean()
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        optimiser.step()
+        return {"loss": loss.detach()}
+
+    captured = captured_epoch(once, model, optimiser, device, 2 * steps_, 2)
+    assert captured is not None
+    runs = []
+    for seed in (5, 5, 6):
+        at.zero_()
+        torch.cuda.default_generators[0].manual_seed(seed)
+        captured.run(torch.arange(2 * steps_, device=device))
+        runs.append(masks.clone())
+    assert len(torch.unique(runs[0], dim=0)) == steps_, "dropout drew the same in several steps"
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
