@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shiftmend.bench.cells import SIGNALS, Cell, Outcome, Result
-from shiftmend.bench.thresholds import area, best_threshold, helped, judge, judges, near_clean
+from shiftmend.bench.thresholds import (
+    area,
+    best_pair,
+    best_threshold,
+    helped,
+    judge,
+    judge_together,
+    judges,
+    near_clean,
+)
 
 costs = st.one_of(st.integers(-3, 3).map(float), st.floats(-1e6, 1e6), st.sampled_from([math.inf, -math.inf]))
 examples = st.lists(st.tuples(costs, st.booleans()), min_size=2, max_size=25).filter(
@@ -93,6 +102,42 @@ def test_held_out_shifts_are_judged_by_the_others(cells: list[tuple[int, bool, s
     assert found.held_out.bad_accepted == pytest.approx(sum(bad) / len(bad))
 
 
+two_costs = st.lists(st.tuples(costs, costs, st.booleans()), min_size=2, max_size=12).filter(
+    lambda cells: len({good for *_, good in cells}) == 2
+)
+
+
+@given(two_costs)
+def test_no_other_pair_of_thresholds_is_better(cells: list[tuple[float, float, bool]]) -> None:
+    one, other, good = ([cell[part] for cell in cells] for part in range(3))
+    first, second, share = best_pair(one, other, good)  # type: ignore[arg-type]
+    accepted = [a <= first and b <= second for a, b, _ in cells]
+    assert share == pytest.approx(balanced(accepted, good))  # type: ignore[arg-type]
+    tried = [
+        balanced([a <= left and b <= right for a, b, _ in cells], good)  # type: ignore[arg-type]
+        for left, right in product(one, other)
+    ]
+    assert share == pytest.approx(max(0.5, *tried))
+    assert math.isnan(first) == math.isnan(second) == (max(tried) <= 0.5)
+
+
+def test_each_signal_is_fooled_by_another_kind_and_both_together_by_none() -> None:
+    """What either alone accepts by mistake: features scrambled into the right marginals, or of the right covariance."""
+    slices = [0.001, 0.002, 0.04, 0.001]
+    marginals = [0.001, 0.002, 0.001, 0.03]
+    good, shifts = [True, True, False, False], ["a", "b", "a", "b"]
+    for values in (slices, marginals):
+        assert judge("slices", values, good, shifts).balanced == pytest.approx(0.75)
+    both = judge_together(slices, marginals, good, shifts)
+    assert both.balanced == 1.0
+    assert both.threshold == pytest.approx(0.021)
+    assert both.second == ("marginals", pytest.approx(0.016))
+    diverged = judge_together([*slices, math.nan], [*marginals, math.nan], [*good, False], [*shifts, "a"])
+    assert diverged.balanced == 1.0
+    nothing = judge_together(slices, marginals, [True] * 4, shifts)
+    assert (nothing.threshold, nothing.second, nothing.held_out) == (None, None, None)
+
+
 def test_sides_and_what_is_not_a_number() -> None:
     good = [True, True, False, False]
     shifts = ["a", "b", "a", "b"]
@@ -126,6 +171,6 @@ def test_what_is_good() -> None:
     better = {(cell.method, cell.seed): good for cell, good in helped(cells).items()}
     assert better == {("fr", 1): True, ("pl", 1): False, ("bufr", 1): True}
     found = judges(cells, helped(cells))
-    assert list(found) == list(SIGNALS)
+    assert list(found) == [*SIGNALS, "slices and marginals"]
     assert (found["slices"].good, found["slices"].bad, found["slices"].area) == (2, 1, 1.0)
     assert (found["entropy"].good, found["entropy"].bad) == (0, 0)

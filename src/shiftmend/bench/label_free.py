@@ -90,7 +90,7 @@ def _judges(part: Part, results: Sequence[Result], good: Mapping[Cell, bool], na
     )
     return [
         Table(
-            f"{part.benchmark.name}, {part.protocol}: good ({name}) or bad, told by one signal",
+            f"{part.benchmark.name}, {part.protocol}: good ({name}) or bad, told by signals",
             "signal",
             columns,
             rows,
@@ -104,9 +104,12 @@ def _judged(judge: Judge) -> tuple[Entry, ...]:
     if judge.threshold is None or judge.balanced is None:
         return (Entry(),) * 6
     sign = "≥" if judge.signal in thresholds.HIGH_IS_GOOD else "≤"
+    accept = f"{sign} {judge.threshold:.3g}"
+    if judge.second is not None:
+        accept = f"{judge.signal} {accept} and {judge.second[0]} ≤ {judge.second[1]:.3g}"
     return (
         Entry(judge.area),
-        Entry(text="never" if math.isnan(judge.threshold) else f"{sign} {judge.threshold:.3g}"),
+        Entry(text="never" if math.isnan(judge.threshold) else accept),
         Entry(100 * judge.balanced),
         *(
             (Entry(),) * 3

@@ -1,4 +1,4 @@
-"""Can one tell a good adaptation from a bad one without labels? Each signal as a judge, and at which threshold.
+"""Can one tell a good adaptation from a bad one without labels? Signals as judges, and at which threshold.
 
 Which side of a signal should be good is fixed beforehand, not fitted: an area under the curve below one half is a
 signal that misleads. A threshold is found with labels, and so flatters itself on the cells it was found on; what counts
@@ -8,10 +8,11 @@ is how it does on shifts that had no part in it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shiftmend.bench.cells import SIGNALS, Cell, Result
 from shiftmend.bench.comparisons import by_place
@@ -20,6 +21,8 @@ from shiftmend.bench.grids import SUPERVISED
 
 HIGH_IS_GOOD = ("confidence",)
 """Of the other signals a low value should be good."""
+TOGETHER = ("slices", "marginals")
+"""A method can fool either by aligning what it sees: marginals by scrambling features, slices by their covariance."""
 MARGIN = 0.1
 NOTHING_DONE = "source-only"
 
@@ -51,6 +54,8 @@ class Judge:
     """Of the signal, with the best balanced accuracy; the strictest of equals. NaN: to accept nothing."""
     balanced: float | None = None
     held_out: HeldOut | None = None
+    second: tuple[str, float] | None = None
+    """Another signal and its threshold, which must accept the cell as well."""
 
 
 def near_clean(results: Iterable[Result], clean: Iterable[Result], margin: float = MARGIN) -> dict[Cell, bool]:
@@ -75,13 +80,17 @@ def helped(results: Iterable[Result]) -> dict[Cell, bool]:
 
 
 def judges(results: Iterable[Result], good: Mapping[Cell, bool]) -> dict[str, Judge]:
-    """Each signal as a judge of the cells in `good`, as far as it was measured on them."""
+    """Each signal as a judge of the cells in `good`, and two `TOGETHER`, as far as they were measured on them."""
     judged = _judged(results)
     found = {}
     for signal in SIGNALS:
         cells = sorted(cell for cell in good if signal in judged[cell].signals)
         values = [judged[cell].signals[signal] for cell in cells]
         found[signal] = judge(signal, values, [good[cell] for cell in cells], [cell.shift for cell in cells])
+    cells = sorted(cell for cell in good if judged[cell].signals.keys() >= set(TOGETHER))
+    one, other = ([judged[cell].signals[signal] for cell in cells] for signal in TOGETHER)
+    kinds, shifts = [good[cell] for cell in cells], [cell.shift for cell in cells]
+    found[" and ".join(TOGETHER)] = judge_together(one, other, kinds, shifts)
     return found
 
 
@@ -93,12 +102,31 @@ def judge(signal: str, values: Sequence[float], good: Sequence[bool], shifts: Se
     if not (made.good and made.bad):
         return made
     threshold, balanced = best_threshold(costs, good)
+    known = np.asarray(costs)
+    held_out = _held_out(lambda seen, kinds: known <= best_threshold(known[seen].tolist(), kinds)[0], good, shifts)
+    return replace(made, area=area(costs, good), threshold=sign * threshold, balanced=balanced, held_out=held_out)
+
+
+def judge_together(
+    first: Sequence[float], second: Sequence[float], good: Sequence[bool], shifts: Sequence[str]
+) -> Judge:
+    """Both signals of `TOGETHER` over cells: accepted is what both accept."""
+    made = Judge(TOGETHER[0], sum(good), len(good) - sum(good))
+    if not (made.good and made.bad):
+        return made
+    one, other = (np.nan_to_num(np.asarray(values, dtype=np.float64), nan=math.inf) for values in (first, second))
+
+    def decide(seen: NDArray[np.bool_], kinds: list[bool]) -> NDArray[np.bool_]:
+        limits = best_pair(one[seen].tolist(), other[seen].tolist(), kinds)
+        return (one <= limits[0]) & (other <= limits[1])
+
+    threshold, beside, balanced = best_pair(one.tolist(), other.tolist(), good)
     return replace(
         made,
-        area=area(costs, good),
-        threshold=sign * threshold,
+        threshold=threshold,
+        second=(TOGETHER[1], beside),
         balanced=balanced,
-        held_out=_held_out(costs, good, shifts),
+        held_out=_held_out(decide, good, shifts),
     )
 
 
@@ -124,22 +152,54 @@ def best_threshold(costs: Sequence[float], good: Sequence[bool]) -> tuple[float,
     best = int(np.argmax(gains))
     if gains[best] <= 0:  # no better than to accept nothing, which is stricter
         return math.nan, 0.5
-    low, high = float(values[best]), float(values[best + 1])  # the last accepts everything, and gains nothing
+    return _above(values, best), 0.5 + float(gains[best]) / (2 * number * others)
+
+
+def best_pair(first: Sequence[float], second: Sequence[float], good: Sequence[bool]) -> tuple[float, float, float]:
+    """What to accept up to of two costs, and the balanced accuracy of accepting what is within both.
+
+    Of equals the one that is stricter with the first. NaN for both where nothing beats chance.
+    """
+    one, other, chosen = np.asarray(first), np.asarray(second), np.asarray(good, dtype=bool)
+    number, others = int(chosen.sum()), int((~chosen).sum())
+    values, candidates = np.unique(one), np.unique(other)
+    best, limits = 0, (math.nan, math.nan)
+    for index, value in enumerate(values):
+        inside = one <= value
+        position = np.searchsorted(candidates, other[inside])
+        kinds = chosen[inside]
+        accepted_good = np.cumsum(np.bincount(position[kinds], minlength=len(candidates)))
+        accepted_bad = np.cumsum(np.bincount(position[~kinds], minlength=len(candidates)))
+        gains = accepted_good * others - accepted_bad * number
+        at = int(np.argmax(gains))
+        if gains[at] > best:
+            best, limits = int(gains[at]), (_above(values, index), _above(candidates, at))
+    return *limits, 0.5 + best / (2 * number * others)
+
+
+def _above(values: NDArray[np.float64], index: int) -> float:
+    """Half way to the next of the sorted values; the value itself where there is no such number, or no next."""
+    low = float(values[index])
+    if index + 1 == len(values):
+        return low
+    high = float(values[index + 1])
     middle = low + (high - low) / 2
-    return (middle if low < middle < high else low), 0.5 + float(gains[best]) / (2 * number * others)
+    return middle if low < middle < high else low
 
 
-def _held_out(costs: Sequence[float], good: Sequence[bool], shifts: Sequence[str]) -> HeldOut | None:
-    values, chosen, where = np.asarray(costs), np.asarray(good, dtype=bool), np.asarray(shifts)
-    decided = np.zeros(len(values), dtype=bool)
-    accepted = np.zeros(len(values), dtype=bool)
+def _held_out(
+    decide: Callable[[NDArray[np.bool_], list[bool]], NDArray[np.bool_]], good: Sequence[bool], shifts: Sequence[str]
+) -> HeldOut | None:
+    """`decide` gets which cells may be learnt from and their kinds, and says of all cells whether to accept them."""
+    chosen, where = np.asarray(good, dtype=bool), np.asarray(shifts)
+    decided = np.zeros(len(chosen), dtype=bool)
+    accepted = np.zeros(len(chosen), dtype=bool)
     judged = 0
     for shift in sorted(set(shifts)):
         here = where == shift
         if chosen[~here].all() or not chosen[~here].any():  # nothing to find a threshold from
             continue
-        threshold, _ = best_threshold(values[~here].tolist(), chosen[~here].tolist())
-        accepted |= here & (values <= threshold)
+        accepted |= here & decide(~here, chosen[~here].tolist())
         decided |= here
         judged += 1
     if not (decided & chosen).any() or not (decided & ~chosen).any():
