@@ -17,9 +17,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from shiftmend.distributed import active, of_first_process, share, world_size
 from shiftmend.errors import DataError
+from shiftmend.loaders import DEFAULT_BATCH as DEFAULT_BATCH
+from shiftmend.loaders import as_loader, drawn, refuse_non_finite, split_batch
 from shiftmend.prefetch import Batch, Rows, copier_to, prefetched
-from shiftmend.sources import DEFAULT_BATCH as DEFAULT_BATCH
-from shiftmend.sources import as_loader, drawn, refuse_non_finite, split_batch
 from shiftmend.turns import has_turns
 
 logger = logging.getLogger(__name__)
