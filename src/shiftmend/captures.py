@@ -92,7 +92,7 @@ def _recorded(run: Callable[[], T], device: torch.device, warm_up: int) -> tuple
         with torch.cuda.stream(stream):
             for _ in range(warm_up):
                 run()
-            with _no_collection():
+            with no_collection():
                 # thread_local: other threads may go on using the device meanwhile
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
@@ -108,8 +108,8 @@ def _recorded(run: Callable[[], T], device: torch.device, warm_up: int) -> tuple
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Garbage may hold other graphs, which must not be freed while one is captured."""
+def no_collection() -> Iterator[None]:
+    """Garbage may hold other graphs, also those of other threads, which must not be freed while one is captured."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -25,6 +25,7 @@ from shiftmend.bench.running import run_cell
 from shiftmend.bench.suite import find
 from shiftmend.bench.tasks import Advance, Job, Task, work, workshop_of
 from shiftmend.bench.workshop import Shelf, Workshop
+from shiftmend.captures import no_collection
 from shiftmend.methods import METHODS
 from shiftmend.turns import taking_turns
 
@@ -69,7 +70,7 @@ def lanes(job: Job, advance: Advance, count: int) -> Iterator[Execute]:
         for part, width in ((side_by_side, count), (alone, 1)):
             yield from _in_threads(part, width, run, advance, stopped)
 
-    with _no_garbage_collection(), _short_turns():
+    with no_collection(), _short_turns():  # garbage is collected between cells
         yield execute
 
 
@@ -103,15 +104,3 @@ def _short_turns() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(before)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection can free another thread's graph at a moment when one is captured; so one is made between cells."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
