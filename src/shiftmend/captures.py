@@ -64,7 +64,8 @@ def _or_none(capture: Callable[[], T], what: str, device: torch.device) -> T | N
     except Exception as error:  # whatever a model can do that a graph cannot hold
         _end_capture(device)
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        logger.info("%s are not captured as a CUDA graph (%s: %s)", what, type(error).__name__, first)
+        level = logging.WARNING if what == "steps" else logging.INFO  # which take most of the time
+        logger.log(level, "%s are not captured as a CUDA graph (%s: %s)", what, type(error).__name__, first)
         return None
 
 
