@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shiftmend import histograms, kernels
+from shiftmend import histograms, kernels, nvrtc
 from shiftmend.histograms import Bins
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -46,7 +46,7 @@ def test_counts_divergences_and_slopes_against_float64(samples: int, temperature
         leaf = on[0].clone().requires_grad_()
         per_unit = kernels.divergence(leaf, *on[1:], bins, kind)  # type: ignore[arg-type]
         (per_unit * weights.cuda()).sum().backward()
-        assert float(per_unit[0]) == 0
+        assert float(per_unit[0].detach()) == 0
         np.testing.assert_allclose(per_unit[1:].cpu().detach(), expected[1:].detach(), rtol=2e-3, atol=2e-5)
         assert float(leaf.grad[:, 0].abs().max()) == 0
         largest = float(exact.grad.abs().max())
@@ -86,6 +86,32 @@ def test_sums_do_not_depend_on_the_order_of_execution() -> None:
 
 def test_what_the_kernels_do_not_take_goes_another_way() -> None:
     assert not kernels.fit(torch.zeros(4, 4), Bins())  # not on a GPU
-    assert kernels.available() in (True, False)
     values, low, high, _ = case(50, 7, Bins())
     assert histograms.soft_histogram(values, low, high, Bins()).shape == (7, 10)
+
+
+def test_without_a_compiler_there_is_no_error_and_one_message(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernels, "available", lambda: True)
+
+    def refuse(*_: object) -> None:
+        raise nvrtc.CompilationError("the driver is too old")
+
+    monkeypatch.setattr(kernels, "_kernels", refuse)
+    kernels._usable.cache_clear()
+    try:
+        for _ in range(2):
+            assert not kernels._usable(torch.device("cuda", 0))
+    finally:
+        kernels._usable.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "soft histograms go without kernels of their own and take longer: the driver is too old"
+    ]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="is about a torch without CUDA")
+def test_a_torch_without_cuda_has_no_compiler() -> None:
+    assert not nvrtc.available()
+    with pytest.raises(nvrtc.CompilationError, match="this torch has no CUDA compiler"):
+        nvrtc._library()

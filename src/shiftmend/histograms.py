@@ -103,7 +103,7 @@ def soft_histogram(
     are wide against the temperature, a value shares its mass with its nearest neighbours only and the mass beyond a
     cut is the logistic function of that difference. No `N x D x B` tensor is built, forward or backward.
     `auto` chooses the second only where it is within `FORM_TOLERANCE` (and not for small batches on a GPU). On CUDA
-    with Triton it takes a kernel of our own instead, see `kernels.py`.
+    it takes kernels of our own instead, see `kernels.py`.
     Units that are not usable get a finite, meaningless row. `scale` is what `scales` gives, for those who have it.
     """
     if values.ndim != 2 or values.shape[0] == 0:

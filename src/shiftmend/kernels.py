@@ -1,27 +1,48 @@
-"""Soft histograms and their divergences on a GPU as single kernels, in Triton.
+"""Soft histograms and their divergences on a GPU as a few kernels of our own, in CUDA C (`kernels.cu`).
 
 The mathematics is that of `histograms.py`, in the form of its equation (4) that is exact at any temperature. With k the
-bin a value lies in, the logit of bin j exceeds that of k by (j - k) (x - (j + k - 1) / (2 inner)) / temperature, which
-stays small where it matters, so that float32 is enough. No tensor of N x D x B is ever written to memory.
+bin a value lies in, z its distance from the middle of k and s the width of a bin, both in temperatures, the weight of
+bin k + o is exp(o z - o^2 s / 2) beside that of k, so that float32 is enough. Beyond a window of bins on either side,
+which widens with the temperature and not with the number of bins, nothing is left to give. No tensor of N x D x B is
+ever written to memory.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import math
+from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shiftmend.histograms import EPSILON, Bins, Divergence
+from shiftmend.nvrtc import CompilationError, Kernels, available, multiprocessors
+
+log = logging.getLogger(__name__)
 
 MOST_BINS = 128
 _ALONE = 2048
-"""Up to so many samples one program looks at all of a unit's values, and histogram, divergence and gradient are one
+"""Up to so many samples one block looks at all of a unit's values, and histogram, divergence and gradient are one
 kernel."""
-_SHARP = 12.0
-"""From so many temperatures in a bin on, the next but one neighbour gets less than 1e-5 of a value."""
+_NEGLIGIBLE = 12.0
+"""A bin whose logit is this far below that of a value's own gets less than 1e-5 of it: beyond the window."""
+_NOTHING = 28.0
+"""Of few values some bins hold nothing else, and the logarithm sees whatever is not small against `EPSILON`."""
+_LANES = 32
+_WARPS, _WARPS_ALONE = 32, 16
+"""In a block, at most."""
+_COLUMNS_ALONE = 4
+_WARPS_RESIDENT = 64
+"""In a multiprocessor: so many fill it."""
+_SHARED = 48 << 10
+"""Bytes of shared memory that a block has on every GPU."""
+_AHEAD = 8
+"""Values that a thread loads at once."""
+_TYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 _KINDS: dict[str, tuple[float, float]] = {
     # weights of KL(source || target) and of KL(target || source)
     "psi": (1.0, 1.0),
@@ -31,26 +52,30 @@ _KINDS: dict[str, tuple[float, float]] = {
 }
 
 
-@functools.cache
-def available() -> bool:
-    """Whether there is a Triton to compile with; torch brings it along with its CUDA builds."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def fit(values: Tensor, bins: Bins) -> bool:
     """Whether these kernels take such values; other ones go the way of `histograms.py`."""
     return (
         values.is_cuda
-        and values.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and values.dtype in _TYPES
         and values.ndim == 2
         and values.shape[0] > 0
         and bins.total <= MOST_BINS
-        and available()
+        and _usable(values.device)
     )
+
+
+@functools.cache
+def _usable(device: torch.device) -> bool:
+    """Whether kernels can be compiled for the device; says why not, once."""
+    if not available():
+        log.info("soft histograms go without kernels of their own: this torch has no CUDA compiler")
+        return False
+    try:
+        _kernels(3, 1, 1, 1, 1, torch.float32, device)
+    except CompilationError as error:
+        log.warning("soft histograms go without kernels of their own and take longer: %s", error)
+        return False
+    return True
 
 
 def divergence(
@@ -75,55 +100,42 @@ class _Divergence(torch.autograd.Function):
     def forward(
         ctx: Any, values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, kind: Divergence
     ) -> Tensor:
-        values = values.contiguous()
+        values, low, scale, source = (given.contiguous() for given in (values, low, scale, source))
         if values.shape[0] <= _ALONE:
             result, slopes = _alone(values, low, scale, source, bins, kind)
             ctx.save_for_backward(slopes)
             ctx.bins = None
             return result
-        target = _counts(values, low, scale, bins)
-        result, gradient = _per_unit(source, target, scale, bins, kind)
+        result, gradient = _per_unit(values, low, scale, source, bins, kind)
         ctx.save_for_backward(values, low, scale, gradient)
         ctx.bins = bins
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients
+        (upstream,) = gradients
         if ctx.bins is None:
             (slopes,) = ctx.saved_tensors
-            result = (slopes * gradient).to(slopes.dtype)
+            result = (slopes * upstream).to(slopes.dtype)
         else:
-            values, low, scale, per_bin = ctx.saved_tensors
-            result = _slopes(values, low, scale, per_bin * gradient.unsqueeze(1), ctx.bins)
+            values, low, scale, gradient = ctx.saved_tensors
+            result = _slopes(values, low, scale, gradient, upstream.contiguous(), ctx.bins)
         return result, None, None, None, None, None
 
 
 class _Histogram(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
-        values = values.contiguous()
+        values, low, scale = (given.contiguous() for given in (values, low, scale))
         ctx.save_for_backward(values, low, scale)
         ctx.bins = bins
         return _counts(values, low, scale, bins)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        values, low, scale = ctx.saved_tensors
         (gradient,) = gradients
-        return _slopes(values, low, scale, gradient.contiguous(), ctx.bins), None, None, None
-
-
-def _per_unit(source: Tensor, target: Tensor, scale: Tensor, bins: Bins, kind: Divergence) -> tuple[Tensor, Tensor]:
-    """The divergence of each unit and its derivative by the target's counts."""
-    forward, backward = _weights(kind, bins)
-    distance = torch.log(source + EPSILON) - torch.log(target + EPSILON)
-    usable = (scale > 0).unsqueeze(1)
-    weight = torch.where(usable, forward * source - backward * target, 0.0)
-    gradient = torch.where(
-        usable, -(forward * source - backward * target) / (target + EPSILON) - backward * distance, 0.0
-    )
-    return (weight * distance).sum(1), gradient
+        values, low, scale = ctx.saved_tensors
+        return _slopes(values, low, scale, gradient.contiguous(), None, ctx.bins), None, None, None
 
 
 def _weights(kind: Divergence, bins: Bins) -> tuple[float, float]:
@@ -132,69 +144,121 @@ def _weights(kind: Divergence, bins: Bins) -> tuple[float, float]:
     return forward * unit, backward * unit
 
 
-def _width(bins: Bins) -> int:
-    """Bins in a program: a power of two."""
-    return max(2, 1 << (bins.total - 1).bit_length())
+def window(bins: Bins, negligible: float = _NEGLIGIBLE) -> int:
+    """Bins on either side of a value's own that get a share worth counting.
+
+    The worst place is an edge, where the logit of the bin o further on is s o (o - 1) / 2 below: s is a bin's width in
+    temperatures.
+    """
+    width = 1 / (bins.inner * bins.temperature)
+    reach = math.ceil((math.sqrt(1 + 8 * negligible / width) - 1) / 2)
+    return max(1, min(reach, bins.total - 1))
 
 
-def _sharp(bins: Bins) -> bool:
-    return 1 / (bins.inner * bins.temperature) >= _SHARP
+def _sharp(bins: Bins) -> float:
+    """The width of a bin in temperatures, for powers of two; sharper than sharp makes no difference."""
+    return min(1 / (bins.inner * bins.temperature), 1e6) / math.log(2)
+
+
+@functools.cache
+def _kernels(
+    total: int, reach: int, columns: int, warps: int, ahead: int, dtype: torch.dtype, device: torch.device
+) -> Kernels:
+    source = resources.files("shiftmend").joinpath("kernels.cu").read_text(encoding="utf-8")
+    given = {"TOTAL": total, "WINDOW": reach, "COLUMNS": columns, "WARPS": warps, "AHEAD": ahead}
+    options = [f"-D{name}={value}" for name, value in given.items()]
+    return Kernels(source, (*options, f"-D{_TYPES[dtype]}", "--use_fast_math"), device)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """How values `[N, D]` are shared out among the threads of a GPU."""
+
+    values: Tensor
+    bins: Bins
+    columns: int
+    """Units in a block: a power of two."""
+    warps: int
+    """In a block."""
+    reach: int
+
+    @staticmethod
+    def of(
+        values: Tensor, bins: Bins, columns: int = _LANES, warps: int = _WARPS, negligible: float = _NEGLIGIBLE
+    ) -> _Work:
+        needed = 1 << (values.shape[1] - 1).bit_length()
+        room = _SHARED // ((bins.total + 1) * _LANES * 4)  # a thread has its own bins, and one number more
+        return _Work(values, bins, min(columns, needed), min(warps, room), window(bins, negligible))
+
+    @property
+    def across(self) -> int:
+        """Blocks beside each other."""
+        return math.ceil(self.values.shape[1] / self.columns)
+
+    def parts(self, rounds: int) -> tuple[int, int]:
+        """Into how many parts to cut the samples, so that a thread has some rounds to do, and the samples of each."""
+        samples, threads = self.values.shape[0], self.warps * _LANES // self.columns
+        fill = multiprocessors(self.values.device) * _WARPS_RESIDENT // self.warps
+        count = max(1, min(math.ceil(samples / (rounds * threads)), fill // self.across))
+        return count, math.ceil(samples / count)
+
+    def launch(self, name: str, parts: int, *arguments: Tensor | float | None) -> None:
+        total, dtype, device = self.bins.total, self.values.dtype, self.values.device
+        kernels = _kernels(total, self.reach, self.columns, self.warps, _AHEAD, dtype, device)
+        kernels.launch(name, (self.across, parts), (_LANES, self.warps), *arguments)
 
 
 def _alone(
     values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, kind: Divergence
 ) -> tuple[Tensor, Tensor]:
-    samples, units = values.shape
-    result = torch.empty(units, device=values.device)
+    result = torch.empty(values.shape[1], device=values.device)
     slopes = torch.empty_like(values)
-    forward, backward = _weights(kind, bins)
-    columns = 4
-    rows = max(16, 2048 // (columns * _width(bins)))
-    with torch.cuda.device(values.device):
-        _compiled()["alone"][(math.ceil(units / columns),)](
-            values, low, scale, source, result, slopes, samples, units,
-            bins.inner, 1 / bins.temperature, forward, backward, EPSILON,
-            bins.total, _width(bins), rows, columns,
-        )  # fmt: skip
+    _Work.of(values, bins, _COLUMNS_ALONE, _WARPS_ALONE, _NOTHING).launch(
+        "alone", 1, values, low, scale, source, result, slopes, *values.shape,
+        _sharp(bins), 1 / bins.temperature, *_weights(kind, bins), EPSILON,
+    )  # fmt: skip
     return result, slopes
 
 
+def _partial(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
+    """Sums of shares over each part of the samples `[parts, B, D]`."""
+    work = _Work.of(values, bins)
+    parts, each = work.parts(2 * _AHEAD)
+    partial = torch.empty(parts, bins.total, values.shape[1], device=values.device)
+    work.launch("counts", parts, values, low, scale, partial, *values.shape, each, _sharp(bins))
+    return partial
+
+
 def _counts(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
-    samples, units = values.shape
-    sharp = _sharp(bins)
-    columns, rows = (32, 64) if sharp else (8, max(8, 512 // _width(bins)))
-    across = math.ceil(units / columns)
-    # enough programs to fill a GPU, each with several rounds to do; summed in a fixed order, so the result is one too
-    splits = max(1, min(math.ceil(samples / (4 * rows)), math.ceil(2048 / across)))
-    each = math.ceil(samples / splits)
-    partial = torch.empty(splits, units, bins.total, device=values.device)
-    with torch.cuda.device(values.device):
-        _compiled()["sharp_counts" if sharp else "counts"][(across, splits)](
-            values, low, scale, partial, samples, units, each,
-            bins.inner, 1 / bins.temperature,
-            bins.total, _width(bins), rows, columns,
-        )  # fmt: skip
-    return partial.sum(0).div_(samples)
-
-
-def _slopes(values: Tensor, low: Tensor, scale: Tensor, gradient: Tensor, bins: Bins) -> Tensor:
-    samples, units = values.shape
-    result = torch.empty_like(values)
-    sharp = _sharp(bins)
-    columns, rows = (64, 32) if sharp else (8, max(8, 512 // _width(bins)))
-    with torch.cuda.device(values.device):
-        _compiled()["sharp_slopes" if sharp else "slopes"][(math.ceil(units / columns), math.ceil(samples / rows))](
-            values, low, scale, gradient, result, samples, units,
-            bins.inner, 1 / bins.temperature, 1 / samples,
-            bins.total, _width(bins), rows, columns,
-        )  # fmt: skip
+    partial = _partial(values, low, scale, bins)
+    result = torch.empty(values.shape[1], bins.total, device=values.device)
+    _Work.of(values, bins).launch(
+        "settle", 1, partial, scale, None, result, None, None, *values.shape, len(partial), 0.0, 0.0, EPSILON
+    )
     return result
 
 
-@functools.cache
-def _compiled() -> dict[str, Any]:
-    """Triton is imported when it is first needed: it is not there without CUDA."""
-    from shiftmend import triton_kernels
+def _per_unit(
+    values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, kind: Divergence
+) -> tuple[Tensor, Tensor]:
+    """The divergence of each unit and its derivative by the target's counts."""
+    partial = _partial(values, low, scale, bins)
+    result, gradient = torch.empty(values.shape[1], device=values.device), torch.empty_like(source)
+    _Work.of(values, bins).launch(
+        "settle", 1, partial, scale, source, None, result, gradient, *values.shape, len(partial),
+        *_weights(kind, bins), EPSILON,
+    )  # fmt: skip
+    return result, gradient
 
-    names = ("alone", "counts", "slopes", "sharp_counts", "sharp_slopes")
-    return {name: getattr(triton_kernels, name) for name in names}
+
+def _slopes(
+    values: Tensor, low: Tensor, scale: Tensor, gradient: Tensor, upstream: Tensor | None, bins: Bins
+) -> Tensor:
+    result = torch.empty_like(values)
+    work = _Work.of(values, bins)
+    parts, each = work.parts(4)
+    work.launch(
+        "slopes", parts, values, low, scale, gradient, upstream, result, *values.shape, each,
+        _sharp(bins), 1 / bins.temperature,
+    )  # fmt: skip
+    return result

@@ -60,6 +60,8 @@ class Recipe:
     """A safetensors file, in the data folder if its path is relative, with weights for everything but the head. It is
     known by its name alone: other weights need another name."""
     nesterov: bool = False
+    autocast: bool = False
+    """Train in bfloat16 where there is a GPU; the weights and the loss stay in full precision."""
 
     def __post_init__(self) -> None:
         # one form for what is equal: 1 and 1.0 must not give two digests
@@ -82,8 +84,8 @@ class Recipe:
                 raise DataError(f"{name} of a recipe must be {expected}, got {getattr(self, name)!r}")
 
     def facts(self) -> dict[str, Any]:
-        """All fields, ready for JSON."""
-        return asdict(self)
+        """All fields, ready for JSON; `autocast` goes without saying where it is off, as in protocols."""
+        return {name: value for name, value in asdict(self).items() if name != "autocast" or value}
 
     def digest(self, extra: Mapping[str, Any] | None = None) -> str:
         """16 hexadecimal digits that change with every field and with whatever else decides the result."""
@@ -158,8 +160,13 @@ def train(
         else:
             optimiser.param_groups[0]["lr"] = rate(recipe, number, steps)
 
+    half = recipe.autocast and place.type == "cuda"
+
     def step(batch: Tensor, labels: Tensor, generator: Generator) -> Tensor:
-        logits = model(preprocess(augment(batch, generator)).contiguous(memory_format=torch.channels_last))
+        ready = preprocess(augment(batch, generator)).contiguous(memory_format=torch.channels_last)
+        with torch.autocast(place.type, torch.bfloat16, enabled=half, cache_enabled=False):  # a graph cannot read it
+            logits = model(ready)
+        logits = logits.float() if half else logits
         if logits.shape[1] <= highest:  # which a GPU would report as an unreadable crash
             raise DataError(
                 f"{images.name} has labels up to {highest}, but {recipe.network} has {logits.shape[1]} outputs; set "

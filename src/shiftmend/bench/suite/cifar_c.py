@@ -89,9 +89,10 @@ def benchmark(
                 batch_size=128,
                 weight_decay=5e-4,
                 augmentation=augmentation,
+                autocast=True,
             )
         },
-        protocols={"offline": Offline(batch_size=200, score_every=10), "online": Online(batch_size=200)},
+        protocols={"offline": Offline(batch_size=200, score_every=10, autocast=True), "online": Online(batch_size=200)},
         settings={
             "offline": OFFLINE,
             "online": {"source-only": Setting("source-only"), "adabn": Setting("adabn"), **online},
@@ -100,4 +101,5 @@ def benchmark(
         load_target=load_target,
         origin=origin,
         preprocess=standardised(mean, deviation),
+        lanes=3,
     )
