@@ -129,8 +129,10 @@ class CapturedEpoch:
     def __init__(
         self, once: Once, model: nn.Module, optimiser: optim.SGD, device: torch.device, samples: int, size: int
     ) -> None:
+        self.steps = samples // size
         # any valid order will do while warming up: what it does to the model is undone
-        self.order = torch.arange(samples // size * size, device=device).view(-1, size).clone()
+        rows = max(self.steps, WARM_UP + 1)
+        self.order = torch.arange(rows * size, device=device).remainder_(samples).view(-1, size)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.sums: Sums = {}
         with _undone(model, optimiser):
@@ -138,25 +140,25 @@ class CapturedEpoch:
 
     def _step(self, once: Once) -> None:
         index = self.order.index_select(0, self.cursor).squeeze(0)
-        for name, term in once(index).items():
-            if name not in self.sums:
-                self.sums[name] = torch.zeros_like(term)
-            self.sums[name] += term
+        terms = once(index)
+        for name, term in terms.items():
+            self.sums.setdefault(name, torch.zeros_like(term))
+        torch._foreach_add_([self.sums[name] for name in terms], list(terms.values()))
         self.cursor += 1
-        self.cursor.remainder_(len(self.order))
 
     def run(self, order: Tensor) -> tuple[Sums, int]:
         """All steps of an epoch in this order of the samples; the sums of the terms, and how many steps there were."""
-        self.order.copy_(order[: self.order.numel()].view_as(self.order))
+        given = self.order[: self.steps]
+        given.copy_(order[: given.numel()].view_as(given))
         self.cursor.zero_()
         for total in self.sums.values():
             total.zero_()
         with others_may_go():
-            for _ in range(len(self.order)):
+            for _ in range(self.steps):
                 self.graph.replay()
             if has_turns():
                 torch.cuda.current_stream(self.order.device).synchronize()
-        return dict(self.sums), len(self.order)
+        return dict(self.sums), self.steps
 
 
 def _end_capture(device: torch.device) -> None:

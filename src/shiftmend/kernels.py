@@ -43,8 +43,9 @@ _SHARED = 48 << 10
 _AHEAD = 8
 """Values that a thread loads at once."""
 _TYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
-_KINDS: dict[str, tuple[float, float]] = {
-    # weights of KL(source || target) and of KL(target || source)
+Weights = tuple[float, float]
+"""Of KL(source || target) and of KL(target || source)."""
+_KINDS: dict[str, Weights] = {
     "psi": (1.0, 1.0),
     "symmetric-kl": (0.5, 0.5),
     "kl-source-target": (1.0, 0.0),
@@ -79,13 +80,21 @@ def _usable(device: torch.device) -> bool:
 
 
 def divergence(
-    values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, kind: Divergence = "psi"
+    values: Tensor,
+    low: Tensor,
+    scale: Tensor,
+    source: Tensor,
+    bins: Bins,
+    kind: Divergence = "psi",
+    factor: float = 1.0,
 ) -> Tensor:
-    """Divergence of each unit `[D]` between values `[N, D]` and the normalised counts `source` `[D, B]`.
+    """`factor` times the divergence of each unit `[D]` between values `[N, D]` and normalised counts `source` `[D, B]`.
 
     `scale` is one over the range of a usable unit and 0 for the others, whose divergence is zero.
     """
-    result: Tensor = _Divergence.apply(values, low, scale, source, bins, kind)
+    forward, backward = _KINDS[kind]
+    factor *= 1 / math.log(bins.total) if kind == "psi" else 1.0
+    result: Tensor = _Divergence.apply(values, low, scale, source, bins, (forward * factor, backward * factor))
     return result
 
 
@@ -98,15 +107,15 @@ def soft_histogram(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Te
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, kind: Divergence
+        ctx: Any, values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, weights: Weights
     ) -> Tensor:
         values, low, scale, source = (given.contiguous() for given in (values, low, scale, source))
         if values.shape[0] <= _ALONE:
-            result, slopes = _alone(values, low, scale, source, bins, kind)
+            result, slopes = _alone(values, low, scale, source, bins, weights)
             ctx.save_for_backward(slopes)
             ctx.bins = None
             return result
-        result, gradient = _per_unit(values, low, scale, source, bins, kind)
+        result, gradient = _per_unit(values, low, scale, source, bins, weights)
         ctx.save_for_backward(values, low, scale, gradient)
         ctx.bins = bins
         return result
@@ -136,12 +145,6 @@ class _Histogram(torch.autograd.Function):
         (gradient,) = gradients
         values, low, scale = ctx.saved_tensors
         return _slopes(values, low, scale, gradient.contiguous(), None, ctx.bins), None, None, None
-
-
-def _weights(kind: Divergence, bins: Bins) -> tuple[float, float]:
-    forward, backward = _KINDS[kind]
-    unit = 1 / math.log(bins.total) if kind == "psi" else 1.0
-    return forward * unit, backward * unit
 
 
 def window(bins: Bins, negligible: float = _NEGLIGIBLE) -> int:
@@ -209,13 +212,13 @@ class _Work:
 
 
 def _alone(
-    values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, kind: Divergence
+    values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, weights: Weights
 ) -> tuple[Tensor, Tensor]:
     result = torch.empty(values.shape[1], device=values.device)
     slopes = torch.empty_like(values)
     _Work.of(values, bins, _COLUMNS_ALONE, _WARPS_ALONE, _NOTHING).launch(
         "alone", 1, values, low, scale, source, result, slopes, *values.shape,
-        _sharp(bins), 1 / bins.temperature, *_weights(kind, bins), EPSILON,
+        _sharp(bins), 1 / bins.temperature, *weights, EPSILON,
     )  # fmt: skip
     return result, slopes
 
@@ -239,14 +242,14 @@ def _counts(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
 
 
 def _per_unit(
-    values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, kind: Divergence
+    values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, weights: Weights
 ) -> tuple[Tensor, Tensor]:
     """The divergence of each unit and its derivative by the target's counts."""
     partial = _partial(values, low, scale, bins)
     result, gradient = torch.empty(values.shape[1], device=values.device), torch.empty_like(source)
     _Work.of(values, bins).launch(
         "settle", 1, partial, scale, source, None, result, gradient, *values.shape, len(partial),
-        *_weights(kind, bins), EPSILON,
+        *weights, EPSILON,
     )  # fmt: skip
     return result, gradient
 

@@ -22,6 +22,7 @@ from shiftmend.devices import device_of
 from shiftmend.distributed import of_first_process, rank, same_everywhere, world_size
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
+from shiftmend.halves import in_bfloat16
 from shiftmend.layouts import as_in
 from shiftmend.methods import Method, Network, Stage
 from shiftmend.profiles import Profile
@@ -324,8 +325,7 @@ class Run:
     def _precision(self) -> Any:
         if not self.autocast:
             return nullcontext()
-        # without its cache of weights in bfloat16, which a captured step could not refresh
-        return torch.autocast(device_type=self.feed.device.type, dtype=torch.bfloat16, cache_enabled=False)
+        return in_bfloat16(self.model, self.feed.device)
 
 
 def still_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:

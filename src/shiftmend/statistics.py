@@ -101,10 +101,8 @@ class Histogram:
     def divergence(self, values: Tensor, kind: Divergence = "psi") -> Tensor:
         """Mean divergence over usable units of values `[N, D]` of the tap."""
         if kernels.fit(values, self.bins):
-            per_unit = kernels.divergence(
-                values, self.low.float(), self.scale.float(), self.probabilities.float(), self.bins, kind
-            )
-            return per_unit.sum() / max(1, self.usable_count)
+            given = (self.low.float(), self.scale.float(), self.probabilities.float())
+            return kernels.divergence(values, *given, self.bins, kind, 1 / max(1, self.usable_count)).sum()
         return self.mean_divergence(self.of(values), kind)
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -98,7 +99,7 @@ class Steps:
         if targets is not None:
             activations["targets"] = targets
         terms = self.objective(activations)
-        total = torch.stack(list(terms.values())).sum()
+        total = functools.reduce(torch.add, terms.values())
         if not total.requires_grad:
             raise AdaptationError(
                 f"what the loss reads does not depend on the parameters of {self.what!r}: the model cuts the gradient "

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from shiftmend.data.streamed import ImageFiles
 from shiftmend.devices import resolve_device
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.feeds import Preprocess
+from shiftmend.halves import in_bfloat16
 from shiftmend.models import MODELS, build
 
 logger = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ def train(
 
     def step(batch: Tensor, labels: Tensor, generator: Generator) -> Tensor:
         ready = preprocess(augment(batch, generator)).contiguous(memory_format=torch.channels_last)
-        with torch.autocast(place.type, torch.bfloat16, enabled=half, cache_enabled=False):  # a graph cannot read it
+        with in_bfloat16(model, place) if half else nullcontext():
             logits = model(ready)
         logits = logits.float() if half else logits
         if logits.shape[1] <= highest:  # which a GPU would report as an unreadable crash

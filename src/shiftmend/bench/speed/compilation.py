@@ -77,7 +77,7 @@ def compiled_time(stage: Scene, repeats: int) -> CompiledTime:
         stage.taps,
         ours(stage),
         sgd(stage),
-        precision=under(stage.device, autocast=True),
+        precision=under(stage, autocast=True),
         compile=True,
     )
     with nothing_kept():

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shiftmend import histograms
 from shiftmend.bench.speed.timing import Table, Timing, figure, forget_peak, matrix_throughput, mebibytes, timed
 from shiftmend.feeds import Feed
+from shiftmend.halves import in_bfloat16
 from shiftmend.histograms import Bins
 from shiftmend.methods import Objective
 from shiftmend.models import build
@@ -116,7 +117,7 @@ def time_step(
     repeats: int,
 ) -> Timing:
     """Of whole epochs, divided by the number of their steps."""
-    precision = under(stage.device, autocast)
+    precision = under(stage, autocast, ours=capture)
     steps = Steps(stage.model, stage.feed, stage.taps, objective, sgd(stage), precision=precision, capture=capture)
     return epoch_time(steps, repeats, targets) / stage.steps
 
@@ -130,11 +131,13 @@ def sgd(stage: Scene) -> optim.SGD:
     return optim.SGD(stage.model.parameters(), lr=1e-4, momentum=0.9, fused=stage.device.type == "cuda")
 
 
-def under(device: torch.device, autocast: bool) -> Precision:
-    """bfloat16 or what the weights are in."""
-    if autocast:
-        return functools.partial(torch.autocast, device.type, torch.bfloat16, cache_enabled=False)
-    return nullcontext
+def under(stage: Scene, autocast: bool, ours: bool = True) -> Precision:
+    """bfloat16, as we have it or as autocast does, or what the weights are in."""
+    if not autocast:
+        return nullcontext
+    if ours:
+        return functools.partial(in_bfloat16, stage.model, stage.device)
+    return functools.partial(torch.autocast, stage.device.type, torch.bfloat16)
 
 
 @dataclass(frozen=True)
