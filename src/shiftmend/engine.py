@@ -143,6 +143,7 @@ def adapt(
         "profile_sha256": hashlib.sha256(profile.to_bytes()).hexdigest() if profile else None,
         "source_weights": fingerprints.weights(model),
         "autocast": autocast,
+        "compile": compile,
         "kept": keep,
         "environment": {**environment(place), "world_size": world_size()},
     }

@@ -58,11 +58,14 @@ def test_without_lanes_nothing_is_given_up() -> None:
 
 @pytest.mark.gpu
 @gpu
-def test_lanes_give_what_one_cell_after_the_other_gives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compile", [False, True])
+def test_lanes_give_what_one_cell_after_the_other_gives(tmp_path: Path, compile: bool) -> None:
     found = {}
     for workers in (1, 3):
         folder = tmp_path / str(workers)
-        run(TINY, folder, root=tmp_path, device="cuda", workers=workers, progress=False)
+        run(
+            TINY, folder, root=tmp_path, device="cuda", workers=workers, compile=compile and workers > 1, progress=False
+        )
         with Store(folder / "results.sqlite", read_only=True) as store:
             found[workers] = {result.cell: result for result in store.results()}
     assert found[1].keys() == found[3].keys()
@@ -71,4 +74,6 @@ def test_lanes_give_what_one_cell_after_the_other_gives(tmp_path: Path) -> None:
         assert result.failed == other.failed
         if result.last is not None and other.last is not None:
             assert other.manifest["lanes"] == 3
+            assert other.manifest.get("compile", False) == compile
+            assert "warnings" not in other.manifest or not any("captured" in w for w in other.manifest["warnings"])
             assert result.last.accuracy == pytest.approx(other.last.accuracy, abs=0.06)

@@ -333,3 +333,7 @@ def test_missing_data_are_an_error_of_the_data(tmp_path: Path) -> None:
             ask()
     shop.benchmark = BENCHMARK
     assert len(shop.target("dim").score) == 100  # a failure is not kept
+
+
+def test_nothing_is_compiled_for_a_cpu(tmp_path: Path) -> None:
+    assert not Workshop(BENCHMARK, tmp_path, None, "cpu", compile=True).compile

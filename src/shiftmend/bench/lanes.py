@@ -49,7 +49,7 @@ def lanes(job: Job, advance: Advance, count: int) -> Iterator[Execute]:
 
         with taking_turns(turn):
             if not hasattr(own, "workshop"):
-                own.workshop = Workshop(benchmark, Path(job.home), root, job.device, data)
+                own.workshop = Workshop(benchmark, Path(job.home), root, job.device, data, job.compile)
                 own.stream = torch.cuda.Stream(own.workshop.device)
             with torch.cuda.stream(own.stream):
                 result = run_cell(own.workshop, cell, rates=job.rates, tick=tick)

@@ -54,6 +54,7 @@ def run(
     root: str | os.PathLike[str] | None = None,
     device: str = "auto",
     workers: int | None = None,
+    compile: bool = False,
     executor: Executor = "local",
     progress: Progress = None,
     say: Callable[[str], None] | None = None,
@@ -61,7 +62,8 @@ def run(
     """Run the cells of a benchmark that are not in `folder/results.sqlite` yet.
 
     Source models and profiles are made where they are missing and kept in `folder`. A cell that fails is recorded with
-    its error, and tried again in the next run. `rates` are learning rates to choose from without labels.
+    its error, and tried again in the next run. `rates` are learning rates to choose from without labels. `compile` is
+    that of `adapt`: for many cells of a large network on a GPU.
     """
     started = time.perf_counter()
     chosen, home, place = find(benchmark), Path(folder), _data_root(root)
@@ -88,6 +90,7 @@ def run(
             device,
             tuple(rates or ()),
             threads=1 if chosen.small else 0 if count == 1 else max(1, (os.cpu_count() or 1) // count),
+            compile=compile,
         )
         if todo:
             with (

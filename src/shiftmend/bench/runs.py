@@ -89,6 +89,7 @@ class Run:
             preprocess=given.workshop.benchmark.preprocess,
             device=given.workshop.device,
             autocast=given.protocol.in_bfloat16(given.workshop.device),
+            compile=given.workshop.compile,
             on_epoch=look,
             progress=False,
             **self.options,

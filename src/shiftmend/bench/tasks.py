@@ -30,6 +30,8 @@ class Job:
     rates: tuple[float, ...] = ()
     threads: int = 0
     """Of torch in each worker; 0 leaves them as they are."""
+    compile: bool = False
+    """Steps of adaptation, on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ def workshop_of(job: Job) -> Workshop:
     """This process's workshop; the one of another job, with its data, is given up for it."""
     if job.threads:
         torch.set_num_threads(job.threads)
-    return Workshop(find(job.benchmark), Path(job.home), Path(job.root) if job.root else None, job.device)
+    root = Path(job.root) if job.root else None
+    return Workshop(find(job.benchmark), Path(job.home), root, job.device, compile=job.compile)
 
 
 def work(job: Job, task: Task, advance: Advance) -> Result | None:

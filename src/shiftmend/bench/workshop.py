@@ -41,9 +41,11 @@ class Workshop:
         root: Path | None,
         device: str | torch.device,
         data: Shelf | None = None,
+        compile: bool = False,
     ) -> None:
         self.benchmark, self.home, self.root = benchmark, home, root
         self.device = resolve_device(device)
+        self.compile = compile and self.device.type == "cuda"
         self._data = data or Shelf(1)
         settings = [setting for table in benchmark.settings.values() for setting in table.values()]
         presets = {setting.preset for setting in settings}

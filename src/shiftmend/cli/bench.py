@@ -132,6 +132,7 @@ def run(
     data_root: Root = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     workers: Annotated[int | None, typer.Option(help="Processes; default one a GPU, or one a core if small.")] = None,
+    compile: Annotated[bool, typer.Option(help="On a GPU, compile steps: pays for many cells of a ResNet.")] = False,
     executor: Annotated[str, typer.Option(help="local, or ray for a cluster.")] = "local",
     as_json: Json = False,
 ) -> None:
@@ -150,6 +151,7 @@ def run(
         root=root_of(data_root),
         device=device,
         workers=workers,
+        compile=compile,
         executor=executor,  # type: ignore[arg-type]
         progress=False if as_json else None,
         say=None if as_json or sys.stderr.isatty() else say,
