@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shiftmend import halves
-from shiftmend.halves import in_bfloat16
+from shiftmend.halves import bfloat16, in_bfloat16
 from shiftmend.models import build
 
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def test_what_a_step_changes_is_seen_by_the_next() -> None:
         with torch.no_grad():
             model.weight.fill_(value)
         with in_bfloat16(model, CPU):
-            assert float(model(inputs)) == 2 * value
+            assert model(inputs).item() == 2 * value
 
 
 @pytest.mark.gpu
@@ -137,3 +137,70 @@ def test_one_kernel_casts_all_weights_and_another_their_gradients() -> None:
             torch.cuda.synchronize()
         kernels[ours] = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in seen.events())
     assert kernels[True] <= kernels[False] - 10
+
+
+class Odd(nn.Module):
+    """A network whose forward pass does something of its own with the weights of its last layer."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 3, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        features = self.body(inputs)
+        match self.what:
+            case "nothing":
+                return self.head(features)  # type: ignore[no-any-return]
+            case "full precision":
+                with torch.autocast(inputs.device.type, enabled=False):
+                    return self.head(features.float())  # type: ignore[no-any-return]
+            case "cosine":
+                return functional.linear(features, functional.normalize(self.head.weight))
+            case "written":
+                with torch.no_grad():
+                    self.head.weight.clamp_(-1e3, 1e3)
+                return self.head(features)  # type: ignore[no-any-return]
+            case "replaced":
+                self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+                return self.head(features)  # type: ignore[no-any-return]
+        buffer = torch.zeros(3, 6)
+        buffer[torch.arange(3)] = self.head.weight
+        return functional.linear(features, buffer)
+
+
+@pytest.mark.parametrize(
+    ("what", "ours"),
+    [
+        ("nothing", True),
+        ("full precision", False),
+        ("cosine", False),
+        ("written", False),
+        ("replaced", False),
+        ("copied", False),
+    ],
+)
+def test_models_that_do_more_with_their_weights_are_left_to_autocast(what: str, ours: bool) -> None:
+    torch.manual_seed(0)
+    model, sample = Odd(what).train(), torch.randn(8, 4)
+    precision = bfloat16(model, sample)
+    assert model.training
+    with precision():
+        assert (model.body.weight.dtype == torch.bfloat16) == ours
+        out = model(sample)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(out, model(sample))
+
+
+def test_a_model_that_does_not_run_in_bfloat16_at_all_says_why() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        bfloat16(nn.Linear(3, 3), torch.zeros(2, 5))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("name", "side"), [("digit-cnn", 28), ("resnet18-cifar", 32)])
+def test_on_a_gpu_the_papers_networks_have_their_weights_cast_at_once(name: str, side: int) -> None:
+    model = build(name, classes=7).cuda().to(memory_format=torch.channels_last)
+    with bfloat16(model, torch.randn(2, 3, side, side, device="cuda"))():
+        assert model.conv1.weight.dtype == torch.bfloat16

@@ -141,8 +141,8 @@ class CapturedEpoch:
     def _step(self, once: Once) -> None:
         index = self.order.index_select(0, self.cursor).squeeze(0)
         terms = once(index)
-        for name, term in terms.items():
-            self.sums.setdefault(name, torch.zeros_like(term))
+        if not self.sums:
+            self.sums = {name: torch.zeros_like(term) for name, term in terms.items()}
         torch._foreach_add_([self.sums[name] for name in terms], list(terms.values()))
         self.cursor += 1
 

@@ -127,6 +127,7 @@ def adapt(
     channels_last(adapted, feed.first(2), output)
     if compile and not (capture and feed.inputs is not None and feed.inputs.is_cuda):
         logger.warning("compile has no effect: only captured steps are compiled, on CUDA and with data that fits there")
+        compile = False
     network, taps = examine(adapted, feed, profile, chosen, blocks, output)
     stages = chosen.stages(network, profile)
     _refuse_unfit(chosen, feed, bool(stages) and bool(batch_norms(adapted)))
@@ -143,7 +144,7 @@ def adapt(
         "profile_sha256": hashlib.sha256(profile.to_bytes()).hexdigest() if profile else None,
         "source_weights": fingerprints.weights(model),
         "autocast": autocast,
-        "compile": compile,
+        **({"compile": True} if compile else {}),
         "kept": keep,
         "environment": {**environment(place), "world_size": world_size()},
     }

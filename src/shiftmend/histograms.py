@@ -118,8 +118,9 @@ def soft_histogram(
         from shiftmend import kernels
 
         if kernels.fit(values, bins):
-            scale = scales(low.float(), high.float()) if scale is None else scale.float()
-            return kernels.soft_histogram(values, low.float(), scale, bins)
+            low, high = (given.to(values.device, torch.float32) for given in (low, high))
+            scale = scales(low, high) if scale is None else scale.to(low)
+            return kernels.soft_histogram(values, low, scale, bins)
         form = _choose(values, bins)
     with torch.autocast(device_type=values.device.type, enabled=False):
         work = values if values.dtype in (torch.float32, torch.float64) else values.float()

@@ -3,18 +3,18 @@
 // A block has COLUMNS units; its threads share their samples out, each thread staying with one unit. A thread keeps its
 // bins in a column of shared memory that no other thread touches, so adding needs neither atomics nor a look at all bins.
 //
-// Given when compiled: TOTAL bins, the WINDOW of bins on either side of a value's own that get a share, COLUMNS (a power
-// of two up to 32), WARPS in a block, values AHEAD that a thread loads at once, and the type of the values: FLOAT32,
-// BFLOAT16 or FLOAT16.
+// Given when compiled: TOTAL bins, the WINDOW of bins on either side of a cut that get a share of a value near it,
+// COLUMNS (a power of two up to 32), WARPS in a block, values AHEAD that a thread loads at once, and the type of the
+// values: FLOAT32 or BFLOAT16.
 
 #define INNER (TOTAL - 2)
 #define LANES 32
 #define KERNEL extern "C" __global__ void __launch_bounds__(WARPS * LANES)
 #define STRIDE (WARPS * LANES / COLUMNS)  // threads that share a unit's samples
 #if WINDOW <= 8
-#define OVER_NEIGHBOURS _Pragma("unroll") for (int o = -WINDOW; o <= WINDOW; ++o)
+#define OVER_NEIGHBOURS _Pragma("unroll") for (int i = 1 - WINDOW; i <= WINDOW; ++i)
 #else
-#define OVER_NEIGHBOURS _Pragma("unroll 1") for (int o = -WINDOW; o <= WINDOW; ++o)
+#define OVER_NEIGHBOURS _Pragma("unroll 1") for (int i = 1 - WINDOW; i <= WINDOW; ++i)
 #endif
 
 #if defined(FLOAT32)
@@ -29,81 +29,94 @@ __device__ Value written(float value) {
   if (value != value) return (Value)((bits >> 16) | 0x40);  // rounding must not make an infinity of a NaN
   return (Value)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
-#elif defined(FLOAT16)
-typedef unsigned short Value;
-__device__ float read(Value value) {
-  float result;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value));
-  return result;
-}
-__device__ Value written(float value) {
-  Value result;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result) : "f"(value));
-  return result;
-}
 #endif
 
-// A value on the scale of the bins: its own bin, its distance from the middle of that bin (in bins), and one over the
-// sum of all weights. A NaN counts as in bin 0 and makes the sum one, which is how it comes out.
-struct Place {
-  int bin;
-  float off;
-  float share;
+// What all values of a unit have in common. `sharp` is s, the width of a bin in temperatures, as an exponent of two.
+struct Unit {
+  float low, scale, sharp;
+#if WINDOW <= 8
+  float fade[WINDOW + 1];  // exp(-n (n - 1) s / 2)
+#endif
 };
 
-// Weight of the bin `o` further up, with that of the own bin 1: exp(o z - o^2 s / 2), where s is the width of a bin and
-// z the distance from its middle, both in temperatures. `sharp` is s in powers of two. Never above 1.
-__device__ __forceinline__ float weight(const Place& place, int o, float sharp) {
-  int bin = place.bin + o;
-  return bin < 0 || bin >= TOTAL ? 0.f : o == 0 ? 1.f : exp2f((place.off - 0.5f * o) * o * sharp);
+__device__ __forceinline__ Unit unit_of(float low, float scale, float sharp) {
+  Unit unit = {low, scale, sharp};
+#if WINDOW <= 8
+#pragma unroll
+  for (int n = 0; n <= WINDOW; ++n) unit.fade[n] = exp2f(-0.5f * n * (n - 1) * sharp);
+#endif
+  return unit;
 }
 
-__device__ __forceinline__ Place placed(float value, float low, float scale, float sharp) {
+// A value beside the cut next to it, which lies between the bins `cut` and `cut` + 1.
+struct Place {
+  int cut;
+  float away;  // from the cut, in temperatures, as an exponent of two
+  float up, down;  // two to the power of `away`, and one over it
+  float share;  // of bin `cut`: one over the sum of all weights
+};
+
+__device__ __forceinline__ bool exists(const Place& place, int i) {
+  return (i >= 0 || place.cut + i >= 0) && (i <= 1 || place.cut + i < TOTAL);
+}
+
+// Weight of bin `cut` + i, with that of `cut` 1: exp(i t - i (i - 1) s / 2), where t is the distance from the cut.
+__device__ __forceinline__ float weight(const Unit& unit, const Place& place, int i) {
+#if WINDOW <= 8
+  float weight = i > 0 ? unit.fade[i] : unit.fade[1 - i];
+#pragma unroll
+  for (int n = 0; n < (i > 0 ? i : -i); ++n) weight *= i > 0 ? place.up : place.down;
+#else
+  float weight = exp2f(i * place.away - 0.5f * i * (i - 1) * unit.sharp);
+#endif
+  return exists(place, i) ? weight : 0.f;
+}
+
+__device__ __forceinline__ Place placed(const Unit& unit, float value) {
   const float whole = 12582912.f;  // 1.5 * 2^23: what is added to it is rounded, and stands in its lowest bits
-  float position = (value - low) * scale * INNER;
-  // of a value on an edge either bin will do
-  float shifted = fminf(fmaxf(position + 0.5f, 0.f), TOTAL - 1.f) + whole;
-  Place place = {__float_as_int(shifted) - __float_as_int(whole), position + 0.5f - (shifted - whole), 1.f};
+  const float most = 36.f;  // beyond, less than 1e-10 is on the other side of the cut; further still, powers overflow
+  float position = (value - unit.low) * unit.scale * INNER;
+  float shifted = fminf(fmaxf(position, 0.f), (float)INNER) + whole;
+  float away = (position - (shifted - whole)) * unit.sharp;
+  away = away > most ? most : away;
+  away = away < -most ? -most : away;  // a NaN stays one, and comes out
+  Place place = {__float_as_int(shifted) - __float_as_int(whole), away, exp2f(away), exp2f(-away), 1.f};
   float sum = 0.f;
-  OVER_NEIGHBOURS sum += weight(place, o, sharp);
+  OVER_NEIGHBOURS sum += weight(unit, place, i);
   place.share = 1.f / sum;
   return place;
 }
 
-__device__ __forceinline__ void add(float value, float low, float scale, float sharp, float* bins) {
-  Place place = placed(value, low, scale, sharp);
-  float* own = bins + place.bin * LANES;
-  OVER_NEIGHBOURS if (place.bin + o >= 0 && place.bin + o < TOTAL)
-    own[o * LANES] += weight(place, o, sharp) * place.share;
+__device__ __forceinline__ void add(const Unit& unit, float value, float* bins) {
+  Place place = placed(unit, value);
+  float* own = bins + place.cut * LANES;
+  OVER_NEIGHBOURS if (exists(place, i)) own[i * LANES] += weight(unit, place, i) * place.share;
 }
 
 // Adds the shares of a unit's samples `first`, first + STRIDE, ... to a thread's own bins.
-__device__ __forceinline__ void add_all(const Value* values, float low, float scale, float sharp, int first, int last,
-                                        int units, float* bins) {
+__device__ __forceinline__ void add_all(const Unit& unit, const Value* values, int first, int last, int units,
+                                        float* bins) {
   const Value* at = values + (long long)first * units;
   long long step = (long long)STRIDE * units;
   int row = first;
   for (; row + (AHEAD - 1) * STRIDE < last; row += AHEAD * STRIDE) {
     float value[AHEAD];
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i, at += step) value[i] = read(*at);  // all on their way before the first is needed
+    for (int n = 0; n < AHEAD; ++n, at += step) value[n] = read(*at);  // all on their way before the first is needed
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) add(value[i], low, scale, sharp, bins);
+    for (int n = 0; n < AHEAD; ++n) add(unit, value[n], bins);
   }
-  for (; row < last; row += STRIDE, at += step) add(read(*at), low, scale, sharp, bins);
+  for (; row < last; row += STRIDE, at += step) add(unit, read(*at), bins);
 }
 
 // Raising a value by dx raises the share of a bin by share x (bin - mean bin) dx / temperature.
-__device__ __forceinline__ float slope(float value, float low, float scale, float sharp, const float* gradient) {
-  Place place = placed(value, low, scale, sharp);
-  float mean = 0.f, weighted = 0.f, moment = 0.f;
-  OVER_NEIGHBOURS if (place.bin + o >= 0 && place.bin + o < TOTAL) {
-    float share = weight(place, o, sharp) * place.share, g = gradient[(place.bin + o) * LANES];
-    mean += share * o;
-    weighted += share * g;
-    moment += share * g * o;
-  }
-  return moment - mean * weighted;
+__device__ __forceinline__ float slope(const Unit& unit, float value, const float* gradient) {
+  Place place = placed(unit, value);
+  float mean = 0.f, sum = 0.f;
+  OVER_NEIGHBOURS mean += weight(unit, place, i) * place.share * i;
+  OVER_NEIGHBOURS if (exists(place, i))
+    sum += weight(unit, place, i) * place.share * (i - mean) * gradient[(place.cut + i) * LANES];
+  return sum;
 }
 
 struct Kind {
@@ -145,7 +158,7 @@ KERNEL counts(const Value* values, const float* low, const float* scale, float* 
   for (int bin = 0; bin < TOTAL; ++bin) bins[me.warp][bin][me.lane] = 0.f;
   int first = blockIdx.y * each, last = min(first + each, samples);
   if (me.known)
-    add_all(values + me.unit, low[me.unit], scale[me.unit], sharp, first + me.sample, last, units,
+    add_all(unit_of(low[me.unit], scale[me.unit], sharp), values + me.unit, first + me.sample, last, units,
             &bins[me.warp][0][me.lane]);
   __syncthreads();
   if (!me.known) return;
@@ -189,13 +202,13 @@ KERNEL slopes(const Value* values, const float* low, const float* scale, const f
     table[bin][me.lane] = me.known ? gradient[me.unit * TOTAL + bin] : 0.f;
   __syncthreads();
   if (!me.known) return;
-  float at = low[me.unit], by = scale[me.unit];
-  float factor = by * sharpness / samples * (upstream == nullptr ? 1.f : upstream[me.unit]);
+  Unit unit = unit_of(low[me.unit], scale[me.unit], sharp);
+  float factor = unit.scale * sharpness / samples * (upstream == nullptr ? 1.f : upstream[me.unit]);
   int first = blockIdx.y * each, last = min(first + each, samples);
   long long place = (long long)(first + me.sample) * units + me.unit, step = (long long)STRIDE * units;
 #pragma unroll 4
   for (int row = first + me.sample; row < last; row += STRIDE, place += step)
-    result[place] = written(factor * slope(read(values[place]), at, by, sharp, &table[0][me.lane]));
+    result[place] = written(factor * slope(unit, read(values[place]), &table[0][me.lane]));
 }
 
 // Histogram, divergence and slopes of some units with all of their samples in one go.
@@ -205,15 +218,15 @@ KERNEL alone(const Value* values, const float* low, const float* scale, const fl
   __shared__ float parts[STRIDE][COLUMNS];
   Kind kind = {forward, backward, epsilon};
   Thread me = own(units);
-  float at = me.known ? low[me.unit] : 0.f, by = me.known ? scale[me.unit] : 0.f;
+  Unit unit = me.known ? unit_of(low[me.unit], scale[me.unit], sharp) : unit_of(0.f, 0.f, sharp);
   for (int bin = 0; bin < TOTAL; ++bin) bins[me.warp][bin][me.lane] = 0.f;
-  if (me.known) add_all(values + me.unit, at, by, sharp, me.sample, samples, units, &bins[me.warp][0][me.lane]);
+  if (me.known) add_all(unit, values + me.unit, me.sample, samples, units, &bins[me.warp][0][me.lane]);
   __syncthreads();
   int column = me.lane % COLUMNS;
   float divergence = 0.f;
   for (int bin = me.sample; bin < TOTAL; bin += STRIDE) {
     float sum = summed(bins, bin, column), slope = 0.f;
-    if (by > 0.f) divergence += term(source[me.unit * TOTAL + bin], sum / samples, kind, &slope);
+    if (unit.scale > 0.f) divergence += term(source[me.unit * TOTAL + bin], sum / samples, kind, &slope);
     bins[0][bin][column] = slope;  // which no thread but this one reads before the next barrier
   }
   parts[me.sample][column] = divergence;
@@ -223,9 +236,9 @@ KERNEL alone(const Value* values, const float* low, const float* scale, const fl
     for (int other = 1; other < min(STRIDE, TOTAL); ++other) divergence += parts[other][column];
     result[me.unit] = divergence;
   }
-  float factor = by * sharpness / samples;
+  float factor = unit.scale * sharpness / samples;
   long long place = (long long)me.sample * units + me.unit, step = (long long)STRIDE * units;
 #pragma unroll 4
   for (int row = me.sample; row < samples; row += STRIDE, place += step)
-    out[place] = written(factor * slope(read(values[place]), at, by, sharp, &bins[0][0][column]));
+    out[place] = written(factor * slope(unit, read(values[place]), &bins[0][0][column]));
 }

@@ -1,10 +1,10 @@
 """Soft histograms and their divergences on a GPU as a few kernels of our own, in CUDA C (`kernels.cu`).
 
-The mathematics is that of `histograms.py`, in the form of its equation (4) that is exact at any temperature. With k the
-bin a value lies in, z its distance from the middle of k and s the width of a bin, both in temperatures, the weight of
-bin k + o is exp(o z - o^2 s / 2) beside that of k, so that float32 is enough. Beyond a window of bins on either side,
-which widens with the temperature and not with the number of bins, nothing is left to give. No tensor of N x D x B is
-ever written to memory.
+The mathematics is that of `histograms.py`, in the form of its equation (4) that is exact at any temperature. With t the
+distance of a value from the cut next to it and s the width of a bin, both in temperatures, the bin i places above the
+one below the cut has exp(i t - i (i - 1) s / 2) times its weight, so that float32 is enough. Beyond a window of bins on
+either side of the cut, which widens with the temperature and not with the number of bins, nothing is left to give. No
+tensor of N x D x B is ever written to memory.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from shiftmend.errors import ShiftmendError
 from shiftmend.histograms import EPSILON, Bins, Divergence
 from shiftmend.nvrtc import CompilationError, Kernels, available, multiprocessors
 
 log = logging.getLogger(__name__)
 
 MOST_BINS = 128
+_MOST_SAMPLES = 1 << 30
+"""They are counted in 32 bits."""
 _ALONE = 2048
 """Up to so many samples one block looks at all of a unit's values, and histogram, divergence and gradient are one
 kernel."""
-_NEGLIGIBLE = 12.0
-"""A bin whose logit is this far below that of a value's own gets less than 1e-5 of it: beyond the window."""
-_NOTHING = 28.0
-"""Of few values some bins hold nothing else, and the logarithm sees whatever is not small against `EPSILON`."""
+_NEGLIGIBLE = 24.0
+"""A bin whose logit is this far below the highest gets less than 1e-10 of a value, and lies outside the window. That is
+small even against `EPSILON`: some bins hold nothing but what others leave them, and their logarithm counts."""
 _LANES = 32
 _WARPS, _WARPS_ALONE = 32, 16
 """In a block, at most."""
@@ -42,7 +45,7 @@ _SHARED = 48 << 10
 """Bytes of shared memory that a block has on every GPU."""
 _AHEAD = 8
 """Values that a thread loads at once."""
-_TYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
+_TYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16"}
 Weights = tuple[float, float]
 """Of KL(source || target) and of KL(target || source)."""
 _KINDS: dict[str, Weights] = {
@@ -57,9 +60,11 @@ def fit(values: Tensor, bins: Bins) -> bool:
     """Whether these kernels take such values; other ones go the way of `histograms.py`."""
     return (
         values.is_cuda
-        and values.dtype in _TYPES
+        and values.dtype in (*_TYPES, torch.float16)
         and values.ndim == 2
-        and values.shape[0] > 0
+        and values.numel() > 0
+        and values.shape[0] < _MOST_SAMPLES
+        and values.shape[1] * bins.total < _MOST_SAMPLES
         and bins.total <= MOST_BINS
         and _usable(values.device)
     )
@@ -92,16 +97,35 @@ def divergence(
 
     `scale` is one over the range of a usable unit and 0 for the others, whose divergence is zero.
     """
+    _check(values, bins, low=low, scale=scale, source=source)
     forward, backward = _KINDS[kind]
     factor *= 1 / math.log(bins.total) if kind == "psi" else 1.0
-    result: Tensor = _Divergence.apply(values, low, scale, source, bins, (forward * factor, backward * factor))
+    weights = (forward * factor, backward * factor)
+    result: Tensor = _Divergence.apply(_taken(values), low, scale, source, bins, weights)
     return result
 
 
 def soft_histogram(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
     """Normalised soft bin counts `[D, B]`."""
-    result: Tensor = _Histogram.apply(values, low, scale, bins)
+    _check(values, bins, low=low, scale=scale)
+    result: Tensor = _Histogram.apply(_taken(values), low, scale, bins)
     return result
+
+
+def _taken(values: Tensor) -> Tensor:
+    """float16 is computed as float32: small slopes would be lost in it."""
+    return values.float() if values.dtype == torch.float16 else values
+
+
+def _check(values: Tensor, bins: Bins, **tables: Tensor) -> None:
+    """A kernel reads whatever it is pointed at."""
+    for name, table in tables.items():
+        shape = (values.shape[1], bins.total) if name == "source" else (values.shape[1],)
+        if table.shape != shape or table.dtype != torch.float32 or table.device != values.device:
+            raise ShiftmendError(
+                f"{name} is {table.dtype} {list(table.shape)} on {table.device}, expected float32 {list(shape)} on "
+                f"{values.device}, where the values are"
+            )
 
 
 class _Divergence(torch.autograd.Function):
@@ -121,6 +145,7 @@ class _Divergence(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (upstream,) = gradients
         if ctx.bins is None:
@@ -141,21 +166,21 @@ class _Histogram(torch.autograd.Function):
         return _counts(values, low, scale, bins)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         values, low, scale = ctx.saved_tensors
         return _slopes(values, low, scale, gradient.contiguous(), None, ctx.bins), None, None, None
 
 
-def window(bins: Bins, negligible: float = _NEGLIGIBLE) -> int:
-    """Bins on either side of a value's own that get a share worth counting.
+def window(bins: Bins) -> int:
+    """Bins on either side of the cut next to a value that get a share worth counting.
 
-    The worst place is an edge, where the logit of the bin o further on is s o (o - 1) / 2 below: s is a bin's width in
-    temperatures.
+    The worst place is the middle of a bin, where the first bin beyond has a logit s w^2 / 2 below the highest: w is the
+    window, s a bin's width in temperatures.
     """
-    width = 1 / (bins.inner * bins.temperature)
-    reach = math.ceil((math.sqrt(1 + 8 * negligible / width) - 1) / 2)
-    return max(1, min(reach, bins.total - 1))
+    reach = math.sqrt(2 * _NEGLIGIBLE * bins.inner * min(bins.temperature, 1e6))
+    return max(1, min(math.ceil(reach), bins.total - 1))
 
 
 def _sharp(bins: Bins) -> float:
@@ -186,12 +211,10 @@ class _Work:
     reach: int
 
     @staticmethod
-    def of(
-        values: Tensor, bins: Bins, columns: int = _LANES, warps: int = _WARPS, negligible: float = _NEGLIGIBLE
-    ) -> _Work:
+    def of(values: Tensor, bins: Bins, columns: int = _LANES, warps: int = _WARPS) -> _Work:
         needed = 1 << (values.shape[1] - 1).bit_length()
         room = _SHARED // ((bins.total + 1) * _LANES * 4)  # a thread has its own bins, and one number more
-        return _Work(values, bins, min(columns, needed), min(warps, room), window(bins, negligible))
+        return _Work(values, bins, min(columns, needed), min(warps, room), window(bins))
 
     @property
     def across(self) -> int:
@@ -216,7 +239,7 @@ def _alone(
 ) -> tuple[Tensor, Tensor]:
     result = torch.empty(values.shape[1], device=values.device)
     slopes = torch.empty_like(values)
-    _Work.of(values, bins, _COLUMNS_ALONE, _WARPS_ALONE, _NOTHING).launch(
+    _Work.of(values, bins, _COLUMNS_ALONE, _WARPS_ALONE).launch(
         "alone", 1, values, low, scale, source, result, slopes, *values.shape,
         _sharp(bins), 1 / bins.temperature, *weights, EPSILON,
     )  # fmt: skip

@@ -22,14 +22,14 @@ from shiftmend.devices import device_of
 from shiftmend.distributed import of_first_process, rank, same_everywhere, world_size
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
-from shiftmend.halves import in_bfloat16
+from shiftmend.halves import bfloat16
 from shiftmend.layouts import as_in
 from shiftmend.methods import Method, Network, Stage
 from shiftmend.profiles import Profile
 from shiftmend.progress import Progress, progress_bar
 from shiftmend.selection import Choice
 from shiftmend.signals import Watch, observe
-from shiftmend.steps import Steps
+from shiftmend.steps import Precision, Steps
 from shiftmend.taps import Entry, Tap, modes, tapped
 from shiftmend.verification import Verification
 
@@ -124,7 +124,8 @@ class Run:
         self.network, self.feed, self.method = network, feed, method
         self.profile = profile.to(feed.device) if profile is not None else None
         self.model, self.taps, self.output = network.model, taps, output
-        self.stages, self.seed, self.autocast, self.progress = stages, seed, autocast, progress
+        self.stages, self.seed, self.progress = stages, seed, progress
+        self.precision: Precision = bfloat16(self.model, feed.first(2)) if autocast else nullcontext
         self.capture, self.compile, self.keep, self.on_epoch = capture, compile, keep, on_epoch
         self.path = Path(checkpoint) if checkpoint is not None else None
         self.manifest = manifest
@@ -255,7 +256,7 @@ class Run:
                     self.taps,
                     objective,
                     optimiser,
-                    precision=self._precision,
+                    precision=self.precision,
                     dropout=self.method.dropout,
                     capture=self.capture,
                     compile=self.compile,
@@ -316,16 +317,11 @@ class Run:
         with torch.no_grad(), modes(self.model), tapped(self.model, taps) as recorder:
             self.model.eval()
             for batch in self.feed.batches():
-                with self._precision():
+                with self.precision():
                     self.model(batch)
                 for name, values in recorder.read().items():
                     seen[name].append(values)
         return {name: torch.cat(parts) for name, parts in seen.items()}
-
-    def _precision(self) -> Any:
-        if not self.autocast:
-            return nullcontext()
-        return in_bfloat16(self.model, self.feed.device)
 
 
 def still_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
 
@@ -16,7 +17,11 @@ Argument = Tensor | int | float | None
 
 
 class CompilationError(RuntimeError):
-    """There is no compiler, it refused the source, or the driver refused what it made."""
+    """There is no compiler, or it refused the source."""
+
+
+class DriverError(RuntimeError):
+    """CUDA refused to load or to run a kernel, perhaps for something that went wrong before."""
 
 
 class Kernels:
@@ -27,24 +32,41 @@ class Kernels:
         self.device = device
         binary = _compiled(source, (*options, f"--gpu-architecture=sm_{major}{minor}"))
         self._module = c_void_p()
-        with torch.cuda.device(device):
+        self._functions: dict[str, c_void_p] = {}
+        with torch.cuda.device(device), _also_while_capturing():
             _hold_context(device)
             _check(_library().cuModuleLoadData(byref(self._module), binary))
-        self._functions: dict[str, c_void_p] = {}
 
     def launch(self, name: str, grid: tuple[int, int], block: tuple[int, int], *arguments: Argument) -> None:
         """Queue a function on the current stream; whole numbers are passed as int, others as float."""
-        function = self._functions.get(name)
-        if function is None:
-            function = c_void_p()
-            _check(_library().cuModuleGetFunction(byref(function), self._module, name.encode()))
-            self._functions[name] = function
-        held = [_as_c(argument) for argument in arguments]
+        held = [self._as_c(argument) for argument in arguments]
         pointers = (c_void_p * len(held))(*(ctypes.addressof(value) for value in held))
         with torch.cuda.device(self.device):
             _hold_context(self.device)
+            function = self._functions.get(name) or self._found(name)
             stream = c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
             _check(_library().cuLaunchKernel(function, *grid, 1, *block, 1, 0, stream, pointers, None))
+
+    def _found(self, name: str) -> c_void_p:
+        function = c_void_p()
+        with _also_while_capturing():
+            _check(_library().cuModuleGetFunction(byref(function), self._module, name.encode()))
+        self._functions[name] = function
+        return function
+
+    def _as_c(self, argument: Argument) -> c_void_p | c_int | c_float:
+        match argument:
+            case Tensor():
+                if argument.device != self.device or not argument.is_contiguous():
+                    raise ValueError(f"a kernel for {self.device} takes contiguous tensors there: {argument.shape}")
+                return c_void_p(argument.data_ptr())
+            case None:
+                return c_void_p()
+            case int():
+                if not -(1 << 31) <= argument < 1 << 31:
+                    raise ValueError(f"{argument} does not fit into 32 bits")
+                return c_int(argument)
+        return c_float(argument)
 
 
 def available() -> bool:
@@ -83,7 +105,8 @@ def _compiled(source: str, options: Sequence[str]) -> bytes:
     try:
         given = (c_char_p * len(options))(*(option.encode() for option in options))
         if library.nvrtcCompileProgram(program, len(options), given):
-            raise CompilationError(f"the kernels do not compile:\n{_text(program, 'ProgramLog').decode().strip()}")
+            log = _text(program, "ProgramLog").rstrip(b"\0").decode().strip()
+            raise CompilationError(f"the kernels do not compile:\n{log}")
         return _text(program, "CUBIN")
     finally:
         library.nvrtcDestroyProgram(byref(program))
@@ -97,6 +120,17 @@ def _text(program: c_void_p, what: str) -> bytes:
     return text.raw
 
 
+@contextmanager
+def _also_while_capturing() -> Iterator[None]:
+    """A graph that is being captured forbids what might wait for the device, such as loading code, but to who asks."""
+    mode = c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED, of this thread; exchanged for the one before
+    _check(_library().cuThreadExchangeStreamCaptureMode(byref(mode)))
+    try:
+        yield
+    finally:
+        _check(_library().cuThreadExchangeStreamCaptureMode(byref(mode)))
+
+
 def _hold_context(device: torch.device) -> None:
     """A thread that has launched nothing yet has no context; torch's is the device's primary one."""
     library, context = _library(), c_void_p()
@@ -107,22 +141,11 @@ def _hold_context(device: torch.device) -> None:
         _check(library.cuCtxSetCurrent(context))
 
 
-def _as_c(argument: Argument) -> c_void_p | c_int | c_float:
-    match argument:
-        case Tensor():
-            return c_void_p(argument.data_ptr())
-        case None:
-            return c_void_p()
-        case int():
-            return c_int(argument)
-    return c_float(argument)
-
-
 def _check(status: int) -> None:
     if status:
         text = c_char_p()
         _library().cuGetErrorString(c_int(status), byref(text))
-        raise CompilationError(f"CUDA: {(text.value or b'unknown error').decode()}")
+        raise DriverError(f"CUDA: {(text.value or b'unknown error').decode()}")
 
 
 def _check_compiler(status: int) -> None:

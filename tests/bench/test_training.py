@@ -477,8 +477,10 @@ def test_training_on_a_gpu_is_captured_and_learns_as_an_eager_one(
     model = train(plan, toy(), preprocess, seed=0, device="cuda")
     assert captured == [True]
     again = train(plan, toy(), preprocess, seed=0, device="cuda")
-    for one, other in zip(model.parameters(), again.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-2, atol=5e-2)  # cuDNN adds in no fixed order
+    first = training.untrained(plan, 0)
+    for one, other, begun in zip(model.parameters(), again.parameters(), first.parameters(), strict=True):
+        # cuDNN adds in no fixed order; another seed ends as far away as the training went
+        assert (one - other).norm() <= 0.1 * (one - begun).norm() + 1e-6
     monkeypatch.setattr(training, "captured_epoch", lambda *_: None)
     eager = train(plan, toy(), preprocess, seed=0, device="cuda")
     fresh = toy(90, seed=1)

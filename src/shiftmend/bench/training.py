@@ -69,6 +69,8 @@ class Recipe:
         object.__setattr__(self, "options", dict(self.options))
         for name in ("learning_rate", "momentum", "weight_decay", "label_smoothing"):
             object.__setattr__(self, name, float(getattr(self, name)))
+        for name in ("nesterov", "autocast"):
+            object.__setattr__(self, name, bool(getattr(self, name)))
         for name, holds, expected in (
             ("network", self.network in MODELS, f"one of {', '.join(MODELS)}"),
             ("epochs", self.epochs >= 1, "at least 1"),
