@@ -6,14 +6,15 @@ import copy
 import hashlib
 import logging
 import os
-from dataclasses import asdict
-from typing import Any, get_args
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation, environment
+from shiftmend.adapting import batch_norms, settle
 from shiftmend.blocks import Names, split
 from shiftmend.devices import device_of, resolve_device
 from shiftmend.distributed import of_first_process, same_everywhere, warn_if_apart, world_size
@@ -21,13 +22,13 @@ from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
 from shiftmend.layouts import channels_last
-from shiftmend.loop import DivergedError, Keep, OnEpoch, Run, batch_norms, settle
+from shiftmend.loop import Run
 from shiftmend.methods import METHODS, Method, Network
 from shiftmend.methods import method as make_method
-from shiftmend.methods.base import check_positive
 from shiftmend.profiles import Profile
 from shiftmend.progress import Progress
-from shiftmend.selection import Choice
+from shiftmend.rates import best_rate
+from shiftmend.settings import Keep, OnEpoch, Settings
 from shiftmend.taps import Entry, Tap, check_takes, unwrap
 from shiftmend.tracing import trace
 
@@ -78,45 +79,57 @@ def adapt(
     In a process group every process calls this with the same model and the same data and gets the same result; each
     runs its share of every batch, `batch_size` is that of all together, and Ctrl-C ends them all.
     """
-    if isinstance(options.get("learning_rate"), list | tuple):
-        rates = options.pop("learning_rate")
-        settings = {
-            "batch_size": batch_size,
-            "seed": seed,
-            "preprocess": preprocess,
-            "blocks": blocks,
-            "output": output,
-            "device": device,
-            "autocast": autocast,
-            "resident": resident,
-            "capture": capture,
-            "compile": compile,
-            "keep": keep,
-            "on_epoch": on_epoch,
-            "progress": progress,
-        }
-        return _search(model, target, profile, method, rates, checkpoint, settings | options)
+    settings = Settings(
+        batch_size=batch_size,
+        seed=seed,
+        preprocess=preprocess,
+        blocks=blocks,
+        output=output,
+        device=device,
+        autocast=autocast,
+        resident=resident,
+        capture=capture,
+        compile=compile,
+        keep=keep,
+        on_epoch=on_epoch,
+        checkpoint=checkpoint,
+        progress=progress,
+    )
+    rates = options.get("learning_rate")
+    if not isinstance(rates, list | tuple):
+        return _once(model, target, profile, make_method(method, **options), settings)
+
+    def attempt(rate: float, own: Settings) -> Adaptation:
+        return _once(model, target, profile, make_method(method, **options | {"learning_rate": rate}), own)
+
+    if profile is None:
+        raise AdaptationError("several learning rates need a judge between them: a profile of the source")
+    return best_rate(rates, attempt, settings)
+
+
+def _once(
+    model: nn.Module,
+    target: Any,
+    profile: Profile | str | os.PathLike[str] | None,
+    method: Method,
+    settings: Settings,
+) -> Adaptation:
     warn_if_apart()
-    chosen = make_method(method, **options)
-    if world_size() > 1 and not chosen.several_processes:
+    if world_size() > 1 and not method.several_processes:
         able = ", ".join(name for name, kind in METHODS.items() if kind.several_processes)
         raise AdaptationError(
-            f"{chosen.name} works in one process only, and these are {world_size()}: its loss needs the whole of a "
+            f"{method.name} works in one process only, and these are {world_size()}: its loss needs the whole of a "
             f"batch; use one process, or one of {able}"
         )
-    if keep not in get_args(Keep):
-        raise AdaptationError(f"keep must be 'last' or 'selected', got {keep!r}")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise AdaptationError(f"the seed must be a whole number, got {seed!r}")
     model = unwrap(model)
-    profile = fitting_profile(profile, model, chosen)
-    place = resolve_device(device, model)
+    profile = fitting_profile(profile, model, method)
+    place = resolve_device(settings.device, model)
     feed = Feed(
         target,
-        batch_size=batch_size,
+        batch_size=settings.batch_size,
         device=place,
-        preprocess=preprocess,
-        resident=resident,
+        preprocess=settings.preprocess,
+        resident=settings.resident,
         what="target data",
     )
     summary = InputSummary.of(feed.batches())
@@ -124,51 +137,34 @@ def adapt(
         profile.check_inputs(summary)
     adapted = _copy(model, feed).to(place)
     check_takes(adapted, feed.first(2))
-    channels_last(adapted, feed.first(2), output)
-    if compile and not (capture and feed.inputs is not None and feed.inputs.is_cuda):
+    channels_last(adapted, feed.first(2), settings.output)
+    if settings.compile and not (settings.capture and feed.inputs is not None and feed.inputs.is_cuda):
         logger.warning("compile has no effect: only captured steps are compiled, on CUDA and with data that fits there")
-        compile = False
-    network, taps = examine(adapted, feed, profile, chosen, blocks, output)
-    stages = chosen.stages(network, profile)
-    _refuse_unfit(chosen, feed, bool(stages) and bool(batch_norms(adapted)))
+        settings = replace(settings, compile=False)
+    network, taps = examine(adapted, feed, profile, method, settings.blocks, settings.output)
+    stages = method.stages(network, profile)
+    _refuse_unfit(method, feed, bool(stages) and bool(batch_norms(adapted)))
     manifest = {
-        "method": {"name": chosen.name, **chosen.hyperparameters()},
+        "method": {"name": method.name, **method.hyperparameters()},
         "stages": [{k: v for k, v in asdict(stage).items() if k != "parameters"} for stage in stages],
         "preset": profile.preset if profile else None,
-        "learning_rate_chosen": _how_chosen(chosen),
-        "seed": seed,
+        "learning_rate_chosen": _how_chosen(method),
+        "seed": settings.seed,
         "batch_size": min(feed.batch_size, feed.samples),
         "blocks": [list(block.modules) for block in network.blocks],
         "resident": feed.resident,
         "target": {"samples": feed.samples, "sha256": _data_digest(feed), **summary.to_json()},
         "profile_sha256": hashlib.sha256(profile.to_bytes()).hexdigest() if profile else None,
         "source_weights": fingerprints.weights(model),
-        "autocast": autocast,
-        **({"compile": True} if compile else {}),
-        "kept": keep,
+        "autocast": settings.autocast,
+        **({"compile": True} if settings.compile else {}),
+        "kept": settings.keep,
         "environment": {**environment(place), "world_size": world_size()},
     }
     same_everywhere(str(manifest["source_weights"]), "model", place)
     same_everywhere(str(manifest["target"]), "target data", place)
     try:
-        run = Run(
-            network,
-            feed,
-            profile,
-            chosen,
-            stages,
-            taps=taps,
-            output=output,
-            seed=seed,
-            autocast=autocast,
-            capture=capture,
-            compile=compile,
-            keep=keep,
-            checkpoint=checkpoint,
-            manifest=manifest,
-            on_epoch=on_epoch,
-            progress=progress,
-        )
+        run = Run(network, feed, profile, method, stages, taps, settings, manifest)
         same_everywhere(run.name, "run (profile, method, options, or whether the data fits into memory)", place)
         return run.go()
     finally:
@@ -195,59 +191,6 @@ def _refuse_unfit(method: Method, feed: Feed, normalises: bool) -> None:
         raise AdaptationError(
             f"{method.name} takes labels in the order of the samples, and this loader shuffles them; use shuffle=False"
         )
-
-
-def _search(
-    model: nn.Module,
-    target: Any,
-    profile: Profile | str | os.PathLike[str] | None,
-    method: str | Method,
-    rates: list[float] | tuple[float, ...],
-    checkpoint: str | os.PathLike[str] | None,
-    settings: dict[str, Any],
-) -> Adaptation:
-    """One run for each learning rate; the one whose kept epoch the verification slices prefer is the result."""
-    if not rates:
-        raise AdaptationError("the list of learning rates is empty; name at least one, or leave it out")
-    if profile is None:
-        raise AdaptationError("several learning rates need a judge between them: a profile of the source")
-    for rate in rates:
-        check_positive(rate, "every learning rate")
-    chosen: Adaptation | None = None
-    choice: Choice | None = None
-    tried: list[dict[str, Any]] = []
-    stopped = False
-    for rate in map(float, rates):
-        own = None if checkpoint is None else f"{os.fspath(checkpoint)}.rate-{rate!r}"
-        try:
-            result = adapt(model, target, profile, method, checkpoint=own, learning_rate=rate, **settings)
-        except DivergedError as error:
-            tried.append({"learning_rate": rate, "failed": str(error)})
-            last_error = error
-            continue
-        stopped = result.interrupted
-        if not result.history:  # interrupted before anything was seen of it
-            chosen = chosen or result
-            break
-        kept = result.kept
-        tried.append(
-            {"learning_rate": rate, "epoch": kept.epoch, "verification": kept.verification, "entropy": kept.entropy}
-            | ({"interrupted": True} if stopped else {})
-        )
-        if choice is None:
-            kind = METHODS[result.manifest["method"]["name"]]
-            choice = Choice(entropy_may_decide=not kind.minimises_entropy)
-        if choice.consider(kept):
-            chosen = result
-        if stopped:
-            break
-    if chosen is None:
-        raise last_error
-    if stopped:
-        chosen.manifest["status"] = "interrupted"
-    chosen.manifest["learning_rate_chosen"] = "by the verification slices"
-    chosen.manifest["learning_rates_tried"] = tried
-    return chosen
 
 
 def fitting_profile(

@@ -1,36 +1,34 @@
-"""The loop itself: epochs, modes, optimiser, history, checkpoints, and what happens when it is cut short."""
+"""The loop itself: epochs, history, checkpoints, and what happens when it is cut short."""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, optim
 
 from shiftmend import checkpoints, fingerprints
 from shiftmend.adaptations import Adaptation, Epoch
-from shiftmend.devices import device_of
+from shiftmend.adapting import enter_adapting_modes, fresh_optimiser, steady, still_finite, tensors_of
 from shiftmend.distributed import of_first_process, rank, same_everywhere, world_size
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
 from shiftmend.halves import bfloat16
-from shiftmend.layouts import as_in
 from shiftmend.methods import Method, Network, Stage
 from shiftmend.profiles import Profile
-from shiftmend.progress import Progress, progress_bar
+from shiftmend.progress import progress_bar
 from shiftmend.selection import Choice
+from shiftmend.settings import Settings
 from shiftmend.signals import Watch, observe
 from shiftmend.steps import Precision, Steps
-from shiftmend.taps import Entry, Tap, modes, tapped
+from shiftmend.taps import Tap, modes, tapped
 from shiftmend.verification import Verification
 
 logger = logging.getLogger(__name__)
@@ -40,62 +38,12 @@ VERIFIED_PER_EPOCH = 4096
 """Target samples behind the verification of each epoch; before and after adapting it is all of them."""
 
 
-Keep = Literal["last", "selected"]
-OnEpoch = Callable[[nn.Module, Epoch], None]
-"""Called with the model, in eval mode, and its row of the history: before anything is done, and after each epoch.
-
-The model is the one at work: weights of its convolutions may lie in memory with the channels innermost.
-"""
-
-
 class DivergedError(AdaptationError):
     """The loss became NaN or infinite. `adaptation` holds what had been reached after the last good epoch."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.adaptation: Adaptation
-
-
-def batch_norms(model: nn.Module) -> list[_BatchNorm]:
-    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
-
-
-def enter_adapting_modes(model: nn.Module, dropout: bool = False) -> None:
-    """BatchNorm on the statistics of the batch, which it also tracks; everything else in eval mode, dropout off."""
-    model.train(dropout)
-    for module in model.modules():
-        # a recurrent layer differentiates on CUDA in train mode only; its dropout is off for the run
-        if isinstance(module, _BatchNorm | nn.RNNBase):
-            module.train()
-
-
-def fresh_optimiser(model: nn.Module, stage: Stage, momentum: float) -> optim.SGD | None:
-    """An optimiser over what the stage trains (None if that is nothing); nothing else requires a gradient."""
-    wanted = set(stage.parameters)
-    trained = []
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() or parameter.is_complex():
-            parameter.requires_grad_(name in wanted)
-        parameter.grad = None
-        if name in wanted:
-            trained.append(parameter)
-    if not trained:
-        return None
-    fused = all(parameter.is_cuda and parameter.is_floating_point() for parameter in trained)
-    return optim.SGD(
-        trained, lr=stage.learning_rate, momentum=momentum, weight_decay=stage.weight_decay, fused=fused or None
-    )
-
-
-def settle(model: nn.Module, like: nn.Module) -> nn.Module:
-    """Make an adapted model an ordinary one again: in eval mode, with device, layout and gradient flags of `like`."""
-    model.eval().to(device_of(like))
-    as_in(model, like)
-    for ours, theirs in zip(model.parameters(), like.parameters(), strict=True):
-        if ours.is_floating_point() or ours.is_complex():
-            ours.requires_grad_(theirs.requires_grad)
-        ours.grad = None
-    return model
 
 
 class Run:
@@ -108,27 +56,16 @@ class Run:
         profile: Profile | None,
         method: Method,
         stages: list[Stage],
-        *,
         taps: dict[str, Tap],
-        output: Entry,
-        seed: int,
-        autocast: bool,
-        capture: bool,
-        compile: bool,
-        keep: Keep,
-        checkpoint: str | os.PathLike[str] | None,
+        settings: Settings,
         manifest: dict[str, Any],
-        on_epoch: OnEpoch | None,
-        progress: Progress,
     ) -> None:
-        self.network, self.feed, self.method = network, feed, method
+        self.network, self.feed, self.method, self.stages = network, feed, method, stages
         self.profile = profile.to(feed.device) if profile is not None else None
-        self.model, self.taps, self.output = network.model, taps, output
-        self.stages, self.seed, self.progress = stages, seed, progress
-        self.precision: Precision = bfloat16(self.model, feed.first(2)) if autocast else nullcontext
-        self.capture, self.compile, self.keep, self.on_epoch = capture, compile, keep, on_epoch
-        self.path = Path(checkpoint) if checkpoint is not None else None
-        self.manifest = manifest
+        self.model, self.taps, self.settings, self.manifest = network.model, taps, settings, manifest
+        self.precision: Precision = bfloat16(self.model, feed.first(2)) if settings.autocast else nullcontext
+        self.capture = settings.capture
+        self.path = Path(settings.checkpoint) if settings.checkpoint is not None else None
         if self.path is not None:
             checkpoints.check_place(self.path)
         self.name = checkpoints.identify(
@@ -140,7 +77,7 @@ class Run:
         self.good: dict[str, Tensor] = {}
         self.choice = Choice(entropy_may_decide=not method.minimises_entropy)
         self.selected: dict[str, Tensor] = {}
-        self.watch = Watch(self.model, feed, self.profile, output, VERIFIED_PER_EPOCH, capture)
+        self.watch = Watch(self.model, feed, self.profile, settings.output, VERIFIED_PER_EPOCH, settings.capture)
 
     def go(self) -> Adaptation:
         """Run to the end, or as far as it gets."""
@@ -153,7 +90,7 @@ class Run:
         if resumed is not None:
             self._take_up(resumed)
         try:
-            self.before = observe(self.model, self.feed, self.profile, self.output).verification
+            self.before = observe(self.model, self.feed, self.profile, self.settings.output).verification
             if resumed is None:
                 self._row(0, "", 0.0, {}, started)
             with steady(self.model, self.method.dropout), self.method.prepared(self.model):
@@ -190,12 +127,12 @@ class Run:
         row = Epoch(number, stage, rate, losses, divergence, seconds, seen.marginals, seen.entropy, seen.confidence)
         self.history.append(row)
         self._keep()
-        if self.choice.consider(row) and self.keep == "selected":
+        if self.choice.consider(row) and self.settings.keep == "selected":
             self.selected = self.good
-        if self.on_epoch is not None:
+        if self.settings.on_epoch is not None:
             with modes(self.model):
                 self.model.eval()
-                self.on_epoch(self.model, row)
+                self.settings.on_epoch(self.model, row)
 
     def _result(self, status: str, started: float) -> Adaptation:
         self.model.eval()
@@ -203,7 +140,11 @@ class Run:
             self.model.load_state_dict(self.selected, strict=False)
         try:
             untouched = status == "finished" and not self.stages
-            after = self.before if untouched else observe(self.model, self.feed, self.profile, self.output).verification
+            after = (
+                self.before
+                if untouched
+                else observe(self.model, self.feed, self.profile, self.settings.output).verification
+            )
         except KeyboardInterrupt:  # the work is done: what is missing is the judgement
             if world_size() > 1:
                 raise
@@ -240,7 +181,7 @@ class Run:
             logger.info("going on from %s after epoch %d", self.path, self._epochs())
         objective = self.method.objective(self.profile, self.feed.device)
         total = sum(stage.epochs for stage in self.stages)
-        with progress_bar(self.progress, self.method.name, total) as bar:
+        with progress_bar(self.settings.progress, self.method.name, total) as bar:
             bar.advance(self._epochs())
             for index, stage in enumerate(self.stages):
                 if resumed is not None and index < resumed.stage:
@@ -259,7 +200,7 @@ class Run:
                     precision=self.precision,
                     dropout=self.method.dropout,
                     capture=self.capture,
-                    compile=self.compile,
+                    compile=self.settings.compile,
                     what=stage.name,
                 )
                 for epoch in range(done, stage.epochs):
@@ -288,7 +229,7 @@ class Run:
         started = time.perf_counter()
         targets = self._targets() if self.method.by_sample else None
         enter_adapting_modes(self.model, self.method.dropout)
-        sums, batches = steps.epoch(self.seed, number, targets)
+        sums, batches = steps.epoch(self.settings.seed, number, targets)
         self.model.eval()
         means = (torch.stack([*sums.values()]).double() / batches).tolist() if sums else []
         losses: dict[str, float] = dict(zip(sums, means, strict=True))
@@ -322,53 +263,6 @@ class Run:
                 for name, values in recorder.read().items():
                     seen[name].append(values)
         return {name: torch.cat(parts) for name, parts in seen.items()}
-
-
-def still_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:
-    """Whether no weight or statistic has gone bad: a loss can stay finite over weights that are not.
-
-    A buffer that held infinities before (a mask) may keep them.
-    """
-    state = model.state_dict()
-    wanted = (name for name, old in before.items() if old.is_floating_point() and old.numel() and name in state)
-    now = {name: state[name] for name in wanted}
-    # the largest magnitude of all, in a few kernels: NaN and infinity come through
-    if not now or bool(torch.isfinite(nn.utils.get_total_norm(now.values(), math.inf))):
-        return True
-    flags = [(torch.isfinite(value) | ~torch.isfinite(before[name])).all() for name, value in now.items()]
-    return bool(torch.stack(flags).all())
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all weights and statistics, made by a few kernels."""
-    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    copies = {name: torch.empty_like(value) for name, value in own.items()}
-    if own:
-        torch._foreach_copy_([*copies.values()], [*own.values()])
-    return copies
-
-
-@contextmanager
-def steady(model: nn.Module, dropout: bool = False) -> Iterator[None]:
-    """What has to hold for the length of a run, whatever the method, and is undone at its end.
-
-    BatchNorm that averages over everything it has ever seen would hardly notice the target; it gets the usual
-    momentum. Recurrent layers, which run in train mode, lose their dropout unless the method wants it.
-    """
-    averaging = [module for module in batch_norms(model) if module.momentum is None]
-    layers = [module for module in model.modules() if isinstance(module, nn.RNNBase) and not dropout]
-    recurrent = [(layer, layer.dropout) for layer in layers]
-    try:
-        for norm in averaging:
-            norm.momentum = 0.1
-        for layer, _ in recurrent:
-            layer.dropout = 0.0
-        yield
-    finally:
-        for norm in averaging:
-            norm.momentum = None
-        for layer, own in recurrent:
-            layer.dropout = own
 
 
 def _note(row: Epoch) -> str:

@@ -11,11 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from shiftmend.adapting import (
+    batch_norms,
+    enter_adapting_modes,
+    fresh_optimiser,
+    settle,
+    steady,
+    still_finite,
+    tensors_of,
+)
 from shiftmend.devices import resolve_device
 from shiftmend.engine import examine, fitting_profile
 from shiftmend.errors import AdaptationError, DataError, ShiftmendError
 from shiftmend.feeds import Feed, Preprocess
-from shiftmend.loop import batch_norms, enter_adapting_modes, fresh_optimiser, settle, steady, still_finite, tensors_of
 from shiftmend.methods import METHODS, Method
 from shiftmend.methods import method as make_method
 from shiftmend.profiles import Profile

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 import shiftmend
 from shiftmend.adaptations import Adaptation, Epoch
+from shiftmend.adapting import tensors_of
 from shiftmend.bench.base import Images, Setting, Target
 from shiftmend.bench.cells import Outcome
 from shiftmend.bench.protocols import Protocol
 from shiftmend.bench.workshop import Workshop, inputs_of, labelled
 from shiftmend.evaluation import Scorer
 from shiftmend.feeds import Feed
-from shiftmend.loop import tensors_of
 from shiftmend.methods import METHODS
 from shiftmend.metrics import Scores
 from shiftmend.profiles import Profile

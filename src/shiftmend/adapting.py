@@ -1,0 +1,105 @@
+"""A model while it is adapted: which layers are in which mode, what is trained, copies of its state, and back again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn, optim
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shiftmend.devices import device_of
+from shiftmend.layouts import as_in
+from shiftmend.methods import Stage
+
+
+def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+
+
+def enter_adapting_modes(model: nn.Module, dropout: bool = False) -> None:
+    """BatchNorm on the statistics of the batch, which it also tracks; everything else in eval mode, dropout off."""
+    model.train(dropout)
+    for module in model.modules():
+        # a recurrent layer differentiates on CUDA in train mode only; its dropout is off for the run
+        if isinstance(module, _BatchNorm | nn.RNNBase):
+            module.train()
+
+
+def fresh_optimiser(model: nn.Module, stage: Stage, momentum: float) -> optim.SGD | None:
+    """An optimiser over what the stage trains (None if that is nothing); nothing else requires a gradient."""
+    wanted = set(stage.parameters)
+    trained = []
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() or parameter.is_complex():
+            parameter.requires_grad_(name in wanted)
+        parameter.grad = None
+        if name in wanted:
+            trained.append(parameter)
+    if not trained:
+        return None
+    fused = all(parameter.is_cuda and parameter.is_floating_point() for parameter in trained)
+    return optim.SGD(
+        trained, lr=stage.learning_rate, momentum=momentum, weight_decay=stage.weight_decay, fused=fused or None
+    )
+
+
+def settle(model: nn.Module, like: nn.Module) -> nn.Module:
+    """Make an adapted model an ordinary one again: in eval mode, with device, layout and gradient flags of `like`."""
+    model.eval().to(device_of(like))
+    as_in(model, like)
+    for ours, theirs in zip(model.parameters(), like.parameters(), strict=True):
+        if ours.is_floating_point() or ours.is_complex():
+            ours.requires_grad_(theirs.requires_grad)
+        ours.grad = None
+    return model
+
+
+def still_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:
+    """Whether no weight or statistic has gone bad: a loss can stay finite over weights that are not.
+
+    A buffer that held infinities before (a mask) may keep them.
+    """
+    state = model.state_dict()
+    wanted = (name for name, old in before.items() if old.is_floating_point() and old.numel() and name in state)
+    now = {name: state[name] for name in wanted}
+    # the largest magnitude of all, in a few kernels: NaN and infinity come through
+    if not now or bool(torch.isfinite(nn.utils.get_total_norm(now.values(), math.inf))):
+        return True
+    flags = [(torch.isfinite(value) | ~torch.isfinite(before[name])).all() for name, value in now.items()]
+    return bool(torch.stack(flags).all())
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all weights and statistics, made by a few kernels."""
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    copies = {name: torch.empty_like(value) for name, value in own.items()}
+    for dtype in {value.dtype for value in own.values()}:  # in one list, some versions of torch mistake their types
+        alike = [name for name, value in own.items() if value.dtype == dtype]
+        torch._foreach_copy_([copies[name] for name in alike], [own[name] for name in alike])
+    return copies
+
+
+@contextmanager
+def steady(model: nn.Module, dropout: bool = False) -> Iterator[None]:
+    """What has to hold for the length of a run, whatever the method, and is undone at its end.
+
+    BatchNorm that averages over everything it has ever seen would hardly notice the target; it gets the usual
+    momentum. Recurrent layers, which run in train mode, lose their dropout unless the method wants it.
+    """
+    averaging = [module for module in batch_norms(model) if module.momentum is None]
+    layers = [module for module in model.modules() if isinstance(module, nn.RNNBase) and not dropout]
+    recurrent = [(layer, layer.dropout) for layer in layers]
+    try:
+        for norm in averaging:
+            norm.momentum = 0.1
+        for layer, _ in recurrent:
+            layer.dropout = 0.0
+        yield
+    finally:
+        for norm in averaging:
+            norm.momentum = None
+        for layer, own in recurrent:
+            layer.dropout = own

@@ -1,0 +1,61 @@
+"""Several learning rates, and the one to go on with, chosen without labels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shiftmend.adaptations import Adaptation
+from shiftmend.errors import AdaptationError
+from shiftmend.loop import DivergedError
+from shiftmend.methods import METHODS
+from shiftmend.methods.base import check_positive
+from shiftmend.selection import Choice
+from shiftmend.settings import Settings
+
+
+def best_rate(
+    rates: Sequence[float], attempt: Callable[[float, Settings], Adaptation], settings: Settings
+) -> Adaptation:
+    """One run for each learning rate; the one whose kept epoch the verification slices prefer is the result."""
+    if not rates:
+        raise AdaptationError("the list of learning rates is empty; name at least one, or leave it out")
+    for rate in rates:
+        check_positive(rate, "every learning rate")
+    chosen: Adaptation | None = None
+    choice: Choice | None = None
+    tried: list[dict[str, Any]] = []
+    stopped = False
+    for rate in map(float, rates):
+        own = None if settings.checkpoint is None else f"{os.fspath(settings.checkpoint)}.rate-{rate!r}"
+        try:
+            result = attempt(rate, replace(settings, checkpoint=own))
+        except DivergedError as error:
+            tried.append({"learning_rate": rate, "failed": str(error)})
+            last_error = error
+            continue
+        stopped = result.interrupted
+        if not result.history:  # interrupted before anything was seen of it
+            chosen = chosen or result
+            break
+        kept = result.kept
+        tried.append(
+            {"learning_rate": rate, "epoch": kept.epoch, "verification": kept.verification, "entropy": kept.entropy}
+            | ({"interrupted": True} if stopped else {})
+        )
+        if choice is None:
+            kind = METHODS[result.manifest["method"]["name"]]
+            choice = Choice(entropy_may_decide=not kind.minimises_entropy)
+        if choice.consider(kept):
+            chosen = result
+        if stopped:
+            break
+    if chosen is None:
+        raise last_error
+    if stopped:
+        chosen.manifest["status"] = "interrupted"
+    chosen.manifest["learning_rate_chosen"] = "by the verification slices"
+    chosen.manifest["learning_rates_tried"] = tried
+    return chosen
