@@ -165,6 +165,24 @@ def test_without_a_compiler_there_is_no_error_and_one_message(
     ]
 
 
+def test_what_goes_wrong_on_the_device_is_no_reason_to_do_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "available", lambda: True)
+    kernels._usable.cache_clear()
+
+    def refuse(*_: object) -> None:
+        raise nvrtc.DriverError("CUDA: out of memory")
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "_kernels", refuse)
+            with pytest.raises(nvrtc.DriverError, match="out of memory"):
+                kernels._usable(torch.device("cuda", 0))
+        monkeypatch.setattr(kernels, "_kernels", lambda *_: None)
+        assert kernels._usable(torch.device("cuda", 0))  # asked again, since nothing was kept
+    finally:
+        kernels._usable.cache_clear()
+
+
 @pytest.mark.skipif(torch.version.cuda is not None, reason="is about a torch without CUDA")
 def test_a_torch_without_cuda_has_no_compiler() -> None:
     assert not nvrtc.available()

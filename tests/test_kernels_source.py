@@ -232,6 +232,21 @@ def test_units_that_give_one_value_only(build: Callable[..., ctypes.CDLL], where
     np.testing.assert_allclose(slopes, gradient, atol=5e-3 * np.abs(gradient).max())
 
 
+@pytest.mark.parametrize("where", [-100.0, -1.0, -0.3, 1.3, 50.0])
+def test_far_outside_there_is_no_slope(build: Callable[..., ctypes.CDLL], where: float) -> None:
+    bins = Bins(8)
+    source = np.full((2, bins.total), 0.1, np.float32)
+    values, low, scale = np.full((30, 2), where, np.float32), np.zeros(2, np.float32), np.ones(2, np.float32)
+    result, slopes = np.empty(2, np.float32), np.empty_like(values)
+    sharp, sharpness = geometry(bins)
+    launch(
+        build(bins.total, kernels.window(bins), 4, 2), "alone", 1, 1,
+        values, low, scale, source, result, slopes, 30, 2, sharp, sharpness, 1.0, 1.0, EPSILON,
+    )  # fmt: skip
+    assert np.isfinite(result).all()
+    assert np.abs(slopes).max() < 1e-5
+
+
 @pytest.mark.parametrize("temperature", [1e-9, 1e-3, 0.01, 0.05, 0.3, 2.0, 1e308])
 @pytest.mark.parametrize("count", [1, 8, 30, 100])
 def test_the_window_leaves_out_nothing_that_counts(temperature: float, count: int) -> None:

@@ -1,110 +1,93 @@
 """A forward pass in bfloat16, with all weights cast at once.
 
 Autocast casts each weight by a kernel of its own, and each gradient back by another: for a small network a fifth of all
-kernels in a step. Here one kernel casts all weights of plain convolutions and linear layers, and one their gradients.
-The numbers are the same; gradients of a layer that is used several times are added in bfloat16, as with autocast's
-cache of weights. Everything else is left to autocast, and so is a model that does more with its weights than to call
-the layers they belong to.
+kernels in a step. Here one kernel casts the weights of all convolutions and linear layers, and one their gradients.
+Wherever autocast would have cast one of these weights, the copy is used; whoever else looks at a weight, or writes to
+it, finds the weight itself. Numbers are those of autocast. Gradients of a layer that is used several times are added in
+bfloat16, as with autocast's own cache of weights.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
+from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
 
-from shiftmend.taps import eager, modes
-
-_CAST = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
-"""Layers of which autocast would cast weight and bias. Subclasses may do something else with them first."""
-_Place = tuple[nn.Module, str]
-
-
-def bfloat16(model: nn.Module, sample: Tensor) -> Callable[[], AbstractContextManager[Any]]:
-    """What opens a block in which this model runs in bfloat16; its inputs are like `sample`.
-
-    Both ways are tried on the sample, and the faster one is taken only if nothing differs.
-    """
-    plain = functools.partial(_autocast, sample.device)
-    return functools.partial(in_bfloat16, model, sample.device) if _same(model, sample) else plain
+_CALLS = frozenset(
+    {
+        functional.linear,
+        functional.conv1d,
+        functional.conv2d,
+        functional.conv3d,
+        functional.conv_transpose1d,
+        functional.conv_transpose2d,
+        functional.conv_transpose3d,
+    }
+)
+"""What autocast casts weights for, here: second argument and third."""
 
 
 @contextmanager
 def in_bfloat16(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, the model runs in bfloat16, its weights cast at once; their gradients come in their own precision."""
-    with _autocast(device), _halved(model):
-        yield
+    """Inside, the model runs in bfloat16; gradients of its weights come in their own precision."""
+    # without autocast's cache of weights, which a captured step could not refresh
+    with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+        if any(module._compiled_call_impl is not None for module in model.modules()):
+            yield  # a compiler fuses the casts by itself, and must not meet a mode
+        else:
+            with _Halved(_halves(model), device.type):
+                yield
 
 
-def _autocast(device: torch.device) -> torch.autocast:
-    # without its cache of weights, which a captured step could not refresh
-    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+class _Halved(TorchFunctionMode):
+    """Calls that autocast would cast a weight for get the copy that there is of it."""
+
+    def __init__(self, halves: Mapping[Tensor, tuple[Tensor, int]], device_type: str) -> None:
+        super().__init__()
+        self.halves, self.device_type = halves, device_type
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        named = kwargs or {}
+        if func in _CALLS and self._casts():
+            args = (*args[:1], *map(self._half, args[1:3]), *args[3:])
+            named = {name: self._half(value) for name, value in named.items()}
+        return func(*args, **named)
+
+    def _casts(self) -> bool:
+        """A model may have switched autocast off for some of its layers."""
+        kind = self.device_type
+        return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+
+    def _half(self, value: Any) -> Any:
+        half, version = self.halves.get(value, (value, 0)) if isinstance(value, nn.Parameter) else (value, 0)
+        return half if half is value or value._version == version else value  # written to since it was copied
 
 
-def _same(model: nn.Module, sample: Tensor) -> bool:
-    """Whether the model gives the same bits either way, and leaves the copies of its weights alone."""
-    with modes(model), eager(model), torch.inference_mode(False), torch.enable_grad():
-        model.eval()
-        with _autocast(sample.device):
-            expected = model(sample.clone())  # what goes wrong here would go wrong in any case
-        try:
-            with _autocast(sample.device), _halved(model) as halves:
-                before = [half._version for half, _ in halves]
-                got = model(sample.clone())
-                untouched = before == [half._version for half, places in halves if _stands(half, places)]
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # a layer that is kept out of autocast finds weights of another type than its input
-            return False
-    one, other = (_pytree.tree_leaves(result) for result in (expected, got))
-    tensors = [pair for pair in zip(one, other, strict=False) if isinstance(pair[0], Tensor)]
-    return untouched and len(one) == len(other) and all(torch.equal(*pair) for pair in tensors)
+def _halves(model: nn.Module) -> dict[Tensor, tuple[Tensor, int]]:
+    """A copy of each weight that autocast would cast, and the version of the weight that it is a copy of."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | _ConvNd)]
+    found = [layer._parameters.get(name) for layer in layers for name in ("weight", "bias")]
+    weights = list(dict.fromkeys(weight for weight in found if weight is not None and weight.dtype == torch.float32))
+    trained = [weight for weight in weights if weight.requires_grad]
+    frozen = [weight for weight in weights if not weight.requires_grad]
+    copies = [*(_Cast.apply(*trained) if trained else ()), *_cast(frozen, torch.bfloat16)]
+    own = [*trained, *frozen]
+    return {weight: (half, weight._version) for weight, half in zip(own, copies, strict=True)}
 
 
-def _stands(half: Tensor, places: list[_Place]) -> bool:
-    return all(module._parameters[name] is half for module, name in places)
-
-
-@contextmanager
-def _halved(model: nn.Module) -> Iterator[list[tuple[Tensor, list[_Place]]]]:
-    """Inside, copies of the weights stand in their places."""
-    places = _places(model)
-    trained = [weight for weight in places if weight.requires_grad]
-    frozen = [weight for weight in places if not weight.requires_grad]
-    halves: list[Tensor] = [*(_Halved.apply(*trained) if trained else ()), *_cast(frozen, torch.bfloat16)]
-    by_weight = dict(zip([*trained, *frozen], halves, strict=True))
-    try:
-        for weight, half in by_weight.items():
-            for module, name in places[weight]:
-                module._parameters[name] = half  # type: ignore[assignment]
-        yield [(half, places[weight]) for weight, half in by_weight.items()]
-    finally:
-        for weight in by_weight:
-            for module, name in places[weight]:
-                module._parameters[name] = weight
-
-
-def _places(model: nn.Module) -> dict[nn.Parameter, list[_Place]]:
-    """The weights to cast, each with every place where it stands: one that stands elsewhere, too, is left alone."""
-    found: dict[nn.Parameter, list[_Place]] = {}
-    elsewhere: set[nn.Parameter] = set()
-    for module in model.modules():
-        for name, weight in module._parameters.items():
-            if weight is None:
-                continue
-            if type(module) in _CAST and name in ("weight", "bias") and weight.dtype == torch.float32:
-                found.setdefault(weight, []).append((module, name))
-            else:
-                elsewhere.add(weight)
-    return {weight: places for weight, places in found.items() if weight not in elsewhere}
-
-
-class _Halved(torch.autograd.Function):
+class _Cast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)

@@ -74,7 +74,7 @@ __device__ __forceinline__ float weight(const Unit& unit, const Place& place, in
 
 __device__ __forceinline__ Place placed(const Unit& unit, float value) {
   const float whole = 12582912.f;  // 1.5 * 2^23: what is added to it is rounded, and stands in its lowest bits
-  const float most = 36.f;  // beyond, less than 1e-10 is on the other side of the cut; further still, powers overflow
+  const float most = 100.f;  // beyond, nothing is on the other side of the cut; further still, powers overflow
   float position = (value - unit.low) * unit.scale * INNER;
   float shifted = fminf(fmaxf(position, 0.f), (float)INNER) + whole;
   float away = (position - (shifted - whole)) * unit.sharp;

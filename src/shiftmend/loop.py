@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -20,7 +21,7 @@ from shiftmend.adapting import enter_adapting_modes, fresh_optimiser, steady, st
 from shiftmend.distributed import of_first_process, rank, same_everywhere, world_size
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
-from shiftmend.halves import bfloat16
+from shiftmend.halves import in_bfloat16
 from shiftmend.methods import Method, Network, Stage
 from shiftmend.profiles import Profile
 from shiftmend.progress import progress_bar
@@ -63,7 +64,8 @@ class Run:
         self.network, self.feed, self.method, self.stages = network, feed, method, stages
         self.profile = profile.to(feed.device) if profile is not None else None
         self.model, self.taps, self.settings, self.manifest = network.model, taps, settings, manifest
-        self.precision: Precision = bfloat16(self.model, feed.first(2)) if settings.autocast else nullcontext
+        half = functools.partial(in_bfloat16, self.model, feed.device)
+        self.precision: Precision = half if settings.autocast else nullcontext
         self.capture = settings.capture
         self.path = Path(settings.checkpoint) if settings.checkpoint is not None else None
         if self.path is not None:

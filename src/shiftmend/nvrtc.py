@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 Argument = Tensor | int | float | None
+_UNFIT = (200, 209, 218, 222, 223)
+"""What the driver says of code that is not for it or for its GPU: invalid image, no binary, PTX it does not know."""
 
 
 class CompilationError(RuntimeError):
-    """There is no compiler, or it refused the source."""
+    """There is no compiler, it refused the source, or what it made is not for this driver."""
 
 
 class DriverError(RuntimeError):
@@ -33,9 +35,13 @@ class Kernels:
         binary = _compiled(source, (*options, f"--gpu-architecture=sm_{major}{minor}"))
         self._module = c_void_p()
         self._functions: dict[str, c_void_p] = {}
-        with torch.cuda.device(device), _also_while_capturing():
+        with torch.cuda.device(device):
             _hold_context(device)
-            _check(_library().cuModuleLoadData(byref(self._module), binary))
+            with _also_while_capturing():
+                status = _library().cuModuleLoadData(byref(self._module), binary)
+        if status in _UNFIT:
+            raise CompilationError(f"the driver does not take what the compiler made: {_message(status)}")
+        _check(status)
 
     def launch(self, name: str, grid: tuple[int, int], block: tuple[int, int], *arguments: Argument) -> None:
         """Queue a function on the current stream; whole numbers are passed as int, others as float."""
@@ -143,9 +149,13 @@ def _hold_context(device: torch.device) -> None:
 
 def _check(status: int) -> None:
     if status:
-        text = c_char_p()
-        _library().cuGetErrorString(c_int(status), byref(text))
-        raise DriverError(f"CUDA: {(text.value or b'unknown error').decode()}")
+        raise DriverError(f"CUDA: {_message(status)}")
+
+
+def _message(status: int) -> str:
+    text = c_char_p()
+    _library().cuGetErrorString(c_int(status), byref(text))
+    return (text.value or b"unknown error").decode()
 
 
 def _check_compiler(status: int) -> None:

@@ -480,7 +480,7 @@ def test_training_on_a_gpu_is_captured_and_learns_as_an_eager_one(
     first = training.untrained(plan, 0)
     for one, other, begun in zip(model.parameters(), again.parameters(), first.parameters(), strict=True):
         # cuDNN adds in no fixed order; another seed ends as far away as the training went
-        assert (one - other).norm() <= 0.1 * (one - begun).norm() + 1e-6
+        assert (one - other).norm() <= 0.1 * (one - begun).norm() + 1e-5
     monkeypatch.setattr(training, "captured_epoch", lambda *_: None)
     eager = train(plan, toy(), preprocess, seed=0, device="cuda")
     fresh = toy(90, seed=1)
