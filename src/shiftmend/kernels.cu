@@ -43,7 +43,7 @@ __device__ __forceinline__ Unit unit_of(float low, float scale, float sharp) {
   Unit unit = {low, scale, sharp};
 #if WINDOW <= 8
 #pragma unroll
-  for (int n = 0; n <= WINDOW; ++n) unit.fade[n] = exp2f(-0.5f * n * (n - 1) * sharp);
+  for (int n = 0; n <= WINDOW; ++n) unit.fade[n] = n < 2 ? 1.f : exp2f(-0.5f * n * (n - 1) * sharp);
 #endif
   return unit;
 }
