@@ -11,41 +11,35 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from shiftmend.cli.options import (
+    Batch,
+    Blocks,
+    Channels,
+    Data,
+    Deviation,
+    Device,
+    Head,
+    Json,
+    Mean,
+    Model,
+    Options,
+    Output,
+    Pickle,
+    ProfileFile,
+    Size,
+    Taps,
+    Weights,
+    block_names,
+    console,
+    entry,
+    gather,
+    method_option,
+    named_tap,
+)
 from shiftmend.errors import DataError
 
-console = Console(highlight=False, soft_wrap=True)
-
-Model = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="A built-in network, package.module:factory, or file.py:factory."),
-]
-Data = Annotated[Path, typer.Option("--data", "-d", help="A folder of images (flat, or one per class), or an .npz.")]
-Weights = Annotated[Path | None, typer.Option("--weights", "-w", help="A safetensors file with the model's weights.")]
-Options = Annotated[list[str] | None, typer.Option("--model-option", help="name=value for the factory; repeatable.")]
-Pickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Read a .pt file. A pickle can run code: trust its origin.")
-]
-ProfileFile = Annotated[Path, typer.Option("--profile", "-p", help="The source's profile.")]
-Size = Annotated[int | None, typer.Option(help="Scale images to this side.")]
-Channels = Annotated[int | None, typer.Option(help="Repeat grey images to so many channels.")]
-Mean = Annotated[str, typer.Option(help="Subtracted from images in 0..1; one number, or one per channel.")]
-Deviation = Annotated[str, typer.Option("--std", help="Divides them afterwards; one number, or one per channel.")]
-Batch = Annotated[int, typer.Option("--batch-size", help="Samples in a batch.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, ...")]
-Head = Annotated[str | None, typer.Option(help="Name of the model's last layer, if it is not found by itself.")]
-Output = Annotated[str | None, typer.Option("--output-entry", help="Which entry of a tuple or dict is the output.")]
-Blocks = Annotated[
-    list[str] | None,
-    typer.Option("--block", help="Modules of one block, with commas; repeat for each block, bottom first."),
-]
-Taps = Annotated[
-    list[str] | None,
-    typer.Option("--tap", help="name=module, e.g. early=layer1 or tokens=blocks.2@-1; repeatable."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
 LABELLED = "expected one folder per class, or an array 'labels' in the .npz"
 
 
@@ -112,7 +106,7 @@ def profile(
         preset=preset,
         gaussian=gaussian,  # type: ignore[arg-type]
         head=head,
-        taps=dict(_tap(text) for text in tap) if tap else None,
+        taps=dict(named_tap(text) for text in tap) if tap else None,
         output=entry(output_entry),
         batch_size=batch_size,
         preprocess=preprocess,
@@ -162,7 +156,7 @@ def blocks(
         sample = torch.zeros(2, *sides)
     except (ValueError, RuntimeError) as error:
         raise DataError(f"--shape {shape!r} should be whole numbers with commas, e.g. 3,32,32") from error
-    found = split(net, trace(net, sample, head=head, output=entry(output_entry)), _block_names(block))
+    found = split(net, trace(net, sample, head=head, output=entry(output_entry)), block_names(block))
     parameters = dict(net.named_parameters())
     rows = [
         {
@@ -224,7 +218,7 @@ def adapt(
     net, inputs, labels, preprocess = gather(
         model, weights, model_option, allow_pickle, data, size, channels, mean, std
     )
-    options = dict(_method_option(text) for text in option or [])
+    options = dict(method_option(text) for text in option or [])
     foreign = set(options) & set(signature(shiftmend.adapt).parameters)
     if foreign:
         raise DataError(f"{min(foreign)!r} is no option of a method; see `shiftmend adapt --help` for those of adapt")
@@ -241,7 +235,7 @@ def adapt(
         batch_size=batch_size,
         seed=seed,
         preprocess=preprocess,
-        blocks=_block_names(block),
+        blocks=block_names(block),
         output=entry(output_entry),
         device=device,
         autocast=autocast,
@@ -334,61 +328,6 @@ def evaluate(
         print(json.dumps(values))
     else:
         console.print(_scores_text(values), markup=False)
-
-
-def gather(
-    model: str,
-    weights: Path | None,
-    model_option: list[str] | None,
-    allow_pickle: bool,
-    data: Path,
-    size: int | None,
-    channels: int | None,
-    mean: str,
-    std: str,
-) -> tuple[Any, Any, Any, Any]:
-    from shiftmend.cli.inputs import load_data, load_model, normalisation
-
-    preprocess = normalisation(mean, std, channels)
-    net = load_model(model, weights, model_option or [], allow_pickle)
-    inputs, labels = load_data(data, size)
-    return net, inputs, labels, preprocess
-
-
-def _block_names(blocks: list[str] | None) -> list[list[str]] | None:
-    return [text.split(",") for text in blocks] if blocks else None
-
-
-def _tap(text: str) -> tuple[str, str]:
-    name, equals, spec = text.partition("=")
-    if not (equals and name and spec):
-        raise DataError(f"--tap {text!r} should read name=module, e.g. early=layer1")
-    return name, spec
-
-
-def entry(text: str | None) -> int | str | None:
-    return int(text) if text is not None and text.lstrip("-").isdigit() else text
-
-
-def _method_option(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise DataError(f"--option {text!r} should read name=value, e.g. learning_rate=0.1")
-    if "," in value:
-        parts = tuple(_number(part) for part in value.split(",") if part)
-        if key == "learning_rate" and any(isinstance(part, str) for part in parts):
-            raise DataError(f"--option {text!r} should name numbers, e.g. learning_rate=0.01,0.1")
-        return key, parts
-    return key, _number(value)
-
-
-def _number(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def _profile_json(profile: Any, file: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from shiftmend.cli.core import (
+from shiftmend.cli.options import (
     Batch,
     Channels,
     Data,

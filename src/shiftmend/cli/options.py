@@ -1,0 +1,97 @@
+"""What the commands that take a model have in common: their options, and how these are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from shiftmend.errors import DataError
+
+console = Console(highlight=False, soft_wrap=True)
+
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A built-in network, package.module:factory, or file.py:factory."),
+]
+Data = Annotated[Path, typer.Option("--data", "-d", help="A folder of images (flat, or one per class), or an .npz.")]
+Weights = Annotated[Path | None, typer.Option("--weights", "-w", help="A safetensors file with the model's weights.")]
+Options = Annotated[list[str] | None, typer.Option("--model-option", help="name=value for the factory; repeatable.")]
+Pickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Read a .pt file. A pickle can run code: trust its origin.")
+]
+ProfileFile = Annotated[Path, typer.Option("--profile", "-p", help="The source's profile.")]
+Size = Annotated[int | None, typer.Option(help="Scale images to this side.")]
+Channels = Annotated[int | None, typer.Option(help="Repeat grey images to so many channels.")]
+Mean = Annotated[str, typer.Option(help="Subtracted from images in 0..1; one number, or one per channel.")]
+Deviation = Annotated[str, typer.Option("--std", help="Divides them afterwards; one number, or one per channel.")]
+Batch = Annotated[int, typer.Option("--batch-size", help="Samples in a batch.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, ...")]
+Head = Annotated[str | None, typer.Option(help="Name of the model's last layer, if it is not found by itself.")]
+Output = Annotated[str | None, typer.Option("--output-entry", help="Which entry of a tuple or dict is the output.")]
+Blocks = Annotated[
+    list[str] | None,
+    typer.Option("--block", help="Modules of one block, with commas; repeat for each block, bottom first."),
+]
+Taps = Annotated[
+    list[str] | None,
+    typer.Option("--tap", help="name=module, e.g. early=layer1 or tokens=blocks.2@-1; repeatable."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
+
+
+def gather(
+    model: str,
+    weights: Path | None,
+    model_option: list[str] | None,
+    allow_pickle: bool,
+    data: Path,
+    size: int | None,
+    channels: int | None,
+    mean: str,
+    std: str,
+) -> tuple[Any, Any, Any, Any]:
+    from shiftmend.cli.inputs import load_data, load_model, normalisation
+
+    preprocess = normalisation(mean, std, channels)
+    net = load_model(model, weights, model_option or [], allow_pickle)
+    inputs, labels = load_data(data, size)
+    return net, inputs, labels, preprocess
+
+
+def block_names(blocks: list[str] | None) -> list[list[str]] | None:
+    return [text.split(",") for text in blocks] if blocks else None
+
+
+def named_tap(text: str) -> tuple[str, str]:
+    name, equals, spec = text.partition("=")
+    if not (equals and name and spec):
+        raise DataError(f"--tap {text!r} should read name=module, e.g. early=layer1")
+    return name, spec
+
+
+def entry(text: str | None) -> int | str | None:
+    return int(text) if text is not None and text.lstrip("-").isdigit() else text
+
+
+def method_option(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise DataError(f"--option {text!r} should read name=value, e.g. learning_rate=0.1")
+    if "," in value:
+        parts = tuple(_number(part) for part in value.split(",") if part)
+        if key == "learning_rate" and any(isinstance(part, str) for part in parts):
+            raise DataError(f"--option {text!r} should name numbers, e.g. learning_rate=0.01,0.1")
+        return key, parts
+    return key, _number(value)
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
