@@ -148,8 +148,6 @@ def test_what_the_kernels_do_not_take_goes_another_way() -> None:
 def test_without_a_compiler_there_is_no_error_and_one_message(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kernels, "available", lambda: True)
-
     def refuse(*_: object) -> None:
         raise nvrtc.CompilationError("the driver is too old")
 
@@ -166,7 +164,6 @@ def test_without_a_compiler_there_is_no_error_and_one_message(
 
 
 def test_what_goes_wrong_on_the_device_is_no_reason_to_do_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "available", lambda: True)
     kernels._usable.cache_clear()
 
     def refuse(*_: object) -> None:
@@ -185,6 +182,5 @@ def test_what_goes_wrong_on_the_device_is_no_reason_to_do_without_kernels(monkey
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="is about a torch without CUDA")
 def test_a_torch_without_cuda_has_no_compiler() -> None:
-    assert not nvrtc.available()
     with pytest.raises(nvrtc.CompilationError, match="this torch has no CUDA compiler"):
         nvrtc._library()

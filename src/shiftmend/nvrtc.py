@@ -75,15 +75,6 @@ class Kernels:
         return c_float(argument)
 
 
-def available() -> bool:
-    """Whether this torch has the compiler."""
-    try:
-        _library()
-    except CompilationError:
-        return False
-    return True
-
-
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU: how many blocks it can work on at once is a multiple of it."""
