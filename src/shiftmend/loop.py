@@ -6,7 +6,6 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +21,7 @@ from shiftmend.distributed import of_first_process, rank, same_everywhere, world
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
 from shiftmend.halves import in_bfloat16
+from shiftmend.looks import Looker
 from shiftmend.methods import Method, Network, Stage
 from shiftmend.profiles import Profile
 from shiftmend.progress import progress_bar
@@ -29,7 +29,7 @@ from shiftmend.selection import Choice
 from shiftmend.settings import Settings
 from shiftmend.signals import Watch, observe
 from shiftmend.steps import Precision, Steps
-from shiftmend.taps import Tap, modes, tapped
+from shiftmend.taps import Tap, modes
 from shiftmend.verification import Verification
 
 logger = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ class Run:
         self.choice = Choice(entropy_may_decide=not method.minimises_entropy)
         self.selected: dict[str, Tensor] = {}
         self.watch = Watch(self.model, feed, self.profile, settings.output, VERIFIED_PER_EPOCH, settings.capture)
+        self.look = Looker(self.model, feed, self.precision, settings.capture)
 
     def go(self) -> Adaptation:
         """Run to the end, or as far as it gets."""
@@ -247,24 +248,13 @@ class Run:
 
     def _targets(self) -> Tensor:
         """What the method knows of each sample, in the order of the feed and where its indices lie."""
-        targets = self.method.targets(self.network, self._look)
+        targets = self.method.targets(self.network, self.look)
         assert self.feed.inputs is not None, "adapt refuses streamed data for such a method"
         if len(targets) != self.feed.samples:
             raise AdaptationError(
                 f"{self.method.name} needs one label a sample: there are {len(targets)} for {self.feed.samples} samples"
             )
         return targets.to(self.feed.device)
-
-    def _look(self, taps: Mapping[str, Tap]) -> dict[str, Tensor]:
-        seen: dict[str, list[Tensor]] = {name: [] for name in taps}
-        with torch.no_grad(), modes(self.model), tapped(self.model, taps) as recorder:
-            self.model.eval()
-            for batch in self.feed.batches():
-                with self.precision():
-                    self.model(batch)
-                for name, values in recorder.read().items():
-                    seen[name].append(values)
-        return {name: torch.cat(parts) for name, parts in seen.items()}
 
 
 def _note(row: Epoch) -> str:
