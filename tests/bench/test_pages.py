@@ -19,10 +19,15 @@ from shiftmend.bench.published import figure
 from shiftmend.bench.suite import find
 from shiftmend.errors import DataError
 
+REMARK = "EMNIST, rebuilt: fewer images"
 MANIFEST = {
     "environment": {"device": "NVIDIA X", "torch": "2.9", "python": "3.12", "shiftmend": "0.1.0"},
     "learning_rate_chosen": "given",
-    "source": {"name": "plain", "recipe": {"network": "digit-cnn", "epochs": 150, "weight_decay": 0.0}},
+    "source": {
+        "name": "plain",
+        "recipe": {"network": "digit-cnn", "epochs": 150, "weight_decay": 0.0},
+        "remark": REMARK,
+    },
     "target": {"samples": 18800, "sha256": "ab12" * 16},
     "verification": {"after": {"verdict": "restored"}},
 }
@@ -81,6 +86,7 @@ def test_the_first_line_says_what_was_made_again_and_what_is_missing(emnist: str
     title, _, first, _, *rest = emnist.splitlines()
     assert title == "# EMNIST-DA: characters, 13 shifts"
     assert first.startswith("**Partial: ")
+    assert f"**{REMARK}.** Target images: " in first
     assert "rebuilt, with other textures than the published ones (`bricks`, `crystals`" in first
     assert "made again by the published recipe (`dotted_line`" in first
     assert any(line.startswith("- offline: ") and "the seeds `345`, `456`, `567`" in line for line in rest)
@@ -240,7 +246,7 @@ def test_a_whole_page_is_not_called_partial(tmp_path: Path) -> None:
     text = page("digits", file)
     assert "Partial" not in text
     done = f"All {len(cells)} cells (one method on one shift from one seed) are done."
-    assert text.splitlines()[2] == f"Target images: data of our own (all shifts). {done}"
+    assert text.splitlines()[2] == f"**{REMARK}.** Target images: data of our own (all shifts). {done}"
     assert "ECE, mean over batches" in section(text, "Online")
     assert "\n## Does the model" not in text
     assert footnotes.RATES not in text

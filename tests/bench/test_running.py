@@ -637,6 +637,12 @@ def test_the_manifest_says_how_and_holds_no_labels(method: str, protocol: str, t
     assert back.signals == result.signals
 
 
+def test_what_is_unlike_the_published_source_images_is_written_down() -> None:
+    assert "remark" not in usual("adabn").manifest["source"]
+    result = done("adabn", source_remark=lambda root: f"of our own, under {root}")
+    assert result.manifest["source"]["remark"] == "of our own, under None"
+
+
 def test_time_and_memory_are_the_cells_own(monkeypatch: pytest.MonkeyPatch) -> None:
     ballast: list[np.ndarray] = []
 

@@ -405,6 +405,14 @@ def test_selection_is_over_runs_that_have_all_three():
     assert {cell.seeds for cell in table.rows[0].entries} == {(123,)}
 
 
+def test_other_source_images_than_the_published_are_named_under_every_table():
+    remark = "EMNIST, rebuilt: fewer images"
+    results = [replace(r, manifest={"source": {"name": "plain", "remark": remark}}) for r in grid()[1]]
+    chosen = selection(results, **NAMES, methods=METHODS, shifts=SHIFTS)
+    assert all(table.notes.count(remark) == 1 for table in (by_shift(results), summarise(results), chosen))
+    assert remark not in summarise(grid()[1]).notes
+
+
 def test_the_origin_of_data_is_marked():
     origins = {"fog": "regenerated", "sky": "rebuilt", "stripe": "published", "zigzag": "rebuilt"}
     results = [replace(r, origin=origins[r.cell.shift]) for r in grid()[1]]

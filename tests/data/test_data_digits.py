@@ -9,7 +9,7 @@ import pytest
 from data_layouts import idx_bytes, random_images, write_idx
 
 from shiftmend.data import emnist, fashion_mnist, kmnist, mnist, usps
-from shiftmend.data.digits import read_idx
+from shiftmend.data.digits import emnist_edition, read_idx
 from shiftmend.errors import DataError
 
 LABELS = np.array([3, 1, 4, 1, 5], np.uint8)
@@ -48,6 +48,31 @@ def test_emnist_is_turned_upright(tmp_path: Path) -> None:
     assert split.images.is_contiguous()
     assert split.labels is not None
     assert [split.classes[label] for label in split.labels] == ["q", "h", "r", "h", "t"]
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "said"),
+    [
+        (112_800, 18_800, ""),
+        (
+            94_000,
+            18_800,
+            "EMNIST, rebuilt: not the official Balanced split, 94,000 images to train with instead of 112,800",
+        ),
+        (47, 94, " 47 images to train with instead of 112,800 and 94 images to test with instead of 18,800"),
+    ],
+)
+def test_an_emnist_of_other_numbers_says_so(tmp_path: Path, train: int, test: int, said: str) -> None:
+    for split, count in (("train", train), ("test", test)):
+        path = tmp_path / f"EMNIST/raw/emnist-balanced-{split}-labels-idx1-ubyte.gz"
+        write_idx(path, np.zeros(count, np.uint8))
+    found = emnist_edition(tmp_path)
+    assert found.endswith(said)
+    assert bool(found) == bool(said)
+
+
+def test_of_an_emnist_that_is_not_there_nothing_is_said(tmp_path: Path) -> None:
+    assert emnist_edition(tmp_path) == ""
 
 
 def test_usps_from_libsvm_text(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ class Benchmark:
     origin: Callable[[str, Root], Origin]
     """Where the images of a shift come from; quick, without reading them."""
     preprocess: Preprocess
+    source_remark: Callable[[Root], str] = lambda root: ""
+    """What is unlike the published source images, for everything that shows a figure; quick, and empty if nothing."""
     source_for: Callable[[Setting, str], str] = lambda setting, shift: setting.source
     """The recipe that a setting starts from; for benchmarks where that depends on the shift."""
     seeds: tuple[int, ...] = SEEDS

@@ -18,6 +18,7 @@ def describe(benchmark: Benchmark, root: Root = None) -> dict[str, Any]:
     return {
         "name": benchmark.name,
         "title": benchmark.title,
+        "source_remark": benchmark.source_remark(root),
         "shifts": {shift: benchmark.origin(shift, root) for shift in benchmark.shifts},
         "groups": {name: list(members) for name, members in benchmark.groups.items()},
         "seeds": list(benchmark.seeds),

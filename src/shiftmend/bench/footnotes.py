@@ -46,6 +46,17 @@ def about_origins(grid: Grid) -> list[str]:
     ]
 
 
+def about_data(grid: Grid) -> list[str]:
+    """What is unlike the published images, of the source and of the shifts."""
+    return [*source_remarks(grid.cells.values()), *about_origins(grid)]
+
+
+def source_remarks(results: Iterable[Result]) -> list[str]:
+    """What is unlike the published source images, as the manifests have it."""
+    sources = [result.manifest.get("source") or {} for result in results]
+    return list(dict.fromkeys(str(source["remark"]) for source in sources if source.get("remark")))
+
+
 def about_numbers(grid: Grid, ours: Sequence[tuple[str, str, Entry]], line: str | None = None) -> list[str]:
     """Unit and seeds of entries, each with its method and the name of what it is a mean over.
 

@@ -110,10 +110,12 @@ def _without_folders(note: str) -> str:
 def _headline(parts: Mapping[str, Part]) -> str:
     cells = sum(len(part.reading.cells) for part in parts.values())
     done = sum(not result.failed for part in parts.values() for result in part.reading.results)
+    remarks = footnotes.source_remarks(result for part in parts.values() for result in part.reading.results)
+    images = " ".join([*(f"**{for_markdown(remark)}.**" for remark in remarks), _images(parts)])
     if done == cells:
-        return f"{_images(parts)} All {cells:,} cells (one method on one shift from one seed) are done."
+        return f"{images} All {cells:,} cells (one method on one shift from one seed) are done."
     return (
-        f"**Partial: {done:,} of {cells:,} cells (one method on one shift from one seed) are done.** {_images(parts)} "
+        f"**Partial: {done:,} of {cells:,} cells (one method on one shift from one seed) are done.** {images} "
         "What is missing:"
     )
 

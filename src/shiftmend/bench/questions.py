@@ -195,7 +195,7 @@ def sanity(part: Part) -> list[Block]:
         titles = (Column("ours"), Column(side, kind="published"), Column("difference", kind="difference"))
         rows = tuple(Row(shift + footnotes.origin_marks(grid, [shift]), known[shift]) for shift in far)
         title = f"{part.benchmark.name}, {part.protocol}: shifts where source-only is far from {name}"
-        return [said, Table(title, "shift", titles, rows, tuple(footnotes.about_origins(grid)))]
+        return [said, Table(title, "shift", titles, rows, tuple(footnotes.about_data(grid)))]
     return []
 
 

@@ -71,7 +71,7 @@ def _gather(workshop: Workshop, cell: Cell, manifest: dict[str, Any]) -> Given:
     """Model, profile and data; what is known goes into the manifest at once, for cells that fail further on."""
     benchmark = workshop.benchmark
     setting, protocol = settings_of(benchmark, cell.protocol)[cell.method], benchmark.protocols[cell.protocol]
-    source = benchmark.source_for(setting, cell.shift)
+    source, remark = benchmark.source_for(setting, cell.shift), benchmark.source_remark(workshop.root)
     manifest |= {
         "benchmark": benchmark.name,
         "cell": asdict(cell),
@@ -79,7 +79,11 @@ def _gather(workshop: Workshop, cell: Cell, manifest: dict[str, Any]) -> Given:
         "preset": setting.preset,
         "protocol": protocol.facts(),
         **({"compile": True} if workshop.compile else {}),
-        "source": {"name": source, "recipe": benchmark.sources[source].facts()},
+        "source": {
+            "name": source,
+            "recipe": benchmark.sources[source].facts(),
+            **({"remark": remark} if remark else {}),
+        },
         "origin": benchmark.origin(cell.shift, workshop.root),
     }
     model, file = workshop.model(source, cell.seed)

@@ -141,7 +141,7 @@ def across(
     lines = [Row(method, row) for method, row in zip(shown, rows, strict=True)]
     made = _table(grids[0], shown, "method", columns, lines, entries)
     title = f"{benchmark}, {', '.join(protocols.values())}: {grids[0].shown.title}, {_named('all', shifts)}"
-    notes = [note for grid in grids for note in (*footnotes.about_origins(grid), *footnotes.about_failures(grid))]
+    notes = [note for grid in grids for note in (*footnotes.about_data(grid), *footnotes.about_failures(grid))]
     return replace(made, title=title, notes=tuple(dict.fromkeys((*made.notes, *notes))))
 
 
@@ -181,7 +181,7 @@ def selection(
             footnotes.ORACLE,
             *footnotes.about_numbers(grid, ours, "column"),
             *footnotes.about_rows(grid, shown, ours),
-            *footnotes.about_origins(grid),
+            *footnotes.about_data(grid),
             *footnotes.about_failures(grid),
         ),
         _meaning(grid, shown, any(entry.best for parts in entries.values() for entry in parts), "column"),
@@ -244,7 +244,7 @@ def _table(
         *footnotes.about_rows(grid, shown, ours),
         *footnotes.about_published(grid, any(column.kind == "published" for column in columns)),
         *footnotes.about_rates(grid),
-        *footnotes.about_origins(grid),
+        *footnotes.about_data(grid),
         *footnotes.about_failures(grid),
     )
     marked = _meaning(grid, shown, any(entry.best for _, _, entry in ours), line)

@@ -117,6 +117,8 @@ def show_benchmark(benchmark: Name, data_root: Root = None, as_json: Json = Fals
     rows = {meanings[origin]: ", ".join(shifts) for origin, shifts in by_origin.items()}
     named = root or os.environ.get("SHIFTMEND_DATA")
     _show_rows("origin of the images", "shifts", rows)
+    if facts["source_remark"]:
+        say(facts["source_remark"])
     say(f"with the data under {named}" if named else "without a data folder; name one with --data-root")
 
 

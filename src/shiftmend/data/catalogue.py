@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from shiftmend.data import checksums
+from shiftmend.data.digits import EMNIST_COUNTS
 from shiftmend.data.entries import Content, Download, Entry, Unpack
 from shiftmend.data.shifted import CIFAR_CORRUPTIONS, EMNIST_SHIFTS, MNIST_CORRUPTIONS
 from shiftmend.errors import DataError
@@ -53,7 +54,7 @@ def _idx_contents(folder: str, files: Iterable[checksums.IdxFile]) -> tuple[Cont
 def _emnist_contents() -> tuple[Content, ...]:
     """The publisher states a checksum of the whole archive only, and rebuilt sets of other sizes are in use."""
     contents = []
-    for split, count in (("train", 112_800), ("test", 18_800)):
+    for split, count in EMNIST_COUNTS.items():
         stem = f"EMNIST/raw/emnist-balanced-{split}"
         contents.append(Content(f"{stem}-images-idx3-ubyte.gz", shape=(count, 28, 28), exact_count=False))
         contents.append(Content(f"{stem}-labels-idx1-ubyte.gz", shape=(count,), exact_count=False))

@@ -40,6 +40,8 @@ FASHION_CLASSES = (
     "Ankle boot",
 )
 KMNIST_CLASSES = ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo")
+EMNIST_COUNTS = {"train": 112_800, "test": 18_800}
+"""Of the official Balanced split."""
 UNSIGNED_BYTE = 0x08
 USPS_SIDE = 16
 
@@ -66,6 +68,24 @@ def emnist(split: str = "train", root: PathLike | None = None) -> Split:
     stored = _idx_pair(root, "emnist", "EMNIST", split, names, EMNIST_CLASSES)
     upright = stored.images.transpose(2, 3).contiguous()
     return Split(upright, stored.labels, stored.name, stored.classes)
+
+
+def emnist_edition(root: PathLike | None = None) -> str:
+    """What sets the images that are there apart from the official Balanced split; empty if their numbers do not."""
+    try:
+        folder = data_root(root) / "EMNIST"
+        counts = {
+            split: len(read_idx(_idx_file(folder, f"emnist-balanced-{split}-labels-idx1-ubyte", "labels", "emnist")))
+            for split in EMNIST_COUNTS
+        }
+    except DataError:
+        return ""
+    differ = [
+        f"{count:,} images to {split} with instead of {EMNIST_COUNTS[split]:,}"
+        for split, count in counts.items()
+        if count != EMNIST_COUNTS[split]
+    ]
+    return f"EMNIST, rebuilt: not the official Balanced split, {' and '.join(differ)}" if differ else ""
 
 
 def usps(split: str = "train", root: PathLike | None = None) -> Split:

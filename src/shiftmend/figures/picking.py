@@ -81,7 +81,8 @@ def notes(
         shifts=list({result.cell.shift: None for result in grid.results}),
     )
     said = [f"no finished result: {', '.join(lacking)}"] if lacking else []
-    return [*origins, *footnotes.about_failures(whole), *said]
+    remarks = footnotes.source_remarks(grid.cells.values())
+    return [*remarks, *origins, *footnotes.about_failures(whole), *said]
 
 
 def counted(count: int, what: str) -> str:

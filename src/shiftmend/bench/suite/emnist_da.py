@@ -12,7 +12,7 @@ from shiftmend.bench.cells import Origin
 from shiftmend.bench.protocols import FewShot, Offline
 from shiftmend.bench.suite import made
 from shiftmend.bench.training import Recipe
-from shiftmend.data.digits import emnist
+from shiftmend.data.digits import emnist, emnist_edition
 from shiftmend.data.partitions import emnist_source
 from shiftmend.data.preprocessing import signed
 from shiftmend.data.shifted import EMNIST_SHIFTS, emnist_da
@@ -92,5 +92,6 @@ BENCHMARK = Benchmark(
     load_target=load_target,
     origin=origin,
     preprocess=signed,
+    source_remark=emnist_edition,
     lanes=8,
 )
