@@ -20,6 +20,8 @@ from shiftmend.data.shifted import mnist_m
 SHIFT = "mnist-m"
 ARCHIVES = ("keras_mnistm.pkl.gz", "keras_mnistm.pkl")
 FOLDER = "test"
+PHOTOGRAPHS = 200
+"""In the training set of BSDS500, which the published digits stand on; of a part of them others are made."""
 
 
 def load_target(shift: str, root: Root) -> Target:
@@ -37,7 +39,9 @@ def load_target(shift: str, root: Root) -> Target:
 def origin(shift: str, root: Root) -> Origin:
     if shift == CLEAN or _published(root):
         return "published"
-    return "regenerated" if _photographs(root) is not None else "rebuilt"
+    folder = _photographs(root)
+    there = 0 if folder is None else sum(file.suffix == ".jpg" for file in folder.iterdir())
+    return "regenerated" if there == PHOTOGRAPHS else "rebuilt"
 
 
 def _published(root: Root) -> bool:
