@@ -20,6 +20,7 @@ import numpy as np
 
 from shiftmend.bench.base import CLEAN
 from shiftmend.bench.cells import Cell, Result
+from shiftmend.bench.footnotes import source_remarks
 from shiftmend.bench.reading import stored
 from shiftmend.bench.thresholds import HIGH_IS_GOOD, TOGETHER, area, best_pair, best_threshold, near_clean
 
@@ -74,7 +75,8 @@ def main() -> None:
     if len(worlds) < 2:
         parser.error("expected the exports of at least two benchmarks")
     for world in worlds:
-        print(f"{world.name}: {sum(world.good)} good, {len(world.good) - sum(world.good)} bad")
+        remarks = "".join(f"; {remark}" for remark in source_remarks(world.results))
+        print(f"{world.name}: {sum(world.good)} good, {len(world.good) - sum(world.good)} bad{remarks}")
     for signal in SIGNALS:
         print(f"\n{signal}")
         sign = -1 if signal in HIGH_IS_GOOD else 1

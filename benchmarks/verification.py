@@ -20,6 +20,7 @@ from torch.nn import functional
 
 import shiftmend
 from shiftmend import data, shifts
+from shiftmend.data.digits import emnist_edition
 from shiftmend.data.preprocessing import signed as preprocess
 from shiftmend.files import write_atomically
 from shiftmend.models import build
@@ -79,6 +80,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further cell after this long")
     options = parser.parse_args()
     started = time.perf_counter()
+    print(emnist_edition(options.data_root) or "EMNIST Balanced", flush=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     home, away = data.emnist("train", options.data_root), data.emnist("test", options.data_root)
     assert home.labels is not None

@@ -138,6 +138,8 @@ def test_every_question_is_answered(emnist: str) -> None:
     signals = section(emnist, "Signals that need no labels")
     assert re.search(r"^\| confidence \| \+1\.00 \| 13 \|", signals, re.MULTILINE)
     assert re.search(r"^\| slices \| 1\.00 \| ≤ 0\.\d+ \| 100\.0 \| \d", signals, re.MULTILINE)  # near clean
+    # shot on 13 shifts from two seeds
+    assert signals.count("(left out: 26 cells that start from another model)") == 2
     sanity = section(emnist, "Does the model without adaptation do as published?")
     assert "on 12 of 13 shifts" in sanity
     assert re.findall(r"^\| (\w+)‡", sanity, re.MULTILINE) == ["fog"]

@@ -131,11 +131,13 @@ def fill(folder: Path, benchmark: Benchmark, accuracy: Accuracy, protocol: str =
                     signals={"slices": 1 - value, "entropy": value},
                     restoration_distance=4 * (1 - value),
                     seconds=2.0,
+                    manifest={"source": {"name": "plain", "remark": REMARK}},
                     finished="2022-04-25T09:00:00Z",
                 )
             )
 
 
+REMARK = "digits of our own"
 ACCURACIES = {"source-only": 0.5, "adabn": 0.6, "fr": 0.8, "bufr": 0.9, "target-supervised": 0.95}
 SHIFTED = {"brightness": 0.0, "stripe": -0.1, "oranges": -0.2, "clean": 0.47}
 
@@ -292,6 +294,7 @@ def test_compare_tells_differences_from_luck(digits: Path, tmp_path: Path, capsy
     assert float(found[1]) == pytest.approx(expected, rel=0.02)
     assert float(found[2]) == pytest.approx(3 * expected, rel=0.02)
     assert "accuracy in percent, last" in text
+    assert text.endswith(f"{REMARK}\n")
     rows = json.loads(ok(capsys, "compare", "digits", "bufr", "fr", "-f", digits, "--json"))
     assert [row["shift"] for row in rows] == ["brightness", "oranges", "stripe", None]
     assert rows[0]["p"] == pytest.approx(expected)
@@ -307,6 +310,7 @@ def test_correlate(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert re.search(r"^slices +-1\.00 \(mean of 3\) +-1\.00 \(24 points\)$", text, re.MULTILINE)
     assert re.search(r"^marginals +– +– \(too few points", text, re.MULTILINE)
     assert "target-supervised  " not in text
+    assert text.endswith(f"{REMARK}\n")
     facts = json.loads(ok(capsys, "correlate", "digits", "-f", digits, "--json"))
     assert set(facts["restoration"]["means"]) == {"source-only", "adabn", "fr", "bufr"}
     assert facts["signals"]["entropy"]["within_shifts"] == pytest.approx(1)

@@ -57,9 +57,9 @@ def test_emnist_is_turned_upright(tmp_path: Path) -> None:
         (
             94_000,
             18_800,
-            "EMNIST, rebuilt: not the official Balanced split, 94,000 images to train with instead of 112,800",
+            "EMNIST, rebuilt: not the official Balanced split (its train file has 94,000 images, officially 112,800)",
         ),
-        (47, 94, " 47 images to train with instead of 112,800 and 94 images to test with instead of 18,800"),
+        (47, 94, " 47 images, officially 112,800; its test file has 94 images, officially 18,800)"),
     ],
 )
 def test_an_emnist_of_other_numbers_says_so(tmp_path: Path, train: int, test: int, said: str) -> None:

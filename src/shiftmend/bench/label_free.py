@@ -47,24 +47,30 @@ def signals(part: Part) -> list[Block]:
     blocks: list[Block] = [Table(title, "signal", columns, tuple(rows), (note,))]
     at_home = _with_the_clean_source(part)
     near = thresholds.near_clean(at_home, part.reading.clean)
-    points, home = f"{100 * MARGIN:g} points", footnotes.clean_source(part.benchmark)
-    blocks += _judges(
-        part, at_home, near, "near clean", f"accuracy at most {points} below that of {home} on clean images"
-    )
+    meaning = _near_clean(part, len(part.unsupervised) - len(at_home))
+    blocks += _judges(part, at_home, near, "near clean", meaning)
     better = thresholds.helped(part.unsupervised)
     blocks += _judges(
         part, part.unsupervised, better, "has helped", "more accurate than source-only on the same shift and seed"
     )
-    return blocks + _verdicts(part, near)
+    return blocks + _verdicts(part, near, meaning)
+
+
+def _near_clean(part: Part, left_out: int) -> str:
+    """What a good cell is, and how many cells cannot be judged by it."""
+    meaning = f"accuracy at most {100 * MARGIN:g} points below that of {footnotes.clean_source(part.benchmark)}"
+    others = f" (left out: {left_out} cells that start from another model)" if left_out else ""
+    return f"{meaning} on clean images{others}"
 
 
 def _with_the_clean_source(part: Part) -> list[Result]:
-    """Where each shift has a source model of its own, the accuracy on clean images is known of one of them only."""
-    setting = part.benchmark.settings.get("offline", {}).get(thresholds.NOTHING_DONE)
-    if setting is None:
+    """A shift or a method may have a source model of its own: accuracy on clean images is known of one model only."""
+    nothing_done = part.benchmark.settings.get("offline", {}).get(thresholds.NOTHING_DONE)
+    if nothing_done is None:
         return []
-    source = part.benchmark.source_for
-    return [result for result in part.unsupervised if source(setting, result.cell.shift) == source(setting, CLEAN)]
+    settings, source = part.benchmark.settings[part.protocol], part.benchmark.source_for
+    clean = source(nothing_done, CLEAN)
+    return [result for result in part.unsupervised if source(settings[result.cell.method], result.cell.shift) == clean]
 
 
 def _judges(part: Part, results: Sequence[Result], good: Mapping[Cell, bool], name: str, meaning: str) -> list[Block]:
@@ -119,7 +125,7 @@ def _judged(judge: Judge) -> tuple[Entry, ...]:
     )
 
 
-def _verdicts(part: Part, good: Mapping[Cell, bool]) -> list[Block]:
+def _verdicts(part: Part, good: Mapping[Cell, bool], meaning: str) -> list[Block]:
     """What the library itself says of an adaptation, by fixed limits that were not found on these cells."""
     counts: dict[str, Counter[bool]] = {}
     for cell, result in comparisons.by_place(part.unsupervised).items():
@@ -131,14 +137,12 @@ def _verdicts(part: Part, good: Mapping[Cell, bool]) -> list[Block]:
     order = [name for name in ("restored", "partly restored", "not restored", "undecided") if name in counts]
     rows = tuple(Row(name, (Entry(counts[name][True]), Entry(counts[name][False]))) for name in order)
     columns = (Column("good", digits=0), Column("bad", digits=0))
-    home = footnotes.clean_source(part.benchmark)
-    note = f"good: accuracy at most {100 * MARGIN:g} points below that of {home} on clean images"
     return [
         Table(
             f"{part.benchmark.name}, {part.protocol}: the library's own verdict, in cells",
             "verdict",
             columns,
             rows,
-            (note,),
+            (f"good: {meaning}",),
         )
     ]

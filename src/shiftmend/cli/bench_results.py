@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,6 +35,7 @@ from shiftmend.cli.bench_options import (
 from shiftmend.errors import DataError
 
 if TYPE_CHECKING:
+    from shiftmend.bench.cells import Result
     from shiftmend.bench.reading import Reading
     from shiftmend.bench.tabular import Table
 
@@ -160,6 +162,7 @@ def compare(
     show(shown)
     measure = f"{unit.title} in {unit.unit}" if unit.unit else unit.title
     say(f"{measure}, {which}; two-sided paired t-test over seeds, Holm's correction for the number of shifts")
+    _say_remarks(compared)
 
 
 def correlate(
@@ -202,6 +205,15 @@ def correlate(
         within = "–" if value.within_shifts is None else f"{value.within_shifts:+.2f} (mean of {value.shifts})"
         shown.add_row(name, within, _coefficient(value.overall))
     show(shown)
+    _say_remarks(compared)
+
+
+def _say_remarks(results: Sequence[Result]) -> None:
+    """What is unlike the published source images."""
+    from shiftmend.bench.footnotes import source_remarks
+
+    for remark in source_remarks(results):
+        say(remark)
 
 
 def page(

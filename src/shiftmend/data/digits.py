@@ -81,11 +81,11 @@ def emnist_edition(root: PathLike | None = None) -> str:
     except DataError:
         return ""
     differ = [
-        f"{count:,} images to {split} with instead of {EMNIST_COUNTS[split]:,}"
+        f"its {split} file has {count:,} images, officially {EMNIST_COUNTS[split]:,}"
         for split, count in counts.items()
         if count != EMNIST_COUNTS[split]
     ]
-    return f"EMNIST, rebuilt: not the official Balanced split, {' and '.join(differ)}" if differ else ""
+    return f"EMNIST, rebuilt: not the official Balanced split ({'; '.join(differ)})" if differ else ""
 
 
 def usps(split: str = "train", root: PathLike | None = None) -> Split:

@@ -101,6 +101,7 @@ def _restoration(wanted: Wanted) -> Figure:
 
 
 def _curves(wanted: Wanted) -> Figure:
+    from shiftmend.bench.footnotes import source_remarks
     from shiftmend.figures import curves
 
     methods, shift = wanted.methods or ("bufr",), wanted.shift()
@@ -113,7 +114,8 @@ def _curves(wanted: Wanted) -> Figure:
         raise DataError(f"there is no finished result of {', '.join(methods)} on {shift}; run the benchmark first")
     seed = min(result.cell.seed for result in results)
     own = {result.cell.method: result.history for result in results if result.cell.seed == seed}
-    return curves.draw(own if len(own) > 1 else next(iter(own.values())), f"{shift}, seed {seed}")
+    notes = source_remarks(results)
+    return curves.draw(own if len(own) > 1 else next(iter(own.values())), f"{shift}, seed {seed}", notes=notes)
 
 
 def _activations(wanted: Wanted) -> Figure:
