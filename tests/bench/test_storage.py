@@ -61,7 +61,7 @@ def test_files_of_the_source_are_counted(tmp_path: Path) -> None:
 
 def test_the_table_stands_beside_the_paper() -> None:
     sizes = [
-        Sizes("mnist-c", 5520, 16912, 49432, 4_789_504, 11_009_000, 42_336_000, trained=False),
+        Sizes("mnist-c", 5520, 16912, 49432, 4_789_504, 11_009_000, 42_336_000, trained=False, remark="fewer of them"),
         Sizes("visda-c", 82_400, 139_920, 8_524_464, 170_577_864, None, None, trained=True),
     ]
     rows = [line for line in render(table(sizes), "markdown").splitlines() if line.startswith("| mnist-c")]
@@ -69,6 +69,7 @@ def test_the_table_stands_beside_the_paper() -> None:
     text = page(sizes)
     assert "that of visda-c, has 140 kB, 0.082 % of its model" in text
     assert "of trained models for visda-c, else of untrained ones" in text
+    assert "\n- mnist-c: fewer of them\n" in text
     assert "| visda-c | 0.140 | 8.524 | 0.082 | 170.578 | – | – | 0.5 | 173 | 7885 |" in text
 
 

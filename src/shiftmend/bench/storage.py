@@ -63,6 +63,8 @@ class Sizes:
     """The images of that split that the model was trained on, a byte for each value."""
     trained: bool
     """Whether the model is the file of a trained one."""
+    remark: str = ""
+    """What is unlike the published source images."""
 
 
 def measure(benchmark: str, folder: str | os.PathLike[str] | None = None, root: Root = None) -> Sizes:
@@ -85,6 +87,7 @@ def measure(benchmark: str, folder: str | os.PathLike[str] | None = None, root: 
         files=_files(chosen.name, root),
         pixels=_pixels(chosen, name, root),
         trained=file is not None,
+        remark=chosen.source_remark(root),
     )
 
 
@@ -107,6 +110,7 @@ def table(sizes: Sequence[Sizes]) -> Table:
         "where the distribution is), pixels the part the model is trained on at a byte for each value",
         f"profiles of random images, files {models}: but for some bytes of the header sizes do not depend on values",
         "a profile also holds the ranges, 128 slices and mean and variance of each feature",
+        *(f"{one.benchmark}: {one.remark}" for one in sizes if one.remark),
         *_paper()["notes"],
     )
     return Table("profile, model and data in MB", "benchmark", tuple(columns), tuple(rows), notes)
