@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -28,6 +29,16 @@ def test_every_sample_is_seen_once_in_order_in_eval_mode_and_nothing_changes(bat
     assert not seen["features"].requires_grad
     assert all(module.training for module in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_network_runs_in_the_precision_asked_for() -> None:
+    world = sensors()
+    precision = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    seen = Looker(world.model, Feed(world.target, batch_size=100), precision)({"features": FEATURES})["features"]
+    full = world.model[:5](world.target).detach()
+    assert seen.dtype == torch.bfloat16
+    torch.testing.assert_close(seen.float(), full, rtol=0.05, atol=0.1)
+    assert not torch.equal(seen.float(), full)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.captures import captured_call, worth_capturing
-from shiftmend.distributed import active
 from shiftmend.feeds import Feed
 from shiftmend.steps import Precision
 from shiftmend.taps import Tap, modes, tapped
@@ -24,7 +23,7 @@ class Looker:
     def __init__(self, model: nn.Module, feed: Feed, precision: Precision = nullcontext, capture: bool = False) -> None:
         self.model, self.feed, self.precision = model, feed, precision
         inputs = feed.inputs
-        self.capture = capture and not active() and inputs is not None and worth_capturing(inputs)
+        self.capture = capture and inputs is not None and worth_capturing(inputs)
         self._taps: dict[str, Tap] = {}
         self._again: Callable[[], dict[str, Tensor]] | None = None
 

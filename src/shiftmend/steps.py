@@ -19,8 +19,8 @@ from shiftmend.methods import Objective
 from shiftmend.taps import Recorder, Tap, eager, tapped
 
 Precision = Callable[[], AbstractContextManager[Any]]
-_FEWER_KERNELS = {"combo_kernels": True}
-"""For the compiler: small kernels that do not wait for each other, such as casts of weights, become one."""
+_FEWER_KERNELS = "combo_kernels"
+"""What the compiler calls it to make one of small kernels that do not wait for each other, such as casts of weights."""
 
 
 class Steps:
@@ -140,7 +140,8 @@ def _compiled(model: nn.Module) -> Iterator[None]:
     """Inside, calls of the model go through `torch.compile`, hooks included; afterwards nothing is left of it."""
     # each set of trained layers is compiled by itself, and after eight torch would go on without
     with eager(model), torch._dynamo.config.patch(recompile_limit=256):
-        model.compile(dynamic=False, options=_FEWER_KERNELS)
+        known = _FEWER_KERNELS in torch._inductor.list_options()
+        model.compile(dynamic=False, options={_FEWER_KERNELS: True} if known else None)
         try:
             yield
         finally:

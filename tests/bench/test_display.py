@@ -184,6 +184,34 @@ def test_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
         assert display.remaining() == pytest.approx(60 * 8 / 2)
 
 
+def test_several_threads_may_say_how_far_they_are() -> None:
+    cells = [Cell("tiny", "offline", "fr", str(number), 1, "recipe") for number in range(200)]
+    errors: list[BaseException] = []
+    interval = sys.getswitchinterval()
+    with Display(False, "tiny", cells=len(cells)) as display:
+
+        def lane(own: list[Cell]) -> None:
+            try:
+                for cell in own * 20:
+                    display.advance(cell, 1, 2)
+                    display.remaining()
+                    display.over(cell, None)
+            except RuntimeError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=lane, args=(cells[start::4],)) for start in range(4)]
+        sys.setswitchinterval(1e-6)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+    assert errors == []
+    assert display.done == 20 * len(cells)
+
+
 def test_times_in_words() -> None:
     words = {0.4: "0 s left", 89: "89 s left", 90: "2 min left", 5399: "90 min left", 9000: "2.5 h left"}
     assert {seconds: left(seconds) for seconds in words} == words

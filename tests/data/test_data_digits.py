@@ -71,6 +71,12 @@ def test_an_emnist_of_other_numbers_says_so(tmp_path: Path, train: int, test: in
     assert bool(found) == bool(said)
 
 
+def test_an_emnist_file_without_a_single_label_is_another_edition(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write_idx(tmp_path / f"EMNIST/raw/emnist-balanced-{split}-labels-idx1-ubyte.gz", np.zeros((), np.uint8))
+    assert "its train file has 1 images, officially 112,800" in emnist_edition(tmp_path)
+
+
 def test_of_an_emnist_that_is_not_there_nothing_is_said(tmp_path: Path) -> None:
     assert emnist_edition(tmp_path) == ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -25,6 +26,7 @@ class Display:
     ) -> None:
         self.title, self.cells, self.preparations, self.say = title, cells, preparations, say
         self.done = self.prepared = 0
+        self._lock = threading.RLock()  # lanes are threads, and each says how far it is
         self._parts: dict[Task, tuple[int, int]] = {}
         self._show = cells > 0 and (show is True or (show is None and sys.stderr.isatty()))
         self._bars: Any = None
@@ -56,37 +58,40 @@ class Display:
 
     def advance(self, task: Task, done: int, total: int) -> None:
         """A task has begun (0 of 0), or has come further; it may not know how far it has to go."""
-        _, known = self._parts.get(task, (0, 0))
-        known = total if total > done else known
-        self._parts[task] = (done, known)
-        if self._bars is not None:
-            if task not in self._lines:
-                self._lines[task] = self._bars.add_task(f"  {task}", total=None, note="")
-            note = f"{done} of {known}" if known else f"{done}" if done else ""
-            self._bars.update(self._lines[task], completed=done, total=known or None, note=note)
-            self._bars.update(self._whole, note=self._note())
+        with self._lock:
+            _, known = self._parts.get(task, (0, 0))
+            known = total if total > done else known
+            self._parts[task] = (done, known)
+            if self._bars is not None:
+                if task not in self._lines:
+                    self._lines[task] = self._bars.add_task(f"  {task}", total=None, note="")
+                note = f"{done} of {known}" if known else f"{done}" if done else ""
+                self._bars.update(self._lines[task], completed=done, total=known or None, note=note)
+                self._bars.update(self._whole, note=self._note())
 
     def over(self, task: Task, result: Result | None) -> None:
         """A task has ended; a cell has a result, if only that it failed."""
-        self._parts.pop(task, None)
-        if isinstance(task, Cell):
-            self.done += 1
-        else:
-            self.prepared += 1
-            self._began = time.monotonic()
-        if self._bars is not None:
-            line = self._lines.pop(task, None)
-            if line is not None:
-                self._bars.remove_task(line)
-            self._bars.update(self._whole, completed=self.done, note=self._note())
-            if result is not None and result.failed:
-                self._bars.console.print(describe(result), markup=False, highlight=False)
-        if result is not None and self.say is not None:
-            self.say(f"{self.done}/{self.cells}  {describe(result)}  ({left(self.remaining())})")
+        with self._lock:
+            self._parts.pop(task, None)
+            if isinstance(task, Cell):
+                self.done += 1
+            else:
+                self.prepared += 1
+                self._began = time.monotonic()
+            if self._bars is not None:
+                line = self._lines.pop(task, None)
+                if line is not None:
+                    self._bars.remove_task(line)
+                self._bars.update(self._whole, completed=self.done, note=self._note())
+                if result is not None and result.failed:
+                    self._bars.console.print(describe(result), markup=False, highlight=False)
+            if result is not None and self.say is not None:
+                self.say(f"{self.done}/{self.cells}  {describe(result)}  ({left(self.remaining())})")
 
     def remaining(self) -> float:
         """Seconds that the rest will take if it goes as fast as what is done, parts of cells included; NaN at first."""
-        parts = sum(done / total for task, (done, total) in self._parts.items() if total and isinstance(task, Cell))
+        with self._lock:
+            parts = sum(done / total for task, (done, total) in self._parts.items() if total and isinstance(task, Cell))
         progress = self.done + parts
         elapsed = time.monotonic() - self._began
         return elapsed * (self.cells - progress) / progress if progress else float("nan")

@@ -75,7 +75,7 @@ def emnist_edition(root: PathLike | None = None) -> str:
     try:
         folder = data_root(root) / "EMNIST"
         counts = {
-            split: len(read_idx(_idx_file(folder, f"emnist-balanced-{split}-labels-idx1-ubyte", "labels", "emnist")))
+            split: read_idx(_idx_file(folder, f"emnist-balanced-{split}-labels-idx1-ubyte", "labels", "emnist")).size
             for split in EMNIST_COUNTS
         }
     except DataError:

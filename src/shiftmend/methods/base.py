@@ -21,7 +21,8 @@ Activations = Mapping[str, Tensor]
 Objective = Callable[[Activations], dict[str, Tensor]]
 """Turns the activations of one batch into named terms, whose sum is minimised."""
 Look = Callable[[Mapping[str, Tap]], dict[str, Tensor]]
-"""Runs the network over the whole target in eval mode and gives what the taps saw, in the order of the samples."""
+"""Runs the network over the whole target in eval mode and gives what the taps saw, in the order of the samples. The
+next look may write into the same tensors."""
 
 
 @dataclass(frozen=True)
