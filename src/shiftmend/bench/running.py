@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -24,6 +21,7 @@ from shiftmend.bench.memory import forget_peak, peak
 from shiftmend.bench.planning import rates_for, settings_of
 from shiftmend.bench.protocols import FewShot, Offline, Online
 from shiftmend.bench.runs import Given, Run, Tick, outcome_of, reliability_of
+from shiftmend.bench.warnings import collected
 from shiftmend.bench.workshop import Workshop, labelled
 from shiftmend.data.base import Split
 from shiftmend.data.partitions import few_shot, fractions
@@ -41,7 +39,7 @@ def run_cell(
     started = time.perf_counter()
     manifest: dict[str, Any] = {"environment": environment(workshop.device)}
     result = Result(cell, workshop.benchmark.origin(cell.shift, workshop.root), manifest=manifest)
-    with _collected() as warnings:
+    with collected() as warnings:
         try:
             given = _gather(workshop, cell, manifest)
             # what many cells share is no part of this one's time and memory, whoever happens to be the first
@@ -92,60 +90,6 @@ def _gather(workshop: Workshop, cell: Cell, manifest: dict[str, Any]) -> Given:
     target = workshop.target(cell.shift)
     manifest["data"] = {"adapted_to": target.adapt.name, "scored_on": target.score.name}
     return Given(workshop, setting, protocol, model, profile, target, cell.seed)
-
-
-@contextmanager
-def _collected() -> Iterator[list[str]]:
-    """The library's warnings, each kind once: kept with the result, for hundreds of cells would flood the screen.
-
-    Of several threads each collects its own.
-    """
-    texts: list[str] = []
-    kinds: set[str] = set()
-    me = threading.get_ident()
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.thread == me and str(record.msg) not in kinds:
-                kinds.add(str(record.msg))
-                texts.append(record.getMessage())
-
-    handler = Collector(logging.WARNING)
-    logger = logging.getLogger("shiftmend")
-    with _COLLECTING:
-        logger.addHandler(handler)
-        try:
-            yield texts
-        finally:
-            logger.removeHandler(handler)
-
-
-class _Hushed:
-    """The library says nothing to the outside while anybody is inside."""
-
-    def __init__(self) -> None:
-        self._lock, self._inside = threading.Lock(), 0
-        self._before: tuple[int, bool, list[logging.Handler]] = (logging.NOTSET, True, [])
-
-    def __enter__(self) -> None:
-        logger = logging.getLogger("shiftmend")
-        with self._lock:
-            if self._inside == 0:
-                self._before = logger.level, logger.propagate, logger.handlers
-                logger.setLevel(logging.WARNING)
-                logger.propagate, logger.handlers = False, []
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        logger = logging.getLogger("shiftmend")
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                logger.setLevel(self._before[0])
-                logger.propagate, logger.handlers = self._before[1:]
-
-
-_COLLECTING = _Hushed()
 
 
 def _offline(given: Given, result: Result, rates: Sequence[float], tick: Tick) -> Result:

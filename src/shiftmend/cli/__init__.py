@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from shiftmend.__about__ import __version__
-from shiftmend.cli import bench, core, datasets, drawing, reporting, shifting
+from shiftmend.cli import bench, core, datasets, drawing, judging, reporting, shifting
 from shiftmend.errors import ShiftmendError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 core.register(app)
+judging.register(app)
 datasets.register(app)
 shifting.register(app)
 reporting.register(app)

@@ -1,4 +1,4 @@
-"""`bench list | show | run | export | merge`; the commands that look at results are in `bench_results.py`."""
+"""`bench list | show | run | export | merge`; what looks at results is in `bench_results.py` and `bench_pages.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shiftmend.cli import bench_results, bench_speed
+from shiftmend.cli import bench_pages, bench_results, bench_speed
 from shiftmend.cli.bench_options import (
     HOME,
     Folder,
@@ -49,7 +49,7 @@ bench = typer.Typer(help="Benchmarks: run them, stop, go on, and compare with th
 
 def register(app: typer.Typer) -> None:
     looking = (bench_results.status, bench_results.table, bench_results.compare, bench_results.correlate)
-    for command in (*looking, export, bench_results.page, bench_results.storage, merge, bench_speed.speed):
+    for command in (*looking, export, bench_pages.page, bench_pages.storage, merge, bench_speed.speed):
         bench.command()(command)
     app.add_typer(bench, name="bench")
 

@@ -1,4 +1,4 @@
-"""`bench status | table | compare | correlate | page | storage`: what has come of a benchmark."""
+"""`bench status | table | compare | correlate`: what has come of a benchmark."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 Which = Annotated[str, typer.Option(help="Which epoch: last, selected (without labels) or best (an oracle).")]
 PER_SHIFT = "A row for each shift, a column for each method."
-NOTES = "Markdown to include; default notes/BENCHMARK.md beside the file of --out, if there is one."
 BESIDE = "Whose figures to set beside: paper, re-run (the authors') or none."
 OTHERS = "of other settings, data or learning rates, and not counted here"
 
@@ -214,48 +213,6 @@ def _say_remarks(results: Sequence[Result]) -> None:
 
     for remark in source_remarks(results):
         say(remark)
-
-
-def page(
-    benchmark: Name,
-    folder: Results = HOME,
-    notes: Annotated[Path | None, typer.Option(help=NOTES)] = None,
-    data_root: Root = None,
-    out: Out = None,
-) -> None:
-    """Everything that has come of a benchmark as a page in Markdown, with how it was made and what is missing."""
-    from shiftmend.bench.pages import page as write_page
-    from shiftmend.bench.suite import find
-
-    if notes is None and out is not None:
-        usual = out.parent / "notes" / f"{find(benchmark).name}.md"
-        notes = usual if usual.is_file() else None
-    if notes is not None and not notes.is_file():
-        raise DataError(f"there are no notes at {notes}; name a Markdown file, or leave them out")
-    own = "" if notes is None else notes.read_text(encoding="utf-8")
-    give(write_page(benchmark, folder, own, root_of(data_root)), out)
-
-
-def storage(
-    benchmarks: Annotated[str | None, typer.Option(help="Only these, with commas.")] = None,
-    folder: Results = HOME,
-    data_root: Root = None,
-    out: Out = None,
-    as_json: Json = False,
-) -> None:
-    """What a profile costs beside the model and the data, measured from files; with --out as a page in Markdown."""
-    from shiftmend.bench import rendering
-    from shiftmend.bench import storage as measuring
-
-    chosen = names(benchmarks) or measuring.MEASURED
-    sizes = [measuring.measure(benchmark, folder, root_of(data_root)) for benchmark in chosen]
-    if as_json:
-        print_json([asdict(one) for one in sizes])
-    elif out is not None:
-        give(measuring.page(sizes), out)
-    else:
-        terminal = screen()
-        terminal.print(rendering.terminal(measuring.table(sizes), terminal.width))
 
 
 def _tables(

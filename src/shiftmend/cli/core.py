@@ -1,4 +1,4 @@
-"""`demo`, `profile`, `inspect`, `blocks`, `adapt`, `verify` and `evaluate`."""
+"""`demo`, `profile`, `inspect`, `blocks` and `adapt`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from shiftmend.cli.judging import LABELLED, scores_json, scores_text
 from shiftmend.cli.options import (
     Batch,
     Blocks,
@@ -40,8 +41,6 @@ from shiftmend.cli.options import (
 )
 from shiftmend.errors import DataError
 
-LABELLED = "expected one folder per class, or an array 'labels' in the .npz"
-
 
 def by_all_processes(command: Callable[..., None]) -> Callable[..., None]:
     """Under `torchrun` the processes share the work of this command; the first of them writes and prints."""
@@ -57,7 +56,7 @@ def by_all_processes(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def register(app: typer.Typer) -> None:
-    for command in (demo, profile, inspect, blocks, adapt, verify, evaluate):
+    for command in (demo, profile, inspect, blocks, adapt):
         app.command()(command)
 
 
@@ -254,80 +253,14 @@ def adapt(
             scored = shiftmend.evaluate(
                 which, (inputs, labels), preprocess=preprocess, output=entry(output_entry), device=device
             )
-            scores[name] = _scores_json(scored)
+            scores[name] = scores_json(scored)
     if as_json:
         print(json.dumps({"manifest": result.manifest, "scores": scores, "folder": str(out)}))
         return
     console.print(f"{result}\nwritten to {out}/: model.safetensors, history.json, manifest.json", markup=False)
     for name, values in scores.items():
         seen = " (on the labels that it was trained with)" if supervised and name == "after" else ""
-        console.print(f"{name}: {_scores_text(values)}{seen}", markup=False)
-
-
-def verify(
-    model: Model,
-    data: Data,
-    profile: ProfileFile,
-    weights: Weights = None,
-    model_option: Options = None,
-    size: Size = None,
-    channels: Channels = None,
-    mean: Mean = "0.5",
-    std: Deviation = "0.5",
-    batch_size: Batch = 256,
-    device: Device = "auto",
-    allow_pickle: Pickle = False,
-    as_json: Json = False,
-) -> None:
-    """Ask, without labels, whether a model's features on some data are distributed as at home."""
-    import shiftmend
-
-    net, inputs, _, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
-    found = shiftmend.verify(
-        net, inputs, shiftmend.Profile.load(profile), batch_size=batch_size, preprocess=preprocess, device=device
-    )
-    if as_json:
-        print(json.dumps(asdict(found) | {"verdict": found.verdict}))
-    else:
-        console.print(str(found), markup=False)
-
-
-def evaluate(
-    model: Model,
-    data: Data,
-    weights: Weights = None,
-    model_option: Options = None,
-    output_entry: Output = None,
-    size: Size = None,
-    channels: Channels = None,
-    mean: Mean = "0.5",
-    std: Deviation = "0.5",
-    batch_size: Batch = 256,
-    device: Device = "auto",
-    allow_pickle: Pickle = False,
-    as_json: Json = False,
-) -> None:
-    """Score a model on labelled data: accuracy and calibration."""
-    import shiftmend
-
-    net, inputs, labels, preprocess = gather(
-        model, weights, model_option, allow_pickle, data, size, channels, mean, std
-    )
-    if labels is None:
-        raise DataError(f"{data} has no labels: {LABELLED}")
-    scores = shiftmend.evaluate(
-        net,
-        (inputs, labels),
-        batch_size=batch_size,
-        preprocess=preprocess,
-        output=entry(output_entry),
-        device=device,
-    )
-    values = _scores_json(scores)
-    if as_json:
-        print(json.dumps(values))
-    else:
-        console.print(_scores_text(values), markup=False)
+        console.print(f"{name}: {scores_text(values)}{seen}", markup=False)
 
 
 def _profile_json(profile: Any, file: Path) -> dict[str, Any]:
@@ -348,17 +281,3 @@ def _profile_json(profile: Any, file: Path) -> dict[str, Any]:
         "weights": profile.weights,
         "library": profile.library,
     }
-
-
-def _scores_json(scores: Any) -> dict[str, Any]:
-    return {name: value for name, value in asdict(scores).items() if name != "reliability"}
-
-
-def _scores_text(values: dict[str, Any]) -> str:
-    percent = {"accuracy", "ece", "mce"}
-    shown = [
-        f"{name} {100 * value:.1f} %" if name in percent else f"{name} {value:,.4g}"
-        for name, value in values.items()
-        if value is not None
-    ]
-    return ", ".join(shown)

@@ -1,0 +1,117 @@
+"""`verify` and `evaluate`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import typer
+
+from shiftmend.cli.options import (
+    Batch,
+    Channels,
+    Data,
+    Deviation,
+    Device,
+    Json,
+    Mean,
+    Model,
+    Options,
+    Output,
+    Pickle,
+    ProfileFile,
+    Size,
+    Weights,
+    console,
+    entry,
+    gather,
+)
+from shiftmend.errors import DataError
+
+LABELLED = "expected one folder per class, or an array 'labels' in the .npz"
+
+
+def register(app: typer.Typer) -> None:
+    for command in (verify, evaluate):
+        app.command()(command)
+
+
+def verify(
+    model: Model,
+    data: Data,
+    profile: ProfileFile,
+    weights: Weights = None,
+    model_option: Options = None,
+    size: Size = None,
+    channels: Channels = None,
+    mean: Mean = "0.5",
+    std: Deviation = "0.5",
+    batch_size: Batch = 256,
+    device: Device = "auto",
+    allow_pickle: Pickle = False,
+    as_json: Json = False,
+) -> None:
+    """Ask, without labels, whether a model's features on some data are distributed as at home."""
+    import shiftmend
+
+    net, inputs, _, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
+    found = shiftmend.verify(
+        net, inputs, shiftmend.Profile.load(profile), batch_size=batch_size, preprocess=preprocess, device=device
+    )
+    if as_json:
+        print(json.dumps(asdict(found) | {"verdict": found.verdict}))
+    else:
+        console.print(str(found), markup=False)
+
+
+def evaluate(
+    model: Model,
+    data: Data,
+    weights: Weights = None,
+    model_option: Options = None,
+    output_entry: Output = None,
+    size: Size = None,
+    channels: Channels = None,
+    mean: Mean = "0.5",
+    std: Deviation = "0.5",
+    batch_size: Batch = 256,
+    device: Device = "auto",
+    allow_pickle: Pickle = False,
+    as_json: Json = False,
+) -> None:
+    """Score a model on labelled data: accuracy and calibration."""
+    import shiftmend
+
+    net, inputs, labels, preprocess = gather(
+        model, weights, model_option, allow_pickle, data, size, channels, mean, std
+    )
+    if labels is None:
+        raise DataError(f"{data} has no labels: {LABELLED}")
+    scores = shiftmend.evaluate(
+        net,
+        (inputs, labels),
+        batch_size=batch_size,
+        preprocess=preprocess,
+        output=entry(output_entry),
+        device=device,
+    )
+    values = scores_json(scores)
+    if as_json:
+        print(json.dumps(values))
+    else:
+        console.print(scores_text(values), markup=False)
+
+
+def scores_json(scores: Any) -> dict[str, Any]:
+    return {name: value for name, value in asdict(scores).items() if name != "reliability"}
+
+
+def scores_text(values: dict[str, Any]) -> str:
+    percent = {"accuracy", "ece", "mce"}
+    shown = [
+        f"{name} {100 * value:.1f} %" if name in percent else f"{name} {value:,.4g}"
+        for name, value in values.items()
+        if value is not None
+    ]
+    return ", ".join(shown)
