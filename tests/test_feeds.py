@@ -186,7 +186,7 @@ def test_batches_of_different_shapes_are_refused() -> None:
 @pytest.mark.parametrize("size", [0, -3, True])
 @pytest.mark.parametrize("way", ["tensor", "Dataset", "list of batches"])
 def test_impossible_batch_sizes_are_refused(size: int, way: str) -> None:
-    with pytest.raises(DataError, match="batch size must be at least 1"):
+    with pytest.raises(DataError, match="batch size must be a whole number of at least 1"):
         Feed(WAYS[way](), batch_size=size)
 
 

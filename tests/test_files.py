@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from shiftmend.files import write_atomically
+from shiftmend.errors import ShiftmendError
+from shiftmend.files import check_folder, write_atomically
 
 
 def mode(path: Path) -> int:
@@ -96,3 +97,25 @@ def test_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match="is a folder"):
         write_atomically(tmp_path, b"content")
     assert names(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_beforehand(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    check_folder(tmp_path)
+    check_folder(tmp_path / "new" / "newer")
+    assert names(tmp_path) == ["file"]
+    with pytest.raises(ShiftmendError, match="file is a file, expected a folder to write into"):
+        check_folder(file)
+    with pytest.raises(ShiftmendError, match=r"file is a file, so .* cannot be made"):
+        check_folder(file / "below")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_refused_beforehand(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(ShiftmendError, match="no permission"):
+            check_folder(tmp_path / "new")
+    finally:
+        tmp_path.chmod(0o700)

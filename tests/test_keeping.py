@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,7 +21,7 @@ from torch import nn
 import shiftmend
 from shiftmend import checkpoints, loop
 from shiftmend.adaptations import Adaptation, Epoch
-from shiftmend.errors import AdaptationError
+from shiftmend.errors import AdaptationError, ShiftmendError
 from shiftmend.loop import DivergedError
 from shiftmend.methods import FR
 from shiftmend.profiles import Profile
@@ -397,3 +399,33 @@ def test_streams_refuse_what_needs_all_of_the_data(name: str) -> None:
     assert message.startswith(f"{name} needs the whole of the data, which a stream never is; use one of source-only, ")
     assert not {"bufr", "shot", "target-supervised"} & set(message.partition("use one of ")[2].split(", "))
     assert "fr" in message.partition("use one of ")[2].split(", ")
+
+
+def test_numbers_of_numpy_are_taken_and_can_be_saved(tmp_path: Path) -> None:
+    world = sensors()
+    options: dict[str, Any] = {"learning_rate": np.float32(0.1), "epochs": np.int64(2)}
+    result = shiftmend.adapt(
+        world.model,
+        world.target,
+        world.profile(),
+        "fr",
+        batch_size=np.int32(100),
+        seed=np.int64(3),
+        checkpoint=tmp_path / "c.safetensors",
+        progress=False,
+        **options,
+    )
+    result.save(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["seed"] == 3
+
+
+def test_what_cannot_be_written_is_not_half_written(tmp_path: Path) -> None:
+    world = sensors()
+    result = shiftmend.adapt(world.model, world.target, None, "adabn", progress=False)
+    result.manifest["mine"] = object()
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        result.save(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ShiftmendError, match="is a file, expected a folder"):
+        result.save(tmp_path / "file")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -121,3 +123,17 @@ def test_a_full_profile_does_not_merge_with_a_marginal_one() -> None:
     for one, other in ((full, marginal), (marginal, full)):
         with pytest.raises(ProfileError, match="cannot be merged"):
             one.merge(other)
+
+
+def test_a_profile_merges_with_one_in_a_file(tmp_path: Path) -> None:
+    case = ZOO["signal"]
+    model = case.model()
+    first = shiftmend.profile(model, case.inputs(64, seed=1))
+    second = shiftmend.profile(model, case.inputs(64, seed=2), like=first)
+    second.save(tmp_path / "second.profile")
+    for named in (tmp_path / "second.profile", str(tmp_path / "second.profile")):
+        assert same(first.merge(named), first.merge(second))
+    with pytest.raises(ProfileError, match="to be merged is a dict, expected a Profile or the name of its file"):
+        first.merge({})  # type: ignore[arg-type]
+    with pytest.raises(ProfileError, match=r"nowhere\.profile"):
+        first.merge(tmp_path / "nowhere.profile")

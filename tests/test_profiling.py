@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -256,3 +257,15 @@ def test_other_kinds_of_gaussian_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("shiftmend.profiling.MOST_CORRELATED", 15)
     with pytest.raises(ProfileError, match=r"covariance of 16 features is too large to store \(at most 15\); leave"):
         shiftmend.profile(model, inputs, gaussian="full")
+
+
+def test_like_may_name_a_file(tmp_path: Path) -> None:
+    case = ZOO["signal"]
+    model = case.model()
+    first = shiftmend.profile(model, case.inputs(64, seed=1))
+    first.save(tmp_path / "first.profile")
+    expected = shiftmend.profile(model, case.inputs(64, seed=2), like=first)
+    for named in (tmp_path / "first.profile", str(tmp_path / "first.profile")):
+        assert same(shiftmend.profile(model, case.inputs(64, seed=2), like=named), expected)
+    with pytest.raises(ProfileError, match="what like= names is a Tensor, expected a Profile or the name of its file"):
+        shiftmend.profile(model, case.inputs(), like=case.inputs())  # type: ignore[arg-type]

@@ -136,3 +136,18 @@ def test_a_batch_that_the_method_refuses_changes_nothing() -> None:
     with pytest.raises(AdaptationError, match="more than"):
         online.step(world.target[:5])
     assert all(torch.equal(a, b) for a, b in zip(state(online.snapshot()), before, strict=True))
+
+
+def test_a_batch_that_the_model_cannot_take_changes_nothing() -> None:
+    """BatchNorm in front of what fails has seen it by then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)).eval()
+    profile = shiftmend.profile(model, torch.randn(200, 1, 8, 8), progress=False)
+    online = shiftmend.stream(model, profile, "fr", learning_rate=0.01)
+    online.step(torch.randn(50, 1, 8, 8))
+    before = state(online.snapshot())
+    for bad in (torch.randn(50, 1, 9, 9), torch.randn(50, 1, 8, 8).double()):
+        with pytest.raises(DataError, match="the model does not take inputs of shape"):
+            online.step(bad)
+        assert all(torch.equal(a, b) for a, b in zip(state(online.snapshot()), before, strict=True))
+    online.step(torch.randn(50, 1, 8, 8))

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from shiftmend.errors import DataError, TapError
-from shiftmend.taps import Tap, tapped, unwrap
+from shiftmend.taps import Tap, pick, tapped, unwrap
 from shiftmend.tracing import trace
 from zoo import ZOO, InPlace, hooks
 
@@ -124,3 +127,52 @@ def test_an_axis_that_is_not_there_is_named() -> None:
     case = ZOO["tabular"]
     with pytest.raises(TapError, match="axis 7"):
         trace(case.model(), case.inputs(2), taps={"mine": "0@7"})
+
+
+ONE = torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ({"loss": None, "logits": ONE}, "a dict with entries 'loss', 'logits'; say .* e.g. output='logits'"),
+        ((None, ONE), "a tuple of 2 entries; say which entry is meant, e.g. output=1"),
+        ([ONE, ONE], "a list of 2 entries; say which entry is meant, e.g. output=0"),
+        ({"loss": 1.5}, "a dict with entries 'loss'; expected a tensor"),
+        ({}, "an empty dict; expected a tensor"),
+        (None, "None; expected a tensor"),
+        (1.5, "a float; expected a tensor"),
+    ],
+)
+def test_what_is_no_tensor_gets_advice_that_works(value: Any, sentence: str) -> None:
+    with pytest.raises(TapError, match=f"^the model returned {sentence}$"):
+        pick(value, None, "the model")
+
+
+@pytest.mark.parametrize("entry", [0, -1, 7, "logits"])
+def test_a_tensor_has_no_entries(entry: int | str) -> None:
+    assert pick(ONE, None, "the model") is ONE
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(TapError, match=f"a single tensor, which has no entry {entry!r}; leave the entry out"):
+            pick(ONE, entry, "the model")
+
+
+def test_entries_are_picked_and_refused_by_name() -> None:
+    assert pick({"logits": ONE}, "logits", "the model") is ONE
+    assert pick((None, ONE), -1, "the model") is ONE
+    for value, entry in (({"logits": ONE}, 0), ((ONE,), 3), ((ONE,), "logits"), (None, 0)):
+        with pytest.raises(TapError, match=f"which has no entry {entry!r}"):
+            pick(value, entry, "the model")
+    with pytest.raises(TapError, match="entry 0 of what the model returned is a tuple of 2 entries; expected a tensor"):
+        pick(((ONE, ONE),), 0, "the model")
+
+
+def test_a_tap_on_a_module_of_several_tensors_says_how_to_name_one() -> None:
+    model = nn.Sequential(nn.GRU(3, 4, batch_first=True))
+    inputs = torch.randn(2, 5, 3)
+    with tapped(model, {"mine": Tap("mine", "0")}), pytest.raises(TapError, match=r"e.g. Tap\(\.\.\., entry=0\)$"):
+        model(inputs)
+    with tapped(model, {"mine": Tap("mine", "0", channel_axis=2, entry=0)}) as recorder:
+        model(inputs)
+        assert recorder.read()["mine"].shape == (10, 4)

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
 import pytest
 import torch
 
 import shiftmend
+from shiftmend.errors import ProfileError
+from shiftmend.histograms import Bins, sampling_floor
 from shiftmend.verification import FAILED, RESTORED, Verification, measure
 from zoo import ZOO
 
@@ -109,3 +114,70 @@ def test_verification_leaves_the_model_alone() -> None:
     shiftmend.verify(model, case.inputs(), made)
     assert model.training
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+
+
+def test_the_profile_may_be_named_by_its_file(tmp_path: Path) -> None:
+    case = ZOO["signal"]
+    model = case.model()
+    made = shiftmend.profile(model, case.inputs())
+    made.save(tmp_path / "file.profile")
+    expected = shiftmend.verify(model, case.inputs(seed=3), made)
+    for named in (tmp_path / "file.profile", str(tmp_path / "file.profile")):
+        found = shiftmend.verify(model, case.inputs(seed=3), named)
+        assert found.divergence == pytest.approx(expected.divergence, abs=1e-6)
+        assert (found.samples, found.source_samples) == (expected.samples, expected.source_samples)
+    with pytest.raises(ProfileError, match="the profile is a int, expected a Profile or the name of its file"):
+        shiftmend.verify(model, case.inputs(), 7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "words"),
+    [
+        (100, 3000, "too few samples in the profile (100) to tell"),
+        (3000, 100, "too few samples of the target (100) to tell"),
+    ],
+)
+def test_what_is_undecided_names_the_smaller_sample(source: int, target: int, words: str) -> None:
+    case = ZOO["signal"]
+    model = case.model()
+    found = shiftmend.verify(model, case.inputs(target, seed=9), shiftmend.profile(model, case.inputs(source)))
+    assert found.verdict == "undecided"
+    assert (found.samples, found.source_samples) == (target, source)
+    assert words in str(found)
+
+
+def test_the_sample_sizes_that_the_documentation_calls_too_few() -> None:
+    def verdict(source: int, target: int) -> str:
+        floor = sampling_floor(Bins(), source, target)
+        return Verification(floor, floor, target, source).verdict
+
+    many = 1_000_000
+    assert verdict(many, 390) == verdict(390, many) == verdict(780, 780) == "undecided"
+    assert verdict(many, 400) == verdict(400, many) == verdict(800, 800) == "restored"
+
+
+def test_inputs_of_another_normalisation_are_warned_of_as_in_adapt(caplog: pytest.LogCaptureFixture) -> None:
+    case = ZOO["signal"]
+    model, inputs = case.model(), case.inputs(200)
+    made = shiftmend.profile(model, inputs)
+
+    def warnings() -> list[str]:
+        found = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and "preproc" in r.getMessage()]
+        caplog.clear()
+        return found
+
+    shiftmend.adapt(model, inputs * 255, made, "source-only", progress=False)
+    expected = warnings()
+    shiftmend.verify(model, inputs * 255, made)
+    assert warnings() == expected
+    assert len(expected) == 1
+    assert "another normalisation?" in expected[0]
+    shiftmend.verify(model, inputs, made)
+    assert warnings() == []
+
+
+def test_a_mended_model_is_verified_without_a_word_about_its_weights(caplog: pytest.LogCaptureFixture) -> None:
+    case = ZOO["signal"]
+    made = shiftmend.profile(case.model(), case.inputs(200))
+    shiftmend.verify(case.model(seed=5), case.inputs(200), made)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

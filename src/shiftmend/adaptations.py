@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shiftmend.__about__ import __version__
-from shiftmend.files import write_atomically
+from shiftmend.files import check_folder, write_atomically
 from shiftmend.verification import Verification
 
 
@@ -64,11 +64,16 @@ class Adaptation:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write `model.safetensors`, `manifest.json` and `history.json` into a folder."""
         home = Path(folder)
+        check_folder(home)
         tensors = {name: value.contiguous() for name, value in _unshared(self.model.state_dict()).items()}
-        write_atomically(home / "model.safetensors", safetensors.torch.save(tensors))
         rows = [asdict(row) for row in self.history]
-        write_atomically(home / "history.json", (json.dumps(rows, indent=1) + "\n").encode())
-        write_atomically(home / "manifest.json", (json.dumps(self.manifest, indent=1) + "\n").encode())
+        contents = {
+            "model.safetensors": safetensors.torch.save(tensors),
+            "history.json": (json.dumps(rows, indent=1) + "\n").encode(),
+            "manifest.json": (json.dumps(self.manifest, indent=1) + "\n").encode(),
+        }
+        for name, content in contents.items():
+            write_atomically(home / name, content)
 
     def __repr__(self) -> str:
         epochs = self.history[-1].epoch if self.history else 0

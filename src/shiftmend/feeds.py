@@ -11,6 +11,7 @@ from contextlib import closing
 from types import NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate
@@ -53,8 +54,11 @@ class Feed:
         self.device = device or torch.device("cpu")
         self.preprocess = preprocess
         self.what = what
-        if batch_size is not None and (isinstance(batch_size, bool) or batch_size < 1):
-            raise DataError(f"the batch size must be at least 1, got {batch_size!r}")
+        given: Any = batch_size
+        whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
+        if given is not None and not (whole and given >= 1):
+            raise DataError(f"the batch size must be a whole number of at least 1, got {given!r}")
+        batch_size = None if given is None else int(given)
         if isinstance(source, Feed):
             raise DataError(f"the {what} is a Feed already; pass what it was made from")
         self._loader, own = as_loader(source, batch_size, what)

@@ -7,6 +7,8 @@ import stat
 import tempfile
 from pathlib import Path
 
+from shiftmend.errors import ShiftmendError
+
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     """Put `content` at `path` in one step: temporary file beside it, flush, fsync, replace.
@@ -28,6 +30,18 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Refuse a folder that nothing can be written into, before work is spent on what goes there; it need not exist."""
+    place = Path(folder)
+    if place.exists() and not place.is_dir():
+        raise ShiftmendError(f"{place} is a file, expected a folder to write into; name another")
+    there = next(parent for parent in (place, *place.absolute().parents) if parent.exists())
+    if not there.is_dir():
+        raise ShiftmendError(f"{there} is a file, so {place} cannot be made; name another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ShiftmendError(f"nothing can be written into {there}: no permission; name another folder")
 
 
 def _permissions(target: Path) -> int:

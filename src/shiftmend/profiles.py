@@ -60,8 +60,9 @@ class Profile:
         """Units per tap that were constant on the source and take no part in anything."""
         return {name: tap.units - tap.usable_count for name, tap in self.taps.items()}
 
-    def merge(self, other: Profile) -> Profile:
-        """The profile of both samples, if the second was collected with `like=` the first."""
+    def merge(self, other: Profile | str | os.PathLike[str]) -> Profile:
+        """The profile of both samples, if the second, or the one in that file, was collected with `like=` the first."""
+        other = as_profile(other, "what is to be merged")
         mine, theirs = (
             (one.preset, one.specs, one.architecture, one.weights, sorted(one.slices), one.gaussian.kind)
             for one in (self, other)
@@ -138,6 +139,15 @@ class Profile:
         lines += [f"  slices      {s.histogram.units} for {name}" for name, s in self.slices.items()]
         lines.append(f"  model       architecture {self.architecture[:12]}, weights {self.weights[:12]}")
         return "\n".join(lines)
+
+
+def as_profile(given: Profile | str | os.PathLike[str], what: str = "the profile") -> Profile:
+    """The profile itself, or the one in the file that is named; anything else is refused."""
+    if isinstance(given, str | os.PathLike):
+        return Profile.load(given)
+    if not isinstance(given, Profile):
+        raise ProfileError(f"{what} is a {type(given).__name__}, expected a Profile or the name of its file")
+    return given
 
 
 def _merged(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -21,7 +22,7 @@ from shiftmend.histograms import Bins, usable_units
 from shiftmend.joined_batch_norm import synchronised
 from shiftmend.presets import Preset
 from shiftmend.presets import preset as find_preset
-from shiftmend.profiles import Profile
+from shiftmend.profiles import Profile, as_profile
 from shiftmend.progress import Progress, progress_bar
 from shiftmend.statistics import MOST_WEIGHTS, CountTracker, Projector, RangeTracker, Slices
 from shiftmend.taps import Entry, Tap, modes, tapped, unwrap
@@ -51,7 +52,7 @@ def profile(
     taps: Mapping[str, str | Tap] | None = None,
     output: Entry = None,
     gaussian: Gaussian | None = None,
-    like: Profile | None = None,
+    like: Profile | str | os.PathLike[str] | None = None,
     batch_size: int | None = None,
     preprocess: Preprocess | None = None,
     device: str | torch.device = "auto",
@@ -62,9 +63,9 @@ def profile(
 
     The model runs in eval mode and gets its own modes back. One pass is enough where the activations at the taps fit
     into `keep_bytes`; otherwise the network runs three times (ranges, counts, slices) with the same result. With
-    `like`, the ranges and slices of another profile are used, and the two can be merged. The preset is `reference`
-    unless another is named. `gaussian="full"` stores the covariance of the features too, which the method `full-gauss`
-    needs: four bytes for each pair of features.
+    `like`, the ranges and slices of another profile (or of the one in that file) are used, and the two can be merged.
+    The preset is `reference` unless another is named. `gaussian="full"` stores the covariance of the features too,
+    which the method `full-gauss` needs: four bytes for each pair of features.
 
     In a process group every process calls this with the same model and the same data and gets the same profile; each
     runs its share of every batch.
@@ -74,6 +75,7 @@ def profile(
     place = resolve_device(device, model)
     if like is not None and any(part is not None for part in (preset, bins, taps, head, gaussian)):
         raise ProfileError("like= brings preset, bins, taps and kind of Gaussian with it; leave them out beside it")
+    like = None if like is None else as_profile(like, "what like= names")
     if gaussian not in (None, *get_args(Gaussian)):
         raise ProfileError(f"unknown kind of Gaussian {gaussian!r}, expected 'marginal' or 'full'")
     full = isinstance(like.gaussian, FullGaussian) if like else gaussian == "full"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -47,5 +48,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.keep not in get_args(Keep):
             raise AdaptationError(f"keep must be 'last' or 'selected', got {self.keep!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise AdaptationError(f"the seed must be a whole number, got {self.seed!r}")
+        given: Any = self.seed
+        if isinstance(given, bool) or not isinstance(given, int | np.integer):
+            raise AdaptationError(f"the seed must be a whole number, got {given!r}")
+        object.__setattr__(self, "seed", int(given))  # numpy's do not fit into a manifest

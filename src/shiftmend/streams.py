@@ -28,7 +28,7 @@ from shiftmend.methods import METHODS, Method
 from shiftmend.methods import method as make_method
 from shiftmend.profiles import Profile
 from shiftmend.statistics import CountTracker, Slices
-from shiftmend.taps import Entry, Tap, pick, tapped, unwrap
+from shiftmend.taps import Entry, Tap, check_takes, pick, tapped, unwrap
 from shiftmend.verification import Verification, judge
 
 logger = logging.getLogger(__name__)
@@ -81,14 +81,17 @@ class Stream:
             enter_adapting_modes(self._model)
         assert self._taps is not None
         trains = adapts and self._optimiser is not None
-        with steady(self._model), tapped(self._model, self._taps) as recorder, torch.set_grad_enabled(trains):
-            result = pick(self._model(inputs), self.output, "the model")
-            activations = recorder.read()
-            try:
+        try:
+            with steady(self._model), tapped(self._model, self._taps) as recorder, torch.set_grad_enabled(trains):
+                result = pick(self._model(inputs), self.output, "the model")
+                activations = recorder.read()
                 good = self._update(activations) if trains else True
-            except ShiftmendError:  # a batch that the method refuses has moved BatchNorm already
-                self._model.load_state_dict(before, strict=False)
-                raise
+        except BaseException as error:  # what the model or the method refuses has moved BatchNorm already
+            self._model.load_state_dict(before, strict=False)
+            self._model.eval()
+            if not isinstance(error, ShiftmendError):
+                check_takes(self._model, inputs)  # which says it in a sentence, if it is for the inputs
+            raise
         if adapts and not (good and still_finite(self._model, before)):
             good = False
             self._model.load_state_dict(before, strict=False)

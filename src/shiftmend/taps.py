@@ -7,7 +7,7 @@ cloned at once, because a following in-place ReLU would overwrite it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -62,7 +62,7 @@ class Recorder:
 
     def record(self, name: str, value: Any) -> None:
         tap = self._taps[name]
-        tensor = pick(value, tap.entry, f"module {tap.module!r} of tap {name!r}")
+        tensor = pick(value, tap.entry, f"module {tap.module!r} of tap {name!r}", "Tap(..., entry={!r})")
         self._seen[name].append(tensor.clone())
 
     def read(self) -> dict[str, Tensor]:
@@ -100,21 +100,43 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def pick(value: Any, entry: Entry, what: str) -> Tensor:
-    """The one tensor in what a module returned; tuples and dicts need to be told which entry it is."""
-    if entry is not None:
-        try:
-            value = value[entry]
-        except (KeyError, IndexError, TypeError) as error:
-            raise TapError(f"{what} returned {_describe(value)}, which has no entry {entry!r}") from error
-    if not isinstance(value, Tensor):
-        raise TapError(f"{what} returned {_describe(value)}; say which entry is meant, e.g. output=0")
-    return value
+def pick(value: Any, entry: Entry, what: str, example: str = "output={!r}") -> Tensor:
+    """The one tensor in what a module returned; tuples and dicts need to be told which entry it is.
+
+    `example` is how a caller names an entry, for the error that suggests one.
+    """
+    if entry is None:
+        if isinstance(value, Tensor):
+            return value
+        first = _first_entry(value)
+        advice = "expected a tensor" if first is None else f"say which entry is meant, e.g. {example.format(first)}"
+        raise TapError(f"{what} returned {_describe(value)}; {advice}")
+    if isinstance(value, Tensor):  # an index would quietly take one sample for the output of all
+        raise TapError(f"{what} returned a single tensor, which has no entry {entry!r}; leave the entry out")
+    try:
+        picked = value[entry]
+    except (KeyError, IndexError, TypeError) as error:
+        raise TapError(f"{what} returned {_describe(value)}, which has no entry {entry!r}") from error
+    if not isinstance(picked, Tensor):
+        raise TapError(f"entry {entry!r} of what {what} returned is {_describe(picked)}; expected a tensor")
+    return picked
+
+
+def _first_entry(value: Any) -> int | str | None:
+    """The first entry that is a tensor, as `pick` takes it."""
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        entries = value.items()
+    elif isinstance(value, tuple | list):
+        entries = enumerate(value)
+    return next((key for key, part in entries if isinstance(part, Tensor) and isinstance(key, int | str)), None)
 
 
 def _describe(value: Any) -> str:
+    if value is None:
+        return "None"
     if isinstance(value, Mapping):
-        return f"a dict with entries {', '.join(map(repr, value))}"
+        return f"a dict with entries {', '.join(map(repr, value))}" if value else "an empty dict"
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)} entries"
     return f"a {type(value).__name__}"

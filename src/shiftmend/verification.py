@@ -10,6 +10,7 @@ small one is called undecided.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 
 from shiftmend.devices import placed, resolve_device
 from shiftmend.feeds import Feed, Preprocess
+from shiftmend.fingerprints import InputSummary
 from shiftmend.histograms import sampling_floor
-from shiftmend.profiles import Profile
+from shiftmend.profiles import Profile, as_profile
 from shiftmend.statistics import CountTracker, Histogram, Slices
 from shiftmend.taps import check_takes, modes, tapped, unwrap
 
@@ -37,6 +39,9 @@ class Verification:
     divergence: float
     floor: float
     samples: int
+    """Inputs that were looked at."""
+    source_samples: int | None = None
+    """Inputs that the profile was made from, where that is known."""
 
     @property
     def excess(self) -> float:
@@ -60,8 +65,17 @@ class Verification:
         return "restored" if self.excess < restored else "partly restored"
 
     def __str__(self) -> str:
-        few = f", too few samples ({self.samples}) to tell" if self.verdict == "undecided" else ""
+        few = f", too few samples {self._scarce} to tell" if self.verdict == "undecided" else ""
         return f"{self.verdict} (slices {self.divergence:.4f}, of which {self.floor:.4f} by chance{few})"
+
+    @property
+    def _scarce(self) -> str:
+        """The smaller sample, to which most of the floor is due."""
+        if self.source_samples is None:
+            return f"({self.samples})"
+        if self.source_samples < self.samples:
+            return f"in the profile ({self.source_samples})"
+        return f"of the target ({self.samples})"
 
 
 def measure(features: Iterable[Tensor], profile: Profile) -> Verification:
@@ -88,23 +102,30 @@ def judged(divergence: float, home: Histogram, samples: int, profile: Profile) -
     # positions of one feature map are not independent: what counts against chance is the number of inputs
     positions = home.samples / profile.inputs_seen
     inputs = samples / positions
-    return Verification(divergence, sampling_floor(home.bins, profile.inputs_seen, inputs), round(inputs))
+    floor = sampling_floor(home.bins, profile.inputs_seen, inputs)
+    return Verification(divergence, floor, round(inputs), profile.inputs_seen)
 
 
 def verify(
     model: nn.Module,
     target: Any,
-    profile: Profile,
+    profile: Profile | str | os.PathLike[str],
     *,
     batch_size: int | None = None,
     preprocess: Preprocess | None = None,
     device: str | torch.device = "auto",
 ) -> Verification:
-    """Ask of any model, adapted or not, whether its features on the target are distributed as at home."""
+    """Ask of any model, adapted or not, whether its features on the target are distributed as at home.
+
+    `profile` may be the name of its file. Inputs that seem to be preprocessed otherwise than at the source are warned
+    of, as in `adapt`; other weights are not, because a mended model rightly has them.
+    """
     model = unwrap(model)
+    profile = as_profile(profile)
     profile.check_architecture(model)
     place = resolve_device(device, model)
     feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
+    profile.check_inputs(InputSummary.of(feed.batches()))
     with placed(model, place):
         check_takes(model, feed.first(2))
         return verify_feed(model, feed, profile)

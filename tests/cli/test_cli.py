@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+import shiftmend
 from shiftmend.cli import main
 from shiftmend.models.digit_cnn import DigitCNN
 
@@ -377,3 +379,59 @@ def test_the_script_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert done.returncode == 2
     assert done.stderr.startswith("error: nowhere could not be read")
+
+
+def test_places_that_cannot_be_written_to_are_refused_before_the_work(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shiftmend, "adapt", lambda *given, **named: pytest.fail("began to work"))
+    monkeypatch.setattr(shiftmend, "profile", lambda *given, **named: pytest.fail("began to work"))
+    (tmp_path / "file").write_text("mine")
+    asked = ["adapt", *common(site), "-d", site / "target.npz", "-p", site / "p.safetensors", "-o"]
+    assert "is a file, expected a folder" in refused(capsys, *asked, tmp_path / "file")
+    assert "cannot be made" in refused(capsys, *asked, tmp_path / "file" / "x")
+    asked = ["profile", *common(site), "-d", site / "source.npz", "-o"]
+    before = (site / "w.safetensors").read_bytes()
+    assert "is the file of the weights" in refused(capsys, *asked, site / "w.safetensors")
+    assert (site / "w.safetensors").read_bytes() == before
+    assert "is there already and is no profile" in refused(capsys, *asked, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_labels_that_do_not_fit_are_refused_before_the_work(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shiftmend, "adapt", lambda *given, **named: pytest.fail("began to work"))
+    with np.load(site / "target.npz") as there:
+        np.savez(tmp_path / "odd.npz", images=there["images"], labels=there["labels"] + 50)
+    asked = ["adapt", *common(site), "-d", tmp_path / "odd.npz", "-p", site / "p.safetensors", "-o", tmp_path / "out"]
+    assert "label" in refused(capsys, *asked)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_profile_of_weights_that_nobody_named_is_remarked(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["-d", site / "source.npz", "-o", tmp_path / "p.safetensors"]
+    code, _, err = call(capsys, "profile", f"{site}/factory.py:make", *asked)
+    assert code == 0
+    assert "no --weights given: this is the profile of the weights that" in err
+    assert call(capsys, "profile", *common(site), *asked)[2] == ""  # and a profile may replace a profile
+
+
+def test_an_interrupted_adaptation_is_saved_and_no_success(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapt = shiftmend.adapt
+
+    def cut_short(*given: Any, **named: Any) -> Any:
+        result = adapt(*given, **named)
+        result.manifest["status"] = "interrupted"
+        return result
+
+    monkeypatch.setattr(shiftmend, "adapt", cut_short)
+    asked = ["-d", site / "bare.npz", "-p", site / "p.safetensors", "-o", tmp_path, "-m", "adabn"]
+    code, out, _ = call(capsys, "adapt", *common(site), *asked)
+    assert code == 130
+    assert "interrupted" in out
+    assert (tmp_path / "model.safetensors").is_file()

@@ -57,6 +57,11 @@ def test_what_is_no_set_of_images_is_refused(images: torch.Tensor, labels: torch
         Split(images, labels, "set", ("a", "b"))
 
 
+def test_negative_labels_of_a_set_without_class_names() -> None:
+    with pytest.raises(DataError, match="labels from -1 to 8; expected class numbers from 0: "):
+        Split(IMAGES, torch.tensor([0, -1, 8, 0]), "set")
+
+
 def test_pillow_is_not_imported_with_the_package() -> None:
     code = "import sys, shiftmend.data; sys.exit('PIL' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -71,6 +71,12 @@ def test_mixed_sizes_need_a_size(tmp_path: Path) -> None:
     assert scaled.amax((1, 2, 3)).tolist() == [10, 20]
 
 
+@pytest.mark.parametrize("size", [0, -3, (4, 0)])
+def test_a_size_without_pixels_is_refused(tmp_path: Path, size: int | tuple[int, int]) -> None:
+    with pytest.raises(DataError, match="at least 1 pixel a side, got size="):
+        image_folder(tmp_path, size=size)
+
+
 def test_pixels_of_more_than_8_bits_are_refused(tmp_path: Path) -> None:
     Image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(tmp_path / "deep.png")
     with pytest.raises(DataError, match=r"deep\.png has pixels of mode I;16; expected 8 bits"):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -40,6 +41,12 @@ from shiftmend.cli.options import (
     named_tap,
 )
 from shiftmend.errors import DataError
+from shiftmend.files import check_folder
+
+if TYPE_CHECKING:
+    from torch import nn
+
+logger = logging.getLogger(__name__)
 
 
 def by_all_processes(command: Callable[..., None]) -> Callable[..., None]:
@@ -98,6 +105,7 @@ def profile(
     import shiftmend
     from shiftmend.distributed import rank
 
+    _check_profile_place(out, weights)
     net, inputs, _, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
     made = shiftmend.profile(
         net,
@@ -114,6 +122,8 @@ def profile(
     if rank() > 0:
         return
     made.save(out)
+    if weights is None:
+        logger.warning("no --weights given: this is the profile of the weights that %s gives by itself", model)
     if as_json:
         print(json.dumps(_profile_json(made, out)))
     else:
@@ -214,6 +224,7 @@ def adapt(
     from shiftmend.distributed import rank
     from shiftmend.methods import TargetSupervised
 
+    check_folder(out)
     net, inputs, labels, preprocess = gather(
         model, weights, model_option, allow_pickle, data, size, channels, mean, std
     )
@@ -226,10 +237,21 @@ def adapt(
         if labels is None:
             raise DataError(f"{method} needs labels, and {data} has none: {LABELLED}")
         options["labels"] = labels
+
+    def score(which: nn.Module) -> dict[str, Any]:
+        pairs = (inputs, labels)
+        return scores_json(
+            shiftmend.evaluate(which, pairs, preprocess=preprocess, output=entry(output_entry), device=device)
+        )
+
+    # before the work, so that nothing that is wrong with the labels shows after it
+    home = shiftmend.Profile.load(profile)
+    home.check_architecture(net)
+    scores = {"before": score(net)} if labels is not None and rank() == 0 else {}
     result = shiftmend.adapt(
         net,
         inputs,
-        profile,
+        home,
         method,
         batch_size=batch_size,
         seed=seed,
@@ -246,21 +268,32 @@ def adapt(
     if rank() > 0:
         return
     result.save(out)
-    scores = {}
-    if labels is not None:
-        pairs = {"before": net, "after": result.model}
-        for name, which in pairs.items():
-            scored = shiftmend.evaluate(
-                which, (inputs, labels), preprocess=preprocess, output=entry(output_entry), device=device
-            )
-            scores[name] = scores_json(scored)
+    if scores:
+        scores["after"] = score(result.model)
     if as_json:
         print(json.dumps({"manifest": result.manifest, "scores": scores, "folder": str(out)}))
-        return
-    console.print(f"{result}\nwritten to {out}/: model.safetensors, history.json, manifest.json", markup=False)
-    for name, values in scores.items():
-        seen = " (on the labels that it was trained with)" if supervised and name == "after" else ""
-        console.print(f"{name}: {scores_text(values)}{seen}", markup=False)
+    else:
+        console.print(f"{result}\nwritten to {out}/: model.safetensors, history.json, manifest.json", markup=False)
+        for name, values in scores.items():
+            seen = " (on the labels that it was trained with)" if supervised and name == "after" else ""
+            console.print(f"{name}: {scores_text(values)}{seen}", markup=False)
+    if result.interrupted:  # what was reached is saved, but nobody should go on with it unasked
+        raise typer.Exit(130)
+
+
+def _check_profile_place(out: Path, weights: Path | None) -> None:
+    """A profile may replace a profile, and nothing else."""
+    from shiftmend.errors import ProfileError
+    from shiftmend.profiles import Profile
+
+    check_folder(out.parent)
+    if weights is not None and out.exists() and out.samefile(weights):
+        raise DataError(f"--out {out} is the file of the weights; name another for the profile")
+    if out.is_file():
+        try:
+            Profile.load(out)
+        except ProfileError:
+            raise DataError(f"{out} is there already and is no profile; remove it, or name another file") from None
 
 
 def _profile_json(profile: Any, file: Path) -> dict[str, Any]:

@@ -93,7 +93,8 @@ def _read_signals(source: Path) -> Signals:
 
     if source.suffix != ".npz":
         raise DataError(f"{source} should be an .npz file with an array 'inputs' of signals [N, C, L]")
-    return Signals(*load_data(source, None))
+    signals, labels = load_data(source, None)
+    return Signals(signals.float(), labels)
 
 
 def _read(source: Path, size: int | None = None) -> Any:

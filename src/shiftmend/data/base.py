@@ -50,9 +50,10 @@ class Split:
             )
         lowest, highest = int(labels.min()), int(labels.max())
         if lowest < 0 or (self.classes and highest >= len(self.classes)):
+            expected = f"0 to {len(self.classes) - 1}" if self.classes else "class numbers from 0"
             raise DataError(
-                f"{self.name} has labels from {lowest} to {highest}; expected 0 to {len(self.classes) - 1}: "
-                "the label file belongs to another set or is damaged"
+                f"{self.name} has labels from {lowest} to {highest}; expected {expected}: the labels belong to another "
+                "set or are damaged, or mark images without a class, which have to be left out"
             )
 
     def __len__(self) -> int:

@@ -62,6 +62,8 @@ def image_folder(
     if channels not in (None, 1, 3):
         raise DataError(f"images have 1 or 3 channels, got channels={channels}")
     shape = (size, size) if isinstance(size, int) else size
+    if shape is not None and min(shape) < 1:
+        raise DataError(f"images have at least 1 pixel a side, got size={size}")
     listing = list_images(path)
     if classes is not None and listing.classes != classes:
         raise DataError(
@@ -120,7 +122,7 @@ def decode_images(
         if picture.shape[1:] != common:
             raise DataError(
                 f"{path} is {picture.shape[1]} x {picture.shape[2]} pixels but {paths[0]} is "
-                f"{common[0]} x {common[1]}; expected one size: pass size= to scale them all to it"
+                f"{common[0]} x {common[1]}; expected one size: pass size= (--size) to scale them all to it"
             )
         return picture
 

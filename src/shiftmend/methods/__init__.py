@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
+import numpy as np
+
 from shiftmend.errors import AdaptationError
 from shiftmend.methods.adabn import AdaBN
 from shiftmend.methods.base import Method, Network, Objective, Stage
@@ -42,7 +44,8 @@ def method(name: str | Method, **options: Any) -> Method:
     missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in options]
     if missing:
         raise AdaptationError(f"method {name!r} needs {missing[0]!r}, e.g. adapt(..., {missing[0]}={missing[0]})")
-    return kind(**options)
+    # numbers of numpy are as good as Python's, but cannot be written into a manifest
+    return kind(**{key: value.item() if isinstance(value, np.generic) else value for key, value in options.items()})
 
 
 __all__ = [

@@ -1,0 +1,270 @@
+"""Models and data from the command line: what a user's own files may look like, and how they are refused."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from shiftmend.cli import main
+from shiftmend.cli.inputs import load_data, load_model, normalisation
+from shiftmend.data import image_folder
+from shiftmend.errors import DataError, ShiftmendError
+
+LINEAR = "import torch\ndef make(width=4): return torch.nn.Linear(width, 2)\n"
+
+
+@pytest.fixture(autouse=True)
+def imports_undone(tmp_path: Path) -> Iterator[None]:
+    """What a model's file leaves behind (its folder, its modules) is not for the next test."""
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
+    for name, module in list(sys.modules.items()):
+        where = getattr(module, "__file__", None) or list(getattr(module, "__path__", []))
+        if str(tmp_path) in str(where):
+            del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def warnings_seen() -> Iterator[None]:
+    """The command line takes the package's log for itself; give it back."""
+    logger = logging.getLogger("shiftmend")
+    before = logger.handlers, logger.propagate
+    logger.propagate = True
+    yield
+    logger.handlers, logger.propagate = before
+
+
+def written(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def stored(path: Path, **arrays: Any) -> Path:
+    np.savez(path, **arrays)
+    return path
+
+
+def refusal(name: str, *options: str) -> str:
+    """The sentence, once nothing of the failed import is left."""
+    path = list(sys.path)
+    with pytest.raises(ShiftmendError) as refused:
+        load_model(name, None, list(options))
+    assert sys.path == path
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "line"),
+    [
+        ("x = 1\ndef make(:\n    pass\n", "could not be imported: SyntaxError: invalid syntax", 2),
+        ("\nraise ValueError('no\\nweights')\n", "could not be imported: ValueError: no weights", 2),
+        ("import sys\nsys.exit(3)\n", "could not be imported: SystemExit: 3", 2),
+        ("def make():\n    return {}['a']\n", "could not make the model with no options: KeyError: 'a'", 2),
+        ("def make():\n    raise ValueError\n", "could not make the model with no options: ValueError (", 2),
+        ("def make():\n    return 1 + 'a'\n", "could not make the model with no options: TypeError: unsupported", 2),
+        ("import torch\ndef make():\n    torch.nn.Linear(-2, 1)\n", "could not make the model", 3),
+    ],
+)
+def test_a_file_that_fails_is_named_with_line_and_reason(tmp_path: Path, text: str, reason: str, line: int) -> None:
+    file = written(tmp_path / "broken_net.py", text)
+    said = refusal(f"{file}:make")
+    assert reason in said
+    assert f"({file}, line {line});" in said
+    assert ("broken_net" in sys.modules) == ("could not make" in reason)  # no half of a module is kept
+
+
+def test_a_wrong_option_is_told_from_an_error_inside(tmp_path: Path) -> None:
+    file = written(tmp_path / "linear_net.py", LINEAR)
+    assert "could not be called with {'depth': 3}: " in refusal(f"{file}:make", "depth=3")
+    assert load_model(f"{file}:make", None, ["width=7"]).in_features == 7
+
+
+def test_a_file_may_import_its_neighbours_also_later(tmp_path: Path) -> None:
+    written(tmp_path / "project/neighbour_now.py", "import torch\nclass B(torch.nn.Linear): pass\n")
+    written(tmp_path / "project/neighbour_later.py", "FACTOR = 3\n")
+    file = written(
+        tmp_path / "project/table_net.py",
+        "from neighbour_now import B\n"
+        "class Late(B):\n"
+        "    def forward(self, x):\n"
+        "        from neighbour_later import FACTOR\n"
+        "        return FACTOR * super().forward(x)\n"
+        "def make(): return Late(4, 2)\n",
+    )
+    model = load_model(f"{file}:make", None, [])
+    x = torch.ones(1, 4)
+    torch.testing.assert_close(model(x), 3 * torch.nn.functional.linear(x, model.weight, model.bias))
+
+
+def test_a_module_may_lie_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "own_package/net.py", LINEAR)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert load_model("own_package.net:make", None, []).in_features == 4
+    assert "own_package.net has no 'made'" in refusal("own_package.net:made")
+    assert "could not be found: No module named 'own_package.gone'" in refusal("own_package.gone:make")
+
+
+def test_a_failed_import_inside_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    neighbour = written(tmp_path / "neighbour_bad.py", "A = 1\nimport no_such_library\n")
+    file = written(tmp_path / "importing_net.py", "import neighbour_bad\n")
+    monkeypatch.chdir(tmp_path)
+    for name in (f"{file}:make", "importing_net:make"):
+        said = refusal(name)
+        assert "could not be found" not in said
+        assert f"No module named 'no_such_library' ({neighbour}, line 2); install it" in said
+    file.write_text("from json import nothing_of_that_name\n")
+    said = refusal(f"{file}:make")
+    assert "cannot import name 'nothing_of_that_name' from 'json'" in said
+    assert f"({file}, line 1)" in said
+
+
+@pytest.mark.parametrize("labels", [["cat", "dog", "cat"], np.array([{}, None, "x"], dtype=object)])
+@pytest.mark.parametrize("key", ["inputs", "images"])
+def test_labels_that_are_no_numbers_are_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str, labels: Any
+) -> None:
+    values = np.zeros((3, 4, 4), np.uint8 if key == "images" else np.float32)
+    path = stored(tmp_path / "a.npz", **{key: values, "labels": np.array(labels)})
+    inputs, found = load_data(path, None)
+    assert found is None
+    assert len(inputs) == 3
+    assert len(caplog.messages) == 1
+    assert f"the labels in {path} are {np.array(labels).dtype} and are not used" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("key", ["inputs", "images"])
+def test_fractions_are_quantities_to_predict(tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str) -> None:
+    values = np.zeros((3, 4, 4), np.uint8 if key == "images" else np.float32)
+    labels = load_data(stored(tmp_path / "a.npz", **{key: values, "labels": np.array([0.5, -1.5, 2.5])}), None)[1]
+    assert labels is not None
+    assert labels.dtype == torch.float32
+    assert labels.tolist() == [0.5, -1.5, 2.5]
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("key", ["inputs", "images"])
+def test_labels_that_are_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str) -> None:
+    values = np.zeros((3, 4, 4), np.uint8 if key == "images" else np.float32)
+    path = tmp_path / "a.npz"
+    labels = load_data(stored(path, **{key: values, "labels": np.array([2, 0, 1], np.uint8)}), None)[1]
+    assert labels is not None
+    assert labels.dtype == torch.int64
+    assert labels.tolist() == [2, 0, 1]
+    for wrong, said in (
+        ([0, 1], r"3 inputs but labels \[2\]"),
+        ([[0], [1], [2]], r"3 inputs but labels \[3, 1\]"),
+        ([-1, 8, 0], "labels from -1 to 8; expected class numbers from 0"),
+    ):
+        with pytest.raises(DataError, match=said):
+            load_data(stored(path, **{key: values, "labels": np.array(wrong)}), None)
+    assert caplog.messages == []
+
+
+def test_size_scales_an_npz_as_it_scales_a_folder(tmp_path: Path) -> None:
+    pictures = np.random.default_rng(0).integers(0, 256, (3, 12, 12, 3), dtype=np.uint8)
+    path = stored(tmp_path / "a.npz", images=pictures)
+    (tmp_path / "folder").mkdir()
+    for number, picture in enumerate(pictures):
+        Image.fromarray(picture).save(tmp_path / f"folder/{number}.png")
+    for size in (5, 12, 20):
+        here, there = load_data(path, size)[0], load_data(tmp_path / "folder", size)[0]
+        assert here.dtype == torch.uint8
+        assert here.shape == (3, 3, size, size)
+        assert int((here.int() - there.int()).abs().max()) <= 1  # the two libraries may round differently
+    with pytest.raises(DataError, match="--size 0 should be at least 1"):
+        load_data(path, 0)
+    with pytest.raises(DataError, match="--size 5 is for images"):
+        load_data(stored(tmp_path / "table.npz", inputs=np.zeros((2, 3))), 5)
+
+
+def test_channels_are_made_or_refused(tmp_path: Path) -> None:
+    colour = np.random.default_rng(1).integers(0, 256, (9, 11, 3), dtype=np.uint8)
+    Image.fromarray(colour).save(tmp_path / "0.png")
+    images, grey = load_data(tmp_path, None)[0], image_folder(tmp_path, channels=1).images
+    to_grey, to_colour = normalisation("0", "1", 1), normalisation("0", "1", 3)
+    assert torch.equal(to_grey(images), grey.float() / 255)
+    assert torch.equal(to_colour(images), images.float() / 255)
+    assert torch.equal(to_colour(grey), grey.float().expand(-1, 3, -1, -1) / 255)
+    with pytest.raises(DataError, match="images have 3 channels, which --channels 2 cannot"):
+        normalisation("0", "1", 2)(images)
+    with pytest.raises(DataError, match=r"--channels 1 is for 8-bit images, and the inputs are float32 \[5\]"):
+        to_grey(torch.zeros(2, 5))
+    with pytest.raises(ShiftmendError, match="--channels 0 should be at least 1"):
+        normalisation("0", "1", 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (np.float64, torch.float32),
+        (np.float16, torch.float32),
+        (np.int16, torch.int64),
+        (np.uint32, torch.int64),
+        (np.int64, torch.int64),
+    ],
+)
+def test_other_inputs_keep_whole_numbers_whole(tmp_path: Path, kind: Any, expected: torch.dtype) -> None:
+    values = np.arange(6).reshape(2, 3)
+    inputs, labels = load_data(stored(tmp_path / "a.npz", inputs=values.astype(kind)), None)
+    assert labels is None
+    assert inputs.dtype == expected
+    assert inputs.tolist() == values.tolist()
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"images": np.zeros((2, 4, 4))}, "expected uint8 images .* name the array 'inputs' if the model takes"),
+        ({"images": np.zeros((4, 4), np.uint8)}, "expected uint8 images .*convert them first$"),
+        ({"pictures": np.zeros((2, 4, 4))}, "holds pictures; expected an array 'images' .*'inputs' for anything else"),
+        ({"inputs": np.zeros((2, 4), np.uint8)}, "store tokens as int64 and measurements as float32"),
+        ({"inputs": np.zeros((2, 4), complex)}, "holds complex128 .* expected numbers"),
+        ({"inputs": np.zeros((0, 4))}, "expected numbers"),
+        ({"inputs": np.array([["a"], ["b"]])}, "expected numbers"),
+    ],
+)
+def test_an_npz_without_usable_inputs(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_data(stored(tmp_path / "a.npz", **arrays), None)
+
+
+def called(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str]]:
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    return int(stop.value.code or 0), capsys.readouterr().err.splitlines()
+
+
+def test_tokens_with_named_classes_can_be_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that looks tokens up, and labels that only scoring needs."""
+    model = written(
+        tmp_path / "token_net.py",
+        "from torch import nn\n"
+        "def make():\n"
+        "    return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 2))\n",
+    )
+    tokens = np.random.default_rng(0).integers(0, 9, (64, 3), dtype=np.int32)
+    data = stored(tmp_path / "tokens.npz", inputs=tokens, labels=np.array(["yes", "no"] * 32))
+    arguments = (f"{model}:make", "-d", data, "--device", "cpu")
+    code, said = called(capsys, "profile", *arguments, "-o", tmp_path / "p")
+    assert code == 0
+    assert (tmp_path / "p").is_file()
+    assert any(line.startswith("warning: the labels in ") for line in said)
+    code, said = called(capsys, "evaluate", *arguments)
+    assert code == 2
+    assert said[0].startswith("warning: the labels in ")
+    assert said[1].startswith("error: ")
+    code, said = called(capsys, "profile", *arguments, "-o", tmp_path / "q", "--channels", 3)
+    assert code == 2
+    assert said[-1].startswith("error: --channels 3 is for 8-bit images")
