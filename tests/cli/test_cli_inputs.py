@@ -1,4 +1,4 @@
-"""Models and data from the command line: what a user's own files may look like, and how they are refused."""
+"""Data from the command line: what a user's own files may look like, and how they are refused."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ import torch
 from PIL import Image
 
 from shiftmend.cli import main
-from shiftmend.cli.inputs import load_data, load_model, normalisation
+from shiftmend.cli.inputs import load_data, normalisation
 from shiftmend.data import image_folder
 from shiftmend.errors import DataError, ShiftmendError
-
-LINEAR = "import torch\ndef make(width=4): return torch.nn.Linear(width, 2)\n"
 
 
 @pytest.fixture(autouse=True)
@@ -52,82 +50,6 @@ def written(path: Path, text: str) -> Path:
 def stored(path: Path, **arrays: Any) -> Path:
     np.savez(path, **arrays)
     return path
-
-
-def refusal(name: str, *options: str) -> str:
-    """The sentence, once nothing of the failed import is left."""
-    path = list(sys.path)
-    with pytest.raises(ShiftmendError) as refused:
-        load_model(name, None, list(options))
-    assert sys.path == path
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "reason", "line"),
-    [
-        ("x = 1\ndef make(:\n    pass\n", "could not be imported: SyntaxError: invalid syntax", 2),
-        ("\nraise ValueError('no\\nweights')\n", "could not be imported: ValueError: no weights", 2),
-        ("import sys\nsys.exit(3)\n", "could not be imported: SystemExit: 3", 2),
-        ("def make():\n    return {}['a']\n", "could not make the model with no options: KeyError: 'a'", 2),
-        ("def make():\n    raise ValueError\n", "could not make the model with no options: ValueError (", 2),
-        ("def make():\n    return 1 + 'a'\n", "could not make the model with no options: TypeError: unsupported", 2),
-        ("import torch\ndef make():\n    torch.nn.Linear(-2, 1)\n", "could not make the model", 3),
-    ],
-)
-def test_a_file_that_fails_is_named_with_line_and_reason(tmp_path: Path, text: str, reason: str, line: int) -> None:
-    file = written(tmp_path / "broken_net.py", text)
-    said = refusal(f"{file}:make")
-    assert reason in said
-    assert f"({file}, line {line});" in said
-    assert ("broken_net" in sys.modules) == ("could not make" in reason)  # no half of a module is kept
-
-
-def test_a_wrong_option_is_told_from_an_error_inside(tmp_path: Path) -> None:
-    file = written(tmp_path / "linear_net.py", LINEAR)
-    assert "could not be called with {'depth': 3}: " in refusal(f"{file}:make", "depth=3")
-    assert load_model(f"{file}:make", None, ["width=7"]).in_features == 7
-
-
-def test_a_file_may_import_its_neighbours_also_later(tmp_path: Path) -> None:
-    written(tmp_path / "project/neighbour_now.py", "import torch\nclass B(torch.nn.Linear): pass\n")
-    written(tmp_path / "project/neighbour_later.py", "FACTOR = 3\n")
-    file = written(
-        tmp_path / "project/table_net.py",
-        "from neighbour_now import B\n"
-        "class Late(B):\n"
-        "    def forward(self, x):\n"
-        "        from neighbour_later import FACTOR\n"
-        "        return FACTOR * super().forward(x)\n"
-        "def make(): return Late(4, 2)\n",
-    )
-    model = load_model(f"{file}:make", None, [])
-    x = torch.ones(1, 4)
-    torch.testing.assert_close(model(x), 3 * torch.nn.functional.linear(x, model.weight, model.bias))
-
-
-def test_a_module_may_lie_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path / "own_package/net.py", LINEAR)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    assert load_model("own_package.net:make", None, []).in_features == 4
-    assert "own_package.net has no 'made'" in refusal("own_package.net:made")
-    assert "could not be found: No module named 'own_package.gone'" in refusal("own_package.gone:make")
-
-
-def test_a_failed_import_inside_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    neighbour = written(tmp_path / "neighbour_bad.py", "A = 1\nimport no_such_library\n")
-    file = written(tmp_path / "importing_net.py", "import neighbour_bad\n")
-    monkeypatch.chdir(tmp_path)
-    for name in (f"{file}:make", "importing_net:make"):
-        said = refusal(name)
-        assert "could not be found" not in said
-        assert f"No module named 'no_such_library' ({neighbour}, line 2); install it" in said
-    file.write_text("from json import nothing_of_that_name\n")
-    said = refusal(f"{file}:make")
-    assert "cannot import name 'nothing_of_that_name' from 'json'" in said
-    assert f"({file}, line 1)" in said
 
 
 @pytest.mark.parametrize("labels", [["cat", "dog", "cat"], np.array([{}, None, "x"], dtype=object)])

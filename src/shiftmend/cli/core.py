@@ -156,7 +156,7 @@ def blocks(
     import torch
 
     from shiftmend.blocks import split
-    from shiftmend.cli.inputs import load_model
+    from shiftmend.cli.loading import load_model
     from shiftmend.tracing import trace
 
     net = load_model(model, weights, model_option or [], allow_pickle)

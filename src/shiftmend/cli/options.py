@@ -53,7 +53,8 @@ def gather(
     mean: str,
     std: str,
 ) -> tuple[Any, Any, Any, Any]:
-    from shiftmend.cli.inputs import load_data, load_model, normalisation
+    from shiftmend.cli.inputs import load_data, normalisation
+    from shiftmend.cli.loading import load_model
 
     preprocess = normalisation(mean, std, channels)
     net = load_model(model, weights, model_option or [], allow_pickle)
