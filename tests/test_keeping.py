@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -429,3 +430,27 @@ def test_what_cannot_be_written_is_not_half_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ShiftmendError, match="is a file, expected a folder"):
         result.save(tmp_path / "file")
+
+
+def test_adapting_works_inside_inference_mode(tmp_path: Path) -> None:
+    world = sensors()
+    options: dict[str, Any] = {"epochs": 2, "learning_rate": [0.01, 0.1], "progress": False}
+    outside = shiftmend.adapt(world.model, world.target, world.profile(), "fr", **options)
+    with torch.inference_mode():
+        world.profile().save(tmp_path / "p.safetensors")
+        made_inside = world.target * 1.0
+        assert made_inside.is_inference()
+        for profile in (world.profile(), tmp_path / "p.safetensors"):
+            inside = shiftmend.adapt(world.model, made_inside, profile, "fr", **options)
+            for name, value in inside.model.state_dict().items():
+                assert torch.equal(value, outside.model.state_dict()[name])
+
+
+def test_the_learning_rate_that_was_chosen_is_said() -> None:
+    world = sensors()
+    given: dict[str, Any] = {"epochs": 1, "progress": False}
+    said = repr(shiftmend.adapt(world.model, world.target, world.profile(), "fr", learning_rate=[0.01, 0.1], **given))
+    assert re.search(r"; learning rate 0\.(01|1), chosen without labels of 0\.01, 0\.1\n", said)
+    assert "learning rate" not in repr(
+        shiftmend.adapt(world.model, world.target, world.profile(), "fr", learning_rate=0.1, **given)
+    )

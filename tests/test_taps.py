@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shiftmend.errors import DataError, TapError
-from shiftmend.taps import Tap, pick, tapped, unwrap
+from shiftmend.taps import Tap, check_takes, pick, tapped, unwrap
 from shiftmend.tracing import trace
 from zoo import ZOO, InPlace, hooks
 
@@ -176,3 +176,14 @@ def test_a_tap_on_a_module_of_several_tensors_says_how_to_name_one() -> None:
     with tapped(model, {"mine": Tap("mine", "0", channel_axis=2, entry=0)}) as recorder:
         model(inputs)
         assert recorder.read()["mine"].shape == (10, 4)
+
+
+def test_inputs_in_another_precision_are_refused_with_what_to_do() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(DataError, match=r"type float64: .*; convert them first, e\.g\. inputs\.to\(torch\.float32\)$"):
+        check_takes(model, torch.zeros(2, 3).double())
+    with pytest.raises(DataError) as refused:
+        check_takes(model, torch.zeros(2, 4))
+    assert "convert" not in str(refused.value)
+    with pytest.raises(DataError, match=r"inputs\.to\(torch\.float64\)$"):
+        check_takes(model.double(), torch.zeros(2, 3))

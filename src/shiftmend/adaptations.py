@@ -80,6 +80,10 @@ class Adaptation:
         lines = [f"Adaptation by {self.manifest['method']['name']}, {epochs} epochs, {self.manifest['status']}"]
         if self.manifest["kept"] == "selected":
             lines[0] += f"; kept is epoch {self.selected}, chosen without labels"
+        tried = [row["learning_rate"] for row in self.manifest.get("learning_rates_tried", ())]
+        if tried:
+            own, every = self.manifest["method"]["learning_rate"], ", ".join(f"{rate:g}" for rate in tried)
+            lines[0] += f"; learning rate {own:g}, chosen without labels of {every}"
         lines += [f"  before  {self.before}"] if self.before else []
         lines += [f"  after   {self.after}"] if self.after else []
         return "\n".join(lines)

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
 
 
+@torch.inference_mode(False)
 def adapt(
     model: nn.Module,
     target: Any,

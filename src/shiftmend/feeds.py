@@ -278,6 +278,8 @@ class Feed:
         if not self._clean:
             refuse_non_finite(inputs, self.what)
         self._samples = len(inputs)
+        if inputs.is_inference() and not torch.is_inference_mode_enabled():
+            inputs = inputs.clone()  # nothing could be trained on what was made in inference mode
         fits = inputs.numel() * inputs.element_size() <= limit
         self._inputs = inputs.detach().to(self.device) if fits else inputs.detach()
         self._labels = None if labels is None else labels.to(self.device)

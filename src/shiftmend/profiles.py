@@ -101,6 +101,7 @@ class Profile:
         write_atomically(path, self.to_bytes())
 
     @staticmethod
+    @torch.inference_mode(False)
     def load(path: str | os.PathLike[str]) -> Profile:
         """Read and validate a file; anything wrong with it is one `ProfileError`."""
         from shiftmend import profile_files

@@ -42,6 +42,7 @@ MOST_CORRELATED = 4096
 """Features whose covariance is stored at most: 32 MiB."""
 
 
+@torch.inference_mode(False)
 def profile(
     model: nn.Module,
     source: Any,

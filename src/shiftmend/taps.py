@@ -223,4 +223,13 @@ def check_takes(model: nn.Module, sample: Tensor) -> None:
             kind = str(sample.dtype).removeprefix("torch.")
             raise DataError(
                 f"the model does not take inputs of shape {list(sample.shape[1:])} and type {kind}: {first}"
+                f"{_conversion(model, sample)}"
             ) from error
+
+
+def _conversion(model: nn.Module, sample: Tensor) -> str:
+    """What to do about inputs in another floating-point type than the weights."""
+    weights = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+    if not sample.is_floating_point() or len(weights) != 1 or sample.dtype in weights:
+        return ""
+    return f"; convert them first, e.g. inputs.to({weights.pop()})"
