@@ -276,8 +276,8 @@ def test_on_a_gpu_update_does_not_wait_and_scores_are_the_same() -> None:
         (torch.zeros(4, 3), torch.zeros(5, dtype=torch.long), r"labels must be 4 class numbers.*int64 \[5\]"),
         (torch.zeros(4, 3), torch.zeros(4, 1, dtype=torch.long), r"labels must be 4 class.*\[4, 1\]"),
         (torch.zeros(4, 3), torch.zeros(4), r"labels must be 4 class numbers.*float32 \[4\]"),
-        (torch.zeros(4, 1), torch.zeros(4, dtype=torch.long), r"at least 2 classes.*\[4, 1\].*Regression"),
-        (torch.zeros(4), torch.zeros(4, dtype=torch.long), r"shape \[N, classes\].*\[4\]"),
+        (torch.zeros(4, 0), torch.zeros(4, dtype=torch.long), r"shape \[N, classes\].*\[4, 0\].*must be fractions"),
+        (torch.tensor(0.0), torch.zeros(1, dtype=torch.long), r"shape \[N, classes\].*\[\]"),
         (torch.zeros(4, 3, 2), torch.zeros(4, dtype=torch.long), r"shape \[N, classes\].*\[4, 3, 2\]"),
         (torch.zeros(4, 3, dtype=torch.long), torch.zeros(4, dtype=torch.long), r"floating point.*int64"),
     ],
@@ -288,6 +288,22 @@ def test_refuses_what_does_not_fit(logits: torch.Tensor, labels: torch.Tensor, m
         metrics.update(logits, labels)
     with pytest.raises(DataError, match="no samples"):
         metrics.compute()
+
+
+@pytest.mark.parametrize("shape", [(50,), (50, 1)])
+def test_a_single_output_is_the_logit_of_class_one(shape: tuple[int, ...]) -> None:
+    generator = np.random.default_rng(0)
+    outputs, labels = 3 * generator.normal(size=50), generator.integers(0, 2, 50)
+    metrics = ClassificationMetrics()
+    metrics.update(torch.from_numpy(outputs).reshape(shape), torch.from_numpy(labels))
+    found = metrics.compute()
+    probability = 1 / (1 + np.exp(-outputs))
+    assert found.accuracy == pytest.approx(((outputs > 0) == labels).mean())
+    assert found.nll == pytest.approx(-np.log(np.where(labels == 1, probability, 1 - probability)).mean(), rel=1e-6)
+    beyond = ClassificationMetrics()
+    beyond.update(torch.zeros(shape), torch.full((50,), 2))
+    with pytest.raises(DataError, match="label"):
+        beyond.compute()
 
 
 @pytest.mark.parametrize("bad", [-1, 3, 2**40])

@@ -29,7 +29,8 @@ def evaluate(
 ) -> Scores | RegressionScores:
     """Score a model in eval mode on every sample of (inputs, labels).
 
-    Whole-number labels mean classification (accuracy, calibration), fractional ones regression.
+    Whole-number labels mean classification (accuracy, calibration), fractional ones regression. Of a classifier with a
+    single output that is the logit of class 1.
     """
     model = unwrap(model)
     place = resolve_device(device, model)

@@ -106,6 +106,7 @@ class _Stream:
 class ClassificationMetrics(_Stream):
     """Accuracy, calibration and proper scores of logits `[N, classes]` against labels `[N]`.
 
+    A single output, `[N, 1]` or `[N]`, is the logit of class 1 against class 0, as binary cross-entropy trains it.
     Calibration uses `bins` equal-width bins of the confidence, closed on the right. Sums live on `device`, by
     default where the first batch lies; a device other than that of the logits makes every update wait.
     """
@@ -117,10 +118,13 @@ class ClassificationMetrics(_Stream):
         self.bins = bins
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
+        if logits.ndim == 1 or (logits.ndim == 2 and logits.shape[1] == 1):
+            single = logits.reshape(-1, 1)
+            logits = torch.cat([torch.zeros_like(single), single], dim=1)
         if logits.ndim != 2 or logits.shape[1] < 2 or not logits.is_floating_point():
             raise DataError(
-                "logits must be floating point of shape [N, classes] with at least 2 classes, got "
-                f"{_describe(logits)}; for a model with a single output use RegressionMetrics"
+                f"logits must be floating point of shape [N, classes], got {_describe(logits)}; for a model that "
+                "predicts quantities the labels must be fractions"
             )
         if labels.shape != logits.shape[:1] or labels.is_floating_point() or labels.is_complex():
             raise DataError(
