@@ -238,16 +238,17 @@ def adapt(
             raise DataError(f"{method} needs labels, and {data} has none: {LABELLED}")
         options["labels"] = labels
 
-    def score(which: nn.Module) -> dict[str, Any]:
-        pairs = (inputs, labels)
+    def score(which: nn.Module, rows: list[int] | slice = slice(None)) -> dict[str, Any]:
+        assert labels is not None
+        pairs = (inputs[rows], labels[rows])
         return scores_json(
             shiftmend.evaluate(which, pairs, preprocess=preprocess, output=entry(output_entry), device=device)
         )
 
-    # before the work, so that nothing that is wrong with the labels shows after it
     home = shiftmend.Profile.load(profile)
     home.check_architecture(net)
-    scores = {"before": score(net)} if labels is not None and rank() == 0 else {}
+    if labels is not None:  # whatever is wrong with them must not show after the work is done
+        score(net, [int(labels.argmin()), int(labels.argmax())])
     result = shiftmend.adapt(
         net,
         inputs,
@@ -268,8 +269,7 @@ def adapt(
     if rank() > 0:
         return
     result.save(out)
-    if scores:
-        scores["after"] = score(result.model)
+    scores = {} if labels is None else {"before": score(net), "after": score(result.model)}
     if as_json:
         print(json.dumps({"manifest": result.manifest, "scores": scores, "folder": str(out)}))
     else:
