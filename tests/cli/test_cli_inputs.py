@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,6 @@ from shiftmend.errors import DataError, ShiftmendError
 
 
 @pytest.fixture(autouse=True)
-def imports_undone(tmp_path: Path) -> Iterator[None]:
-    """What a model's file leaves behind (its folder, its modules) is not for the next test."""
-    path = list(sys.path)
-    yield
-    sys.path[:] = path
-    for name, module in list(sys.modules.items()):
-        where = getattr(module, "__file__", None) or list(getattr(module, "__path__", []))
-        if str(tmp_path) in str(where):
-            del sys.modules[name]
-
-
-@pytest.fixture(autouse=True)
 def warnings_seen() -> Iterator[None]:
     """The command line takes the package's log for itself; give it back."""
     logger = logging.getLogger("shiftmend")
@@ -39,12 +26,6 @@ def warnings_seen() -> Iterator[None]:
     logger.propagate = True
     yield
     logger.handlers, logger.propagate = before
-
-
-def written(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
 
 
 def stored(path: Path, **arrays: Any) -> Path:
@@ -170,11 +151,11 @@ def called(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int,
 
 def test_tokens_with_named_classes_can_be_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that looks tokens up, and labels that only scoring needs."""
-    model = written(
-        tmp_path / "token_net.py",
+    model = tmp_path / "token_net.py"
+    model.write_text(
         "from torch import nn\n"
         "def make():\n"
-        "    return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 2))\n",
+        "    return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 2))\n"
     )
     tokens = np.random.default_rng(0).integers(0, 9, (64, 3), dtype=np.int32)
     data = stored(tmp_path / "tokens.npz", inputs=tokens, labels=np.array(["yes", "no"] * 32))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,6 @@ from shiftmend.cli.loading import load_model
 from shiftmend.errors import ShiftmendError
 
 LINEAR = "import torch\ndef make(width=4): return torch.nn.Linear(width, 2)\n"
-
-
-@pytest.fixture(autouse=True)
-def imports_undone(tmp_path: Path) -> Iterator[None]:
-    """What a model's file leaves behind (its folder, its modules) is not for the next test."""
-    path = list(sys.path)
-    yield
-    sys.path[:] = path
-    for name, module in list(sys.modules.items()):
-        where = getattr(module, "__file__", None) or list(getattr(module, "__path__", []))
-        if str(tmp_path) in str(where):
-            del sys.modules[name]
 
 
 def written(path: Path, text: str) -> Path:

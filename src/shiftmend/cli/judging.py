@@ -56,9 +56,7 @@ def verify(
     import shiftmend
 
     net, inputs, _, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
-    found = shiftmend.verify(
-        net, inputs, shiftmend.Profile.load(profile), batch_size=batch_size, preprocess=preprocess, device=device
-    )
+    found = shiftmend.verify(net, inputs, profile, batch_size=batch_size, preprocess=preprocess, device=device)
     if as_json:
         print(json.dumps(asdict(found) | {"verdict": found.verdict}))
     else:
