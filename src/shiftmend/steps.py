@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from shiftmend.captures import CapturedEpoch, Sums, captured_epoch
+from shiftmend.dice import Dice
 from shiftmend.distributed import active, backward, together
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
@@ -42,7 +43,8 @@ class Steps:
     ) -> None:
         self.model, self.feed, self.taps = model, feed, taps
         self.objective, self.optimiser, self.compile = objective, optimiser, compile
-        self.precision, self.dropout, self.what = precision, dropout, what
+        self.precision, self.what = precision, what
+        self._dice = Dice(feed.device) if dropout else None
         self._captured: CapturedEpoch | None = None
         self._targets: Tensor | None = None
         self._tried = False
@@ -70,15 +72,26 @@ class Steps:
             synchronised(self.model),
             torch.inference_mode(False),
             torch.set_grad_enabled(trains),
-            _own_dice(self.feed.device, seed, number) if self.dropout else nullcontext(),
         ):
             if self._may_capture and self._captured is None and not active():
-                self._try_to_capture(targets)
-            if self._captured is not None:
-                if self._targets is not None and targets is not None:
-                    self._targets.copy_(targets)
-                return self._captured.run(self.feed.order(seed, number))
-            return self._eagerly(seed, number, targets)
+                with self._thrown():
+                    self._try_to_capture(targets)
+            if self._captured is None:
+                with self._thrown():
+                    self._seed_dice(seed, number)
+                    return self._eagerly(seed, number, targets)
+            self._seed_dice(seed, number)
+            if self._targets is not None and targets is not None:
+                self._targets.copy_(targets)
+            return self._captured.run(self.feed.order(seed, number))
+
+    def _thrown(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._dice is None else self._dice.thrown()
+
+    def _seed_dice(self, seed: int, number: int) -> None:
+        """Dropout draws from the seed of the run and the number of the epoch, and from nothing else."""
+        if self._dice is not None:
+            self._dice.seed(seed * 1_000_003 + number)
 
     def _eagerly(self, seed: int, number: int, targets: Tensor | None) -> tuple[Sums, int]:
         sums: Sums = {}
@@ -146,12 +159,3 @@ def _compiled(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             model._compiled_call_impl = None
-
-
-@contextmanager
-def _own_dice(device: torch.device, seed: int, number: int) -> Iterator[None]:
-    """Dropout draws from the seed of the run and the number of the epoch; the global generators stay as they are."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed((seed * 1_000_003 + number) % (1 << 63))
-        yield

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from shiftmend.bench.cells import Cell, Result
-from shiftmend.bench.runner import run
+from shiftmend.bench.executors import inline
+from shiftmend.bench.lanes import lanes
+from shiftmend.bench.planning import plan
+from shiftmend.bench.runner import preparations, run
 from shiftmend.bench.store import Store
+from shiftmend.bench.suite import find
+from shiftmend.bench.tasks import Job
+from shiftmend.errors import DataError
 from shiftmend.turns import has_turns, others_may_go, taking_turns
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -58,38 +67,91 @@ def test_without_lanes_nothing_is_given_up() -> None:
         assert not has_turns()
 
 
+class NoStream:
+    """In place of a CUDA stream."""
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def test_source_models_and_cells_run_in_threads_and_give_what_they_give_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, where nothing is replayed: threads run one at a time throughout."""
+    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    cells = plan(find(f"{TINY}:GENTLE"))
+    found: dict[str, dict[str, Result]] = {}
+    for name, executor in (("alone", inline), ("together", functools.partial(lanes, count=3))):
+        job = Job(f"{TINY}:GENTLE", str(tmp_path / name), str(tmp_path), "cpu")
+        ran = []
+        with executor(job, lambda task, done, total, ran=ran: ran.append(task)) as execute:
+            outcomes = dict(execute([*preparations(find(job.benchmark), cells), *cells]))
+        assert all(isinstance(task, Cell) == (result is not None) for task, result in outcomes.items())
+        assert set(ran) == set(outcomes)
+        found[name] = {str(task): result for task, result in outcomes.items() if result is not None}
+    assert found["alone"].keys() == found["together"].keys()
+    for cell, result in found["alone"].items():
+        other = found["together"][cell]
+        assert not result.failed
+        assert (result.last, result.signals) == (other.last, other.signals)
+        assert other.manifest["lanes"] == 3
+    files = [sorted((tmp_path / name / "sources").glob("*.safetensors")) for name in ("alone", "together")]
+    assert [file.name for file in files[0]] == [file.name for file in files[1]]
+    for one, other in zip(*(map(load_file, group) for group in files), strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_an_error_in_a_lane_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    (tmp_path / "break-source").touch()
+    benchmark = find(f"{TINY}:GENTLE")
+    job = Job(f"{TINY}:GENTLE", str(tmp_path / "home"), str(tmp_path), "cpu")
+    with lanes(job, lambda task, done, total: None, 3) as execute, pytest.raises(DataError, match="broken on purpose"):
+        list(execute(preparations(benchmark, plan(benchmark))))
+
+
 def _found(benchmark: str, folder: Path, root: Path, **options: Any) -> dict[Cell, Result]:
     run(f"{TINY}:{benchmark}", folder, root=root, device="cuda", progress=False, **options)
     with Store(folder / "results.sqlite", read_only=True) as store:
         return {result.cell: result for result in store.results()}
 
 
+def _close(one: Result, other: Result) -> None:
+    assert one.last is not None
+    assert other.last is not None
+    assert one.last.accuracy == pytest.approx(other.last.accuracy, abs=0.06)
+    assert one.signals["slices"] == pytest.approx(other.signals["slices"], rel=0.05)
+
+
 @pytest.mark.gpu
 @gpu
-def test_lanes_give_what_one_cell_after_the_other_gives(tmp_path: Path) -> None:
+def test_what_fails_fails_in_lanes_as_well(tmp_path: Path) -> None:
     alone = _found("TINY", tmp_path / "alone", tmp_path, workers=1)
     together = _found("TINY", tmp_path / "together", tmp_path, workers=3)
-    assert alone.keys() == together.keys()
-    for cell, result in alone.items():
-        other = together[cell]
-        assert result.failed == other.failed
-        if result.last is not None and other.last is not None:
-            assert other.manifest["lanes"] == 3
-            assert result.last.accuracy == pytest.approx(other.last.accuracy, abs=0.06)
+    assert {cell: result.failed for cell, result in alone.items()} == {
+        cell: result.failed for cell, result in together.items()
+    }
+    assert all(result.manifest["lanes"] == 3 for result in together.values())
 
 
 @pytest.mark.gpu
 @gpu
-def test_compiled_lanes_give_what_others_give(tmp_path: Path) -> None:
-    plain = _found("GENTLE", tmp_path / "plain", tmp_path, workers=1, shifts=["noisy"])
-    compiled = _found("GENTLE", tmp_path / "compiled", tmp_path, workers=3, shifts=["noisy"], compile=True)
-    assert plain.keys() == compiled.keys()
-    assert not any(result.failed for result in (*plain.values(), *compiled.values()))
-    for cell, result in plain.items():
-        other = compiled[cell]
-        assert other.manifest["compile"]
+@pytest.mark.parametrize("compile", [False, True])
+def test_lanes_give_what_one_cell_after_the_other_gives(tmp_path: Path, compile: bool) -> None:
+    """Source models, dropout and adaptation; compiled or not."""
+    alone = _found("GENTLE", tmp_path / "alone", tmp_path, workers=1, shifts=["noisy"])
+    together = _found("GENTLE", tmp_path / "together", tmp_path, workers=3, shifts=["noisy"], compile=compile)
+    assert alone.keys() == together.keys()
+    assert not any(result.failed for result in (*alone.values(), *together.values()))
+    for cell, result in alone.items():
+        other = together[cell]
+        assert other.manifest.get("compile", False) == compile
         assert not any("captured" in warning for warning in other.manifest.get("warnings", ()))
-        assert result.last is not None
-        assert other.last is not None
-        assert result.last.accuracy == pytest.approx(other.last.accuracy, abs=0.06)
-        assert result.signals["slices"] == pytest.approx(other.signals["slices"], rel=0.05)
+        _close(result, other)
+    for file in (tmp_path / "alone" / "sources").glob("*.safetensors"):
+        one, other = (load_file(tmp_path / name / "sources" / file.name) for name in ("alone", "together"))
+        for name, value in one.items():
+            torch.testing.assert_close(other[name], value, rtol=1e-2, atol=1e-3)

@@ -122,6 +122,10 @@ TINY = Benchmark(
 _OTHER = {**TINY.settings["offline"], "fr": Setting("fr", {"epochs": 4, "learning_rate": 0.2})}
 OTHER_RATE = replace(TINY, settings={**TINY.settings, "offline": _OTHER})
 """The same with another setting of FR."""
-_GENTLY = {"fr": Setting("fr", {"epochs": 4, "learning_rate": 1e-3}), "adabn": Setting("adabn")}
+_GENTLY = {
+    "adabn": Setting("adabn"),
+    "fr": Setting("fr", {"epochs": 4, "learning_rate": 1e-3}),
+    "target-supervised": Setting("target-supervised", {"epochs": 4, "learning_rate": 1e-2}),
+}
 GENTLE = replace(TINY, settings={**TINY.settings, "offline": _GENTLY})
-"""FR at a rate at which rounding is not magnified: at that of `TINY` another order of additions gives another model."""
+"""Rates at which rounding is not magnified: at that of `TINY` another order of additions gives another model."""

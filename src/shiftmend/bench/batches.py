@@ -27,7 +27,8 @@ def batches_of(
 
         def streamed() -> Iterator[tuple[Tensor, Tensor]]:
             # The workers, too, are seeded from it, and are new in every epoch: old ones would go on with old states.
-            order = Generator().manual_seed(int(torch.randint(1 << 62, ())))
+            seed = torch.randint(1 << 62, (), generator=generator, device=generator.device)
+            order = Generator().manual_seed(int(seed))
             loader = DataLoader(
                 files,
                 size,

@@ -20,13 +20,10 @@ import torch
 
 from shiftmend.bench.cells import Cell, Result
 from shiftmend.bench.executors import Execute, Outcomes
-from shiftmend.bench.planning import settings_of
-from shiftmend.bench.running import run_cell
 from shiftmend.bench.suite import find
-from shiftmend.bench.tasks import Advance, Job, Task, work, workshop_of
+from shiftmend.bench.tasks import Advance, Job, Task, work
 from shiftmend.bench.workshop import Shelf, Workshop
 from shiftmend.captures import no_collection
-from shiftmend.methods import METHODS
 from shiftmend.turns import taking_turns
 
 TARGETS_AT_ONCE = 32
@@ -34,65 +31,63 @@ TARGETS_AT_ONCE = 32
 
 @contextmanager
 def lanes(job: Job, advance: Advance, count: int) -> Iterator[Execute]:
-    """An executor of `count` threads. Cells with dropout go last and alone: its random numbers have no lanes."""
+    """An executor of `count` threads: first source models side by side, then cells."""
     benchmark = find(job.benchmark)
     root = Path(job.root) if job.root else None
     data = Shelf(TARGETS_AT_ONCE)
     own = threading.local()
     stopped, turn = threading.Event(), threading.Lock()
 
-    def run(cell: Cell) -> Result:
-        def tick(done: int, total: int) -> None:
-            if stopped.is_set():
-                raise KeyboardInterrupt
-            advance(cell, done, total)
+    def going_on(task: Task, done: int, total: int) -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt
+        advance(task, done, total)
 
+    def run(task: Task) -> Result | None:
         with taking_turns(turn):
             if not hasattr(own, "workshop"):
                 own.workshop = Workshop(benchmark, Path(job.home), root, job.device, data, job.compile)
                 own.stream = torch.cuda.Stream(own.workshop.device)
             with torch.cuda.stream(own.stream):
-                result = run_cell(own.workshop, cell, rates=job.rates, tick=tick)
+                result = work(job, task, going_on, own.workshop)
                 own.stream.synchronize()
                 gc.collect(1)
         # memory is that of all lanes together, and time that of a lane among others
-        return replace(result, peak_memory=None, manifest=result.manifest | {"lanes": count})
+        return result and replace(result, peak_memory=None, manifest=result.manifest | {"lanes": count})
 
     def execute(tasks: Sequence[Task]) -> Outcomes:
+        preparations = [task for task in tasks if not isinstance(task, Cell)]
         cells = [task for task in tasks if isinstance(task, Cell)]
-        for task in tasks:
-            if not isinstance(task, Cell):
-                advance(task, 0, 0)
-                yield task, work(job, task, advance)
-        workshop_of.cache_clear()  # each lane has its own
-        alone = [cell for cell in cells if METHODS[settings_of(benchmark, cell.protocol)[cell.method].method].dropout]
-        side_by_side = [cell for cell in cells if cell not in set(alone)]
-        for part, width in ((side_by_side, count), (alone, 1)):
-            yield from _in_threads(part, width, run, advance, stopped)
+        with ThreadPoolExecutor(count) as pool:
+            for part in (preparations, cells):
+                yield from _in_threads(part, pool, count, run, advance, stopped)
 
-    with no_collection(), _short_turns():  # garbage is collected between cells
+    with no_collection(), _short_turns():  # garbage is collected between tasks
         yield execute
 
 
 def _in_threads(
-    cells: Sequence[Cell], width: int, run: Callable[[Cell], Result], advance: Advance, stopped: threading.Event
+    tasks: Sequence[Task],
+    pool: ThreadPoolExecutor,
+    width: int,
+    run: Callable[[Task], Result | None],
+    advance: Advance,
+    stopped: threading.Event,
 ) -> Outcomes:
-    waiting, pending = list(reversed(cells)), dict[Future[Result], Cell]()
-    pool = ThreadPoolExecutor(width)
+    waiting, pending = list(reversed(tasks)), dict[Future[Result | None], Task]()
     try:
         while waiting or pending:
             while waiting and len(pending) < width:
-                cell = waiting.pop()
-                advance(cell, 0, 0)
-                pending[pool.submit(run, cell)] = cell
+                task = waiting.pop()
+                advance(task, 0, 0)
+                pending[pool.submit(run, task)] = task
             done, _ = wait(pending, return_when=FIRST_COMPLETED)
             for future in done:
                 yield pending.pop(future), future.result()
     except BaseException:
         stopped.set()
-        raise
-    finally:
         pool.shutdown(wait=True, cancel_futures=True)
+        raise
 
 
 @contextmanager

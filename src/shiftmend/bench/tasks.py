@@ -72,9 +72,9 @@ def workshop_of(job: Job) -> Workshop:
     return Workshop(find(job.benchmark), Path(job.home), root, job.device, compile=job.compile)
 
 
-def work(job: Job, task: Task, advance: Advance) -> Result | None:
-    """Do one task in this process; a preparation gives nothing but its files."""
-    workshop = workshop_of(job)
+def work(job: Job, task: Task, advance: Advance, workshop: Workshop | None = None) -> Result | None:
+    """Do one task, in this process's workshop or another; a preparation gives nothing but its files."""
+    workshop = workshop or workshop_of(job)
     if isinstance(task, Cell):
         return run_cell(workshop, task, rates=job.rates, tick=lambda done, total: advance(task, done, total))
     epochs, done = workshop.benchmark.sources[task.source].epochs, 0

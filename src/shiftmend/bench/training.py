@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from shiftmend.captures import captured_epoch
 from shiftmend.data.base import PathLike, Split
 from shiftmend.data.streamed import ImageFiles
 from shiftmend.devices import resolve_device
+from shiftmend.dice import Dice
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.feeds import Preprocess
 from shiftmend.halves import in_bfloat16
@@ -186,18 +187,24 @@ def train(
     for _ in range(done):
         advance()
     written = time.monotonic()
-    with _own_generator(place) as generator:
-        batches = batches_of(images, size, place, generator, workers)
-        model.train()
-        captured = None
-        if isinstance(batches, ResidentBatches) and place.type == "cuda" and recipe.schedule == "cosine":
-            there = batches
+    dice = Dice(place)
+    batches, captured = batches_of(images, size, place, dice.generator, workers), None
+    model.train()
+    if isinstance(batches, ResidentBatches) and place.type == "cuda" and recipe.schedule == "cosine":
+        there = batches
+        with dice.thrown():
             captured = captured_epoch(
-                lambda index: {"loss": step(*there.at(index), generator)}, model, optimiser, place, len(images), size
+                lambda index: {"loss": step(*there.at(index), dice.generator)},
+                model,
+                optimiser,
+                place,
+                len(images),
+                size,
             )
+    with dice.thrown() if captured is None else nullcontext():
         for epoch in range(done, recipe.epochs):
             # anew for every epoch, so that a checkpoint between two needs no generator's state
-            _seed(generator, seed * 1_000_003 + epoch + 1)
+            dice.seed(seed * 1_000_003 + epoch + 1)
             if captured is not None and isinstance(batches, ResidentBatches):
                 set_rate(epoch * steps)
                 total = captured.run(batches.order())[0]["loss"]
@@ -205,7 +212,7 @@ def train(
                 total = torch.zeros((), device=place)
                 for number, (batch, labels) in enumerate(batches()):
                     set_rate(epoch * steps + number)
-                    total += step(batch, labels, generator)
+                    total += step(batch, labels, dice.generator)
             if not _finite(total, model):
                 raise ShiftmendError(
                     f"training {recipe.network} on {images.name} with seed {seed} diverged in epoch {epoch + 1}: the "
@@ -218,20 +225,6 @@ def train(
     optimiser.zero_grad(set_to_none=True)
     trained: nn.Module = model.eval().to("cpu", memory_format=torch.contiguous_format)
     return trained
-
-
-@contextmanager
-def _own_generator(device: torch.device) -> Iterator[Generator]:
-    """The generator that dropout on this device draws from, to seed and use at will; it is put back at the end."""
-    on_gpu = device.type == "cuda"
-    with torch.random.fork_rng(devices=[device] if on_gpu else []):
-        yield torch.cuda.default_generators[device.index] if on_gpu else torch.default_generator
-
-
-def _seed(generator: Generator, seed: int) -> None:
-    """Seed this generator and the CPU's; `torch.manual_seed` would seed those of all other GPUs, too."""
-    for one in (generator, torch.default_generator):
-        one.manual_seed(seed % (1 << 63))
 
 
 def _finite(total: Tensor, model: nn.Module) -> bool:

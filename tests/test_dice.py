@@ -1,0 +1,134 @@
+"""Random numbers of one run."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shiftmend.captures import CapturedEpoch, captured_epoch
+from shiftmend.dice import Dice
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+PLACES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, gpu])]
+STEPS, UNITS = 12, 256
+
+
+def place_of(name: str) -> torch.device:
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def dropped(device: torch.device) -> Tensor:
+    return nn.functional.dropout(torch.ones(UNITS, device=device), 0.5, training=True)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_dropout_follows_the_seed_and_the_global_generators_stay_as_they_are(name: str) -> None:
+    device = place_of(name)
+    found = []
+    for seed, around in ((3, 0), (3, 1), (4, 0)):
+        torch.manual_seed(around)
+        expected = dropped(device)
+        torch.manual_seed(around)
+        dice = Dice(device)
+        with dice.thrown():
+            dice.seed(seed)
+            found.append(dropped(device))
+        assert torch.equal(dropped(device), expected)
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_an_error_inside_puts_the_global_generator_back(name: str) -> None:
+    device = place_of(name)
+    torch.manual_seed(0)
+    expected = dropped(device)
+    torch.manual_seed(0)
+    dice = Dice(device)
+
+    def fails() -> None:
+        with dice.thrown():
+            dice.seed(1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert torch.equal(dropped(device), expected)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_seeds_of_any_size_are_taken(name: str) -> None:
+    dice = Dice(place_of(name))
+    with dice.thrown():
+        for seed in (0, (1 << 63) + 5, 10**30):
+            dice.seed(seed)
+
+
+class Masks:
+    """Steps that write down what dropout did, captured with dice of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.dice, self.device = Dice(device), device
+        self.model = nn.Linear(4, 2).to(device)
+        self.optimiser = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.seen = torch.zeros(STEPS, UNITS, device=device)
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)
+        with self.dice.thrown():
+            self.captured = captured_epoch(self._once, self.model, self.optimiser, device, 2 * STEPS, 2)
+
+    def _once(self, index: Tensor) -> dict[str, Tensor]:
+        kept = dropped(self.device)
+        self.seen.index_copy_(0, self.at, kept[None])
+        self.at.add_(1).remainder_(STEPS)
+        loss = self.model(index.float().view(-1, 1).expand(-1, 4)).square().mean() * kept.mean()
+        self.optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimiser.step()
+        return {"loss": loss.detach()}
+
+    def run(self, seed: int) -> Tensor:
+        assert isinstance(self.captured, CapturedEpoch)
+        self.at.zero_()
+        self.dice.seed(seed)
+        self.captured.run(torch.arange(2 * STEPS, device=self.device))
+        torch.cuda.current_stream().synchronize()
+        return self.seen.clone()
+
+
+@pytest.mark.gpu
+@gpu
+def test_captured_steps_draw_from_their_own_dice_whatever_the_global_generator_does() -> None:
+    masks = Masks(torch.device("cuda", 0))
+    before = torch.cuda.get_rng_state()
+    first = masks.run(5)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert len(torch.unique(first, dim=0)) == STEPS, "dropout drew the same in several steps"
+    torch.manual_seed(9)
+    dropped(masks.device)
+    assert torch.equal(masks.run(5), first)
+    assert not torch.equal(masks.run(6), first)
+
+
+@pytest.mark.gpu
+@gpu
+def test_dice_of_several_threads_do_not_mix() -> None:
+    several = [Masks(torch.device("cuda", 0)) for _ in range(4)]
+    alone = [masks.run(seed) for seed, masks in enumerate(several)]
+    wrong: list[int] = []
+
+    def again(seed: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                if not torch.equal(several[seed].run(seed), alone[seed]):
+                    wrong.append(seed)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=again, args=(seed,)) for seed in range(len(several))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
