@@ -33,7 +33,7 @@ def test_dropout_follows_the_seed_and_the_global_generators_stay_as_they_are(nam
         expected = dropped(device)
         torch.manual_seed(around)
         dice = Dice(device)
-        with dice.thrown():
+        with dice.for_dropout():
             dice.seed(seed)
             found.append(dropped(device))
         assert torch.equal(dropped(device), expected)
@@ -50,7 +50,7 @@ def test_an_error_inside_puts_the_global_generator_back(name: str) -> None:
     dice = Dice(device)
 
     def fails() -> None:
-        with dice.thrown():
+        with dice.for_dropout():
             dice.seed(1)
             raise ZeroDivisionError
 
@@ -62,7 +62,7 @@ def test_an_error_inside_puts_the_global_generator_back(name: str) -> None:
 @pytest.mark.parametrize("name", PLACES)
 def test_seeds_of_any_size_are_taken(name: str) -> None:
     dice = Dice(place_of(name))
-    with dice.thrown():
+    with dice.for_dropout():
         for seed in (0, (1 << 63) + 5, 10**30):
             dice.seed(seed)
 
@@ -76,7 +76,7 @@ class Masks:
         self.optimiser = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.seen = torch.zeros(STEPS, UNITS, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
-        with self.dice.thrown():
+        with self.dice.for_dropout():
             self.captured = captured_epoch(self._once, self.model, self.optimiser, device, 2 * STEPS, 2)
 
     def _once(self, index: Tensor) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shiftmend
-from shiftmend.captures import captured_epoch
+from shiftmend.captures import captured_call, captured_epoch
 from shiftmend.feeds import Feed
 from shiftmend.steps import Steps
 from shiftmend.taps import Tap
@@ -223,6 +223,30 @@ def test_a_failed_capture_leaves_the_weights_as_they_were_also_if_a_warm_up_is_u
     torch.cuda.synchronize()
     assert not made.captured
     assert all(torch.equal(one, other) for one, other in zip(before, state(made.model), strict=True))
+
+
+@pytest.mark.gpu
+@gpu
+def test_a_thread_with_a_stream_of_its_own_captures_on_it() -> None:
+    """torch has 32 streams: a capture on any other one could meet that of another lane."""
+    device = torch.device("cuda", 0)
+    used: list[torch.cuda.Stream] = []
+
+    def run() -> Tensor:
+        used.append(torch.cuda.current_stream())
+        return torch.ones(3, device=device).sum()
+
+    own = torch.cuda.Stream()
+    for _ in range(40):
+        torch.cuda.Stream()
+    with torch.cuda.stream(own):
+        call = captured_call(run, device)
+        assert call is not None
+        assert call().item() == 3
+    assert set(used) == {own}
+    used.clear()
+    assert captured_call(run, device) is not None
+    assert torch.cuda.default_stream() not in used
 
 
 @pytest.mark.gpu

@@ -87,7 +87,9 @@ def _recorded(run: Callable[[], T], device: torch.device, warm_up: int) -> tuple
 
     `torch.cuda.graph` would first wait for the whole device, and so for everything that other threads have queued.
     """
-    graph, stream, now = torch.cuda.CUDAGraph(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+    # A thread with a stream of its own stays on it: torch has no more than 32, and another may be a lane's.
+    stream = torch.cuda.Stream(device) if now == torch.cuda.default_stream(device) else now
     stream.wait_stream(now)
     try:
         with torch.cuda.stream(stream):
@@ -165,8 +167,7 @@ def _end_capture(device: torch.device) -> None:
     """After a capture that failed, torch's random generator believes that it goes on; an empty one ends it."""
     nothing = torch.zeros(1, device=device)
     torch.cuda.synchronize(device)
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-        nothing.add_(1)
+    _recorded(lambda: nothing.add_(1), device, 0)
 
 
 def _is_writable(tensor: Tensor) -> bool:

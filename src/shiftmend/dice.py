@@ -9,30 +9,41 @@ import torch
 
 
 class Dice:
-    """A generator for what draws on a device, and a way to have dropout draw from it, which takes none.
+    """A generator of random numbers on a device, which dropout draws from inside `for_dropout`.
 
-    On CUDA it is one of its own, and a step that is captured while it is `thrown` draws from it ever after, whatever
-    the global generator does and whichever thread replays it. Elsewhere it is the global one, put back at the end.
+    Functions such as `torch.rand` can be given the generator; dropout cannot, it draws from the global one of its
+    device. On CUDA that one is made to stand for ours for a while, and a step that is captured meanwhile draws from
+    ours ever after, whatever becomes of the global one and whichever thread replays the step. Elsewhere ours is the
+    global one of the CPU, whose state is put back at the end.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.generator = torch.Generator(device) if device.type == "cuda" else torch.default_generator
+        self.device, on_gpu = device, device.type == "cuda"
+        if on_gpu:
+            torch.cuda.init()  # which makes the global generators
+        self.generator = torch.Generator(device) if on_gpu else torch.default_generator
+        self._through = self.generator
 
     def seed(self, seed: int) -> None:
-        self.generator.manual_seed(seed % (1 << 63))
+        number = seed % (1 << 63)
+        if self.device.type in ("cpu", "cuda"):
+            self._through.manual_seed(number)
+        else:
+            torch.manual_seed(number)  # dropout draws from a generator of its own there, which this seeds as well
 
     @contextmanager
-    def thrown(self) -> Iterator[None]:
-        """Inside, dropout on the device draws from the generator. Seed it inside, or on CUDA at any time."""
+    def for_dropout(self) -> Iterator[None]:
+        """Inside, dropout draws from the generator. Threads must not be inside at the same time."""
         if self.device.type != "cuda":
             with torch.random.fork_rng(devices=[]):
                 yield
             return
-        usual = torch.cuda.default_generators[self.device.index]
+        usual = torch.cuda.default_generators[self.generator.device.index]
         before = usual.graphsafe_get_state()
         usual.graphsafe_set_state(self.generator)
+        self._through = usual  # the same numbers; but recurrent layers only notice a new seed of the global one
         try:
             yield
         finally:
+            self._through = self.generator
             usual.graphsafe_set_state(before)

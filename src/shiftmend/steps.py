@@ -74,10 +74,10 @@ class Steps:
             torch.set_grad_enabled(trains),
         ):
             if self._may_capture and self._captured is None and not active():
-                with self._thrown():
+                with self._for_dropout():
                     self._try_to_capture(targets)
             if self._captured is None:
-                with self._thrown():
+                with self._for_dropout():
                     self._seed_dice(seed, number)
                     return self._eagerly(seed, number, targets)
             self._seed_dice(seed, number)
@@ -85,8 +85,8 @@ class Steps:
                 self._targets.copy_(targets)
             return self._captured.run(self.feed.order(seed, number))
 
-    def _thrown(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._dice is None else self._dice.thrown()
+    def _for_dropout(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._dice is None else self._dice.for_dropout()
 
     def _seed_dice(self, seed: int, number: int) -> None:
         """Dropout draws from the seed of the run and the number of the epoch, and from nothing else."""

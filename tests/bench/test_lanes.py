@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny import SEEDS
 
 from shiftmend.bench.cells import Cell, Result
 from shiftmend.bench.executors import inline
@@ -20,7 +21,8 @@ from shiftmend.bench.planning import plan
 from shiftmend.bench.runner import preparations, run
 from shiftmend.bench.store import Store
 from shiftmend.bench.suite import find
-from shiftmend.bench.tasks import Job
+from shiftmend.bench.tasks import Advance, Job, Preparation, Task
+from shiftmend.bench.workshop import Workshop
 from shiftmend.errors import DataError
 from shiftmend.turns import has_turns, others_may_go, taking_turns
 
@@ -85,11 +87,16 @@ def test_source_models_and_cells_run_in_threads_and_give_what_they_give_one_afte
     found: dict[str, dict[str, Result]] = {}
     for name, executor in (("alone", inline), ("together", functools.partial(lanes, count=3))):
         job = Job(f"{TINY}:GENTLE", str(tmp_path / name), str(tmp_path), "cpu")
-        ran = []
-        with executor(job, lambda task, done, total, ran=ran: ran.append(task)) as execute:
-            outcomes = dict(execute([*preparations(find(job.benchmark), cells), *cells]))
+        ran: list[tuple[Task, int]] = []
+
+        def advance(task: Task, done: int, total: int, ran: list[tuple[Task, int]] = ran) -> None:
+            ran.append((task, threading.get_ident()))
+
+        with executor(job, advance) as execute:
+            outcomes = {**dict(execute(preparations(find(job.benchmark), cells))), **dict(execute(cells))}
         assert all(isinstance(task, Cell) == (result is not None) for task, result in outcomes.items())
-        assert set(ran) == set(outcomes)
+        assert {task for task, _ in ran} == set(outcomes)
+        assert len({thread for _, thread in ran}) == (1 if name == "alone" else 3)
         found[name] = {str(task): result for task, result in outcomes.items() if result is not None}
     assert found["alone"].keys() == found["together"].keys()
     for cell, result in found["alone"].items():
@@ -99,6 +106,7 @@ def test_source_models_and_cells_run_in_threads_and_give_what_they_give_one_afte
         assert other.manifest["lanes"] == 3
     files = [sorted((tmp_path / name / "sources").glob("*.safetensors")) for name in ("alone", "together")]
     assert [file.name for file in files[0]] == [file.name for file in files[1]]
+    assert len(files[0]) == len(SEEDS)
     for one, other in zip(*(map(load_file, group) for group in files), strict=True):
         assert all(torch.equal(value, other[name]) for name, value in one.items())
 
@@ -106,11 +114,43 @@ def test_source_models_and_cells_run_in_threads_and_give_what_they_give_one_afte
 def test_an_error_in_a_lane_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", NoStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    (tmp_path / "break-source").touch()
-    benchmark = find(f"{TINY}:GENTLE")
-    job = Job(f"{TINY}:GENTLE", str(tmp_path / "home"), str(tmp_path), "cpu")
+    others = threading.Event()
+    ended_by_themselves: list[Task] = []
+
+    def work(job: Job, task: Task, advance: Advance, workshop: Workshop) -> None:
+        if task.seed == 1:
+            with others_may_go():
+                assert others.wait(10)
+            raise DataError("broken on purpose")
+        for epoch in range(3000):
+            advance(task, epoch, 0)
+            others.set()
+            with others_may_go():
+                time.sleep(0.001)
+        ended_by_themselves.append(task)
+
+    monkeypatch.setattr("shiftmend.bench.lanes.work", work)
+    job = Job(f"{TINY}:GENTLE", str(tmp_path), str(tmp_path), "cpu")
+    tasks = [Preparation("plain", seed, 0.01) for seed in range(1, 9)]
+    before = torch.get_num_threads()
     with lanes(job, lambda task, done, total: None, 3) as execute, pytest.raises(DataError, match="broken on purpose"):
-        list(execute(preparations(benchmark, plan(benchmark))))
+        list(execute(tasks))
+    assert ended_by_themselves == []
+    assert torch.get_num_threads() == before
+
+
+def test_lanes_have_as_many_threads_of_torch_as_the_job_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    found: list[int] = []
+    monkeypatch.setattr("shiftmend.bench.lanes.work", lambda *given: found.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    for threads in (1, 3, 0):
+        job = Job(f"{TINY}:GENTLE", str(tmp_path), str(tmp_path), "cpu", threads=threads)
+        with lanes(job, lambda task, done, total: None, 2) as execute:
+            list(execute([Preparation("plain", 1, 0.01)]))
+        assert torch.get_num_threads() == before
+    assert found == [1, 3, before]
 
 
 def _found(benchmark: str, folder: Path, root: Path, **options: Any) -> dict[Cell, Result]:
@@ -151,7 +191,9 @@ def test_lanes_give_what_one_cell_after_the_other_gives(tmp_path: Path, compile:
         assert other.manifest.get("compile", False) == compile
         assert not any("captured" in warning for warning in other.manifest.get("warnings", ()))
         _close(result, other)
-    for file in (tmp_path / "alone" / "sources").glob("*.safetensors"):
+    sources = list((tmp_path / "alone" / "sources").glob("*.safetensors"))
+    assert len(sources) == len(SEEDS)
+    for file in sources:
         one, other = (load_file(tmp_path / name / "sources" / file.name) for name in ("alone", "together"))
         for name, value in one.items():
             torch.testing.assert_close(other[name], value, rtol=1e-2, atol=1e-3)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.bench import training
+from shiftmend.bench.batches import batches_of
 from shiftmend.bench.training import Recipe, rate, train, untrained
 from shiftmend.data.base import Split
 from shiftmend.data.streamed import ImageFiles
@@ -374,6 +375,16 @@ def test_trains_from_files_whatever_the_number_of_workers(files: ImageFiles) -> 
     assert not differences(models[0], models[1])
     assert "head.weight" in differences(models[0], models[2])
     assert "head.weight" in differences(models[0], untrained(plan, 3))
+
+
+def test_the_order_of_files_is_drawn_from_the_generator_given(files: ImageFiles) -> None:
+    orders = []
+    for seed, around in ((1, 0), (1, 5), (2, 0)):
+        torch.manual_seed(around)
+        batches = batches_of(files, 16, torch.device("cpu"), torch.Generator().manual_seed(seed), 0)
+        orders.append(torch.cat([labels for _, labels in batches()]))
+    assert torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[0], orders[2])
 
 
 # --- weights to start from

@@ -1,4 +1,4 @@
-"""Several cells at once on one GPU: a small network leaves most of the chip idle.
+"""Several source models or cells at once on one GPU: a small network leaves most of the chip idle.
 
 Separate processes only take turns on a GPU. Threads of one process, each with a stream of its own, do not: their
 captured steps run side by side, and replaying one is a single call that needs Python for a few microseconds. Everything
@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from shiftmend.bench.cells import Cell, Result
+from shiftmend.bench.cells import Result
 from shiftmend.bench.executors import Execute, Outcomes
 from shiftmend.bench.suite import find
 from shiftmend.bench.tasks import Advance, Job, Task, work
@@ -31,7 +31,7 @@ TARGETS_AT_ONCE = 32
 
 @contextmanager
 def lanes(job: Job, advance: Advance, count: int) -> Iterator[Execute]:
-    """An executor of `count` threads: first source models side by side, then cells."""
+    """An executor of `count` threads, each with a stream and a workshop of its own; they share the data."""
     benchmark = find(job.benchmark)
     root = Path(job.root) if job.root else None
     data = Shelf(TARGETS_AT_ONCE)
@@ -45,6 +45,7 @@ def lanes(job: Job, advance: Advance, count: int) -> Iterator[Execute]:
 
     def run(task: Task) -> Result | None:
         with taking_turns(turn):
+            going_on(task, 0, 0)  # while this lane waited for its turn, another may have failed
             if not hasattr(own, "workshop"):
                 own.workshop = Workshop(benchmark, Path(job.home), root, job.device, data, job.compile)
                 own.stream = torch.cuda.Stream(own.workshop.device)
@@ -52,42 +53,43 @@ def lanes(job: Job, advance: Advance, count: int) -> Iterator[Execute]:
                 result = work(job, task, going_on, own.workshop)
                 own.stream.synchronize()
                 gc.collect(1)
+        if result is None:
+            return None
         # memory is that of all lanes together, and time that of a lane among others
-        return result and replace(result, peak_memory=None, manifest=result.manifest | {"lanes": count})
+        return replace(result, peak_memory=None, manifest=result.manifest | {"lanes": count})
 
     def execute(tasks: Sequence[Task]) -> Outcomes:
-        preparations = [task for task in tasks if not isinstance(task, Cell)]
-        cells = [task for task in tasks if isinstance(task, Cell)]
-        with ThreadPoolExecutor(count) as pool:
-            for part in (preparations, cells):
-                yield from _in_threads(part, pool, count, run, advance, stopped)
+        waiting, pending = list(reversed(tasks)), dict[Future[Result | None], Task]()
+        try:
+            while waiting or pending:
+                while waiting and len(pending) < count:
+                    task = waiting.pop()
+                    pending[pool.submit(run, task)] = task
+                done, _ = wait(pending, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield pending.pop(future), future.result()
+        except BaseException:
+            stopped.set()
+            raise
 
-    with no_collection(), _short_turns():  # garbage is collected between tasks
-        yield execute
+    # garbage is collected between tasks
+    with no_collection(), _short_turns(), _torch_threads(job.threads), ThreadPoolExecutor(count) as pool:
+        try:
+            yield execute
+        except BaseException:
+            stopped.set()
+            raise
 
 
-def _in_threads(
-    tasks: Sequence[Task],
-    pool: ThreadPoolExecutor,
-    width: int,
-    run: Callable[[Task], Result | None],
-    advance: Advance,
-    stopped: threading.Event,
-) -> Outcomes:
-    waiting, pending = list(reversed(tasks)), dict[Future[Result | None], Task]()
+@contextmanager
+def _torch_threads(number: int) -> Iterator[None]:
+    """So many threads for whatever torch does on the CPU; 0 leaves them as they are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
     try:
-        while waiting or pending:
-            while waiting and len(pending) < width:
-                task = waiting.pop()
-                advance(task, 0, 0)
-                pending[pool.submit(run, task)] = task
-            done, _ = wait(pending, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield pending.pop(future), future.result()
-    except BaseException:
-        stopped.set()
-        pool.shutdown(wait=True, cancel_futures=True)
-        raise
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

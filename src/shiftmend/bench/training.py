@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -137,7 +137,7 @@ def train(
     """
     if images.labels is None:
         raise DataError(f"{images.name} has no labels; expected one an image, to train a source model with")
-    size, highest = min(recipe.batch_size, len(images)), int(images.labels.max())
+    size = min(recipe.batch_size, len(images))
     if size < 2:
         raise DataError(f"{images.name} has a single image; expected at least two, and better thousands, to train with")
     place = resolve_device(device)
@@ -146,44 +146,9 @@ def train(
         load_pretrained(model, recipe.network, recipe.pretrained, root)
     # on a GPU, ResNets are faster so, and small networks no slower
     model = model.to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    # a captured step reads its rate from memory
-    speed = torch.tensor(recipe.learning_rate, device=place) if place.type == "cuda" else recipe.learning_rate
-    optimiser = SGD(
-        model.parameters(),
-        lr=speed,
-        momentum=recipe.momentum,
-        weight_decay=recipe.weight_decay,
-        nesterov=recipe.nesterov,
-        fused=place.type == "cuda" or None,
-    )
-    augment, steps, advance = AUGMENTATIONS[recipe.augmentation], len(images) // size, tick or (lambda: None)
-
-    def set_rate(number: int) -> None:
-        if isinstance(speed, Tensor):
-            speed.fill_(rate(recipe, number, steps))
-        else:
-            optimiser.param_groups[0]["lr"] = rate(recipe, number, steps)
-
-    half = recipe.autocast and place.type == "cuda"
-
-    def step(batch: Tensor, labels: Tensor, generator: Generator) -> Tensor:
-        ready = preprocess(augment(batch, generator)).contiguous(memory_format=torch.channels_last)
-        with in_bfloat16(model, place) if half else nullcontext():
-            logits = model(ready)
-        logits = logits.float() if half else logits
-        if logits.shape[1] <= highest:  # which a GPU would report as an unreadable crash
-            raise DataError(
-                f"{images.name} has labels up to {highest}, but {recipe.network} has {logits.shape[1]} outputs; set "
-                "`classes` among the options of the recipe"
-            )
-        loss = functional.cross_entropy(logits, labels, label_smoothing=recipe.label_smoothing)
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        optimiser.step()
-        return loss.detach()
-
+    taught, advance = _Taught(recipe, model, images, preprocess, place), tick or (lambda: None)
     run = recipe.digest({"seed": seed, "data": images.name, "number": len(images)})
-    done = _resume(checkpoint, run, model, optimiser) if checkpoint is not None else 0
+    done = _resume(checkpoint, run, model, taught.optimiser) if checkpoint is not None else 0
     for _ in range(done):
         advance()
     written = time.monotonic()
@@ -191,40 +156,97 @@ def train(
     batches, captured = batches_of(images, size, place, dice.generator, workers), None
     model.train()
     if isinstance(batches, ResidentBatches) and place.type == "cuda" and recipe.schedule == "cosine":
-        there = batches
-        with dice.thrown():
+        at, generator = batches.at, dice.generator
+        with dice.for_dropout():
             captured = captured_epoch(
-                lambda index: {"loss": step(*there.at(index), dice.generator)},
+                lambda index: {"loss": taught.step(*at(index), generator)},
                 model,
-                optimiser,
+                taught.optimiser,
                 place,
                 len(images),
                 size,
             )
-    with dice.thrown() if captured is None else nullcontext():
+    with dice.for_dropout() if captured is None else nullcontext():
         for epoch in range(done, recipe.epochs):
             # anew for every epoch, so that a checkpoint between two needs no generator's state
             dice.seed(seed * 1_000_003 + epoch + 1)
             if captured is not None and isinstance(batches, ResidentBatches):
-                set_rate(epoch * steps)
+                taught.set_rate(epoch * captured.steps, captured.steps)
                 total = captured.run(batches.order())[0]["loss"]
             else:
-                total = torch.zeros((), device=place)
-                for number, (batch, labels) in enumerate(batches()):
-                    set_rate(epoch * steps + number)
-                    total += step(batch, labels, dice.generator)
+                total = taught.epoch(epoch, batches(), len(images) // size, dice.generator)
             if not _finite(total, model):
                 raise ShiftmendError(
                     f"training {recipe.network} on {images.name} with seed {seed} diverged in epoch {epoch + 1}: the "
                     f"loss or the weights became NaN or infinite; lower the learning rate ({recipe.learning_rate:g})"
                 )
             if checkpoint is not None and time.monotonic() - written >= SECONDS_BETWEEN_CHECKPOINTS:
-                _save(checkpoint, run, epoch + 1, model, optimiser)
+                _save(checkpoint, run, epoch + 1, model, taught.optimiser)
                 written = time.monotonic()
             advance()
-    optimiser.zero_grad(set_to_none=True)
+    taught.optimiser.zero_grad(set_to_none=True)
     trained: nn.Module = model.eval().to("cpu", memory_format=torch.contiguous_format)
     return trained
+
+
+class _Taught:
+    """A network, and how it learns from a batch."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        images: Split | ImageFiles,
+        preprocess: Preprocess,
+        device: torch.device,
+    ) -> None:
+        assert images.labels is not None
+        self.recipe, self.model, self.preprocess, self.device = recipe, model, preprocess, device
+        self.name, self.highest = images.name, int(images.labels.max())
+        self.augment = AUGMENTATIONS[recipe.augmentation]
+        self.half = recipe.autocast and device.type == "cuda"
+        # a captured step reads its rate from memory
+        speed = torch.tensor(recipe.learning_rate, device=device) if device.type == "cuda" else recipe.learning_rate
+        self.optimiser = SGD(
+            model.parameters(),
+            lr=speed,
+            momentum=recipe.momentum,
+            weight_decay=recipe.weight_decay,
+            nesterov=recipe.nesterov,
+            fused=device.type == "cuda" or None,
+        )
+
+    def set_rate(self, step: int, steps_per_epoch: int) -> None:
+        """That of a step, counted over all epochs."""
+        group, value = self.optimiser.param_groups[0], rate(self.recipe, step, steps_per_epoch)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value
+
+    def epoch(self, number: int, batches: Iterable[tuple[Tensor, Tensor]], steps: int, generator: Generator) -> Tensor:
+        """Learn from one batch after the other; the sum of their losses."""
+        total = torch.zeros((), device=self.device)
+        for step, (batch, labels) in enumerate(batches):
+            self.set_rate(number * steps + step, steps)
+            total += self.step(batch, labels, generator)
+        return total
+
+    def step(self, batch: Tensor, labels: Tensor, generator: Generator) -> Tensor:
+        ready = self.preprocess(self.augment(batch, generator)).contiguous(memory_format=torch.channels_last)
+        with in_bfloat16(self.model, self.device) if self.half else nullcontext():
+            logits = self.model(ready)
+        logits = logits.float() if self.half else logits
+        if logits.shape[1] <= self.highest:  # which a GPU would report as an unreadable crash
+            raise DataError(
+                f"{self.name} has labels up to {self.highest}, but {self.recipe.network} has {logits.shape[1]} "
+                "outputs; set `classes` among the options of the recipe"
+            )
+        loss = functional.cross_entropy(logits, labels, label_smoothing=self.recipe.label_smoothing)
+        self.optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimiser.step()
+        return loss.detach()
 
 
 def _finite(total: Tensor, model: nn.Module) -> bool:
