@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import shiftmend
 from shiftmend.captures import captured_call, captured_epoch
 from shiftmend.feeds import Feed
-from shiftmend.steps import Steps
+from shiftmend.steps import Steps, compiled
 from shiftmend.taps import Tap
 from worlds import sensors
 
@@ -249,17 +250,57 @@ def test_a_thread_with_a_stream_of_its_own_captures_on_it() -> None:
     assert torch.cuda.default_stream() not in used
 
 
+def graphs() -> int:
+    """How many pieces of models torch has compiled so far."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+class Wrapped(nn.Module):
+    """A model of one's own around the same layers."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.layers(inputs)
+        return result
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("kind", ["of torch's layers alone", "of its own class"])
+def test_a_model_is_compiled_with_its_hooks_and_drops_what_it_would_drop(kind: str) -> None:
+    layers = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
+    model = layers if kind == "of torch's layers alone" else Wrapped(layers)
+    inputs = torch.linspace(-1, 1, 60).view(20, 3)
+    seen: list[Tensor] = []
+    layers[3].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    torch.manual_seed(1)
+    plain = model(inputs)
+    before = graphs()
+    with compiled(model, dropout=True):
+        torch.manual_seed(1)
+        other = model(inputs)
+    assert graphs() > before
+    assert model._compiled_call_impl is None
+    torch.testing.assert_close(other, plain)
+    torch.testing.assert_close(seen[1], seen[0])
+    assert (seen[0] == 0).any()
+
+
 @pytest.mark.gpu
 @gpu
 def test_compiled_steps_give_what_others_give_and_leave_nothing_behind() -> None:
     world = sensors()
     options: dict[str, Any] = {"batch_size": 100, "epochs": 6, "learning_rate": 0.01, "device": "cuda"}
-    plain, compiled = (
+    before = graphs()
+    plain, other = (
         shiftmend.adapt(world.model, world.target, world.profile(), "fr", compile=on, progress=False, **options)
         for on in (False, True)
     )
-    assert close(plain.model, compiled.model, 1e-3)
-    assert compiled.model._compiled_call_impl is None
+    assert graphs() > before
+    assert close(plain.model, other.model, 1e-3)
+    assert other.model._compiled_call_impl is None
 
 
 @pytest.mark.gpu

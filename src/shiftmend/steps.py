@@ -22,6 +22,8 @@ from shiftmend.taps import Recorder, Tap, eager, tapped
 Precision = Callable[[], AbstractContextManager[Any]]
 _FEWER_KERNELS = "combo_kernels"
 """What the compiler calls it to make one of small kernels that do not wait for each other, such as casts of weights."""
+_USUAL_NUMBERS = "fallback_random"
+"""What it calls it to draw random numbers as torch does elsewhere."""
 
 
 class Steps:
@@ -129,7 +131,7 @@ class Steps:
         self._tried = True
         self._targets = None if targets is None else targets.clone()
         if self.compile:
-            with _compiled(self.model):
+            with compiled(self.model, dropout=self._dice is not None):
                 self._captured = self._capture(compiled=True)
         self._captured = self._captured or self._capture()
         self._may_capture = self._captured is not None
@@ -149,13 +151,24 @@ class Steps:
 
 
 @contextmanager
-def _compiled(model: nn.Module) -> Iterator[None]:
-    """Inside, calls of the model go through `torch.compile`, hooks included; afterwards nothing is left of it."""
+def compiled(model: nn.Module, dropout: bool = False) -> Iterator[None]:
+    """Inside, calls of the model go through `torch.compile`, hooks included; afterwards nothing is left of it.
+
+    With `dropout`, compiled code draws the random numbers that other code would draw, so that runs can be compared.
+    """
+    wanted = {_FEWER_KERNELS: True, _USUAL_NUMBERS: dropout}
+    known = torch._inductor.list_options()
+    options: dict[str, Any] = {name: value for name, value in wanted.items() if name in known}
     # each set of trained layers is compiled by itself, and after eight torch would go on without
     with eager(model), torch._dynamo.config.patch(recompile_limit=256):
-        known = _FEWER_KERNELS in torch._inductor.list_options()
-        model.compile(dynamic=False, options={_FEWER_KERNELS: True} if known else None)
+        run = torch.compile(_call, dynamic=False, options=options)
+        model._compiled_call_impl = functools.partial(run, model)
         try:
             yield
         finally:
             model._compiled_call_impl = None
+
+
+def _call(model: nn.Module, *inputs: Any, **options: Any) -> Any:
+    """What `model(...)` does. `Module.compile` would leave a model of torch's own, such as `Sequential`, as it is."""
+    return model._call_impl(*inputs, **options)
