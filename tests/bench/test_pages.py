@@ -69,7 +69,7 @@ def rerun(cell: Cell) -> float:
     there = figure("emnist-da", cell.protocol, "accuracy", cell.method.removesuffix("-sliced"), cell.shift, "re-run")
     there = there or figure("emnist-da", cell.protocol, "accuracy", cell.method, "all", "re-run")
     known = 0.5 if there is None else there.mean
-    more = 0.02 + cell.seed / 1e5 if cell.method == "bufr-sliced" else 0.0
+    more = 0.023 + cell.seed / 1e7 if cell.method == "bufr-sliced" else 0.0
     return min(1.0, known + more + (0.15 if cell.shift == "fog" else 0.0) + cell.seed / 1e6)
 
 
@@ -130,7 +130,9 @@ def test_every_question_is_answered(emnist: str) -> None:
     )
     assert re.search(r"^\| bufr-sliced \| bufr \| 2 \| \+2", section(emnist, "Variants of a method"), re.MULTILINE)
     slices = section(emnist, "Does it help to align slices too?")
-    assert re.search(r"^\| all shifts \| 2 \| \+2\.\d ± 0\.1 \|.* bufr-sliced better \|$", slices, re.MULTILINE)
+    assert re.search(
+        r"^\| all shifts \| 2 \| \+2\.\d ± 0\.0 \| < 0\.001 \| < 0\.001 \| bufr-sliced better \|$", slices, re.MULTILINE
+    )
     assert "5 a class: re-run" in section(emnist, "Few images")
     assert "of the paper's figures for the same methods: +0.59 (9 methods)" in section(
         emnist, "Restoration and calibration"

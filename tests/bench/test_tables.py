@@ -615,5 +615,5 @@ def test_nothing_heavy_is_imported():
 def test_a_figure_has_no_line_for_seeds_and_says_them_at_the_foot():
     made = Grid(results=uneven()[1], methods=METHODS, shifts=SHIFTS, **NAMES)
     ours = [(method, shift, made.mean(method, [shift])) for method in METHODS[1:] for shift in SHIFTS]
-    said = "mean ± standard deviation over 3 seeds, but 1 for adabn (fog, sky, stripe and 1 more), "
+    said = "mean ± standard deviation over 3 seeds, but 1 for adabn, "
     assert footnotes.about_numbers(made, ours)[1] == f"{said}2 for bufr (sky, stripe, zigzag)"

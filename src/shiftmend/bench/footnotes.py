@@ -96,12 +96,13 @@ def _about_seeds(shown: Sequence[tuple[str, str, Entry]], line: str | None) -> l
 
 
 def _fewer(by_method: dict[str, dict[str, tuple[int, ...]]], most: int) -> str:
-    found: dict[tuple[str, int], list[str]] = {}
+    found = []
     for method, means in by_method.items():
-        for name, seeds in means.items():
-            if len(seeds) < most:
-                found.setdefault((method, len(seeds)), []).append(name)
-    return listed((f"{number} for {method} ({listed(names, 3)})" for (method, number), names in found.items()), 4)
+        for number in sorted({len(seeds) for seeds in means.values() if len(seeds) < most}):
+            names = [name for name, seeds in means.items() if len(seeds) == number]
+            where = "" if len(names) == len(means) else f" ({listed(names, 3)})"
+            found.append(f"{number} for {method}{where}")
+    return listed(found, 4)
 
 
 def _exceptions(by_method: dict[str, dict[str, tuple[int, ...]]]) -> list[str]:

@@ -102,7 +102,7 @@ def _variant(part: Part, name: str, base: str, compared: Sequence[comparisons.Co
             Entry(overall.pairs),
             _points(overall),
             Entry() if there[0] is None or there[1] is None else Entry(100 * (there[0].mean - there[1].mean)),
-            Entry(overall.p),
+            _chance(overall.p),
             Entry(text=overall.verdict),
             Entry(text=f"{decided[0]} / {decided[1]} / {len(each) - sum(decided)}"),
         ),
@@ -119,7 +119,7 @@ def slices(part: Part) -> list[Block]:
         rows = [
             Row(
                 one.shift or "all shifts",
-                (Entry(one.pairs), _points(one), Entry(one.p), Entry(one.corrected), Entry(text=one.verdict)),
+                (Entry(one.pairs), _points(one), _chance(one.p), _chance(one.corrected), Entry(text=one.verdict)),
                 one.shift is None,
             )
             for one in compared
@@ -173,6 +173,11 @@ def _points(one: comparisons.Comparison) -> Entry:
         None if one.difference is None else scale * one.difference,
         None if one.deviation is None else scale * one.deviation,
     )
+
+
+def _chance(p: float | None) -> Entry:
+    """No p is 0: one that would be printed so is called less than the smallest that would not."""
+    return Entry(p) if p is None or p >= 0.001 else Entry(text="< 0.001")
 
 
 def sanity(part: Part) -> list[Block]:
