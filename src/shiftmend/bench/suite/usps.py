@@ -6,8 +6,12 @@ some four pixels, those of USPS fill the image, and this is a part of the shift.
 as eights, which MNIST has not. There are no pairs of images: no restoration distance is known.
 
 No settings are published for this pair. Those here are MNIST-C's, as are the source models of MNIST; for BNM, BNM-IM
-and the full Gaussian EMNIST-DA's, and for TENT CIFAR-10-C's, for want of nearer ones. Each shift has a source model of
-its own, but a benchmark has one clean set: `clean` is MNIST's model on MNIST's test split.
+and the full Gaussian EMNIST-DA's, and for TENT CIFAR-10-C's, for want of nearer ones. But the full Gaussian diverges at
+EMNIST-DA's rate, and so has a tenth of it: ten classes leave the features less room than 47, the largest variance among
+them is 13,000 and more times the smallest instead of 1,800, and the loss is as much steeper.
+
+Each shift has a source model of its own, but a benchmark has one clean set: `clean` is MNIST's model on MNIST's test
+split.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ SIDE = 28
 SETTINGS = {
     **{name: mnist_c.SETTINGS[name] for name in ("source-only", "adabn", "pl", "shot-im", "shot")},
     "tent": cifar_c.OFFLINE["tent"],
-    **{name: emnist_da.SETTINGS[name] for name in ("bnm", "bnm-im", "full-gauss")},
+    **{name: emnist_da.SETTINGS[name] for name in ("bnm", "bnm-im")},
+    "full-gauss": Setting("full-gauss", {"epochs": 150, "learning_rate": 1e-4}),
     **{name: mnist_c.SETTINGS[name] for name in ("fr", "bufr", "fr-sliced", "bufr-sliced", "target-supervised")},
 }
 
