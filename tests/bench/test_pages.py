@@ -161,6 +161,17 @@ def test_a_page_of_some_shifts_takes_no_mean(tmp_path: Path) -> None:
     assert "slices too" not in text
 
 
+def test_without_clean_versions_of_the_images_nothing_is_said_of_restoring_them(tmp_path: Path) -> None:
+    benchmark = find("usps")
+    cells = plan(benchmark, methods=["source-only", "fr"], seeds=[123])
+    results = [replace(made(cell, "published", 0.25), restoration_distance=None) for cell in cells]
+    file = tmp_path / "usps.json"
+    file.write_text(to_compact(results))
+    text = page("usps", file)
+    assert "## Restoration" not in text
+    assert "both shifts" in section(text, "Accuracy and calibration")
+
+
 def test_seeds_are_counted_and_what_was_not_run_is_named(tmp_path: Path) -> None:
     """One method on all shifts for two seeds and on one shift for a third, its variant alike, another for one seed."""
     benchmark = find("emnist-da")

@@ -21,7 +21,9 @@ OWN_SOURCE = ("shot",)
 
 
 def restoration(part: Part) -> list[Block]:
-    """Restoration distance and ECE of each method, and how they go together."""
+    """Restoration distance and ECE of each method, and how they go together; nothing without clean images to compare."""
+    if all(result.restoration_distance is None for result in part.unsupervised):
+        return []
     found = correlations.restoration_and_calibration(part.unsupervised, exclude=OWN_SOURCE)
     if not found.means:
         return [f"Nothing can be said yet: {found.correlation.remark}."]

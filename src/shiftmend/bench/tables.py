@@ -260,4 +260,6 @@ def _meaning(grid: Grid, shown: Sequence[str], marked: bool, line: str) -> str:
 def _named(name: str, members: Sequence[str]) -> str:
     if len(members) == 1:
         return members[0] if name in ("all", members[0]) else f"{name} ({members[0]})"
-    return f"all {len(members)} shifts" if name == "all" else f"{name} ({len(members)})"
+    if name != "all":
+        return f"{name} ({len(members)})"
+    return "both shifts" if len(members) == 2 else f"all {len(members)} shifts"
