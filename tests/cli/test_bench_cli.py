@@ -462,11 +462,11 @@ def test_a_compact_export_serves_in_place_of_the_store(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "digits.json"
-    ok(capsys, "export", "-f", digits, "--benchmark", "digits", "--format", "compact", "-o", file)
+    ok(capsys, "export", "digits", "-f", digits, "--format", "compact", "-o", file)
     for command in (["table", "digits"], ["compare", "digits", "bufr", "fr"], ["correlate", "digits"]):
         assert ok(capsys, *command, "-f", file) == ok(capsys, *command, "-f", digits)
     assert ok(capsys, "status", "digits", "-f", file) == ok(capsys, "status", "digits", "-f", digits)
-    assert "has no results of mnist-c" in refused(capsys, "export", "-f", digits, "--benchmark", "mnist-c")
+    assert "has no results of mnist-c" in refused(capsys, "export", "mnist-c", "-f", digits)
     assert "expected csv, json or compact" in refused(capsys, "export", "-f", digits, "--format", "xml")
     assert len(list(csv.DictReader(io.StringIO(ok(capsys, "export", "-f", file))))) == 32
 

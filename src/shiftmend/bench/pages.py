@@ -174,7 +174,7 @@ def _made_by(parts: Mapping[str, Part]) -> list[Block]:
     name = next(iter(parts.values())).benchmark.name
     commands = [f"shiftmend bench run {name}" + ("" if p == "offline" else f" --protocol {p}") for p in run]
     commands += [
-        f"shiftmend bench export --benchmark {name} --format compact --out results/{name}.json",
+        f"shiftmend bench export {name} --format compact --out results/{name}.json",
         f"shiftmend bench page {name} --folder results/{name}.json --out docs/results/{name}.md",
     ]
     results = [result for part in run.values() for result in part.reading.results]

@@ -21,7 +21,7 @@ OWN_SOURCE = ("shot",)
 
 
 def restoration(part: Part) -> list[Block]:
-    """Restoration distance and ECE of each method, and how they go together; nothing without clean images to compare."""
+    """Restoration distance and ECE of each method, and how they go together; nothing if no image has a clean twin."""
     if all(result.restoration_distance is None for result in part.unsupervised):
         return []
     found = correlations.restoration_and_calibration(part.unsupervised, exclude=OWN_SOURCE)

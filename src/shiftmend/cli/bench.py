@@ -22,6 +22,7 @@ from shiftmend.cli.bench_options import (
     Out,
     Protocol,
     Rates,
+    Results,
     Root,
     Seeds,
     check_folder,
@@ -176,9 +177,9 @@ def run(
 
 
 def export(
-    folder: Folder = HOME,
+    benchmark: Annotated[str | None, typer.Argument(metavar="BENCHMARK", help="Only this one; default all.")] = None,
+    folder: Results = HOME,
     format: Annotated[str, typer.Option(help=EXPORTS)] = "csv",
-    benchmark: Annotated[str | None, typer.Option(help="Only this one.")] = None,
     out: Out = None,
 ) -> None:
     """Everything in the store, for other programs, or as a small file that `--folder` takes in place of a store."""
