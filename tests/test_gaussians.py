@@ -208,7 +208,7 @@ def test_two_halves_equal_the_whole_in_either_order(seed: int, units: int, cut: 
     values = drawn(60, units, seed)
     for of in (tracked, moments):
         one, other, whole = of(values[:cut]), of(values[cut:]), of(values)
-        for merged in (one.merge(other), other.merge(one)):
+        for merged in (type(one).mixed([one, other], [1, 1]), type(one).mixed([other, one], [1, 1])):
             assert merged.samples == 60
             assert merged.mean.dtype == one.mean.dtype
             torch.testing.assert_close(merged.mean, whole.mean, rtol=1e-4, atol=1e-5)
@@ -234,15 +234,32 @@ def spread(gaussian: MarginalGaussian | FullGaussian) -> Tensor:
 
 def test_merging_is_exact_in_double_also_far_from_zero() -> None:
     values = drawn(90, 3, 4) + 1e4
-    merged = full_of(values[:20]).merge(full_of(values[20:50])).merge(full_of(values[50:]))
+    merged = FullGaussian.mixed([full_of(values[:20]), full_of(values[20:50]), full_of(values[50:])], [1, 1, 1])
     np.testing.assert_allclose(merged.covariance, np.cov(values.numpy().T), rtol=1e-9)
     np.testing.assert_allclose(merged.mean, values.numpy().mean(0), rtol=1e-12)
+
+
+@given(SEEDS, st.integers(1, 5), st.tuples(st.integers(1, 4), st.integers(1, 4)))
+def test_a_part_counted_twice_is_a_part_repeated(seed: int, units: int, times: tuple[int, int]) -> None:
+    """Whole numbers can be written out; each part has its own unbiased covariance."""
+    first, second = drawn(30, units, seed).numpy(), drawn(20, units, seed + 1).numpy() + 2
+    weights = np.repeat(times, (30, 20)).astype(np.float64)
+    values = np.concatenate([first, second])
+    mean = np.average(values, axis=0, weights=weights)
+    within = sum(n * (len(x) - 1) * np.cov(x.T) for n, x in zip(times, (first, second), strict=True))
+    between = sum(
+        n * len(x) * np.outer(x.mean(0) - mean, x.mean(0) - mean) for n, x in zip(times, (first, second), strict=True)
+    )
+    mixed = FullGaussian.mixed([full_of(torch.from_numpy(first)), full_of(torch.from_numpy(second))], times)
+    assert mixed.samples == weights.sum()
+    np.testing.assert_allclose(mixed.mean, mean, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(mixed.covariance, (within + between) / (weights.sum() - 1), rtol=1e-9, atol=1e-12)
 
 
 def test_gaussians_of_other_sizes_do_not_merge() -> None:
     for of in (full_of, marginal_of):
         with pytest.raises(ProfileError, match="3 units cannot be merged with one of 2"):
-            of(drawn(20, 3, 0)).merge(of(drawn(20, 2, 0)))
+            type(of(drawn(20, 3, 0))).mixed([of(drawn(20, 3, 0)), of(drawn(20, 2, 0))], [1, 1])
 
 
 def test_some_units_and_their_marginals() -> None:
@@ -313,7 +330,7 @@ def test_every_statistic_merges_and_is_zero_at_home(kind: str, seed: int) -> Non
     values = drawn(80, 3, seed)
     one, other, whole = _statistics(kind, values)
     assert one.kind == kind
-    merged = one.merge(other)
+    merged = type(one).mixed([one, other], [1, 1])
     assert (merged.samples, merged.kind) == (80, kind)
     assert abs(float(whole.divergence(values))) < 1e-4
     far = values * 1.5 + 1
@@ -336,13 +353,14 @@ def _statistics(kind: str, values: Tensor) -> tuple[Statistic, Statistic, Statis
 def test_slices_in_other_directions_do_not_merge() -> None:
     values = drawn(50, 3, 0)
     first = slices_of(values)
-    assert first.merge(slices_of(values, first)).samples == 100
+    assert Slices.mixed([first, slices_of(values, first)], [1, 1]).samples == 100
     with pytest.raises(ProfileError, match="different directions"):
-        first.merge(slices_of(values, seed=4))
+        Slices.mixed([first, slices_of(values, seed=4)], [1, 1])
     with pytest.raises(ProfileError, match="different directions"):
-        first.merge(slices_of(2 * values))  # the same seed, another standardisation
+        Slices.mixed([first, slices_of(2 * values)], [1, 1])  # the same seed, another standardisation
+    other = Slices(histogram_of(first.projector(2 * values.float())), first.seed, first.projector)
     with pytest.raises(ProfileError, match="different ranges"):
-        first.merge(Slices(histogram_of(first.projector(2 * values.float())), first.seed, first.projector))
+        Slices.mixed([first, other], [1, 1])
 
 
 def test_the_divergence_of_a_histogram_is_that_of_its_counts() -> None:

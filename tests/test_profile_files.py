@@ -472,12 +472,11 @@ def test_impossible_variances_are_refused() -> None:
         (CONTENT, "gaussian.variance", varied),
         (FULL, "gaussian.covariance", sum(8 - row for row in range(varied))),  # where that row of the triangle begins
     ):
-        for value in (-0.1, 0.0):
 
-            def spoil(facts: Facts, tensors: Tensors, name: str = name, place: int = place, v: float = value) -> None:
-                tensors[name][place] = v
+        def spoil(facts: Facts, tensors: Tensors, name: str = name, place: int = place) -> None:
+            tensors[name][place] = -0.1
 
-            assert "variance is zero in a unit that varied, or negative" in alter_gaussian(spoil, content)
+        assert "variance is negative" in alter_gaussian(spoil, content)
 
 
 @pytest.mark.parametrize("samples", [0, -1, True, 200.0, "200", None, [200], 1 << 53, 100, 201])

@@ -137,3 +137,93 @@ def test_a_profile_merges_with_one_in_a_file(tmp_path: Path) -> None:
         first.merge({})  # type: ignore[arg-type]
     with pytest.raises(ProfileError, match=r"nowhere\.profile"):
         first.merge(tmp_path / "nowhere.profile")
+
+
+# --- mixtures --------------------------------------------------------------------------------------------------------
+
+
+def classes(samples: int = 240) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+    """A model, and inputs of two kinds: the second half is far from the first, where some units are silent."""
+    case = ZOO["signal"]
+    inputs = case.inputs(samples)
+    return case.model(), [inputs[: samples // 3], inputs[samples // 3 :] * 2 + 1]
+
+
+@pytest.mark.parametrize("gaussian", ["marginal", "full"])
+def test_a_mixture_has_the_distributions_of_its_parts_in_the_given_shares(gaussian: str) -> None:
+    model, (few, many) = classes()
+    whole = shiftmend.profile(model, torch.cat([few, many]), preset="sliced", gaussian=gaussian)
+    parts = [shiftmend.profile(model, inputs, like=whole) for inputs in (few, many)]
+    mixed = Profile.mixture(parts, [9, 1])
+    size = round(1 / (0.9**2 / 80 + 0.1**2 / 160))
+    assert mixed.samples == size
+    assert problems(mixed) == []
+    for histograms in ([one.taps[name] for one in (mixed, *parts)] for name in ("features", "logits")):
+        rows, *own = ((one.counts / one.samples).double().numpy() for one in histograms)
+        np.testing.assert_allclose(rows, 0.9 * own[0] + 0.1 * own[1], atol=1e-6)
+    for name in mixed.slices:
+        rows, *own = ((one.slices[name].histogram.counts / one.samples).double().numpy() for one in (mixed, *parts))
+        np.testing.assert_allclose(rows, 0.9 * own[0] + 0.1 * own[1], atol=1e-6)
+    mean = 0.9 * parts[0].gaussian.mean + 0.1 * parts[1].gaussian.mean
+    torch.testing.assert_close(mixed.gaussian.mean, mean, rtol=1e-5, atol=1e-6)
+    assert same(profile_files.decode(mixed.to_bytes()), mixed)
+
+
+def test_parts_in_their_own_shares_are_the_whole() -> None:
+    model, inputs = classes()
+    whole = shiftmend.profile(model, torch.cat(inputs))
+    parts = [shiftmend.profile(model, one, like=whole) for one in inputs]
+    for mixed in (Profile.mixture(parts, [80, 160]), Profile.mixture(parts, [1 / 3, 2 / 3]), parts[0].merge(parts[1])):
+        assert mixed.samples == 240
+        for name, tap in whole.taps.items():
+            torch.testing.assert_close(mixed.taps[name].counts, tap.counts, rtol=1e-4, atol=1e-3)
+
+
+def test_a_share_of_nothing_leaves_a_part_out(tmp_path: Path) -> None:
+    model, inputs = classes()
+    whole = shiftmend.profile(model, torch.cat(inputs))
+    parts = [shiftmend.profile(model, one, like=whole) for one in inputs]
+    for number, part in enumerate(parts):
+        part.save(tmp_path / f"{number}.profile")
+    files = [tmp_path / "0.profile", str(tmp_path / "1.profile")]
+    assert same(Profile.mixture(files, [0, 5]), parts[1])
+
+
+def test_units_that_are_silent_for_a_class_are_no_fault_of_its_profile(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+    with torch.no_grad():
+        model[0].weight[0] = torch.tensor([1.0, 0, 0, 0])
+        model[0].bias[0] = -1
+    inputs = torch.rand(200, 4)
+    inputs[100:, 0] += 1
+    whole = shiftmend.profile(model, inputs)
+    silent = shiftmend.profile(model, inputs[:100], like=whole)
+    assert (silent.gaussian.variance == 0)[whole.taps["features"].usable].any()
+    silent.save(tmp_path / "silent.profile")
+    assert same(Profile.load(tmp_path / "silent.profile"), silent)
+    adapted = shiftmend.adapt(model, inputs, silent, "bnm", epochs=1, batch_size=50, progress=False)
+    assert all(np.isfinite(loss) for row in adapted.history for loss in row.losses.values())
+
+
+@pytest.mark.parametrize(
+    "shares", [[1], [1, 2, 3], [0, 0], [-1, 2], [float("nan"), 1], [float("inf"), 1], ["a", "b"], 3, None]
+)
+def test_impossible_shares_are_refused(shares: object) -> None:
+    made = shiftmend.profile(ZOO["tabular"].model(), ZOO["tabular"].inputs())
+    with pytest.raises(ProfileError, match="expected one number for each of the 2 parts"):
+        Profile.mixture([made, made], shares)  # type: ignore[arg-type]
+
+
+def test_what_is_no_list_of_profiles_is_no_mixture(tmp_path: Path) -> None:
+    made = shiftmend.profile(ZOO["tabular"].model(), ZOO["tabular"].inputs())
+    for given in (made, "home.profile", 3):
+        with pytest.raises(ProfileError, match="expected a list of profiles or files"):
+            Profile.mixture(given, [1])  # type: ignore[arg-type]
+    with pytest.raises(ProfileError, match="part 2 of the mixture is a int, expected a Profile"):
+        Profile.mixture([made, 3], [1, 1])  # type: ignore[list-item]
+    with pytest.raises(ProfileError, match="expected one number for each of the 0 parts"):
+        Profile.mixture([], [])
+    other = shiftmend.profile(ZOO["tabular"].model(seed=1), ZOO["tabular"].inputs())
+    with pytest.raises(ProfileError, match="different models"):
+        Profile.mixture([made, other], [1, 1])

@@ -165,7 +165,7 @@ def test_merged_parts_equal_the_whole() -> None:
     low, high = values.amin(0), values.amax(0)
     whole = counted(values, low, high)
     first, second = counted(values[:120], low, high), counted(values[120:], low, high)
-    for merged in (first.merge(second), second.merge(first)):
+    for merged in (Histogram.mixed([first, second], [1, 1]), Histogram.mixed([second, first], [1, 1])):
         assert merged.samples == 500
         torch.testing.assert_close(merged.counts, whole.counts, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(merged.counts.sum(1), torch.full((UNITS,), 500.0), rtol=1e-5, atol=0)
@@ -184,7 +184,7 @@ def test_histograms_of_other_ranges_or_bins_do_not_merge() -> None:
         counted(values[:, :-1], low[:-1], high[:-1]),
     ):
         with pytest.raises(ProfileError, match="different ranges or bins"):
-            home.merge(other)
+            Histogram.mixed([home, other], [1, 1])
 
 
 @pytest.mark.parametrize("kind", ["psi", "symmetric-kl", "kl-source-target", "kl-target-source"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,10 +33,10 @@ class MarginalGaussian:
         """That of some units, by their positions."""
         return MarginalGaussian(self.mean[units], self.variance[units], self.samples)
 
-    def merge(self, other: MarginalGaussian) -> MarginalGaussian:
-        """The Gaussian of both samples."""
-        mean, variance = _merged(self, other, (self.variance, other.variance))
-        return MarginalGaussian(mean, variance, self.samples + other.samples)
+    @classmethod
+    def mixed(cls, parts: Sequence[MarginalGaussian], times: Sequence[float]) -> MarginalGaussian:
+        """That of the samples of all parts, those of a part counted so many times."""
+        return MarginalGaussian(*_mixed(parts, [part.variance for part in parts], times))
 
     def divergence(self, values: Tensor) -> Tensor:
         """Mean over units of KL(N_source || N_batch), from the batch's mean and unbiased variance.
@@ -72,28 +73,35 @@ class FullGaussian:
     def marginal(self) -> MarginalGaussian:
         return MarginalGaussian(self.mean, self.variance, self.samples)
 
-    def merge(self, other: FullGaussian) -> FullGaussian:
-        """The Gaussian of both samples."""
-        mean, covariance = _merged(self, other, (self.covariance, other.covariance))
-        return FullGaussian(mean, covariance, self.samples + other.samples)
+    @classmethod
+    def mixed(cls, parts: Sequence[FullGaussian], times: Sequence[float]) -> FullGaussian:
+        """That of the samples of all parts, those of a part counted so many times."""
+        return FullGaussian(*_mixed(parts, [part.covariance for part in parts], times))
 
     def divergence(self, values: Tensor, shrinkage: float = 0.0) -> Tensor:
         """KL(N_batch || N_source); see `Comparison`, which is to be kept where many batches are compared."""
         return Comparison.to_source(self, shrinkage)(values)
 
 
-def _merged(
-    one: MarginalGaussian | FullGaussian, other: MarginalGaussian | FullGaussian, spreads: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased (co)variance of two samples together, in float64 in between."""
-    if one.mean.shape != other.mean.shape:
-        raise ProfileError(f"a Gaussian of {len(one.mean)} units cannot be merged with one of {len(other.mean)}")
-    n, m = one.samples, other.samples
-    delta = other.mean.double() - one.mean.double()
-    mean = one.mean.double() + delta * (m / (n + m))
-    apart = delta.square() if spreads[0].ndim == 1 else torch.outer(delta, delta)
-    squares = spreads[0].double() * (n - 1) + spreads[1].double() * (m - 1) + apart * (n * m / (n + m))
-    return mean.to(one.mean.dtype), (squares / (n + m - 1)).to(one.mean.dtype)
+def _mixed(
+    parts: Sequence[MarginalGaussian | FullGaussian], spreads: Sequence[Tensor], times: Sequence[float]
+) -> tuple[Tensor, Tensor, int]:
+    """Mean, unbiased (co)variance and number of all samples together, in float64 in between."""
+    first = parts[0]
+    for other in parts[1:]:
+        if first.mean.shape != other.mean.shape:
+            raise ProfileError(f"a Gaussian of {len(first.mean)} units cannot be merged with one of {len(other.mean)}")
+    sizes = [number * part.samples for part, number in zip(parts, times, strict=True)]
+    total = sum(sizes)
+    start = first.mean.double()  # means far from zero and close together would lose digits
+    mean = start + sum((part.mean.double() - start) * (size / total) for part, size in zip(parts, sizes, strict=True))
+    squares = torch.zeros_like(spreads[0], dtype=torch.float64)
+    for part, spread, number, size in zip(parts, spreads, times, sizes, strict=True):
+        away = part.mean.double() - mean
+        apart = away.square() if spread.ndim == 1 else torch.outer(away, away)
+        squares += spread.double() * (number * (part.samples - 1)) + apart * size
+    spread = squares / max(1, total - 1)
+    return mean.to(first.mean.dtype), spread.to(first.mean.dtype), round(total)
 
 
 def _check_spread(samples: int) -> None:

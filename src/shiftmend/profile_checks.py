@@ -45,8 +45,8 @@ def _gaussian_problems(profile: Profile) -> list[str]:
     spread = gaussian.covariance if isinstance(gaussian, FullGaussian) else gaussian.variance
     if not bool(torch.isfinite(gaussian.mean).all() & torch.isfinite(spread).all()):
         return ["the Gaussian's mean or variance is not finite"]
-    if bool((gaussian.variance < 0).any()) or bool((gaussian.variance == 0)[features.usable].any()):
-        return ["the Gaussian's variance is zero in a unit that varied, or negative"]
+    if bool((gaussian.variance < 0).any()):  # zero is in order: a unit can be silent for one class, and vary for others
+        return ["the Gaussian's variance is negative"]
     if isinstance(gaussian, FullGaussian):
         variance = gaussian.variance.double()
         if bool((gaussian.covariance.double().square() > 1.001 * torch.outer(variance, variance)).any()):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,22 +64,20 @@ class Profile:
 
     def merge(self, other: Profile | str | os.PathLike[str]) -> Profile:
         """The profile of both samples, if the second, or the one in that file, was collected with `like=` the first."""
-        other = as_profile(other, "what is to be merged")
-        mine, theirs = (
-            (one.preset, one.specs, one.architecture, one.weights, sorted(one.slices), one.gaussian.kind)
-            for one in (self, other)
-        )
-        if mine != theirs:
-            raise ProfileError(
-                "these profiles are of different models, taps, presets or kinds of Gaussian and cannot be merged"
-            )
-        return replace(
-            self,
-            inputs_seen=self.inputs_seen + other.inputs_seen,
-            taps={name: tap.merge(other.taps[name]) for name, tap in self.taps.items()},
-            gaussian=_merged(self.gaussian, other.gaussian),
-            slices={name: own.merge(other.slices[name]) for name, own in self.slices.items()},
-        )
+        return _mixed([self, as_profile(other, "what is to be merged")], [1.0, 1.0])
+
+    @staticmethod
+    def mixture(parts: Sequence[Profile | str | os.PathLike[str]], shares: Sequence[float]) -> Profile:
+        """The profile of a source whose parts had other shares: for a site where some classes are known to be rarer.
+
+        The parts, or files of them, are profiles of one class each, collected with `like=` the profile of all. Shares
+        are relative: 9 and 1 are 90 and 10 %; a part with share 0 is left out. The mixture counts as a sample of the
+        size that tells as much as these parts do, 1 / sum(share^2 / samples) (Kish's effective sample size).
+        """
+        given = _parts(parts)
+        used = [(part, share) for part, share in zip(given, _shares(len(given), shares), strict=True) if share > 0]
+        size = max(1, round(1 / sum(share**2 / part.inputs_seen for part, share in used)))
+        return _mixed([part for part, _ in used], [size * share / part.inputs_seen for part, share in used])
 
     def to(self, device: torch.device) -> Profile:
         """The same with everything it stores on a device."""
@@ -151,10 +151,52 @@ def as_profile(given: Profile | str | os.PathLike[str], what: str = "the profile
     return given
 
 
-def _merged(
-    one: MarginalGaussian | FullGaussian, other: MarginalGaussian | FullGaussian
+def _parts(given: Sequence[Profile | str | os.PathLike[str]]) -> list[Profile]:
+    if isinstance(given, str | os.PathLike | Profile) or not isinstance(given, Iterable):
+        raise ProfileError(
+            f"the parts of a mixture are one {type(given).__name__}, expected a list of profiles or files"
+        )
+    return [as_profile(part, f"part {number} of the mixture") for number, part in enumerate(given, 1)]
+
+
+def _shares(parts: int, given: Sequence[float]) -> list[float]:
+    """Shares that add up to 1."""
+    expected = f"expected one number for each of the {parts} parts, none negative and one at least above 0"
+    try:
+        shares = [float(share) for share in given]
+    except (TypeError, ValueError) as error:
+        raise ProfileError(f"the shares of a mixture are {given!r}, {expected}") from error
+    total = sum(shares)
+    if len(shares) != parts or not all(0 <= share < math.inf for share in shares) or not 0 < total < math.inf:
+        raise ProfileError(f"the shares of a mixture are {shares}, {expected}")
+    return [share / total for share in shares]
+
+
+def _mixed(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
+    """The profile of all their samples, those of a part counted so many times; what is no statistic is the first's."""
+    first = parts[0]
+    kinds = [
+        (part.preset, part.specs, part.architecture, part.weights, sorted(part.slices), part.gaussian.kind)
+        for part in parts
+    ]
+    if any(kind != kinds[0] for kind in kinds):
+        raise ProfileError(
+            "these profiles are of different models, taps, presets or kinds of Gaussian and cannot be merged"
+        )
+    return replace(
+        first,
+        inputs_seen=round(sum(part.inputs_seen * number for part, number in zip(parts, times, strict=True))),
+        taps={name: Histogram.mixed([part.taps[name] for part in parts], times) for name in first.taps},
+        gaussian=_mixed_gaussians([part.gaussian for part in parts], times),
+        slices={name: Slices.mixed([part.slices[name] for part in parts], times) for name in first.slices},
+    )
+
+
+def _mixed_gaussians(
+    parts: Sequence[MarginalGaussian | FullGaussian], times: Sequence[float]
 ) -> MarginalGaussian | FullGaussian:
-    if isinstance(one, FullGaussian) and isinstance(other, FullGaussian):
-        return one.merge(other)
-    assert isinstance(one, MarginalGaussian) and isinstance(other, MarginalGaussian)  # noqa: PT018
-    return one.merge(other)
+    """They are of one kind."""
+    full = [part for part in parts if isinstance(part, FullGaussian)]
+    if full:
+        return FullGaussian.mixed(full, times)
+    return MarginalGaussian.mixed([part for part in parts if isinstance(part, MarginalGaussian)], times)

@@ -6,6 +6,7 @@ other kinds of `Statistic`, Gaussians, are in `gaussians.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Protocol, Self
@@ -30,8 +31,8 @@ MOST_WEIGHTS = 1 << 26
 class Statistic(Protocol):
     """Anything a profile can store about a tap.
 
-    A tracker collects it over batches (`CountTracker`, `CovarianceTracker`, ...), two of them merge to that of both
-    samples, and a batch of values `[N, D]` has a divergence to it. The profile's file carries the kind of each.
+    A tracker collects it over batches (`CountTracker`, `CovarianceTracker`, ...), several of them mix to that of all
+    their samples, and a batch of values `[N, D]` has a divergence to it. The profile's file carries the kind of each.
     """
 
     @property
@@ -42,7 +43,10 @@ class Statistic(Protocol):
 
     def to(self, device: torch.device) -> Self: ...
 
-    def merge(self, other: Self) -> Self: ...
+    @classmethod
+    def mixed(cls, parts: Sequence[Self], times: Sequence[float]) -> Self:
+        """That of the samples of all parts, those of a part counted so many times (any number above 0)."""
+        ...
 
     def divergence(self, values: Tensor) -> Tensor:
         """Of a batch of values to the source: one number, with a gradient."""
@@ -110,15 +114,20 @@ class Histogram:
         """One over the range of each usable unit, 0 for the others."""
         return scales(self.low, self.high)
 
-    def merge(self, other: Histogram) -> Histogram:
-        """The histogram of both samples; their ranges and bins must be the same."""
-        same = self.bins == other.bins and torch.equal(self.low, other.low) and torch.equal(self.high, other.high)
-        if not same:
-            raise ProfileError(
-                "these histograms were collected over different ranges or bins; collect the second with like=first"
-            )
-        counts = (self.counts.double() + other.counts.double()).to(self.counts.dtype)
-        return Histogram(counts, self.low, self.high, self.samples + other.samples, self.bins)
+    @classmethod
+    def mixed(cls, parts: Sequence[Histogram], times: Sequence[float]) -> Histogram:
+        """See `Statistic`. Ranges and bins must be the same."""
+        first = parts[0]
+        for other in parts[1:]:
+            same_ranges = torch.equal(first.low, other.low) and torch.equal(first.high, other.high)
+            if not same_ranges or first.bins != other.bins:
+                raise ProfileError(
+                    "these histograms were collected over different ranges or bins; collect the second with like=first"
+                )
+        counts = sum(part.counts.double() * number for part, number in zip(parts, times, strict=True))
+        samples = round(sum(part.samples * number for part, number in zip(parts, times, strict=True)))
+        assert isinstance(counts, Tensor)
+        return Histogram(counts.to(first.counts.dtype), first.low, first.high, samples, first.bins)
 
 
 class RangeTracker:
@@ -272,11 +281,16 @@ class Slices:
     def to(self, device: torch.device) -> Slices:
         return Slices(self.histogram.to(device), self.seed, self.projector.to(device))
 
-    def merge(self, other: Slices) -> Slices:
-        """The slices of both samples, if they were taken in the same directions."""
-        if self.seed != other.seed or not torch.equal(self.projector.weight, other.projector.weight):
-            raise ProfileError("these slices were taken in different directions; collect the second with like=first")
-        return Slices(self.histogram.merge(other.histogram), self.seed, self.projector)
+    @classmethod
+    def mixed(cls, parts: Sequence[Slices], times: Sequence[float]) -> Slices:
+        """See `Statistic`. The directions must be the same."""
+        first = parts[0]
+        for other in parts[1:]:
+            if first.seed != other.seed or not torch.equal(first.projector.weight, other.projector.weight):
+                raise ProfileError(
+                    "these slices were taken in different directions; collect the second with like=first"
+                )
+        return Slices(Histogram.mixed([part.histogram for part in parts], times), first.seed, first.projector)
 
     def divergence(self, values: Tensor, kind: Divergence = "psi") -> Tensor:
         """Mean divergence over slices of values `[N, D]` of the tap."""

@@ -35,7 +35,7 @@ class BNM(Prediction):
         assert profile is not None
         stored = profile.gaussian.marginal() if isinstance(profile.gaussian, FullGaussian) else profile.gaussian
         # positions instead of a mask: picking by a mask would wait for the device at each batch
-        usable = profile.taps["features"].usable.nonzero()[:, 0]
+        usable = (profile.taps["features"].usable & (stored.variance > 0)).nonzero()[:, 0]
         home, units = stored.of_units(usable).to(device), usable.to(device)
 
         def losses(activations: Activations) -> dict[str, Tensor]:
