@@ -152,6 +152,18 @@ def test_only_so_many_samples_are_looked_at() -> None:
     np.testing.assert_allclose(found.mean, [(0 * 30 + 1 * 30 + 2 * 10) / 70], atol=1e-6)
 
 
+def test_samples_together_against_numpy() -> None:
+    torch.manual_seed(0)
+    first, second = torch.rand(40, 3, 5, 5), 2 + 3 * torch.rand(60, 3, 5, 5)
+    found = InputSummary.mixed([summary(first), summary(second)], [40, 60])
+    both = torch.cat([first, second]).double().numpy()
+    assert (found.low, found.high) == (pytest.approx(both.min()), pytest.approx(both.max()))
+    np.testing.assert_allclose(found.mean, both.mean((0, 2, 3)), atol=1e-5)
+    np.testing.assert_allclose(found.deviation, both.std((0, 2, 3)), rtol=2e-3)  # the parts' are unbiased
+    grey = summary(torch.rand(10, 1, 5, 5))
+    assert InputSummary.mixed([grey, summary(first)], [1, 1]) == grey
+
+
 def test_json_and_back() -> None:
     for inputs in (photographs(), torch.zeros(3, 2), torch.arange(6), (photographs() * 255).to(torch.uint8)):
         found = summary(inputs)

@@ -116,6 +116,24 @@ def test_other_proportions_of_classes_are_taken_for_a_shift_and_mended_to_death(
     assert result.after.verdict == result.before.verdict == "not restored"
 
 
+@pytest.mark.parametrize("offset", [0.0, 2.0])
+def test_a_profile_in_the_shares_of_the_site_is_no_such_trap(offset: float) -> None:
+    """The same nine in ten, known beforehand: the good model is left in peace, and the offset is mended."""
+    toy = offset_toy(offset, positives=0.9, normalised=True)
+    whole = shiftmend.profile(toy.model, toy.source_inputs, bins=SOFT, progress=False)
+    parts = [
+        shiftmend.profile(toy.model, toy.source_inputs[toy.source_labels == label], like=whole, progress=False)
+        for label in (0, 1)
+    ]
+    mixed = Profile.mixture(parts, [0.1, 0.9])
+    result = shiftmend.adapt(toy.model, toy.target_inputs, mixed, "fr", epochs=12, batch_size=100, progress=False)
+    assert result.before is not None
+    assert result.after is not None
+    assert result.before.verdict == ("restored" if offset == 0 else "not restored")
+    assert result.after.verdict == "restored"
+    assert accuracy(toy, result.model) > 0.99
+
+
 # --- the toys themselves ---------------------------------------------------------------------------------------------
 
 

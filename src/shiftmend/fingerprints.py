@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -84,6 +84,27 @@ class InputSummary:
             float(tracker.high.max()),
             tuple(round(value, 6) for value in tracker.mean.tolist()),
             tuple(round(value, 6) for value in tracker.deviation.tolist()),
+        )
+
+    @staticmethod
+    def mixed(parts: Sequence[InputSummary], sizes: Sequence[float]) -> InputSummary:
+        """That of several samples together; the first's, where they are of different kinds."""
+        first = parts[0]
+        if any((part.dtype, len(part.mean)) != (first.dtype, len(first.mean)) for part in parts):
+            return first
+        shares = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+        means, deviations = (
+            torch.tensor(rows, dtype=torch.float64)
+            for rows in zip(*((p.mean, p.deviation) for p in parts), strict=True)
+        )
+        mean = shares @ means
+        deviation = (shares @ (deviations.square() + (means - mean).square())).sqrt()
+        return replace(
+            first,
+            low=min(part.low for part in parts),
+            high=max(part.high for part in parts),
+            mean=tuple(round(value, 6) for value in mean.tolist()),
+            deviation=tuple(round(value, 6) for value in deviation.tolist()),
         )
 
     def to_json(self) -> dict[str, Any]:

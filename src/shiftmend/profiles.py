@@ -173,7 +173,7 @@ def _shares(parts: int, given: Sequence[float]) -> list[float]:
 
 
 def _mixed(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
-    """The profile of all their samples, those of a part counted so many times; what is no statistic is the first's."""
+    """The profile of all their samples, those of a part counted so many times."""
     first = parts[0]
     kinds = [
         (part.preset, part.specs, part.architecture, part.weights, sorted(part.slices), part.gaussian.kind)
@@ -183,9 +183,11 @@ def _mixed(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
         raise ProfileError(
             "these profiles are of different models, taps, presets or kinds of Gaussian and cannot be merged"
         )
+    sizes = [part.inputs_seen * number for part, number in zip(parts, times, strict=True)]
     return replace(
         first,
-        inputs_seen=round(sum(part.inputs_seen * number for part, number in zip(parts, times, strict=True))),
+        inputs=InputSummary.mixed([part.inputs for part in parts], sizes),
+        inputs_seen=round(sum(sizes)),
         taps={name: Histogram.mixed([part.taps[name] for part in parts], times) for name in first.taps},
         gaussian=_mixed_gaussians([part.gaussian for part in parts], times),
         slices={name: Slices.mixed([part.slices[name] for part in parts], times) for name in first.slices},

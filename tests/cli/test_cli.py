@@ -78,6 +78,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         "demo",
         "profile",
         "inspect",
+        "mix",
         "blocks",
         "adapt",
         "verify",
@@ -102,6 +103,25 @@ def test_profile_and_inspect(site: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "80 source samples" in text
     assert "8 units at 'linear'" in text
     assert json.loads(ok(capsys, "inspect", tmp_path / "p", "--json"))["taps"]["logits"]["units"] == 4
+
+
+def test_profiles_of_classes_are_mixed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with np.load(site / "source.npz") as source:
+        images, labels = source["images"], source["labels"]
+    for name, part in (("few", labels == 0), ("many", labels > 0)):
+        np.savez(tmp_path / f"{name}.npz", images=images[part])
+        data = ("-d", tmp_path / f"{name}.npz", "-o", tmp_path / name)
+        made = ok(capsys, "profile", *common(site), *data, "--like", site / "p.safetensors", "--json")
+        assert json.loads(made)["samples"] == part.sum()
+    files = (tmp_path / "few", tmp_path / "many")
+    text = ok(capsys, "mix", *files, "--shares", "1,3", "-o", tmp_path / "mixed")
+    assert "Profile of 80 source samples" in text
+    assert f"written to {tmp_path / 'mixed'}" in text
+    facts = json.loads(ok(capsys, "mix", *files, "--shares", "0.9,0.1", "-o", tmp_path / "mixed", "--json"))
+    assert facts["samples"] == 25
+    assert "one number for each of the 2 parts" in refused(capsys, "mix", *files, "--shares", "1", "-o", tmp_path / "x")
+    assert "is no profile" in refused(capsys, "mix", *files, "--shares", "1,1", "-o", tmp_path / "few.npz")
+    assert not (tmp_path / "x").exists()
 
 
 def test_blocks(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,6 +332,7 @@ def test_data_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
 
 
 ADAPT = ["adapt", "{}/factory.py:make", "-d", "{}/target.npz", "-p", "{}/p.safetensors", "-o", "{}/x"]
+LIKE = ["profile", "{}/factory.py:make", "-d", "{}/source.npz", "-o", "{}/q", "--like"]
 NONSENSE: list[tuple[list[str], str]] = [
     (["fly"], "No such command"),
     (["adapt"], "Missing"),
@@ -341,6 +362,10 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["profile", "{}/factory.py:make", "-d", "{}/source.npz", "-o", "{}/q", "--preset", "best"], "unknown preset"),
     (["profile", "{}/factory.py:make", "-d", "{}/source.npz", "-o", "{}/q", "--gaussian", "bell"], "marginal' or"),
     (["profile", "{}/factory.py:make", "-d", "{}/source.npz", "-o", "{}/q", "--head", "nose"], "does not have"),
+    ([*LIKE, "{}/nowhere"], "could not be read"),
+    ([*LIKE, "{}/p.safetensors", "--preset", "paper"], "leave them out"),
+    (["mix", "{}/p.safetensors", "--shares", "a,b", "-o", "{}/q"], "numbers with commas"),
+    (["mix", "{}/w.safetensors", "--shares", "1", "-o", "{}/q"], "no shiftmend profile"),
     (["blocks", "{}/factory.py:make", "--shape", "1,x"], "whole numbers"),
     (["blocks", "{}/factory.py:make", "--shape", "7,16,16"], "does not take inputs"),
     (["adapt", "resnet18-cifar", "-d", "{}/target.npz", "-p", "{}/p.safetensors", "-o", "{}/x"], "other layers"),

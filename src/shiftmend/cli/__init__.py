@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from shiftmend.__about__ import __version__
-from shiftmend.cli import bench, core, datasets, drawing, judging, reporting, shifting
+from shiftmend.cli import bench, core, datasets, drawing, judging, profiling, reporting, shifting
 from shiftmend.errors import ShiftmendError
 
 app = typer.Typer(
@@ -19,7 +19,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-core.register(app)
+for command in (core.demo, profiling.profile, profiling.inspect, profiling.mix, core.blocks, core.adapt):
+    app.command()(command)
 judging.register(app)
 datasets.register(app)
 shifting.register(app)

@@ -1,12 +1,9 @@
-"""`demo`, `profile`, `inspect`, `blocks` and `adapt`."""
+"""`demo`, `blocks` and `adapt`."""
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
-from collections.abc import Callable
-from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,14 +28,13 @@ from shiftmend.cli.options import (
     Pickle,
     ProfileFile,
     Size,
-    Taps,
     Weights,
     block_names,
+    by_all_processes,
     console,
     entry,
     gather,
     method_option,
-    named_tap,
 )
 from shiftmend.errors import DataError
 from shiftmend.files import check_folder
@@ -47,24 +43,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 logger = logging.getLogger(__name__)
-
-
-def by_all_processes(command: Callable[..., None]) -> Callable[..., None]:
-    """Under `torchrun` the processes share the work of this command; the first of them writes and prints."""
-
-    @functools.wraps(command)
-    def shared(**arguments: Any) -> None:
-        from shiftmend.distributed import started_by_torchrun
-
-        with started_by_torchrun():
-            command(**arguments)
-
-    return shared
-
-
-def register(app: typer.Typer) -> None:
-    for command in (demo, profile, inspect, blocks, adapt):
-        app.command()(command)
 
 
 def demo(
@@ -78,67 +56,6 @@ def demo(
     report = run(folder, seed=seed, say=None if as_json else console.print)
     if as_json:
         print(json.dumps(report.to_json()))
-
-
-@by_all_processes
-def profile(
-    model: Model,
-    data: Data,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The profile to write.")],
-    weights: Weights = None,
-    model_option: Options = None,
-    preset: Annotated[str, typer.Option(help="reference, paper or sliced.")] = "reference",
-    gaussian: Annotated[str, typer.Option(help="marginal, or full for the method full-gauss.")] = "marginal",
-    head: Head = None,
-    tap: Taps = None,
-    output_entry: Output = None,
-    size: Size = None,
-    channels: Channels = None,
-    mean: Mean = "0.5",
-    std: Deviation = "0.5",
-    batch_size: Batch = 256,
-    device: Device = "auto",
-    allow_pickle: Pickle = False,
-    as_json: Json = False,
-) -> None:
-    """At home: store how the model's features are distributed on its source data."""
-    import shiftmend
-    from shiftmend.distributed import rank
-
-    _check_profile_place(out, weights)
-    net, inputs, _, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
-    made = shiftmend.profile(
-        net,
-        inputs,
-        preset=preset,
-        gaussian=gaussian,  # type: ignore[arg-type]
-        head=head,
-        taps=dict(named_tap(text) for text in tap) if tap else None,
-        output=entry(output_entry),
-        batch_size=batch_size,
-        preprocess=preprocess,
-        device=device,
-    )
-    if rank() > 0:
-        return
-    made.save(out)
-    if weights is None:
-        logger.warning("no --weights given: this is the profile of the weights that %s gives by itself", model)
-    if as_json:
-        print(json.dumps(_profile_json(made, out)))
-    else:
-        console.print(f"{made}\nwritten to {out} ({out.stat().st_size:,} bytes)", markup=False)
-
-
-def inspect(file: Annotated[Path, typer.Argument(help="A profile.")], as_json: Json = False) -> None:
-    """Show what a profile holds."""
-    import shiftmend
-
-    loaded = shiftmend.Profile.load(file)
-    if as_json:
-        print(json.dumps(_profile_json(loaded, file)))
-    else:
-        console.print(f"{loaded}\n  file        {file.stat().st_size:,} bytes, intact", markup=False)
 
 
 def blocks(
@@ -279,38 +196,3 @@ def adapt(
             console.print(f"{name}: {scores_text(values)}{seen}", markup=False)
     if result.interrupted:  # what was reached is saved, but nobody should go on with it unasked
         raise typer.Exit(130)
-
-
-def _check_profile_place(out: Path, weights: Path | None) -> None:
-    """A profile may replace a profile, and nothing else."""
-    from shiftmend.errors import ProfileError
-    from shiftmend.profiles import Profile
-
-    check_folder(out.parent)
-    if weights is not None and out.exists() and out.samefile(weights):
-        raise DataError(f"--out {out} is the file of the weights; name another for the profile")
-    if out.is_file():
-        try:
-            Profile.load(out)
-        except ProfileError:
-            raise DataError(f"{out} is there already and is no profile; remove it, or name another file") from None
-
-
-def _profile_json(profile: Any, file: Path) -> dict[str, Any]:
-    return {
-        "file": str(file),
-        "bytes": file.stat().st_size,
-        "preset": profile.preset,
-        "samples": profile.samples,
-        "bins": asdict(profile.bins),
-        "taps": {
-            name: {"at": str(profile.specs[name]), "units": tap.units, "constant": profile.unusable[name]}
-            for name, tap in profile.taps.items()
-        },
-        "gaussian": profile.gaussian.kind,
-        "slices": {name: part.histogram.units for name, part in profile.slices.items()},
-        "inputs": profile.inputs.to_json(),
-        "architecture": profile.architecture,
-        "weights": profile.weights,
-        "library": profile.library,
-    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +42,19 @@ Taps = Annotated[
     typer.Option("--tap", help="name=module, e.g. early=layer1 or tokens=blocks.2@-1; repeatable."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
+
+
+def by_all_processes(command: Callable[..., None]) -> Callable[..., None]:
+    """Under `torchrun` the processes share the work of this command; the first of them writes and prints."""
+
+    @functools.wraps(command)
+    def shared(**arguments: Any) -> None:
+        from shiftmend.distributed import started_by_torchrun
+
+        with started_by_torchrun():
+            command(**arguments)
+
+    return shared
 
 
 def gather(
