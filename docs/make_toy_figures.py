@@ -31,9 +31,22 @@ def accuracy(toy: Toy, model: nn.Module, site: str) -> float:
     return shiftmend.evaluate(model, pair).accuracy
 
 
-def mend(toy: Toy, title: str, bins: shiftmend.Bins = SOFT, method: str = "fr", **options: Any) -> shiftmend.Adaptation:
-    """Adapt, and print a row of the page's table."""
+def mend(
+    toy: Toy,
+    title: str,
+    bins: shiftmend.Bins = SOFT,
+    method: str = "fr",
+    positives: float | None = None,
+    **options: Any,
+) -> shiftmend.Adaptation:
+    """Adapt, and print a row of the page's table. With `positives`, the profile is mixed to have that share of them."""
     profile = shiftmend.profile(toy.model, toy.source_inputs, bins=bins)
+    if positives is not None:
+        parts = [
+            shiftmend.profile(toy.model, toy.source_inputs[toy.source_labels == label], like=profile)
+            for label in (0, 1)
+        ]
+        profile = shiftmend.Profile.mixture(parts, [1 - positives, positives])
     options = {"epochs": 40, **options} if method == "fr" else options
     result = shiftmend.adapt(toy.model, toy.target_inputs, profile, method, **options)
     print(
@@ -147,7 +160,12 @@ def print_the_rest() -> None:
         toy = offset_toy(0.0, positives=positives, normalised=True)
         mend(toy, f"no offset, {positives:.0%} positives, BatchNorm")
         mend(toy, f"no offset, {positives:.0%} positives, BatchNorm, AdaBN", method="adabn")
+        mend(toy, f"no offset, {positives:.0%} positives, BatchNorm, mixed", positives=positives)
     mend(offset_toy(0.0, positives=0.9), "no offset, 90% positives")
+    toy = offset_toy(positives=0.9, normalised=True)
+    mend(toy, "offset 2, 90% positives, BatchNorm")
+    for assumed in (0.7, 0.8, 0.85, 0.9, 0.95, 0.98):
+        mend(toy, f"offset 2, 90% positives, BatchNorm, mixed {assumed:.0%}", positives=assumed)
 
 
 if __name__ == "__main__":
