@@ -16,7 +16,7 @@ import shiftmend
 from shiftmend.captures import captured_call, captured_epoch
 from shiftmend.feeds import Feed
 from shiftmend.steps import Steps, compiled
-from shiftmend.taps import Tap
+from shiftmend.taps import Tap, tapped
 from worlds import sensors
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -286,6 +286,24 @@ def test_a_model_is_compiled_with_its_hooks_and_drops_what_it_would_drop(kind: s
     torch.testing.assert_close(other, plain)
     torch.testing.assert_close(seen[1], seen[0])
     assert (seen[0] == 0).any()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_copy_with_other_taps_is_compiled_anew_and_one_with_the_same_is_not() -> None:
+    original = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    inputs, found = torch.linspace(-1, 1, 60).view(20, 3), []
+    for names in ({"logits": "2"}, {"features": "1", "logits": "2"}, {"logits": "2"}):
+        model, before = copy.deepcopy(original), graphs()
+        taps = {name: Tap.parse(name, module) for name, module in names.items()}
+        with tapped(model, taps) as recorder:
+            model(inputs)
+            expected = recorder.read()
+        with compiled(model), tapped(model, taps, set_aside=False) as recorder:
+            model(inputs)
+            for name, values in recorder.read().items():
+                torch.testing.assert_close(values, expected[name])
+        found.append(graphs() - before)
+    assert found == [1, 1, 0]
 
 
 @pytest.mark.gpu

@@ -159,8 +159,9 @@ def compiled(model: nn.Module, dropout: bool = False) -> Iterator[None]:
     wanted = {_FEWER_KERNELS: True, _USUAL_NUMBERS: dropout}
     known = torch._inductor.list_options()
     options: dict[str, Any] = {name: value for name, value in wanted.items() if name in known}
-    # each set of trained layers is compiled by itself, and after eight torch would go on without
-    with eager(model), torch._dynamo.config.patch(recompile_limit=256):
+    # What was compiled for another copy of the model is used again, unless it has other hooks: torch would not look.
+    # Each set of trained layers is compiled by itself, and after eight torch would go on without.
+    with eager(model), torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, recompile_limit=256):
         run = torch.compile(_call, dynamic=False, options=options)
         model._compiled_call_impl = functools.partial(run, model)
         try:
