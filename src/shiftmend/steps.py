@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from shiftmend.captures import CapturedEpoch, Sums, captured_epoch
+from shiftmend.captures import CapturedEpoch, Sums, captured_epoch, kept_in_place
 from shiftmend.dice import Dice
 from shiftmend.distributed import active, backward, together
 from shiftmend.errors import AdaptationError
@@ -98,11 +98,13 @@ class Steps:
     def _eagerly(self, seed: int, number: int, targets: Tensor | None) -> tuple[Sums, int]:
         sums: Sums = {}
         steps = 0
+        bring_back = kept_in_place(self.model)
         with tapped(self.model, self.taps) as recorder:
             for batch, index in self.feed.indexed(seed, number):
                 own = targets[index] if targets is not None and index is not None else None
                 for name, term in self.step(recorder, batch, own).items():
                     sums[name] = sums[name] + term if name in sums else term
+                bring_back()
                 steps += 1
         return sums, steps
 
@@ -140,11 +142,14 @@ class Steps:
         inputs, optimiser, feed = self.feed.inputs, self.optimiser, self.feed
         assert inputs is not None
         assert optimiser is not None
+        bring_back = kept_in_place(self.model)
         with tapped(self.model, self.taps, set_aside=not compiled) as recorder:
 
             def once(index: Tensor) -> Sums:
                 own = None if self._targets is None else self._targets.index_select(0, index)
-                return self.step(recorder, feed.ready(inputs.index_select(0, index)), own)
+                terms = self.step(recorder, feed.ready(inputs.index_select(0, index)), own)
+                bring_back()
+                return terms
 
             size = min(feed.batch_size, len(inputs))
             return captured_epoch(once, self.model, optimiser, inputs.device, len(inputs), size)
