@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shiftmend
+from shiftmend import captures
 from shiftmend.captures import _undone, captured_call, captured_epoch, kept_in_place
 from shiftmend.feeds import Feed
 from shiftmend.steps import Steps, compiled
@@ -393,6 +394,31 @@ def test_a_copy_with_other_taps_is_compiled_anew_and_one_with_the_same_is_not() 
                 torch.testing.assert_close(values, expected[name])
         found.append(graphs() - before)
     assert found == [1, 1, 0]
+
+
+def test_what_cannot_be_compiled_is_captured_as_it_is_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Captures that need no device, but refuse compiled models."""
+
+    class Epoch:
+        def __init__(self, once: Any, model: nn.Module, *_: Any) -> None:
+            if model._compiled_call_impl is not None:
+                raise RuntimeError("no compiler\nof any kind")
+
+        def run(self, order: Tensor) -> tuple[dict[str, Tensor], int]:
+            return {}, 6
+
+    monkeypatch.setattr(captures, "CapturedEpoch", Epoch)
+    monkeypatch.setattr(captures, "_end_capture", lambda device: None)
+    monkeypatch.setattr(Steps, "_can_be_captured", lambda self: True)
+    made = steps("cpu")
+    made.compile = True
+    with caplog.at_level(logging.WARNING, "shiftmend"):
+        made.epoch(0, 1)
+    assert made.captured
+    assert not made.compile
+    assert caplog.messages == ["compiled steps are not captured as a CUDA graph (RuntimeError: no compiler)"]
 
 
 @pytest.mark.gpu

@@ -33,13 +33,19 @@ T = TypeVar("T")
 
 
 def captured_epoch(
-    once: Once, model: nn.Module, optimiser: optim.SGD, device: torch.device, samples: int, size: int
+    once: Once,
+    model: nn.Module,
+    optimiser: optim.SGD,
+    device: torch.device,
+    samples: int,
+    size: int,
+    what: str = "steps",
 ) -> CapturedEpoch | None:
-    """An epoch of steps of `size` samples each; None if a step cannot be captured.
+    """An epoch of steps of `size` samples each; None if a step cannot be captured, which is logged of `what`.
 
     Weights, statistics and momentum are afterwards what they were before. `once` may be called a few times.
     """
-    return _or_none(lambda: CapturedEpoch(once, model, optimiser, device, samples, size), "steps", device)
+    return _or_none(lambda: CapturedEpoch(once, model, optimiser, device, samples, size), what, device)
 
 
 def worth_capturing(inputs: Tensor) -> bool:
@@ -64,7 +70,7 @@ def _or_none(capture: Callable[[], T], what: str, device: torch.device) -> T | N
     except Exception as error:  # whatever a model can do that a graph cannot hold
         _end_capture(device)
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        level = logging.WARNING if what == "steps" else logging.INFO  # which take most of the time
+        level = logging.INFO if what == "passes" else logging.WARNING  # steps take most of the time
         logger.log(level, "%s are not captured as a CUDA graph (%s: %s)", what, type(error).__name__, first)
         return None
 

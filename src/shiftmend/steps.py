@@ -135,6 +135,7 @@ class Steps:
         if self.compile:
             with compiled(self.model, dropout=self._dice is not None):
                 self._captured = self._capture(compiled=True)
+            self.compile = self._captured is not None
         self._captured = self._captured or self._capture()
         self._may_capture = self._captured is not None
 
@@ -152,7 +153,8 @@ class Steps:
                 return terms
 
             size = min(feed.batch_size, len(inputs))
-            return captured_epoch(once, self.model, optimiser, inputs.device, len(inputs), size)
+            what = "compiled steps" if compiled else "steps"
+            return captured_epoch(once, self.model, optimiser, inputs.device, len(inputs), size, what)
 
 
 @contextmanager
