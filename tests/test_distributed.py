@@ -497,3 +497,15 @@ def test_nccl_without_waiting_for_the_device(tmp_path: Path, monkeypatch: pytest
         dist.destroy_process_group()
     for name, value in expected.items():
         torch.testing.assert_close(found[name].cpu(), value, rtol=1e-8, atol=1e-10)
+
+
+def test_blocks_that_overlap_end_with_the_last_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of lanes do, which give up their turn inside."""
+    monkeypatch.setattr(distributed, "world_size", lambda: WORLD)
+    one, other = distributed.together(), distributed.together()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert distributed.active()
+    other.__exit__(None, None, None)
+    assert not distributed.active()

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import shiftmend
-from shiftmend.captures import captured_call, captured_epoch
+from shiftmend import captures
+from shiftmend.captures import _undone, captured_call, captured_epoch, kept_in_place
 from shiftmend.feeds import Feed
 from shiftmend.steps import Steps, compiled
-from shiftmend.taps import Tap
+from shiftmend.taps import Tap, tapped
 from worlds import sensors
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -176,6 +177,95 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so(caplog: pytest.LogCapt
     assert close(results[0].model, results[1].model, 1e-3)
 
 
+class Centred(nn.Module):
+    """Keeps a mean of its own, each time in a new tensor."""
+
+    mean: Tensor
+
+    def __init__(self, inner: nn.Module, units: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("mean", torch.zeros(units))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inner.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        result: Tensor = self.inner(x - self.mean)
+        return result
+
+
+def centred_world() -> tuple[nn.Sequential, Tensor]:
+    """The model of a small world with such a layer, and the tensor that its mean lies in."""
+    model = copy.deepcopy(sensors().model)
+    assert isinstance(model, nn.Sequential)
+    model[1] = Centred(model[1], 16)
+    return model.eval(), model[1].mean
+
+
+def test_a_buffer_that_is_replaced_in_each_step_stays_where_captured_passes_read_it() -> None:
+    model, mean = centred_world()
+    by_hand = copy.deepcopy(model)
+    feed = Feed(sensors().target, batch_size=100)
+    made = Steps(model, feed, TAPS, None, None)
+    for one in (model, by_hand):
+        one[1].train()
+    made.epoch(0, 1)
+    with torch.no_grad():
+        for batch in feed.epoch(0, 1):
+            by_hand(batch)
+    assert model[1].mean is mean
+    assert float(mean.abs().max()) > 0.1
+    assert close(model, by_hand, 1e-6)
+
+
+def test_buffers_that_change_places_keep_what_they_hold() -> None:
+    layer = nn.Module()
+    layer.register_buffer("one", torch.zeros(2))
+    layer.register_buffer("other", torch.ones(2))
+    first, bring_back = layer.one, kept_in_place(layer)
+    layer.one, layer.other = layer.other, layer.one
+    bring_back()
+    assert layer.one is first
+    assert (layer.one.tolist(), layer.other.tolist()) == ([1.0, 1.0], [0.0, 0.0])
+
+
+def test_steps_that_leave_another_buffer_are_undone_and_not_taken_for_captured() -> None:
+    model = Centred(nn.Linear(3, 2), 3)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    mean, before = model.mean, state(model)
+
+    def warm_up() -> None:
+        with _undone(model, optimiser):
+            model(torch.ones(4, 3)).sum().backward()
+            optimiser.step()
+            assert not torch.equal(model.inner.weight.double(), before[1])
+
+    with pytest.raises(RuntimeError, match="leaves a new tensor in the place of 'mean' of a Centred"):
+        warm_up()
+    assert model.mean is mean
+    assert all(torch.equal(one, other) for one, other in zip(before, state(model), strict=True))
+    assert not optimiser.state
+
+
+@pytest.mark.gpu
+@gpu
+def test_a_model_that_replaces_a_buffer_is_captured_and_watched_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = centred_world()
+    world, profile = sensors(), shiftmend.profile(model, sensors().source, progress=False)
+    with caplog.at_level(logging.INFO, "shiftmend"):
+        one, other = (
+            shiftmend.adapt(
+                model, world.target, profile, "fr", epochs=3, learning_rate=0.01, batch_size=100, device="cuda",
+                capture=capture, progress=False,
+            )
+            for capture in (True, False)
+        )  # fmt: skip
+    assert "not captured" not in caplog.text
+    assert close(one.model, other.model, 1e-3)
+    for row, again in zip(one.history, other.history, strict=True):
+        assert row.verification == pytest.approx(again.verification, rel=1e-2)
+
+
 @pytest.mark.gpu
 @gpu
 def test_dropout_of_a_captured_run_follows_the_seed() -> None:
@@ -286,6 +376,49 @@ def test_a_model_is_compiled_with_its_hooks_and_drops_what_it_would_drop(kind: s
     torch.testing.assert_close(other, plain)
     torch.testing.assert_close(seen[1], seen[0])
     assert (seen[0] == 0).any()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_copy_with_other_taps_is_compiled_anew_and_one_with_the_same_is_not() -> None:
+    original = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    inputs, found = torch.linspace(-1, 1, 60).view(20, 3), []
+    for names in ({"logits": "2"}, {"features": "1", "logits": "2"}, {"logits": "2"}):
+        model, before = copy.deepcopy(original), graphs()
+        taps = {name: Tap.parse(name, module) for name, module in names.items()}
+        with tapped(model, taps) as recorder:
+            model(inputs)
+            expected = recorder.read()
+        with compiled(model), tapped(model, taps, set_aside=False) as recorder:
+            model(inputs)
+            for name, values in recorder.read().items():
+                torch.testing.assert_close(values, expected[name])
+        found.append(graphs() - before)
+    assert found == [1, 1, 0]
+
+
+def test_what_cannot_be_compiled_is_captured_as_it_is_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Captures that need no device, but refuse compiled models."""
+
+    class Epoch:
+        def __init__(self, once: Any, model: nn.Module, *_: Any) -> None:
+            if model._compiled_call_impl is not None:
+                raise RuntimeError("no compiler\nof any kind")
+
+        def run(self, order: Tensor) -> tuple[dict[str, Tensor], int]:
+            return {}, 6
+
+    monkeypatch.setattr(captures, "CapturedEpoch", Epoch)
+    monkeypatch.setattr(captures, "_end_capture", lambda device: None)
+    monkeypatch.setattr(Steps, "_can_be_captured", lambda self: True)
+    made = steps("cpu")
+    made.compile = True
+    with caplog.at_level(logging.WARNING, "shiftmend"):
+        made.epoch(0, 1)
+    assert made.captured
+    assert not made.compile
+    assert caplog.messages == ["compiled steps are not captured as a CUDA graph (RuntimeError: no compiler)"]
 
 
 @pytest.mark.gpu

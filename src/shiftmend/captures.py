@@ -33,13 +33,19 @@ T = TypeVar("T")
 
 
 def captured_epoch(
-    once: Once, model: nn.Module, optimiser: optim.SGD, device: torch.device, samples: int, size: int
+    once: Once,
+    model: nn.Module,
+    optimiser: optim.SGD,
+    device: torch.device,
+    samples: int,
+    size: int,
+    what: str = "steps",
 ) -> CapturedEpoch | None:
-    """An epoch of steps of `size` samples each; None if a step cannot be captured.
+    """An epoch of steps of `size` samples each; None if a step cannot be captured, which is logged of `what`.
 
     Weights, statistics and momentum are afterwards what they were before. `once` may be called a few times.
     """
-    return _or_none(lambda: CapturedEpoch(once, model, optimiser, device, samples, size), "steps", device)
+    return _or_none(lambda: CapturedEpoch(once, model, optimiser, device, samples, size), what, device)
 
 
 def worth_capturing(inputs: Tensor) -> bool:
@@ -64,7 +70,7 @@ def _or_none(capture: Callable[[], T], what: str, device: torch.device) -> T | N
     except Exception as error:  # whatever a model can do that a graph cannot hold
         _end_capture(device)
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        level = logging.WARNING if what == "steps" else logging.INFO  # which take most of the time
+        level = logging.INFO if what == "passes" else logging.WARNING  # steps take most of the time
         logger.log(level, "%s are not captured as a CUDA graph (%s: %s)", what, type(error).__name__, first)
         return None
 
@@ -170,6 +176,30 @@ def _end_capture(device: torch.device) -> None:
     _recorded(lambda: nothing.add_(1), device, 0)
 
 
+def kept_in_place(model: nn.Module) -> Callable[[], None]:
+    """What brings buffers back to where they lie now, with the values that they have by then.
+
+    Some layers put a new tensor in the place of an old one in each step, of which a graph would not know.
+    """
+    places = [
+        (module._buffers, name, tensor)
+        for module in model.modules()
+        for name, tensor in module._buffers.items()
+        if tensor is not None and _is_writable(tensor)
+    ]
+
+    def bring_back() -> None:
+        moved = []
+        for buffers, name, tensor in places:
+            new = buffers.get(name)
+            if new is not None and new is not tensor and (new.shape, new.dtype) == (tensor.shape, tensor.dtype):
+                moved.append((buffers, name, tensor, new.detach().clone()))  # it may be another's old tensor
+        for buffers, name, tensor, value in moved:
+            buffers[name] = tensor.copy_(value)
+
+    return bring_back
+
+
 def _is_writable(tensor: Tensor) -> bool:
     """Not one value seen as many, as `expand` gives: nothing can be written there, so nothing has to be put back."""
     return all(stride > 0 or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -179,16 +209,21 @@ def _is_writable(tensor: Tensor) -> bool:
 def _undone(model: nn.Module, optimiser: optim.SGD) -> Iterator[None]:
     """Afterwards weights, statistics and momentum are what they were, in the same memory.
 
-    Momentum that had not begun is zero afterwards, from which the first step is the same.
+    Momentum that had not begun is zero afterwards, from which the first step is the same. Steps that leave new tensors
+    in the place of buffers are refused: captured, they would go on reading the old ones.
     """
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if _is_writable(tensor)]
     before = [tensor.detach().clone() for tensor in tensors]
     momentum = {parameter: state["momentum_buffer"].clone() for parameter, state in optimiser.state.items()}
     finished = False
     try:
         yield
+        _refuse_new(buffers)
         finished = True
     finally:
+        for module, own in buffers:
+            module._buffers.update(own)
         with torch.no_grad():
             for tensor, value in zip(tensors, before, strict=True):
                 tensor.copy_(value)
@@ -202,3 +237,10 @@ def _undone(model: nn.Module, optimiser: optim.SGD) -> Iterator[None]:
             for parameter, state in optimiser.state.items():
                 if parameter not in momentum:
                     state["momentum_buffer"].zero_()
+
+
+def _refuse_new(buffers: list[tuple[nn.Module, dict[str, Tensor | None]]]) -> None:
+    for module, own in buffers:
+        for name, tensor in own.items():
+            if module._buffers.get(name) is not tensor:
+                raise RuntimeError(f"a step leaves a new tensor in the place of {name!r} of a {type(module).__name__}")

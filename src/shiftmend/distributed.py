@@ -27,7 +27,8 @@ from shiftmend.errors import AdaptationError
 
 logger = logging.getLogger(__name__)
 
-_together = False
+_together = 0
+"""How many blocks of `together()` are open, in whichever threads."""
 
 
 def world_size() -> int:
@@ -53,16 +54,16 @@ def together() -> Iterator[None]:
     backward pass on CUDA runs in threads of its own.
     """
     global _together
-    before, _together = _together, True
+    _together += 1
     try:
         yield
     finally:
-        _together = before
+        _together -= 1
 
 
 def active() -> bool:
     """Whether this process works together with others just now."""
-    return _together and world_size() > 1
+    return _together > 0 and world_size() > 1
 
 
 @contextmanager

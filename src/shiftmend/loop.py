@@ -66,7 +66,7 @@ class Run:
         self.model, self.taps, self.settings, self.manifest = network.model, taps, settings, manifest
         half = functools.partial(in_bfloat16, self.model, feed.device)
         self.precision: Precision = half if settings.autocast else nullcontext
-        self.capture = settings.capture
+        self.capture, self.compile = settings.capture, settings.compile
         self.path = Path(settings.checkpoint) if settings.checkpoint is not None else None
         if self.path is not None:
             checkpoints.check_place(self.path)
@@ -203,12 +203,13 @@ class Run:
                     precision=self.precision,
                     dropout=self.method.dropout,
                     capture=self.capture,
-                    compile=self.settings.compile,
+                    compile=self.compile,
                     what=stage.name,
                 )
                 for epoch in range(done, stage.epochs):
                     self._epoch(stage, steps)
-                    self.capture = self.capture and not steps.refused  # and why was said once
+                    # what was refused once would be again, and why has been said
+                    self.capture, self.compile = self.capture and not steps.refused, steps.compile
                     self._checkpoint(index, epoch + 1, optimiser)
                     bar.advance(1, f"{stage.name}  {_note(self.history[-1])}")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from shiftmend.captures import CapturedEpoch, Sums, captured_epoch
+from shiftmend.captures import CapturedEpoch, Sums, captured_epoch, kept_in_place
 from shiftmend.dice import Dice
 from shiftmend.distributed import active, backward, together
 from shiftmend.errors import AdaptationError
@@ -98,11 +98,13 @@ class Steps:
     def _eagerly(self, seed: int, number: int, targets: Tensor | None) -> tuple[Sums, int]:
         sums: Sums = {}
         steps = 0
+        bring_back = kept_in_place(self.model)
         with tapped(self.model, self.taps) as recorder:
             for batch, index in self.feed.indexed(seed, number):
                 own = targets[index] if targets is not None and index is not None else None
                 for name, term in self.step(recorder, batch, own).items():
                     sums[name] = sums[name] + term if name in sums else term
+                bring_back()
                 steps += 1
         return sums, steps
 
@@ -133,6 +135,7 @@ class Steps:
         if self.compile:
             with compiled(self.model, dropout=self._dice is not None):
                 self._captured = self._capture(compiled=True)
+            self.compile = self._captured is not None
         self._captured = self._captured or self._capture()
         self._may_capture = self._captured is not None
 
@@ -140,14 +143,18 @@ class Steps:
         inputs, optimiser, feed = self.feed.inputs, self.optimiser, self.feed
         assert inputs is not None
         assert optimiser is not None
+        bring_back = kept_in_place(self.model)
         with tapped(self.model, self.taps, set_aside=not compiled) as recorder:
 
             def once(index: Tensor) -> Sums:
                 own = None if self._targets is None else self._targets.index_select(0, index)
-                return self.step(recorder, feed.ready(inputs.index_select(0, index)), own)
+                terms = self.step(recorder, feed.ready(inputs.index_select(0, index)), own)
+                bring_back()
+                return terms
 
             size = min(feed.batch_size, len(inputs))
-            return captured_epoch(once, self.model, optimiser, inputs.device, len(inputs), size)
+            what = "compiled steps" if compiled else "steps"
+            return captured_epoch(once, self.model, optimiser, inputs.device, len(inputs), size, what)
 
 
 @contextmanager
@@ -159,8 +166,9 @@ def compiled(model: nn.Module, dropout: bool = False) -> Iterator[None]:
     wanted = {_FEWER_KERNELS: True, _USUAL_NUMBERS: dropout}
     known = torch._inductor.list_options()
     options: dict[str, Any] = {name: value for name, value in wanted.items() if name in known}
-    # each set of trained layers is compiled by itself, and after eight torch would go on without
-    with eager(model), torch._dynamo.config.patch(recompile_limit=256):
+    # What was compiled for another copy of the model is used again, unless it has other hooks: torch would not look.
+    # Each set of trained layers is compiled by itself, and after eight torch would go on without.
+    with eager(model), torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, recompile_limit=256):
         run = torch.compile(_call, dynamic=False, options=options)
         model._compiled_call_impl = functools.partial(run, model)
         try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 import time
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from tiny import SEEDS
 
 from shiftmend.bench.cells import Cell, Result
 from shiftmend.bench.executors import inline
-from shiftmend.bench.lanes import lanes
+from shiftmend.bench.lanes import TASKS_PER_COLLECTION, lanes
 from shiftmend.bench.planning import plan
 from shiftmend.bench.runner import preparations, run
 from shiftmend.bench.store import Store
@@ -151,6 +153,41 @@ def test_lanes_have_as_many_threads_of_torch_as_the_job_says(tmp_path: Path, mon
             list(execute([Preparation("plain", 1, 0.01)]))
         assert torch.get_num_threads() == before
     assert found == [1, 3, before]
+
+
+class Cycle:
+    """Only a collection of garbage ends it, as some layers of torch."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_what_a_task_leaves_behind_is_collected_in_the_end_however_long_it_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    ended = threading.Semaphore(0)
+    left: list[weakref.ref[Cycle]] = []
+
+    def work(job: Job, task: Task, advance: Advance, workshop: Workshop) -> None:
+        if task.seed > 1:
+            ended.release()
+            return
+        kept = Cycle()
+        left.append(weakref.ref(kept))
+        with others_may_go():
+            for _ in range(4):
+                assert ended.acquire(timeout=10)
+
+    monkeypatch.setattr("shiftmend.bench.lanes.work", work)
+    job = Job(f"{TINY}:GENTLE", str(tmp_path), str(tmp_path), "cpu")
+    with lanes(job, lambda task, done, total: None, 2) as execute:
+        for first, last in ((1, 5), (6, 5 + TASKS_PER_COLLECTION)):
+            list(execute([Preparation("plain", seed, 0.01) for seed in range(first, last + 1)]))
+        assert not gc.isenabled()
+        assert [there() for there in left] == [None]
+    assert gc.isenabled()
 
 
 def _found(benchmark: str, folder: Path, root: Path, **options: Any) -> dict[Cell, Result]:

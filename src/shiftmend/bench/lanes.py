@@ -8,6 +8,7 @@ else they do in turn, see `turns.py`.
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,8 @@ from shiftmend.captures import no_collection
 from shiftmend.turns import taking_turns
 
 TARGETS_AT_ONCE = 32
+TASKS_PER_COLLECTION = 16
+"""A collection of all garbage takes a tenth of a second, in which no lane gets anywhere."""
 
 
 @contextmanager
@@ -37,6 +40,7 @@ def lanes(job: Job, advance: Advance, count: int) -> Iterator[Execute]:
     data = Shelf(TARGETS_AT_ONCE)
     own = threading.local()
     stopped, turn = threading.Event(), threading.Lock()
+    ended = itertools.count(1)
 
     def going_on(task: Task, done: int, total: int) -> None:
         if stopped.is_set():
@@ -52,7 +56,8 @@ def lanes(job: Job, advance: Advance, count: int) -> Iterator[Execute]:
             with torch.cuda.stream(own.stream):
                 result = work(job, task, going_on, own.workshop)
                 own.stream.synchronize()
-                gc.collect(1)
+                # what was in use while other lanes collected has grown old by that: now and then also old garbage
+                gc.collect(2 if next(ended) % TASKS_PER_COLLECTION == 0 else 1)
         if result is None:
             return None
         # memory is that of all lanes together, and time that of a lane among others
