@@ -423,6 +423,25 @@ def test_what_cannot_be_compiled_is_captured_as_it_is_and_said_once(
 
 @pytest.mark.gpu
 @gpu
+def test_a_run_whose_steps_cannot_be_compiled_says_so_once_and_in_its_manifest(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*given: Any, **options: Any) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: refuse)
+    world = sensors()
+    options: dict[str, Any] = {"epochs_per_block": 2, "learning_rate": 0.01, "batch_size": 100, "device": "cuda"}
+    with caplog.at_level(logging.WARNING, "shiftmend"):
+        result = shiftmend.adapt(
+            world.model, world.target, world.profile(), "bufr", compile=True, progress=False, **options
+        )
+    assert result.manifest["compile"] is False
+    assert sum("compiled steps are not captured" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.gpu
+@gpu
 def test_compiled_steps_give_what_others_give_and_leave_nothing_behind() -> None:
     world = sensors()
     options: dict[str, Any] = {"batch_size": 100, "epochs": 6, "learning_rate": 0.01, "device": "cuda"}

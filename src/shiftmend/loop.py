@@ -174,6 +174,7 @@ class Run:
                 if value is not None
             },
             "adapted_weights": adapted,
+            **({"compile": self.compile} if self.settings.compile else {}),  # asked for, and it may not have worked
         }
         return Adaptation(self.model, self.history, self.manifest, self.before, after, selected)
 
