@@ -339,7 +339,7 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["evaluate", "{}/factory.py:make", "-d", "{}/source.npz", "--device", "tpu"], "not available"),
     (["evaluate", "{}/factory.py:make", "-d", "{}/source.npz", "--batch-size", "0"], "at least 1"),
     (["profile", "{}/factory.py:make", "-d", "{}/source.npz", "-o", "{}/q", "--preset", "best"], "unknown preset"),
-    (["profile", "{}/factory.py:make", "-d", "{}/source.npz", "-o", "{}/q", "--gaussian", "bell"], "marginal' or"),
+    (["profile", "{}/factory.py:make", "-d", "{}/source.npz", "-o", "{}/q", "--gaussian", "bell"], "marginal, full"),
     (["profile", "{}/factory.py:make", "-d", "{}/source.npz", "-o", "{}/q", "--head", "nose"], "does not have"),
     (["blocks", "{}/factory.py:make", "--shape", "1,x"], "whole numbers"),
     (["blocks", "{}/factory.py:make", "--shape", "7,16,16"], "does not take inputs"),
