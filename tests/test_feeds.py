@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from copiers import AsLateAsPossible, AtOnce
 from shiftmend import distributed, feeds
+from shiftmend.data import Split
 from shiftmend.errors import DataError
 from shiftmend.feeds import DEFAULT_BATCH, Feed
 from shiftmend.turns import taking_turns
@@ -132,6 +133,7 @@ def test_missing_labels_are_missed_only_by_the_evaluator(way: str) -> None:
         (None, "is None; expected"),
         (nn.Sequential(nn.Linear(3, 3)), "is a Sequential; expected"),
         (Table(), r"is a Table; .* pass what its to_numpy\(\) gives"),
+        (Split(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), None, "scans"), "is a Split; .* pass its images, or"),
         (Sizeless(), "a Dataset without __len__"),
         ((1,), "batches of type int.* make a tensor of numbers"),
         (([[1.0, 2.0]], [0]), "batches of type list.* make a tensor of numbers"),

@@ -28,7 +28,7 @@ def as_loader(source: Any, batch_size: int | None, what: str) -> tuple[Any, int 
         return (_as_inputs(source.tensors[0], what), source.tensors[1] if len(source.tensors) > 1 else None), None
     if isinstance(source, tuple) and source and isinstance(source[0], Tensor | np.ndarray):
         inputs = _as_inputs(source[0], what)
-        labels = _as_tensor(source[1], what) if len(source) > 1 and source[1] is not None else None
+        labels = as_tensor(source[1], what) if len(source) > 1 and source[1] is not None else None
         if labels is not None and (labels.ndim == 0 or len(inputs) != len(labels)):
             raise DataError(f"the {what} has {len(inputs)} inputs but {len(labels) if labels.ndim else 1} labels")
         return (inputs, labels), None
@@ -65,10 +65,13 @@ def _instead(source: Any) -> str:
         return "; read the files first, e.g. shiftmend.data.image_folder(folder).images"
     if isinstance(source, Mapping):
         return "; pass the entry that holds the inputs"
+    if hasattr(source, "images"):
+        return "; pass its images, or (images, labels) to evaluate"
     return "; pass what its to_numpy() gives" if hasattr(source, "to_numpy") else ""
 
 
-def _as_tensor(values: Any, what: str) -> Tensor:
+def as_tensor(values: Any, what: str) -> Tensor:
+    """Inputs or labels, however they are stored, as a tensor."""
     if isinstance(values, np.ndarray) and any(stride < 0 for stride in values.strides):
         values = values.copy()  # a flipped array: torch knows no negative strides
     try:
@@ -79,7 +82,7 @@ def _as_tensor(values: Any, what: str) -> Tensor:
 
 
 def _as_inputs(values: Any, what: str) -> Tensor:
-    inputs = _plain(_as_tensor(values, what), what)
+    inputs = _plain(as_tensor(values, what), what)
     if inputs.ndim == 0:
         raise DataError(f"the {what} is a single number; expected samples along the first axis")
     if isinstance(values, np.ndarray) and inputs.dtype == torch.float64:
@@ -101,11 +104,11 @@ def split_batch(batch: Any, what: str) -> tuple[Tensor, Tensor | None]:
         labels = batch[1] if len(batch) > 1 and isinstance(batch[1], Tensor | np.ndarray) else None
         batch = batch[0]
     if isinstance(labels, np.ndarray):  # what torch does not know, such as names, is no label to evaluate with
-        labels = _as_tensor(labels, what) if labels.dtype.kind in "biuf" else None
+        labels = as_tensor(labels, what) if labels.dtype.kind in "biuf" else None
     if labels is not None and labels.ndim == 0:
         labels = None
     if isinstance(batch, np.ndarray):
-        batch = _as_tensor(batch, what)
+        batch = as_tensor(batch, what)
     if not isinstance(batch, Tensor) or batch.ndim == 0:
         advice = ""
         if isinstance(batch, Mapping):
