@@ -146,3 +146,11 @@ def test_a_head_on_raw_inputs_has_nothing_to_adapt() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
     with pytest.raises(AdaptationError, match="nothing below the features"):
         blocks_of(model, torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("names", [3, [0], [["0", 1]], {"0": 1}, nn.Linear(2, 2), [nn.Linear(2, 2)], [None]])
+def test_blocks_are_given_by_name(names: object) -> None:
+    case = ZOO["tabular"]
+    model = case.model()
+    with pytest.raises(AdaptationError, match="expected names of modules, or groups of them"):
+        split(model, trace(model, case.inputs(2)), names)  # type: ignore[arg-type]

@@ -50,3 +50,13 @@ def test_cuda_is_found_and_left_again() -> None:
     with placed(model, place):
         assert device_of(model) == place
     assert device_of(model) == CPU
+
+
+@pytest.mark.parametrize("wrong", [["cpu"], 0.5, {}, object, 10**30, "meta", torch.device("meta")])
+def test_what_is_no_device_is_refused(wrong: object) -> None:
+    with pytest.raises(ShiftmendError, match=r"^device .* is not available here; .*use 'auto' or 'cpu'$"):
+        resolve_device(wrong)  # type: ignore[arg-type]
+
+
+def test_none_is_auto() -> None:
+    assert resolve_device(None) == resolve_device("auto")

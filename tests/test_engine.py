@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shiftmend
-from shiftmend.errors import AdaptationError, DataError
+from shiftmend.errors import AdaptationError, DataError, ProfileError
 from shiftmend.loop import DivergedError
 from shiftmend.methods import FR
 from worlds import sensors
@@ -245,10 +246,26 @@ def test_one_sample() -> None:
     with_norm, without = sensors(), sensors(norm=False)
     with pytest.raises(AdaptationError, match="one target sample"):
         shiftmend.adapt(with_norm.model, with_norm.target[:1], with_norm.profile(), "fr")
-    result = shiftmend.adapt(
-        without.model, without.target[:1], without.profile(), "fr", epochs=1, learning_rate=1e-3, progress=False
-    )
+    for method in ("fr", "bufr", "bnm", "bnm-im"):
+        with pytest.raises(
+            AdaptationError, match=f"one target sample is too few to compare .* by {method}; use at least"
+        ):
+            shiftmend.adapt(without.model, without.target[:1], without.profile(), method)
+        with pytest.raises(AdaptationError, match="a batch size of one is too few to compare"):
+            shiftmend.adapt(without.model, without.target[:9], without.profile(), method, batch_size=1)
+    shiftmend.adapt(without.model, without.target[:1], method="pl", epochs=1, progress=False)
+
+
+def test_one_image_is_enough_where_each_of_its_positions_is_a_sample() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 1)).eval()  # as in segmentation
+    profile = shiftmend.profile(model, torch.randn(8, 3, 12, 12), progress=False)
+    target = torch.randn(3, 3, 12, 12)
+    result = shiftmend.adapt(model, target, profile, "fr", epochs=1, batch_size=1, learning_rate=1e-3, progress=False)
     assert math.isfinite(result.history[-1].loss)
+    online = shiftmend.stream(model, profile, learning_rate=1e-3)
+    online.step(target[:1])
+    assert set(online.losses) == {"features", "logits"}
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state() -> None:
@@ -591,7 +608,7 @@ def test_wrong_types_are_one_sentence() -> None:
         shiftmend.profile(lambda x: x, world.source)  # type: ignore[arg-type]
     with pytest.raises(shiftmend.ShiftmendError, match="scripted"):
         shiftmend.profile(torch.jit.script(nn.Linear(2, 2)), world.source)
-    with pytest.raises(AdaptationError, match="the profile is a dict"):
+    with pytest.raises(ProfileError, match="the profile is a dict"):
         shiftmend.adapt(world.model, world.target, {})  # type: ignore[arg-type]
     with pytest.raises(AdaptationError, match="seed"):
         shiftmend.adapt(world.model, world.target, profile, seed=None)  # type: ignore[arg-type]
@@ -651,3 +668,91 @@ def test_a_loader_with_its_own_generator_is_reproducible_and_left_as_it_was() ->
         ]
         assert states_equal(*runs)
     assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"checkpoint": 3}, "checkpoint is 3, expected a name, as text or as a Path"),
+        ({"checkpoint": ""}, "checkpoint is '', expected a name"),
+        ({"on_epoch": "print"}, r"on_epoch is 'print', expected a function: on_epoch\(model, row\)"),
+        ({"preprocess": [1]}, r"preprocess is \[1\], expected a function"),
+        ({"autocast": "no"}, "autocast must be True or False, got 'no'"),
+        ({"resident": None}, "resident must be True or False, got None"),
+        ({"capture": torch.zeros(2)}, "capture must be True or False, got a Tensor"),
+        ({"compile": 1}, "compile must be True or False, got 1"),
+        ({"keep": ["last"]}, r"keep must be 'last' or 'selected', got \['last'\]"),
+        ({"blocks": 3}, "blocks is 3, expected names of modules"),
+        ({"output": "logits"}, "returned a single tensor, which has no entry 'logits'"),
+        ({"align": 3}, "align names no tap: it is 3, expected e.g."),
+        ({"align": ("features", 1)}, "align names no tap"),
+        ({"divergence": ["psi"]}, r"unknown divergence \['psi'\], expected one of psi"),
+        ({"method": ["fr"]}, r"unknown method \['fr'\], expected one of source-only"),
+        ({"method": FR}, "unknown method the class FR, expected one of source-only"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused_before_anything_is_done(
+    wrong: dict[str, object],
+    sentence: str,
+    tmp_path,
+    monkeypatch: pytest.MonkeyPatch,  # type: ignore[no-untyped-def]
+) -> None:
+    world = sensors()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(shiftmend.ShiftmendError, match=sentence):
+        shiftmend.adapt(world.model, world.target, world.profile(), **{"method": "fr", **wrong})  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_flags_of_numpy_fit_into_a_manifest(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    world = sensors()
+    result = shiftmend.adapt(
+        world.model, world.target, world.profile(), "fr", epochs=1, autocast=np.False_, progress=False
+    )
+    result.save(tmp_path)
+    assert json.loads((tmp_path / "manifest.json").read_text())["autocast"] is False
+
+
+def test_a_model_that_is_broken_already_is_not_blamed_on_the_learning_rate() -> None:
+    world = sensors()
+    broken = copy.deepcopy(world.model)
+    with torch.no_grad():
+        broken[4].weight[0, 0] = math.nan
+    for call in (
+        lambda: shiftmend.adapt(broken, world.target, method="tent"),
+        lambda: shiftmend.stream(broken, world.profile()),
+    ):
+        with pytest.raises(
+            AdaptationError, match=r"weights are NaN or infinite in '4.weight' before anything is adapted"
+        ):
+            call()
+
+
+def test_rates_may_come_as_an_array() -> None:
+    world = sensors()
+    result = shiftmend.adapt(
+        world.model, world.target, world.profile(), "fr", epochs=1, learning_rate=np.logspace(-3, -2, 2), progress=False
+    )
+    assert [row["learning_rate"] for row in result.manifest["learning_rates_tried"]] == pytest.approx([1e-3, 1e-2])
+
+
+@pytest.mark.parametrize("wrong", [None, 3, ""])
+def test_an_adaptation_is_saved_in_a_folder_with_a_name(wrong: object) -> None:
+    world = sensors()
+    result = shiftmend.adapt(world.model, world.target, method="source-only", progress=False)
+    with pytest.raises(shiftmend.ShiftmendError, match=r"the folder to write into is .*, expected a name"):
+        result.save(wrong)  # type: ignore[arg-type]
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    world = sensors()
+    result = shiftmend.adapt(world.model, world.target, method="source-only", progress=False)
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(
+        AdaptationError, match=r"cannot be written into \(No space left on device\); name another folder"
+    ):
+        result.save(tmp_path)
+    assert not list(tmp_path.iterdir())

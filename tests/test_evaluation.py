@@ -73,3 +73,11 @@ def test_captured_scores_follow_the_weights_too() -> None:
         assert seen.accuracy == expected.accuracy
         assert (seen.ece, seen.nll, seen.brier) == pytest.approx((expected.ece, expected.nll, expected.brier), rel=1e-5)
         del noise
+
+
+@pytest.mark.parametrize("labels", ["fractions", "one-hot"])
+def test_labels_of_a_classifier_that_are_no_whole_numbers_get_advice(labels: str) -> None:
+    world = sensors()
+    wrong = world.labels.float() if labels == "fractions" else torch.eye(3)[world.labels]
+    with pytest.raises(DataError, match="labels of a classifier must be whole numbers, one class a sample"):
+        shiftmend.evaluate(world.model, (world.target, wrong))

@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from copiers import AsLateAsPossible, AtOnce
 from shiftmend import distributed, feeds
+from shiftmend.data import Split
 from shiftmend.errors import DataError
 from shiftmend.feeds import DEFAULT_BATCH, Feed
 from shiftmend.turns import taking_turns
@@ -38,6 +39,21 @@ class Endless(IterableDataset[tuple[Tensor, Tensor]]):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return iter([(INPUTS[i], LABELS[i]) for i in range(len(INPUTS))])
+
+
+class Sizeless(Dataset[Tensor]):
+    def __getitem__(self, index: int) -> Tensor:
+        return INPUTS[index]
+
+
+class Table:
+    """As pandas has it: going through it gives the names of its columns."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["height", "width"])
+
+    def to_numpy(self) -> Any:
+        return INPUTS.numpy()
 
 
 LABELLED: dict[str, Callable[[], Any]] = {
@@ -111,10 +127,21 @@ def test_missing_labels_are_missed_only_by_the_evaluator(way: str) -> None:
     [
         ((INPUTS[i : i + 9] for i in range(0, 70, 9)), "generator can be run through only once"),
         (iter(INPUTS.split(9)), "run through only once"),
-        (3, "is a int"),
-        ("folder/images", "is a str"),
-        ({"image": INPUTS}, "is a dict"),
-        (None, "NoneType"),
+        (3, "is an int; expected a tensor, an array, a Dataset or a DataLoader$"),
+        ("folder/images", r"is a str; .*image_folder\(folder\)\.images"),
+        ({"image": INPUTS}, "is a dict; .* pass the entry that holds the inputs"),
+        (None, "is None; expected"),
+        (nn.Sequential(nn.Linear(3, 3)), "is a Sequential; expected"),
+        (Table(), r"is a Table; .* pass what its to_numpy\(\) gives"),
+        (Split(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), None, "scans"), "is a Split; .* pass its images, or"),
+        (Sizeless(), "a Dataset without __len__"),
+        ((1,), "batches of type int.* make a tensor of numbers"),
+        (([[1.0, 2.0]], [0]), "batches of type list.* make a tensor of numbers"),
+        ([[1.0, 2.0], [3.0, 4.0]], "a list is one of batches, make a tensor of numbers"),
+        (INPUTS.to_sparse(), r"sparse or nested; .*to_dense\(\)"),
+        ([INPUTS.to_sparse()], "sparse or nested"),
+        (INPUTS.to("meta"), "on the device 'meta', without values"),
+        ([INPUTS, LABELS], "differ in shape; .* pass inputs with labels as a tuple, not as a list"),
         (torch.tensor(3.0), "single number"),
         (np.array(3.0), "single number"),
         ((INPUTS, LABELS[:-1]), "70 inputs but 69 labels"),
@@ -122,7 +149,10 @@ def test_missing_labels_are_missed_only_by_the_evaluator(way: str) -> None:
         (np.array([None, "a"], dtype=object), "array of object"),
         ((INPUTS, np.array(["cat", "dog"] * 35)), "no tensor of numbers"),
         (["a", "b"], "batches of type str"),
-        ([{"image": INPUTS}], "batches of type dict"),
+        (
+            [{"image": INPUTS}],
+            "batches of type dict; .*: let the Dataset or collate_fn give one of its entries 'image'",
+        ),
         ([torch.tensor(1.0)], "batches of type Tensor; expected a tensor of inputs"),
         (Feed(INPUTS), "is a Feed already"),
         (INPUTS[:0], "is empty"),
@@ -609,3 +639,29 @@ def test_a_loader_that_hands_out_its_own_memory_is_not_changed(collate: Any) -> 
     for _ in range(3):
         assert all((batch == 50).all() for batch in feed.batches())
     assert (whole == 100).all()
+
+
+def test_a_tuple_of_batches_is_no_pair_of_inputs_and_labels() -> None:
+    batches = ((INPUTS[:40], LABELS[:40]), (INPUTS[40:], LABELS[40:]))
+    feed = Feed(batches)
+    assert torch.equal(torch.cat(list(feed.batches())), INPUTS)
+    assert torch.equal(torch.cat([labels for _, labels in feed.labelled()]), LABELS)
+
+
+@pytest.mark.parametrize(
+    ("preprocess", "sentence"),
+    [
+        (lambda inputs: None, r"preprocess made None of inputs \[5, 3\]; expected a tensor of as many samples"),
+        (lambda inputs: inputs.numpy(), "preprocess made a ndarray of inputs"),
+        (lambda inputs: inputs[0], r"preprocess made a tensor \[3\] of inputs \[5, 3\]"),
+        (lambda inputs: inputs.sum(), r"preprocess made a tensor \[\] of inputs"),
+    ],
+)
+def test_preprocessing_gives_as_many_samples_as_it_got(preprocess: Any, sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence):
+        Feed(INPUTS, preprocess=preprocess).first(5)
+
+
+def test_what_is_no_function_does_not_preprocess() -> None:
+    with pytest.raises(DataError, match=r"preprocess is 3, expected a function: preprocess\(inputs\)"):
+        Feed(INPUTS, preprocess=3)  # type: ignore[arg-type]

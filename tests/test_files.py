@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shiftmend.errors import ShiftmendError
-from shiftmend.files import check_folder, write_atomically
+from shiftmend.files import as_path, check_folder, write_atomically
 
 
 def mode(path: Path) -> int:
@@ -119,3 +119,12 @@ def test_a_folder_without_permission_is_refused_beforehand(tmp_path: Path) -> No
             check_folder(tmp_path / "new")
     finally:
         tmp_path.chmod(0o700)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "", [], b"folder"])
+def test_what_is_no_name_is_refused(wrong: Any) -> None:
+    with pytest.raises(
+        ShiftmendError, match=r"^the folder to write into is .*, expected a name, as text or as a Path$"
+    ):
+        check_folder(wrong)
+    assert as_path("a/b", "the file") == as_path(Path("a/b"), "the file") == Path("a/b")

@@ -297,3 +297,26 @@ def test_the_same_on_a_gpu() -> None:
         expected = soft_histogram(values, low, high, Bins(), form=form)
         got = soft_histogram(values.float().cuda(), low.float().cuda(), high.float().cuda(), Bins(), form=form)
         torch.testing.assert_close(got.double().cpu(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"count": "8"}, "the number of bins in the reference layout must be a whole number from 1 to 1024, got '8'"),
+        ({"count": 2000}, "from 1 to 1024, got 2000"),
+        ({"count": 2, "layout": "paper"}, "in the paper layout must be a whole number from 3 to 1026, got 2"),
+        ({"layout": ["paper"]}, r"unknown bin layout \['paper'\], expected one of reference, paper"),
+        ({"temperature": "0.1"}, "the temperature must be a positive number, got '0.1'"),
+        ({"temperature": None}, "the temperature must be a positive number, got None"),
+        ({"temperature": np.zeros(3)}, "the temperature must be a positive number, got a ndarray"),
+    ],
+)
+def test_bins_say_what_they_expect(wrong: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ShiftmendError, match=sentence):
+        Bins(**wrong)  # type: ignore[arg-type]
+
+
+def test_bins_take_numbers_of_numpy() -> None:
+    bins = Bins(np.int64(4), temperature=np.float32(0.5))  # type: ignore[arg-type]
+    assert bins == Bins(4, temperature=0.5)
+    assert (type(bins.count), type(bins.temperature)) == (int, float)

@@ -831,7 +831,7 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, step, fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ProfileError, match=r"cannot be written \(No space left on device\); name another file"):
         make("paper").save(path)
     monkeypatch.undo()
     assert path.read_bytes() == CONTENT

@@ -9,7 +9,7 @@ import torch
 import shiftmend
 from same_profiles import same
 from shiftmend import profile_files
-from shiftmend.errors import ProfileError
+from shiftmend.errors import ProfileError, TapError
 from shiftmend.gaussians import FullGaussian
 from shiftmend.histograms import Bins
 from shiftmend.profile_checks import problems
@@ -139,6 +139,38 @@ def test_a_profile_merges_with_one_in_a_file(tmp_path: Path) -> None:
         first.merge(tmp_path / "nowhere.profile")
 
 
+@pytest.mark.parametrize("wrong", [None, 3, "", [], b"file"])
+def test_what_names_no_file_is_refused(wrong: object) -> None:
+    profile = shiftmend.profile(ZOO["tabular"].model(), ZOO["tabular"].inputs(), progress=False)
+    with pytest.raises(ProfileError, match=r"^the file to write is .*, expected a name, as text or as a Path$"):
+        profile.save(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ProfileError, match=r"^the profile is .*, expected a name, as text or as a Path$"):
+        Profile.load(wrong)  # type: ignore[arg-type]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    profile = shiftmend.profile(ZOO["tabular"].model(), ZOO["tabular"].inputs(), progress=False)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ProfileError, match=r"file/inside cannot be written \(.*\); name another file"):
+        profile.save(tmp_path / "file" / "inside")
+    with pytest.raises(ProfileError, match=r"cannot be written .*is a folder"):
+        profile.save(tmp_path)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_profile_checks_the_model_inside_a_wrapper_and_refuses_what_is_none() -> None:
+    case = ZOO["tabular"]
+    model = case.model()
+    profile = shiftmend.profile(model, case.inputs(), progress=False)
+    profile.check_architecture(torch.nn.DataParallel(model))
+    for check in (profile.check_architecture, profile.check_weights):
+        with pytest.raises(TapError, match=r"the model is a dict, expected a torch\.nn\.Module"):
+            check({})
+    assert profile.to("cpu").taps["features"].low.device == torch.device("cpu")
+    with pytest.raises(shiftmend.ShiftmendError, match="device 'nowhere' is not available"):
+        profile.to("nowhere")
+
+
 # --- mixtures --------------------------------------------------------------------------------------------------------
 
 
@@ -220,7 +252,7 @@ def test_what_is_no_list_of_profiles_is_no_mixture(tmp_path: Path) -> None:
     for given in (made, "home.profile", 3):
         with pytest.raises(ProfileError, match="expected a list of profiles or files"):
             Profile.mixture(given, [1])  # type: ignore[arg-type]
-    with pytest.raises(ProfileError, match="part 2 of the mixture is a int, expected a Profile"):
+    with pytest.raises(ProfileError, match="part 2 of the mixture is an int, expected a Profile"):
         Profile.mixture([made, 3], [1, 1])  # type: ignore[list-item]
     with pytest.raises(ProfileError, match="expected one number for each of the 0 parts"):
         Profile.mixture([], [])

@@ -16,7 +16,7 @@ from shiftmend.gaussians import FullGaussian, MarginalGaussian
 from shiftmend.histograms import Bins
 from shiftmend.profile_checks import problems
 from shiftmend.taps import tapped
-from zoo import SMALL, ZOO
+from zoo import SMALL, ZOO, hooks
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -250,7 +250,7 @@ def test_a_full_gaussian_does_not_depend_on_passes() -> None:
 def test_other_kinds_of_gaussian_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     case = ZOO["tabular"]
     model, inputs = case.model(), case.inputs()
-    with pytest.raises(ProfileError, match="unknown kind of Gaussian 'diagonal', expected 'marginal' or 'full'"):
+    with pytest.raises(ProfileError, match="unknown kind of Gaussian 'diagonal', expected one of marginal, full"):
         shiftmend.profile(model, inputs, gaussian="diagonal")
     with pytest.raises(ProfileError, match=r"like= brings .* kind of Gaussian with it"):
         shiftmend.profile(model, inputs, gaussian="full", like=shiftmend.profile(model, inputs))
@@ -269,3 +269,26 @@ def test_like_may_name_a_file(tmp_path: Path) -> None:
         assert same(shiftmend.profile(model, case.inputs(64, seed=2), like=named), expected)
     with pytest.raises(ProfileError, match="what like= names is a Tensor, expected a Profile or the name of its file"):
         shiftmend.profile(model, case.inputs(), like=case.inputs())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"bins": 10}, r"bins is 10, expected shiftmend\.Bins, e\.g\. bins=Bins\(10\)"),
+        ({"bins": 0}, "bins is 0, expected"),
+        ({"preset": ""}, "unknown preset '', expected one of reference, paper, sliced"),
+        ({"preset": ["paper"]}, r"unknown preset \['paper'\], expected one of"),
+        ({"taps": ["0"]}, r"taps is \['0'\], expected names with where to tap"),
+        ({"keep_bytes": None}, "keep_bytes must be a whole number of bytes, got None"),
+        ({"keep_bytes": float("nan")}, "keep_bytes must be a whole number of bytes, got nan"),
+        ({"preprocess": "normalise"}, "preprocess is 'normalise', expected a function"),
+        ({"device": ["cpu"]}, "is not available here"),
+        ({"gaussian": np.array(["full", "full"])}, "unknown kind of Gaussian a ndarray"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_one_sentence(wrong: dict[str, object], sentence: str) -> None:
+    case = ZOO["tabular"]
+    model = case.model()
+    with pytest.raises(shiftmend.ShiftmendError, match=sentence):
+        shiftmend.profile(model, case.inputs(), **wrong)  # type: ignore[arg-type]
+    assert hooks(model) == 0

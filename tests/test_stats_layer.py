@@ -308,7 +308,7 @@ def test_inputs_of_any_precision(dtype: torch.dtype) -> None:
 
 def test_wrong_use_is_one_clear_error() -> None:
     layer = StatsLayer(4)
-    with pytest.raises(ShiftmendError, match=r"unknown mode 'train', expected 'off', 'range', 'counts' or 'align'"):
+    with pytest.raises(ShiftmendError, match=r"unknown mode 'train', expected one of off, range, counts, align"):
         layer.track("train")  # type: ignore[arg-type]
     for mode in ("counts", "align"):
         with pytest.raises(ShiftmendError, match=rf"mode '{mode}' needs the range first"):
@@ -371,3 +371,34 @@ def test_counts_are_not_loaded_into_other_bins() -> None:
     with pytest.raises(RuntimeError, match="make it with the same Bins"):
         StatsLayer(3, Bins(temperature=0.05)).load_state_dict(layer.state_dict())
     StatsLayer(3).load_state_dict(layer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"units": 0}, "needs the number of its units, at least 1, got 0"),
+        ({"units": -3}, "at least 1, got -3"),
+        ({"units": "3"}, "at least 1, got '3'"),
+        ({"bins": 10}, r"bins is 10, expected shiftmend\.Bins, e\.g\. bins=Bins\(10\)"),
+        ({"bins": []}, r"bins is \[\], expected shiftmend\.Bins, e\.g\. bins=Bins\(8\)"),
+        ({"channel_axis": "last"}, "a StatsLayer counts units on axis 'last', expected a whole number"),
+        ({"channel_axis": 0}, "axis 0, which is that of the samples"),
+    ],
+)
+def test_a_layer_of_nonsense_is_not_made(wrong: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ShiftmendError, match=sentence):
+        StatsLayer(**{"units": 3, **wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("batch", "sentence"),
+    [
+        (np.zeros((4, 3)), "is a ndarray, expected a tensor"),
+        (torch.zeros(0, 3), r"is \[0, 3\], expected samples with 3 units on axis 2"),
+        (torch.zeros(4, 3), r"is \[4, 3\], expected samples with 3 units on axis 2"),
+    ],
+)
+def test_a_batch_that_cannot_be_tracked_is_refused(batch: Tensor, sentence: str) -> None:
+    layer = StatsLayer(3, channel_axis=2).track("range")
+    with pytest.raises(ShiftmendError, match=sentence):
+        layer(batch)

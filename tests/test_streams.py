@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import shiftmend
-from shiftmend.errors import AdaptationError, DataError, ProfileError
+from shiftmend.errors import AdaptationError, DataError, ProfileError, TapError
 from worlds import sensors
 from zoo import SMALL, ZOO
 
@@ -151,3 +153,55 @@ def test_a_batch_that_the_model_cannot_take_changes_nothing() -> None:
             online.step(bad)
         assert all(torch.equal(a, b) for a, b in zip(state(online.snapshot()), before, strict=True))
     online.step(torch.randn(50, 1, 8, 8))
+
+
+def test_a_batch_may_be_what_a_loader_gives() -> None:
+    """Inputs and labels come as a list; labels of the inputs' shape must not be learnt from either."""
+    world = sensors()
+    profile = world.profile()
+    outputs = []
+    for batch in (world.target[:50], [world.target[:50], world.labels[:50]], [world.target[:50], world.source[:50]]):
+        online = shiftmend.stream(world.model, profile, learning_rate=0.02)
+        outputs.append(online.step(batch))
+        assert online.verification is not None
+        assert online.verification.samples == 50
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
+def test_a_single_sample_has_no_histogram_also_without_batch_norm(caplog: pytest.LogCaptureFixture) -> None:
+    world = sensors(norm=False)
+    for method in ("fr", "bnm"):
+        online = shiftmend.stream(world.model, world.profile(), method)
+        result = online.step(world.target[:1])
+        torch.testing.assert_close(result, world.model(world.target[:1]).detach())
+        assert "single sample has no distribution" in caplog.text
+        assert all(torch.equal(a, b) for a, b in zip(state(online.snapshot()), state(world.model), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"window": "16"}, "the window must be a whole number of batches, at least 1, got '16'"),
+        ({"preprocess": 3}, "preprocess is 3, expected a function"),
+        ({"profile": 3}, "the profile is an int, expected a Profile or the name of its file"),
+        ({"method": []}, "unknown method"),
+        ({"device": []}, "device .* is not available"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_first_step(wrong: dict[str, object], sentence: str) -> None:
+    world = sensors()
+    with pytest.raises(shiftmend.ShiftmendError, match=sentence):
+        shiftmend.stream(**{"model": world.model, "profile": world.profile(), **wrong})  # type: ignore[arg-type]
+
+
+def test_wrong_steps_are_one_sentence_and_the_stream_goes_on() -> None:
+    world = sensors()
+    online = shiftmend.stream(world.model, world.profile(), window=np.int64(4))  # type: ignore[arg-type]
+    data = TensorDataset(world.target)
+    for wrong in (DataLoader(data), data):
+        with pytest.raises(DataError, match=r"step takes one batch, got a .*; go through it, e.g. for batch in loader"):
+            online.step(wrong)
+    with pytest.raises(TapError, match="no entry 'logits'"):
+        shiftmend.stream(world.model, world.profile(), output="logits").step(world.target[:50])
+    online.step(world.target[:50])
+    assert online.steps == 1

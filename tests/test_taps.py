@@ -187,3 +187,98 @@ def test_inputs_in_another_precision_are_refused_with_what_to_do() -> None:
     assert "convert" not in str(refused.value)
     with pytest.raises(DataError, match=r"inputs\.to\(torch\.float64\)$"):
         check_takes(model.double(), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Tap(3, "0"), "the name of a tap is 3, expected text"),
+        (lambda: Tap("a", nn.Linear(2, 2)), "tap 'a' is Linear.*, expected the name of a module"),
+        (lambda: Tap("a", "0", "both"), "tap 'a' has the side 'both', expected 'input' or 'output'"),
+        (lambda: Tap("a", "0", channel_axis="1"), "tap 'a' counts units on axis '1', expected a whole number"),
+        (lambda: Tap.parse("a", "0@0"), "tap 'a' counts units on axis 0, which is that of the samples"),
+        (lambda: Tap.parse("a", None), "tap 'a' is None, expected the name of a module, e.g. 'layer1', or a Tap"),
+    ],
+)
+def test_a_tap_of_the_wrong_kind_is_refused_where_it_is_made(make: Any, sentence: str) -> None:
+    with pytest.raises(TapError, match=sentence):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"taps": ["0"]}, r"taps is \['0'\], expected names with where to tap, e.g. taps=\{'early': 'layer1'\}"),
+        ({"taps": "0"}, "taps is '0', expected names"),
+        ({"taps": Tap("a", "0")}, "taps is a Tap, expected names"),
+        ({"head": 5}, "head is 5, expected the name of the module that classifies"),
+        ({"head": ""}, "head is '', expected the name"),
+        ({"head": nn.Linear(2, 2)}, "head is Linear.*, expected the name"),
+        ({"taps": {"early": "0@-2"}}, r"tap 'early' counts units on axis -2 of \[2, 32\]"),
+    ],
+)
+def test_taps_and_head_are_given_by_name(wrong: dict[str, Any], sentence: str) -> None:
+    case = ZOO["tabular"]
+    with pytest.raises(TapError, match=sentence):
+        trace(case.model(), case.inputs(2), **wrong)
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (None, "the model is None, expected a torch.nn.Module$"),
+        (nn.Linear, "the model is the class Linear, expected a torch.nn.Module$"),
+        ("net.pt", "the model is a str, .*; build the network and load its weights into it first"),
+        (nn.Linear(2, 2).state_dict(), "the model is an OrderedDict, .*; build the network and load its weights"),
+        (nn.Linear(2, 2, device="meta"), "hold no values yet .*load its weights first"),
+        (nn.LazyLinear(2), "hold no values yet .*run a batch through it if it is lazy"),
+    ],
+)
+def test_what_is_no_model_is_refused_with_what_to_do(model: Any, sentence: str) -> None:
+    with pytest.raises(TapError, match=sentence):
+        unwrap(model)
+
+
+class Raises(nn.Module):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (AssertionError("height 32 does not match 224"), "AssertionError height 32 does not match 224"),
+        (AssertionError(), "AssertionError"),
+        (KeyError("pixels"), "KeyError 'pixels'"),
+        (AttributeError("no size"), "AttributeError no size"),
+        (RuntimeError("shapes\ndiffer"), "shapes"),
+    ],
+)
+def test_whatever_a_model_raises_is_one_sentence(error: Exception, words: str) -> None:
+    with pytest.raises(DataError, match=rf"does not take inputs of shape \[3\] and type float32: {words}$") as caught:
+        check_takes(Raises(error), torch.zeros(2, 3))
+    assert caught.value.__cause__ is error
+
+
+def test_inputs_that_would_do_as_fractions_are_refused_with_what_to_do() -> None:
+    model = nn.Linear(3, 2)
+    images = torch.zeros(2, 3, dtype=torch.uint8)
+    with pytest.raises(DataError, match=r"e\.g\. preprocess=lambda inputs: inputs\.to\(torch\.float32\) / 255$"):
+        check_takes(model, images)
+    with pytest.raises(DataError, match=r"e\.g\. preprocess=lambda inputs: inputs\.to\(torch\.float32\)$"):
+        check_takes(model, images.long())
+    with pytest.raises(DataError) as caught:  # tokens of another vocabulary are no fractions
+        check_takes(nn.Embedding(5, 2), torch.full((2, 3), 7))
+    assert "preprocess" not in str(caught.value)
+    with pytest.raises(DataError, match=r"expected samples along the first axis"):
+        check_takes(model, torch.zeros(2))
+
+
+def test_an_entry_that_the_model_does_not_return_is_refused_beforehand() -> None:
+    check_takes(nn.Linear(3, 2), torch.zeros(2, 3))
+    with pytest.raises(TapError, match="the model returned a single tensor, which has no entry 'logits'"):
+        check_takes(nn.Linear(3, 2), torch.zeros(2, 3), "logits")

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -14,7 +13,8 @@ import torch
 from torch import nn
 
 from shiftmend.__about__ import __version__
-from shiftmend.files import check_folder, write_atomically
+from shiftmend.errors import AdaptationError
+from shiftmend.files import as_path, check_folder, write_atomically
 from shiftmend.verification import Verification
 
 
@@ -63,7 +63,7 @@ class Adaptation:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write `model.safetensors`, `manifest.json` and `history.json` into a folder."""
-        home = Path(folder)
+        home = as_path(folder, "the folder to write into")
         check_folder(home)
         tensors = {name: value.contiguous() for name, value in _unshared(self.model.state_dict()).items()}
         rows = [asdict(row) for row in self.history]
@@ -72,8 +72,12 @@ class Adaptation:
             "history.json": (json.dumps(rows, indent=1) + "\n").encode(),
             "manifest.json": (json.dumps(self.manifest, indent=1) + "\n").encode(),
         }
-        for name, content in contents.items():
-            write_atomically(home / name, content)
+        try:
+            for name, content in contents.items():
+                write_atomically(home / name, content)
+        except OSError as error:  # the system names a temporary file at best
+            reason = error.strerror or error
+            raise AdaptationError(f"{home} cannot be written into ({reason}); name another folder") from error
 
     def __repr__(self) -> str:
         epochs = self.history[-1].epoch if self.history else 0

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shiftmend.checks import brief
 from shiftmend.errors import AdaptationError
 from shiftmend.tracing import Trace, owners
 
 Names = Sequence[str | Sequence[str]]
+_WANTED = "expected names of modules, or groups of them, e.g. blocks=['conv1', ['layer1', 'layer2']]"
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,12 @@ def _named(model: nn.Module, names: Names, below: dict[str, tuple[str, ...]]) ->
     modules = dict(model.named_modules())
     groups: list[list[str]] = []
     taken: set[str] = set()
+    if not isinstance(names, list | tuple):
+        raise AdaptationError(f"blocks is {brief(names)}, {_WANTED}")
     for entry in names:
-        wanted = [entry] if isinstance(entry, str) else list(entry)
+        wanted = [entry] if isinstance(entry, str) else entry
+        if not isinstance(wanted, list | tuple) or not all(isinstance(name, str) for name in wanted):
+            raise AdaptationError(f"a block is given as {brief(entry)}, {_WANTED}")
         group = []
         for name in wanted:
             if name not in modules:

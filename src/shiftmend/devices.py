@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from shiftmend.checks import brief
 from shiftmend.distributed import world_size
 from shiftmend.errors import ShiftmendError
 
@@ -19,19 +20,23 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if parameter is None else parameter.device
 
 
-def resolve_device(device: str | torch.device, model: nn.Module | None = None) -> torch.device:
-    """A device by name; `auto` is the accelerator the model lies on, else CUDA if there is one, else the CPU.
+def resolve_device(device: str | torch.device | None, model: nn.Module | None = None) -> torch.device:
+    """A device by name; `auto`, or None, is the accelerator the model lies on, else CUDA if there is one, else the CPU.
 
     Of several processes that work together, each takes a GPU of its own, if there are as many.
     """
-    if str(device) == "auto":
+    if device is None or (isinstance(device, str) and device == "auto"):
         if model is not None and device_of(model).type != "cpu":
             return device_of(model)
         return torch.device("cuda", _own_gpu()) if torch.cuda.is_available() else torch.device("cpu")
+    unknown = f"device {brief(str(device) if isinstance(device, torch.device) else device)} is not available here; "
     try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise ShiftmendError(f"device {str(device)!r} is not available here; use 'auto' or 'cpu'") from error
+        place = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+        raise ShiftmendError(f"{unknown}use 'auto' or 'cpu'") from error
+    if place.type == "meta":
+        raise ShiftmendError(f"{unknown}nothing can be computed on 'meta': use 'auto' or 'cpu'")
+    return place
 
 
 def _own_gpu() -> int:

@@ -9,6 +9,7 @@ import os
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -25,7 +26,7 @@ from shiftmend.layouts import channels_last
 from shiftmend.loop import Run
 from shiftmend.methods import METHODS, Method, Network
 from shiftmend.methods import method as make_method
-from shiftmend.profiles import Profile
+from shiftmend.profiles import Profile, as_profile
 from shiftmend.progress import Progress
 from shiftmend.rates import best_rate
 from shiftmend.settings import Keep, OnEpoch, Settings
@@ -97,6 +98,8 @@ def adapt(
         progress=progress,
     )
     rates = options.get("learning_rate")
+    if isinstance(rates, np.ndarray):
+        rates = options["learning_rate"] = rates.tolist()
     if not isinstance(rates, list | tuple):
         return _once(model, target, profile, make_method(method, **options), settings)
 
@@ -137,14 +140,14 @@ def _once(
     if profile is not None:
         profile.check_inputs(summary)
     adapted = _copy(model, feed).to(place)
-    check_takes(adapted, feed.first(2))
+    check_takes(adapted, feed.first(2), settings.output)
     channels_last(adapted, feed.first(2), settings.output)
     if settings.compile and not (settings.capture and feed.inputs is not None and feed.inputs.is_cuda):
         logger.warning("compile has no effect: only captured steps are compiled, on CUDA and with data that fits there")
         settings = replace(settings, compile=False)
     network, taps = examine(adapted, feed, profile, method, settings.blocks, settings.output)
     stages = method.stages(network, profile)
-    _refuse_unfit(method, feed, bool(stages) and bool(batch_norms(adapted)))
+    _refuse_unfit(method, feed, bool(stages) and bool(batch_norms(adapted)), profile)
     manifest = {
         "method": {"name": method.name, **method.hyperparameters()},
         "stages": [{k: v for k, v in asdict(stage).items() if k != "parameters"} for stage in stages],
@@ -172,12 +175,15 @@ def _once(
         settle(adapted, model)
 
 
-def _refuse_unfit(method: Method, feed: Feed, normalises: bool) -> None:
+def _refuse_unfit(method: Method, feed: Feed, normalises: bool, profile: Profile | None) -> None:
     """Refuse data that this method cannot work with, before anything is trained; `normalises`: BatchNorm is moved."""
     size = min(feed.batch_size, feed.samples)
-    if normalises and size < 2:
+    if size < max(2 if normalises else 1, method.smallest_batch(profile)):
         one = "one target sample is" if feed.samples < 2 else "a batch size of one is"
-        raise AdaptationError(f"{one} too few to adapt BatchNorm with; use at least two, better 256")
+        purpose = (
+            "adapt BatchNorm with" if normalises else f"compare its distribution with the source's by {method.name}"
+        )
+        raise AdaptationError(f"{one} too few to {purpose}; use at least two, better 256")
     if size < world_size():
         raise AdaptationError(
             f"batches of {size} cannot be shared by {world_size()} processes, each of "
@@ -198,15 +204,18 @@ def fitting_profile(
     profile: Profile | str | os.PathLike[str] | None, model: nn.Module, method: Method
 ) -> Profile | None:
     """The profile, read if a file is named, and checked: it fits the model, and is there if the method needs one."""
-    if isinstance(profile, str | os.PathLike):
-        profile = Profile.load(profile)
-    if not isinstance(profile, Profile | None):
-        raise AdaptationError(f"the profile is a {type(profile).__name__}, expected a Profile or the name of its file")
+    profile = None if profile is None else as_profile(profile)
     if profile is None and method.needs_profile:
         raise AdaptationError(f"method {method.name!r} needs a profile of the source: make one with shiftmend.profile")
     if profile is not None:
         profile.check_architecture(model)
         profile.check_weights(model)
+    for name, value in model.named_parameters():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise AdaptationError(
+                f"the model's weights are NaN or infinite in {name!r} before anything is adapted; load those of a "
+                "model that works"
+            )
     return profile
 
 

@@ -11,11 +11,11 @@ from contextlib import closing
 from types import NoneType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate
 
+from shiftmend.checks import brief, check_function, is_whole, kind
 from shiftmend.distributed import active, of_first_process, share, world_size
 from shiftmend.errors import DataError
 from shiftmend.loaders import DEFAULT_BATCH as DEFAULT_BATCH
@@ -54,11 +54,10 @@ class Feed:
         self.device = device or torch.device("cpu")
         self.preprocess = preprocess
         self.what = what
-        given: Any = batch_size
-        whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
-        if given is not None and not (whole and given >= 1):
-            raise DataError(f"the batch size must be a whole number of at least 1, got {given!r}")
-        batch_size = None if given is None else int(given)
+        check_function(preprocess, "preprocess", "inputs")
+        if batch_size is not None and not (is_whole(batch_size) and batch_size >= 1):
+            raise DataError(f"the batch size must be a whole number of at least 1, got {brief(batch_size)}")
+        batch_size = None if batch_size is None else int(batch_size)
         if isinstance(source, Feed):
             raise DataError(f"the {what} is a Feed already; pass what it was made from")
         self._loader, own = as_loader(source, batch_size, what)
@@ -233,7 +232,16 @@ class Feed:
     def ready(self, inputs: Tensor) -> Tensor:
         """Inputs as they are stored, brought to the device and preprocessed."""
         inputs = inputs.to(self.device, non_blocking=True)
-        return self.preprocess(inputs) if self.preprocess is not None else inputs
+        if self.preprocess is None:
+            return inputs
+        ready = self.preprocess(inputs)
+        if not isinstance(ready, Tensor) or ready.shape[:1] != inputs.shape[:1]:
+            gave = f"a tensor {list(ready.shape)}" if isinstance(ready, Tensor) else kind(ready)
+            raise DataError(
+                f"preprocess made {gave} of inputs {list(inputs.shape)}; expected a tensor of as many samples: it gets "
+                "a whole batch and must return one"
+            )
+        return ready
 
     def _stream(
         self, seed: int = 0, copy: bool = True, shuffled: bool = False
@@ -268,7 +276,11 @@ class Feed:
             if label is not None:
                 labels.append(label)
         if len({tuple(part.shape[1:]) for part in inputs}) > 1:
-            raise DataError(f"the batches of the {self.what} differ in shape; bring all samples to one size first")
+            pair = isinstance(self._loader, list) and len(inputs) == 2 and len(inputs[0]) == len(inputs[1])
+            advice = ", and pass inputs with labels as a tuple, not as a list of batches" if pair else ""
+            raise DataError(
+                f"the batches of the {self.what} differ in shape; bring all samples to one size first{advice}"
+            )
         whole = torch.cat(labels) if labels and sum(map(len, labels)) == sum(map(len, inputs)) else None
         self._keep(torch.cat(inputs), whole, limit)
 

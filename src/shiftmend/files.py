@@ -6,8 +6,17 @@ import os
 import stat
 import tempfile
 from pathlib import Path
+from typing import Any
 
+from shiftmend.checks import brief
 from shiftmend.errors import ShiftmendError
+
+
+def as_path(given: Any, what: str, error: type[ShiftmendError] = ShiftmendError) -> Path:
+    """What a caller named, as a path; anything but a name is refused, an empty one (Python's for here) too."""
+    if not isinstance(given, str | os.PathLike) or given == "":
+        raise error(f"{what} is {brief(given)}, expected a name, as text or as a Path")
+    return Path(given)
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
@@ -34,7 +43,7 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
     """Refuse a folder that nothing can be written into, before work is spent on what goes there; it need not exist."""
-    place = Path(folder)
+    place = as_path(folder, "the folder to write into")
     if place.exists() and not place.is_dir():
         raise ShiftmendError(f"{place} is a file, expected a folder to write into; name another")
     there = next(parent for parent in (place, *place.absolute().parents) if parent.exists())

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from shiftmend.checks import brief, check_known, is_whole
 from shiftmend.errors import ShiftmendError
 
 Layout = Literal["reference", "paper"]
 Form = Literal["auto", "exact", "logistic"]
 Divergence = Literal["psi", "symmetric-kl", "kl-source-target", "kl-target-source"]
 
+MOST_INNER = 1024
 EPSILON = 1e-8
 """Added to every probability inside a logarithm, as the public reference implementation does."""
 
@@ -47,13 +50,19 @@ class Bins:
     temperature: float = 0.01
 
     def __post_init__(self) -> None:
-        if self.layout not in get_args(Layout):
-            raise ShiftmendError(f"unknown bin layout {self.layout!r}, expected 'reference' or 'paper'")
-        if type(self.count) is not int or not 1 <= self.inner <= 1024:
-            raise ShiftmendError(f"{self.count!r} bins in the {self.layout} layout leave no usable inner bin")
-        if isinstance(self.temperature, bool) or not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ShiftmendError(f"the temperature must be a positive number, got {self.temperature!r}")
-        object.__setattr__(self, "temperature", float(self.temperature))
+        check_known(self.layout, get_args(Layout), "bin layout")
+        if not is_whole(self.count) or not 1 <= self.inner <= MOST_INNER:
+            outer = 2 if self.layout == "paper" else 0
+            raise ShiftmendError(
+                f"the number of bins in the {self.layout} layout must be a whole number from {1 + outer} to "
+                f"{MOST_INNER + outer}, got {brief(self.count)}"
+            )
+        given: Any = self.temperature
+        real = isinstance(given, numbers.Real) and not isinstance(given, bool)
+        if not (real and math.isfinite(given) and given > 0):
+            raise ShiftmendError(f"the temperature must be a positive number, got {brief(given)}")
+        object.__setattr__(self, "count", int(self.count))
+        object.__setattr__(self, "temperature", float(given))
 
     @property
     def total(self) -> int:
@@ -64,6 +73,16 @@ class Bins:
     def inner(self) -> int:
         """Equal bins between the lowest and the highest source value."""
         return self.total - 2
+
+
+def as_bins(given: Any, default: Bins) -> Bins:
+    """Bins as a caller gave them, or the default; a number alone is refused, since it does not say what it counts."""
+    if given is None:
+        return default
+    if not isinstance(given, Bins):
+        example = f"Bins({given})" if is_whole(given) else "Bins(8)"
+        raise ShiftmendError(f"bins is {brief(given)}, expected shiftmend.Bins, e.g. bins={example}")
+    return given
 
 
 def as_samples(activations: Tensor, channel_axis: int = 1) -> Tensor:
@@ -112,8 +131,7 @@ def soft_histogram(
         raise ShiftmendError(
             f"the ranges are of {low.shape[0] if low.ndim else 0} units but the values have {values.shape[1]}"
         )
-    if form not in get_args(Form):
-        raise ShiftmendError(f"unknown form {form!r}, expected 'auto', 'exact' or 'logistic'")
+    check_known(form, get_args(Form), "form")
     if form == "auto":
         from shiftmend import kernels
 
@@ -241,6 +259,7 @@ def divergence(source: Tensor, target: Tensor, kind: Divergence = "psi") -> Tens
     """Divergence of each unit `[D]` between two tables of normalised counts `[D, B]`, source first."""
     if source.shape != target.shape:
         raise ShiftmendError(f"tables of counts differ in shape: {list(source.shape)} and {list(target.shape)}")
+    check_known(kind, get_args(Divergence), "divergence")
     match kind:
         case "psi":
             return psi(source, target)
@@ -250,7 +269,6 @@ def divergence(source: Tensor, target: Tensor, kind: Divergence = "psi") -> Tens
             return kl(source, target)
         case "kl-target-source":
             return kl(target, source)
-    raise ShiftmendError(f"unknown divergence {kind!r}, expected one of {', '.join(get_args(Divergence))}")
 
 
 def sampling_floor(bins: Bins, source_samples: float, target_samples: float) -> float:

@@ -5,14 +5,16 @@ Reading a source gives the same order and the same augmentation for the same see
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from shiftmend.checks import kind
 from shiftmend.errors import DataError
 
 DEFAULT_BATCH = 256
@@ -23,10 +25,10 @@ def as_loader(source: Any, batch_size: int | None, what: str) -> tuple[Any, int 
     if isinstance(source, Tensor | np.ndarray):
         return (_as_inputs(source, what), None), None
     if isinstance(source, TensorDataset):
-        return (source.tensors[0], source.tensors[1] if len(source.tensors) > 1 else None), None
+        return (_as_inputs(source.tensors[0], what), source.tensors[1] if len(source.tensors) > 1 else None), None
     if isinstance(source, tuple) and source and isinstance(source[0], Tensor | np.ndarray):
         inputs = _as_inputs(source[0], what)
-        labels = _as_tensor(source[1], what) if len(source) > 1 and source[1] is not None else None
+        labels = as_tensor(source[1], what) if len(source) > 1 and source[1] is not None else None
         if labels is not None and (labels.ndim == 0 or len(inputs) != len(labels)):
             raise DataError(f"the {what} has {len(inputs)} inputs but {len(labels) if labels.ndim else 1} labels")
         return (inputs, labels), None
@@ -38,16 +40,38 @@ def as_loader(source: Any, batch_size: int | None, what: str) -> tuple[Any, int 
             )
         return source, source.batch_size
     if isinstance(source, IterableDataset | Dataset):
+        if not isinstance(source, IterableDataset) and not hasattr(source, "__len__"):
+            raise DataError(
+                f"the {what} is {kind(source)}, a Dataset without __len__; expected one that knows its size"
+            )
         return DataLoader(source, batch_size=batch_size or DEFAULT_BATCH), None
-    if isinstance(source, Iterable) and not isinstance(source, Iterator | str | bytes | dict):
-        return source, None
+    if isinstance(source, Iterable) and not _is_no_list_of_batches(source):
+        return list(source) if isinstance(source, tuple) else source, None  # a tuple would be (inputs, labels)
     raise DataError(
-        f"the {what} is a {type(source).__name__}; expected a tensor, an array, a Dataset or a DataLoader "
-        "(a generator can be run through only once: make a list of it)"
+        f"the {what} is {kind(source)}; expected a tensor, an array, a Dataset or a DataLoader{_instead(source)}"
     )
 
 
-def _as_tensor(values: Any, what: str) -> Tensor:
+def _is_no_list_of_batches(source: Any) -> bool:
+    """Things that Python can go through, but not by batches, or not twice."""
+    return isinstance(source, Iterator | str | bytes | Mapping | nn.Module) or hasattr(source, "to_numpy")
+
+
+def _instead(source: Any) -> str:
+    """What whoever passed such a thing may have meant."""
+    if isinstance(source, Iterator):
+        return " (a generator can be run through only once: make a list of it)"
+    if isinstance(source, str | os.PathLike):
+        return "; read the files first, e.g. shiftmend.data.image_folder(folder).images"
+    if isinstance(source, Mapping):
+        return "; pass the entry that holds the inputs"
+    if hasattr(source, "images"):
+        return "; pass its images, or (images, labels) to evaluate"
+    return "; pass what its to_numpy() gives" if hasattr(source, "to_numpy") else ""
+
+
+def as_tensor(values: Any, what: str) -> Tensor:
+    """Inputs or labels, however they are stored, as a tensor."""
     if isinstance(values, np.ndarray) and any(stride < 0 for stride in values.strides):
         values = values.copy()  # a flipped array: torch knows no negative strides
     try:
@@ -58,11 +82,18 @@ def _as_tensor(values: Any, what: str) -> Tensor:
 
 
 def _as_inputs(values: Any, what: str) -> Tensor:
-    inputs = _as_tensor(values, what)
+    inputs = _plain(as_tensor(values, what), what)
     if inputs.ndim == 0:
         raise DataError(f"the {what} is a single number; expected samples along the first axis")
     if isinstance(values, np.ndarray) and inputs.dtype == torch.float64:
         return inputs.to(torch.get_default_dtype())  # numpy's default is not what networks take
+    return inputs
+
+
+def _plain(inputs: Tensor, what: str) -> Tensor:
+    if inputs.layout != torch.strided or inputs.is_meta:
+        form = "on the device 'meta', without values" if inputs.is_meta else "sparse or nested"
+        raise DataError(f"the {what} is a tensor that is {form}; expected an ordinary one, e.g. inputs.to_dense()")
     return inputs
 
 
@@ -73,16 +104,22 @@ def split_batch(batch: Any, what: str) -> tuple[Tensor, Tensor | None]:
         labels = batch[1] if len(batch) > 1 and isinstance(batch[1], Tensor | np.ndarray) else None
         batch = batch[0]
     if isinstance(labels, np.ndarray):  # what torch does not know, such as names, is no label to evaluate with
-        labels = _as_tensor(labels, what) if labels.dtype.kind in "biuf" else None
+        labels = as_tensor(labels, what) if labels.dtype.kind in "biuf" else None
     if labels is not None and labels.ndim == 0:
         labels = None
     if isinstance(batch, np.ndarray):
-        batch = _as_tensor(batch, what)
+        batch = as_tensor(batch, what)
     if not isinstance(batch, Tensor) or batch.ndim == 0:
+        advice = ""
+        if isinstance(batch, Mapping):
+            advice = f": let the Dataset or collate_fn give one of its entries {', '.join(map(repr, batch))}"
+        elif isinstance(batch, int | float | list):
+            advice = ": a list is one of batches, make a tensor of numbers"
         raise DataError(
             f"the {what} gives batches of type {type(batch).__name__}; expected a tensor of inputs, or (inputs, ...)"
+            f"{advice}"
         )
-    return batch, labels
+    return _plain(batch, what), labels
 
 
 def refuse_non_finite(inputs: Tensor, what: str) -> None:

@@ -151,7 +151,8 @@ class RegressionMetrics(_Stream):
         if predictions.shape != targets.shape or not one_number_each:
             raise DataError(
                 "predictions and targets must both be of shape [N] or both of shape [N, 1], got "
-                f"{_describe(predictions)} and {_describe(targets)}"
+                f"{_describe(predictions)} and {_describe(targets)}; labels of a classifier must be whole numbers, one "
+                "class a sample"
             )
         if len(predictions):
             sums = _regression_sums(predictions.flatten(), _beside(predictions, targets.flatten()))

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shiftmend.errors import ShiftmendError
+from shiftmend.checks import check_known
 from shiftmend.histograms import Bins, Divergence
 
 Reduction = Literal["mean", "sum"]
@@ -43,6 +43,5 @@ PRESETS: dict[str, Preset] = {
 
 def preset(name: str) -> Preset:
     """Look a preset up by name."""
-    if name not in PRESETS:
-        raise ShiftmendError(f"unknown preset {name!r}, expected one of {', '.join(PRESETS)}")
+    check_known(name, PRESETS, "preset")
     return PRESETS[name]

@@ -7,20 +7,22 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from shiftmend import fingerprints
 from shiftmend.__about__ import __version__
+from shiftmend.checks import kind
+from shiftmend.devices import resolve_device
 from shiftmend.distributed import of_first_process
 from shiftmend.errors import ProfileError
+from shiftmend.files import as_path, write_atomically
 from shiftmend.fingerprints import InputSummary
 from shiftmend.gaussians import FullGaussian, MarginalGaussian
 from shiftmend.histograms import Bins
 from shiftmend.statistics import Histogram, Slices
-from shiftmend.taps import Tap
+from shiftmend.taps import Tap, unwrap
 
 logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
@@ -79,8 +81,9 @@ class Profile:
         size = max(1, round(1 / sum(share**2 / part.inputs_seen for part, share in used)))
         return _mixed([part for part, _ in used], [size * share / part.inputs_seen for part, share in used])
 
-    def to(self, device: torch.device) -> Profile:
+    def to(self, device: str | torch.device) -> Profile:
         """The same with everything it stores on a device."""
+        device = resolve_device(device)
         return replace(
             self,
             taps={name: tap.to(device) for name, tap in self.taps.items()},
@@ -96,9 +99,12 @@ class Profile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one small safetensors file, atomically."""
-        from shiftmend.files import write_atomically
-
-        write_atomically(path, self.to_bytes())
+        target = as_path(path, "the file to write", ProfileError)
+        content = self.to_bytes()
+        try:
+            write_atomically(target, content)
+        except OSError as error:  # the system names a temporary file at best
+            raise ProfileError(f"{target} cannot be written ({error.strerror or error}); name another file") from error
 
     @staticmethod
     @torch.inference_mode(False)
@@ -106,11 +112,11 @@ class Profile:
         """Read and validate a file; anything wrong with it is one `ProfileError`."""
         from shiftmend import profile_files
 
-        return profile_files.read(Path(path))
+        return profile_files.read(as_path(path, "the profile", ProfileError))
 
     def check_architecture(self, model: nn.Module) -> None:
         """Refuse a model of another architecture."""
-        if fingerprints.architecture(model) != self.architecture:
+        if fingerprints.architecture(unwrap(model)) != self.architecture:
             raise ProfileError(
                 "the profile was made for a model with other layers (names or shapes of parameters differ); profile "
                 "this model at its source, or load the model that the profile belongs to"
@@ -118,7 +124,7 @@ class Profile:
 
     def check_weights(self, model: nn.Module) -> None:
         """Say so if the weights are others than those profiled."""
-        if fingerprints.weights(model) != self.weights:
+        if fingerprints.weights(unwrap(model)) != self.weights:
             logger.warning("the model's weights are not those the profile was made with; alignment may mislead")
 
     def check_inputs(self, target: InputSummary) -> None:
@@ -147,7 +153,7 @@ def as_profile(given: Profile | str | os.PathLike[str], what: str = "the profile
     if isinstance(given, str | os.PathLike):
         return Profile.load(given)
     if not isinstance(given, Profile):
-        raise ProfileError(f"{what} is a {type(given).__name__}, expected a Profile or the name of its file")
+        raise ProfileError(f"{what} is {kind(given)}, expected a Profile or the name of its file")
     return given
 
 

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend import fingerprints
+from shiftmend.checks import brief, check_known, is_whole
 from shiftmend.devices import placed, resolve_device
 from shiftmend.distributed import everywhere, of_first_process, same_everywhere, together, warn_if_apart, world_size
 from shiftmend.errors import ProfileError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
 from shiftmend.gaussians import CovarianceTracker, FullGaussian
-from shiftmend.histograms import Bins, usable_units
+from shiftmend.histograms import Bins, as_bins, usable_units
 from shiftmend.joined_batch_norm import synchronised
 from shiftmend.presets import Preset
 from shiftmend.presets import preset as find_preset
@@ -77,11 +78,13 @@ def profile(
     if like is not None and any(part is not None for part in (preset, bins, taps, head, gaussian)):
         raise ProfileError("like= brings preset, bins, taps and kind of Gaussian with it; leave them out beside it")
     like = None if like is None else as_profile(like, "what like= names")
-    if gaussian not in (None, *get_args(Gaussian)):
-        raise ProfileError(f"unknown kind of Gaussian {gaussian!r}, expected 'marginal' or 'full'")
+    if gaussian is not None:
+        check_known(gaussian, get_args(Gaussian), "kind of Gaussian", ProfileError)
+    if not is_whole(keep_bytes):
+        raise ProfileError(f"keep_bytes must be a whole number of bytes, got {brief(keep_bytes)}")
     full = isinstance(like.gaussian, FullGaussian) if like else gaussian == "full"
-    chosen = find_preset(like.preset if like else preset or "reference")
-    cut = like.bins if like else bins or chosen.bins
+    chosen = find_preset(like.preset if like else "reference" if preset is None else preset)
+    cut = like.bins if like else as_bins(bins, chosen.bins)
     feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, what="source data")
     with (
         placed(model, place),
@@ -213,7 +216,10 @@ def _ranges(passes: _Passes, specs: Mapping[str, Tap]) -> dict[str, RangeTracker
         finite = torch.isfinite(tracker.low) & torch.isfinite(tracker.high)
         if not bool(finite.all()):
             bad = int((~finite).sum())
-            raise ProfileError(f"tap {name!r} gave NaN or infinite values in {bad} units on the source data")
+            raise ProfileError(
+                f"tap {name!r} gave NaN or infinite values in {bad} units on the source data; look at the weights of "
+                "the model"
+            )
         if not bool(usable_units(tracker.low, tracker.high).any()):
             raise ProfileError(
                 f"every unit at tap {name!r} was constant over the source data ({passes.feed.samples} samples): a "

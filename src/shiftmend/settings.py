@@ -13,8 +13,10 @@ from torch import nn
 
 from shiftmend.adaptations import Epoch
 from shiftmend.blocks import Names
+from shiftmend.checks import brief, check_function, is_whole
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Preprocess
+from shiftmend.files import as_path
 from shiftmend.progress import Progress
 from shiftmend.taps import Entry
 
@@ -46,9 +48,16 @@ class Settings:
     progress: Progress
 
     def __post_init__(self) -> None:
-        if self.keep not in get_args(Keep):
-            raise AdaptationError(f"keep must be 'last' or 'selected', got {self.keep!r}")
-        given: Any = self.seed
-        if isinstance(given, bool) or not isinstance(given, int | np.integer):
-            raise AdaptationError(f"the seed must be a whole number, got {given!r}")
-        object.__setattr__(self, "seed", int(given))  # numpy's do not fit into a manifest
+        if not isinstance(self.keep, str) or self.keep not in get_args(Keep):
+            raise AdaptationError(f"keep must be 'last' or 'selected', got {brief(self.keep)}")
+        if not is_whole(self.seed):
+            raise AdaptationError(f"the seed must be a whole number, got {brief(self.seed)}")
+        object.__setattr__(self, "seed", int(self.seed))  # numpy's do not fit into a manifest
+        for name in ("autocast", "resident", "capture", "compile"):
+            given: Any = getattr(self, name)
+            if not isinstance(given, bool | np.bool_):  # the text "False" would be taken for true
+                raise AdaptationError(f"{name} must be True or False, got {brief(given)}")
+            object.__setattr__(self, name, bool(given))
+        check_function(self.on_epoch, "on_epoch", "model, row")
+        if self.checkpoint is not None:
+            as_path(self.checkpoint, "checkpoint", AdaptationError)

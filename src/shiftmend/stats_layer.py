@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from shiftmend.checks import brief, check_known, is_whole, kind
 from shiftmend.errors import ShiftmendError
-from shiftmend.histograms import Bins, Divergence, as_samples
+from shiftmend.histograms import Bins, Divergence, as_bins, as_samples
 from shiftmend.statistics import CountTracker, Histogram, RangeTracker
+from shiftmend.taps import check_axis
 
 Mode = Literal["off", "range", "counts", "align"]
 
@@ -39,7 +41,10 @@ class StatsLayer(nn.Module):
 
     def __init__(self, units: int, bins: Bins | None = None, *, channel_axis: int = 1) -> None:
         super().__init__()
-        self.bins = bins or Bins()
+        if not is_whole(units) or units < 1:
+            raise ShiftmendError(f"a StatsLayer needs the number of its units, at least 1, got {brief(units)}")
+        check_axis(channel_axis, "a StatsLayer")
+        self.bins = as_bins(bins, Bins())
         self.channel_axis = channel_axis
         self.mode: Mode = "off"
         self._last: Tensor | None = None
@@ -52,8 +57,7 @@ class StatsLayer(nn.Module):
 
     def track(self, mode: Mode) -> StatsLayer:
         """Say what the next forward passes are for; `range` and `counts` start anew."""
-        if mode not in ("off", "range", "counts", "align"):
-            raise ShiftmendError(f"unknown mode {mode!r}, expected 'off', 'range', 'counts' or 'align'")
+        check_known(mode, get_args(Mode), "mode")
         if mode != "off" and self.counts.dtype not in (torch.float32, torch.float64):
             raise ShiftmendError(
                 f"the statistics are {self.counts.dtype}, too coarse to count in; call .float() on the StatsLayer "
@@ -85,11 +89,18 @@ class StatsLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.mode == "off":
             return x
-        values = as_samples(x, self.channel_axis)
-        if values.shape[1] != self.low.shape[0]:
+        units, axis = self.low.shape[0], self.channel_axis
+        if not isinstance(x, Tensor):
+            raise ShiftmendError(f"the input of this StatsLayer is {kind(x)}, expected a tensor")
+        if x.numel() == 0 or (x.ndim > 1 and not -x.ndim < axis < x.ndim):
             raise ShiftmendError(
-                f"this StatsLayer was made for {self.low.shape[0]} units, its input {list(x.shape)} has "
-                f"{values.shape[1]} on axis {self.channel_axis}"
+                f"the input of this StatsLayer is {list(x.shape)}, expected samples with {units} units on axis {axis}"
+            )
+        values = as_samples(x, axis)
+        if values.shape[1] != units:
+            raise ShiftmendError(
+                f"this StatsLayer was made for {units} units, its input {list(x.shape)} has {values.shape[1]} on axis "
+                f"{axis}"
             )
         if self.mode == "range":
             tracker = RangeTracker()

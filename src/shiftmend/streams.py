@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader, Dataset
 
 from shiftmend.adapting import (
     batch_norms,
@@ -20,6 +21,7 @@ from shiftmend.adapting import (
     still_finite,
     tensors_of,
 )
+from shiftmend.checks import brief, check_function, is_whole, kind
 from shiftmend.devices import resolve_device
 from shiftmend.engine import examine, fitting_profile
 from shiftmend.errors import AdaptationError, DataError, ShiftmendError
@@ -71,10 +73,10 @@ class Stream:
         inputs = self._inputs(batch)
         if self._taps is None:
             self._prepare(inputs)
-        alone = len(inputs) < 2 and bool(batch_norms(self._model))
+        alone = len(inputs) < 2 and (bool(batch_norms(self._model)) or self.method.smallest_batch(self.profile) > 1)
         adapts = self.method.name != "source-only" and not alone
         if alone and self.method.name != "source-only":
-            logger.warning("a single sample cannot move BatchNorm: predicted with what was learnt so far")
+            logger.warning("a single sample has no distribution to learn from: predicted with what was learnt so far")
         before = tensors_of(self._model) if adapts else {}
         self._model.eval()
         if adapts:
@@ -105,7 +107,11 @@ class Stream:
         return result.detach()
 
     def _inputs(self, batch: Any) -> Tensor:
-        """A batch is checked and moved as data for `adapt` is."""
+        """A batch is checked and moved as data for `adapt` is; of what a loader gives, the first entry is taken."""
+        if isinstance(batch, tuple | list) and batch:
+            batch = batch[0]
+        if isinstance(batch, Dataset | DataLoader):
+            raise DataError(f"step takes one batch, got {kind(batch)}; go through it, e.g. for batch in loader")
         return next(
             Feed(batch, device=self.device, preprocess=self.preprocess, batch_size=1 << 30, what="batch").batches()
         )
@@ -113,6 +119,7 @@ class Stream:
     def _prepare(self, inputs: Tensor) -> None:
         """Taps and trained parameters, found with the first batch."""
         sample = Feed(inputs[:2], device=self.device, what="batch")
+        check_takes(self._model, inputs[:2], self.output)
         network, taps = examine(self._model, sample, self.profile, self.method, None, self.output)
         stages = self.method.stages(network, self.profile)
         if stages:
@@ -176,9 +183,10 @@ def stream(
     if not chosen.online:
         able = ", ".join(name for name, kind in METHODS.items() if kind.online)
         raise AdaptationError(f"{chosen.name} needs the whole of the data, which a stream never is; use one of {able}")
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise DataError(f"the window must be a whole number of batches, at least 1, got {window!r}")
+    if not is_whole(window) or window < 1:
+        raise DataError(f"the window must be a whole number of batches, at least 1, got {brief(window)}")
+    check_function(preprocess, "preprocess", "inputs")
     model = unwrap(model)
     profile = fitting_profile(profile, model, chosen)
     place = resolve_device(device, model)
-    return Stream(model, profile, chosen, preprocess=preprocess, output=output, device=place, window=window)
+    return Stream(model, profile, chosen, preprocess=preprocess, output=output, device=place, window=int(window))

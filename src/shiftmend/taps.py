@@ -6,6 +6,7 @@ cloned at once, because a following in-place ReLU would overwrite it.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -14,7 +15,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from shiftmend.checks import brief, is_whole, kind
 from shiftmend.errors import DataError, TapError
 from shiftmend.histograms import as_samples
 
@@ -35,10 +38,21 @@ class Tap:
     channel_axis: int = 1
     entry: Entry = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TapError(f"the name of a tap is {brief(self.name)}, expected text, e.g. 'early'")
+        if not isinstance(self.module, str):
+            raise TapError(f"tap {self.name!r} is {brief(self.module)}, expected the name of a module, e.g. 'layer1'")
+        if self.side not in ("input", "output"):
+            raise TapError(f"tap {self.name!r} has the side {brief(self.side)}, expected 'input' or 'output'")
+        check_axis(self.channel_axis, f"tap {self.name!r}")
+
     @staticmethod
     def parse(name: str, spec: str | Tap) -> Tap:
         if isinstance(spec, Tap):
             return Tap(name, spec.module, spec.side, spec.channel_axis, spec.entry)
+        if not isinstance(spec, str):
+            raise TapError(f"tap {name!r} is {brief(spec)}, expected the name of a module, e.g. 'layer1', or a Tap")
         rest, _, axis = spec.partition("@")
         module, _, side = rest.partition(":")
         if side not in ("", "input", "output") or (axis and not re.fullmatch("-?[0-9]+", axis)):
@@ -51,6 +65,14 @@ class Tap:
     def __str__(self) -> str:
         axis = "" if self.channel_axis == 1 else f"@{self.channel_axis}"
         return f"{self.module}{':input' if self.side == 'input' else ''}{axis}"
+
+
+def check_axis(axis: Any, what: str) -> None:
+    """Refuse what cannot be the axis of the units; a sample `[C, H, W]` has them on axis 1 of its batch."""
+    if not is_whole(axis):
+        raise TapError(f"{what} counts units on axis {brief(axis)}, expected a whole number: 1, or -1 for the last")
+    if axis == 0:
+        raise TapError(f"{what} counts units on axis 0, which is that of the samples; expected 1, or -1 for the last")
 
 
 class Recorder:
@@ -80,17 +102,25 @@ class Recorder:
 
     @staticmethod
     def _samples(tap: Tap, values: Tensor) -> Tensor:
-        if values.ndim > 1 and not -values.ndim <= tap.channel_axis < values.ndim:
+        if values.ndim > 1 and not -values.ndim < tap.channel_axis < values.ndim:
             raise TapError(f"tap {tap.name!r} counts units on axis {tap.channel_axis} of {list(values.shape)}")
         return as_samples(values, tap.channel_axis)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The plain module inside `torch.compile` or data-parallel wrappers, which shares its parameters."""
-    if not isinstance(model, nn.Module):
-        raise TapError(f"the model is a {type(model).__name__}, expected a torch.nn.Module")
+    given: Any = model
+    if not isinstance(given, nn.Module):
+        stored = isinstance(given, str | os.PathLike | Mapping)
+        advice = "; build the network and load its weights into it first" if stored else ""
+        raise TapError(f"the model is {kind(given)}, expected a torch.nn.Module{advice}")
     if isinstance(model, torch.jit.ScriptModule):
         raise TapError("a scripted model cannot be tapped; pass the module it was scripted from")
+    if any(is_lazy(parameter) or parameter.is_meta for parameter in model.parameters()):
+        raise TapError(
+            "the model's parameters hold no values yet (lazy layers, or the device 'meta'): run a batch through it if "
+            "it is lazy, and load its weights first"
+        )
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -210,26 +240,40 @@ def modes(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def check_takes(model: nn.Module, sample: Tensor) -> None:
-    """Refuse inputs the model cannot take, before anything else is done with them."""
+def check_takes(model: nn.Module, sample: Tensor, output: Entry = None) -> None:
+    """Refuse inputs the model cannot take, and an entry it does not return, before anything else is done with them."""
     with torch.no_grad(), modes(model), eager(model):
         model.eval()
         try:
-            model(sample)
+            returned = model(sample)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            kind = str(sample.dtype).removeprefix("torch.")
+        except Exception as error:  # a model asserts, looks up and indexes as it likes
+            words = str(error).strip().splitlines()
+            plain = words and isinstance(error, RuntimeError | TypeError | ValueError | IndexError)
+            reason = words[0] if plain else " ".join([type(error).__name__, *words[:1]])
+            dtype = str(sample.dtype).removeprefix("torch.")
             raise DataError(
-                f"the model does not take inputs of shape {list(sample.shape[1:])} and type {kind}: {first}"
-                f"{_conversion(model, sample)}"
+                f"the model does not take inputs of shape {list(sample.shape[1:])} and type {dtype}: {reason}"
+                f"{_advice(model, sample)}"
             ) from error
+    if output is not None:
+        pick(returned, output, "the model")
 
 
-def _conversion(model: nn.Module, sample: Tensor) -> str:
-    """What to do about inputs in another floating-point type than the weights."""
+def _advice(model: nn.Module, sample: Tensor) -> str:
+    """What to do about inputs of another type than the weights, or without an axis of samples."""
+    if sample.ndim == 1:
+        return "; expected samples along the first axis: make one tensor of several, or inputs.unsqueeze(0) of one"
     weights = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
-    if not sample.is_floating_point() or len(weights) != 1 or sample.dtype in weights:
+    if len(weights) != 1 or sample.dtype in weights:
         return ""
-    return f"; convert them first, e.g. inputs.to({weights.pop()})"
+    (wanted,) = weights
+    if sample.is_floating_point():
+        return f"; convert them first, e.g. inputs.to({wanted})"
+    try:  # whole numbers may be tokens, and the trouble another
+        model(sample.to(wanted))
+    except Exception:
+        return ""
+    scaled = " / 255" if sample.dtype == torch.uint8 else ""
+    return f"; convert them as in training, e.g. preprocess=lambda inputs: inputs.to({wanted}){scaled}"

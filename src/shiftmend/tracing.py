@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shiftmend.checks import brief
 from shiftmend.errors import TapError
 from shiftmend.taps import Entry, Tap, check_takes, eager, modes, module_of, pick, tapped
 
@@ -57,6 +58,10 @@ def trace(
     A model may say where its taps are in an attribute `shiftmend_taps`; otherwise the head is the last module with
     parameters whose output is the model's output, `features` is what it reads and `logits` what it writes.
     """
+    if taps is not None and not isinstance(taps, Mapping):
+        raise TapError(f"taps is {brief(taps)}, expected names with where to tap, e.g. taps={{'early': 'layer1'}}")
+    if head is not None and not (isinstance(head, str) and head):
+        raise TapError(f"head is {brief(head)}, expected the name of the module that classifies, e.g. head='fc'")
     given = {**_declared(model), **(taps or {})} if head is None else dict(taps or {})
     if head is not None:
         module_of(model, Tap("head", head))

@@ -292,6 +292,8 @@ def test_pictures_of_several_sizes_are_scaled(tmp_path: Path, capsys: pytest.Cap
     assert "expected one size" in refused(capsys, "shift", "cifar-c/contrast", tmp_path / "in", tmp_path / "o.npz")
     ok(capsys, "shift", "cifar-c/contrast", tmp_path / "in", tmp_path / "o.npz", "--size", 24)
     assert np.load(tmp_path / "o.npz")["images"].shape == (2, 1, 24, 24)
+    ok(capsys, "shift", "cifar-c/contrast", tmp_path / "o.npz", tmp_path / "small.npz", "--size", 12)
+    assert np.load(tmp_path / "small.npz")["images"].shape == (2, 1, 12, 12)
 
 
 def test_signals_are_shifted_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,6 +304,8 @@ def test_signals_are_shifted_too(tmp_path: Path, capsys: pytest.CaptureFixture[s
         np.testing.assert_allclose(loud["inputs"], 2 * waves, rtol=1e-5)
         assert loud["labels"].tolist() == list(range(6))
     assert json.loads((tmp_path / "loud.json").read_text())["signals"] == 6
+    scaled = refused(capsys, "shift", "signal/gain", tmp_path / "waves.npz", tmp_path / "x.npz", "--size", 12)
+    assert "--size 12 is for images" in scaled
     assert "[N, C, L]" in refused(capsys, "shift", "signal/gain", tmp_path, tmp_path / "x.npz")
     assert "into an .npz" in refused(capsys, "shift", "signal/gain", tmp_path / "waves.npz", tmp_path / "folder")
     assert "not drawn" in refused(capsys, "shifts", "--only", "signal", "--sheet", tmp_path / "s.png")
@@ -360,7 +364,7 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["evaluate", "{}/factory.py:make", "-d", "{}/source.npz", "--device", "tpu"], "not available"),
     (["evaluate", "{}/factory.py:make", "-d", "{}/source.npz", "--batch-size", "0"], "at least 1"),
     (["profile", "{}/factory.py:make", "-d", "{}/source.npz", "-o", "{}/q", "--preset", "best"], "unknown preset"),
-    (["profile", "{}/factory.py:make", "-d", "{}/source.npz", "-o", "{}/q", "--gaussian", "bell"], "marginal' or"),
+    (["profile", "{}/factory.py:make", "-d", "{}/source.npz", "-o", "{}/q", "--gaussian", "bell"], "marginal, full"),
     (["profile", "{}/factory.py:make", "-d", "{}/source.npz", "-o", "{}/q", "--head", "nose"], "does not have"),
     ([*LIKE, "{}/nowhere"], "could not be read"),
     ([*LIKE, "{}/p.safetensors", "--preset", "paper"], "leave them out"),

@@ -172,3 +172,9 @@ def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None:
     lay_out(tmp_path / "images", ["0", "1"])
     (tmp_path / "file").write_text("a file where the cache folder would be")
     assert len(image_folder(tmp_path / "images", cache=tmp_path / "file" / "cache")) == 6
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "", ["a.png"]])
+def test_a_folder_has_a_name(wrong: object) -> None:
+    with pytest.raises(DataError, match=r"the folder of images is .*, expected a name"):
+        image_folder(wrong)  # type: ignore[arg-type]

@@ -160,3 +160,20 @@ def test_the_command_refuses_in_one_sentence(site: Path, capsys: pytest.CaptureF
         assert line.startswith("error: ")
         assert expected in line
     assert not (site / "no.html").exists()
+
+
+def test_labels_and_classes_of_the_wrong_kind() -> None:
+    for labels, kind in (("cat", "a str"), (["cat"], "a list"), ({}, "a dict")):
+        refused(f"list of labels holds {kind}, which is no tensor of numbers", labels=labels)
+    refused("classes is 'abc', expected a list of names, one for each class", classes="abc")
+    refused("classes is 3, expected a list of names", classes=3)
+
+
+@pytest.mark.parametrize("path", [None, 3, ""])
+def test_a_page_is_written_of_facts_into_a_file(path: object, tmp_path: Path) -> None:
+    world, profile, _ = mended()
+    with pytest.raises(shiftmend.ShiftmendError, match=r"the file to write is .*, expected a name"):
+        report.write(report.facts(world.model, world.target, profile), path)  # type: ignore[arg-type]
+    with pytest.raises(shiftmend.ShiftmendError, match=r"written of a Profile; expected what report\.facts gives"):
+        report.write(profile, tmp_path / "report.html")  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())

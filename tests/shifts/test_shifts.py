@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -96,6 +97,11 @@ def test_non_square_images():
         (torch.zeros(1, 28, 28, dtype=torch.uint8), r"\[1, 28, 28\]"),
         (torch.zeros(2, 2, 28, 28, dtype=torch.uint8), r"\[2, 2, 28, 28\]"),
         (torch.zeros(0, 1, 28, 28, dtype=torch.uint8), "at least one"),
+        (
+            np.zeros((2, 1, 28, 28), np.uint8),
+            r"takes a tensor, got a ndarray; make one of it, e\.g\. torch\.from_numpy",
+        ),
+        (["a.png"], "takes a tensor, got a list$"),
     ],
 )
 def test_wrong_images(wrong, message):
@@ -103,7 +109,7 @@ def test_wrong_images(wrong, message):
         apply("emnist-da/stripe", wrong)
 
 
-@pytest.mark.parametrize("severity", [0, 6, -1])
+@pytest.mark.parametrize("severity", [0, 6, -1, "5", 1.5, [1], True])
 def test_wrong_severity(severity, images):
     with pytest.raises(DataError, match="severities 1 to 5"):
         apply("emnist-da/fog", images, severity=severity)
@@ -151,3 +157,23 @@ def test_gpu(name, images):
             assert difference.max() <= 1
         else:
             assert difference.max() == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"name": 3}, "a shift is named by text, e.g. 'cifar-c/fog', got 3"),
+        ({"name": ["fog"]}, r"named by text, .*, got \['fog'\]"),
+        ({"seed": None}, "a seed is a whole number of at most 64 bits, got None"),
+        ({"seed": 0.5}, "a seed is a whole number of at most 64 bits, got 0.5"),
+        ({"name": "emnist-da/bricks", "textures": 3}, "the folder of textures is 3, expected a name"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_one_sentence(wrong, message, images):
+    with pytest.raises(DataError, match=message):
+        apply(**{"name": "emnist-da/stripe", "images": images, **wrong})
+
+
+def test_numbers_of_numpy_are_taken(images):
+    given = apply("emnist-da/fog", images, severity=np.int64(2), seed=np.int64(3))
+    assert torch.equal(given, apply("emnist-da/fog", images, severity=2, seed=3))

@@ -108,9 +108,14 @@ def _images(archive: NpzFile, path: Path, size: int | None) -> Tensor:
         if read_member(archive, path, "images").dtype == np.uint8:
             raise
         raise DataError(f"{error}, or name the array 'inputs' if the model takes these numbers as they are") from error
+    return scaled(images, size)
+
+
+def scaled(images: Tensor, size: int | None) -> Tensor:
+    """8-bit images `[N, C, H, W]` brought to a height and width, as Pillow scales those of a folder."""
     if size is None or images.shape[2:] == (size, size):
         return images
-    return functional.interpolate(images, (size, size), mode="bilinear", antialias=True)  # as Pillow scales a folder's
+    return functional.interpolate(images, (size, size), mode="bilinear", antialias=True)
 
 
 def _other_inputs(archive: NpzFile, path: Path, size: int | None) -> Tensor:

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ console = Console(highlight=False, soft_wrap=True)
 Textures = Annotated[Path | None, typer.Option(help="A folder with your own texture pictures.")]
 Severity = Annotated[int | None, typer.Option(help="Severity, from 1; default: that of the published set.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random draws.")]
-Size = Annotated[int | None, typer.Option(min=1, help="Scale the images of a folder to this height and width.")]
+Size = Annotated[int | None, typer.Option(min=1, help="Scale the images to this height and width.")]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
 
 
@@ -51,7 +51,7 @@ def shift(
         raise DataError(f"{target} is there already; name a new folder, or an .npz file")
     if found.domain == "signal" and target.suffix != ".npz":
         raise DataError(f"{name} gives signals, which go into an .npz file; {target} is none")
-    split = _read_signals(source) if found.domain == "signal" else _read(source, size)
+    split = _read_signals(source, size) if found.domain == "signal" else _read(source, size)
     if target.exists() and target.samefile(source):
         raise DataError(f"{target} holds the images to shift and would be overwritten; name another file")
     shifted = library.apply(name, split.images, severity=severity, seed=seed, textures=textures)
@@ -87,17 +87,18 @@ class Signals:
     labels: Any
 
 
-def _read_signals(source: Path) -> Signals:
+def _read_signals(source: Path, size: int | None) -> Signals:
     """An `.npz` with an array `inputs` of signals `[N, C, L]`."""
     from shiftmend.cli.inputs import load_data
 
     if source.suffix != ".npz":
         raise DataError(f"{source} should be an .npz file with an array 'inputs' of signals [N, C, L]")
-    signals, labels = load_data(source, None)
+    signals, labels = load_data(source, size)
     return Signals(signals.float(), labels)
 
 
 def _read(source: Path, size: int | None = None) -> Any:
+    from shiftmend.cli.inputs import scaled
     from shiftmend.data import image_folder, npz_file
 
     if source.is_dir():
@@ -106,7 +107,8 @@ def _read(source: Path, size: int | None = None) -> Any:
         raise DataError(f"there is no {source}; expected a folder of images or an .npz file")
     if source.suffix != ".npz":
         raise DataError(f"{source} is neither a folder of images nor an .npz file")
-    return npz_file(source)
+    split = npz_file(source)
+    return replace(split, images=scaled(split.images, size))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from shiftmend.data.base import PathLike, Split, as_images
 from shiftmend.errors import DataError
-from shiftmend.files import write_atomically
+from shiftmend.files import as_path, write_atomically
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -58,7 +58,7 @@ def image_folder(
     `cache`, the decoded images are kept in that folder as one `.npy` until a file changes. With `classes`,
     exactly these folders have to be there.
     """
-    path = Path(folder)
+    path = as_path(folder, "the folder of images", DataError)
     if channels not in (None, 1, 3):
         raise DataError(f"images have 1 or 3 channels, got channels={channels}")
     shape = (size, size) if isinstance(size, int) else size

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from shiftmend.checks import check_known
 from shiftmend.errors import AdaptationError
 from shiftmend.methods.adabn import AdaBN
 from shiftmend.methods.base import Method, Network, Objective, Stage
@@ -33,8 +34,7 @@ def method(name: str | Method, **options: Any) -> Method:
         if options:
             raise AdaptationError(f"give the options of {name.name} when making it, not beside it")
         return name
-    if name not in METHODS:
-        raise AdaptationError(f"unknown method {name!r}, expected one of {', '.join(METHODS)}")
+    check_known(name, METHODS, "method", AdaptationError)
     kind = METHODS[name]
     known = [field.name for field in fields(kind)]
     unknown = [option for option in options if option not in known]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
@@ -113,6 +113,10 @@ class Method:
         """Taps whose activations the objective reads."""
         return ()
 
+    def smallest_batch(self, profile: Profile | None) -> int:
+        """Inputs that a batch must hold for its loss to mean anything."""
+        return 1
+
     def targets(self, network: Network, look: Look) -> Tensor:
         """One entry a sample, made anew before each epoch; only for methods that are `by_sample`."""
         raise NotImplementedError
@@ -125,6 +129,16 @@ class Method:
     def hyperparameters(self) -> dict[str, Any]:
         plain = {name: value.item() if hasattr(value, "item") else value for name, value in asdict(self).items()}
         return plain | {"momentum": self.momentum}
+
+
+def distributed_over_inputs(names: Iterable[str], profile: Profile | None) -> bool:
+    """Whether a tap among these gives one sample an input, so that one input has no distribution.
+
+    Of a feature map each position is a sample, and one image may be enough.
+    """
+    return profile is not None and any(
+        profile.taps[name].samples == profile.inputs_seen for name in names if name in profile.taps
+    )
 
 
 def check_epochs(value: int, what: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shiftmend.gaussians import FullGaussian
-from shiftmend.methods.base import Activations, Network, Objective, Stage, check_positive
+from shiftmend.methods.base import Activations, Network, Objective, Stage, check_positive, distributed_over_inputs
 from shiftmend.methods.entropies import Prediction, information_maximisation
 from shiftmend.profiles import Profile
 
@@ -30,6 +30,9 @@ class BNM(Prediction):
 
     def taps(self, profile: Profile | None) -> tuple[str, ...]:
         return ("features",)
+
+    def smallest_batch(self, profile: Profile | None) -> int:
+        return 2 if distributed_over_inputs(("features",), profile) else 1
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:
         assert profile is not None

@@ -9,10 +9,20 @@ from typing import ClassVar, get_args
 import torch
 from torch import Tensor
 
+from shiftmend.checks import brief, check_known
 from shiftmend.distributed import active, joined_mean
 from shiftmend.errors import AdaptationError
 from shiftmend.histograms import Divergence
-from shiftmend.methods.base import Activations, Method, Network, Objective, Stage, check_epochs, check_positive
+from shiftmend.methods.base import (
+    Activations,
+    Method,
+    Network,
+    Objective,
+    Stage,
+    check_epochs,
+    check_positive,
+    distributed_over_inputs,
+)
 from shiftmend.presets import Preset
 from shiftmend.presets import preset as find_preset
 from shiftmend.profiles import Profile
@@ -41,15 +51,20 @@ class Alignment(Method):
         check_positive(self.slice_weight, "the weight of the slices")
         if isinstance(self.align, str):
             object.__setattr__(self, "align", (self.align,))
-        if not self.align:
-            raise AdaptationError("align names no tap; expected e.g. ('features', 'logits')")
-        if self.divergence is not None and self.divergence not in get_args(Divergence):
-            known = ", ".join(get_args(Divergence))
-            raise AdaptationError(f"unknown divergence {self.divergence!r}, expected one of {known}")
+        named = isinstance(self.align, tuple | list) and all(isinstance(name, str) for name in self.align)
+        if not named or not self.align:
+            raise AdaptationError(
+                f"align names no tap: it is {brief(self.align)}, expected e.g. ('features', 'logits')"
+            )
+        if self.divergence is not None:
+            check_known(self.divergence, get_args(Divergence), "divergence", AdaptationError)
 
     def taps(self, profile: Profile | None) -> tuple[str, ...]:
         needs_features = profile is not None and find_preset(profile.preset).aligned_slices
         return tuple(dict.fromkeys((*self.align, *(("features",) if needs_features else ()))))
+
+    def smallest_batch(self, profile: Profile | None) -> int:
+        return 2 if distributed_over_inputs(self.align, profile) else 1
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:
         assert profile is not None

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation
+from shiftmend.checks import brief
 from shiftmend.devices import placed, resolve_device
 from shiftmend.errors import AdaptationError, DataError, ProfileError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
 from shiftmend.histograms import Bins, sampling_floor
+from shiftmend.loaders import as_tensor
 from shiftmend.profiles import Profile
 from shiftmend.report import saved
 from shiftmend.report.contents import Facts, Home, Mending, Sample
@@ -118,7 +120,7 @@ def enough(bins: Bins, source_samples: int) -> int | None:
 def _labels(labels: Any, feed: Feed) -> Tensor | None:
     if labels is None:
         return None
-    marks = torch.as_tensor(labels)
+    marks = as_tensor(labels, "list of labels")
     if marks.ndim == 0 or len(marks) != feed.samples:
         raise DataError(
             f"there are {len(marks) if marks.ndim else 1} labels for {feed.samples} samples; expected one for each"
@@ -205,6 +207,8 @@ def _samples(
 def _names(classes: Sequence[str] | None, count: int) -> tuple[str, ...]:
     if classes is None:
         return tuple(map(str, range(count)))
+    if isinstance(classes, str) or not isinstance(classes, Sequence):
+        raise DataError(f"classes is {brief(classes)}, expected a list of names, one for each class")
     if count and len(classes) != count:
         raise DataError(
             f"the data names {len(classes)} classes, and the model knows {count}; expected one name, or one folder, "

@@ -8,7 +8,9 @@ import os
 from importlib import resources
 
 from shiftmend.__about__ import __version__
-from shiftmend.files import write_atomically
+from shiftmend.checks import kind
+from shiftmend.errors import DataError
+from shiftmend.files import as_path, write_atomically
 from shiftmend.report import answers, distances, protocol, sections
 from shiftmend.report.contents import Facts
 from shiftmend.report.markup import Markup, element, join
@@ -17,7 +19,10 @@ from shiftmend.report.verdicts import state
 
 def write(facts: Facts, path: str | os.PathLike[str]) -> None:
     """Write the report to one file, in one step."""
-    write_atomically(path, render(facts).encode())
+    target = as_path(path, "the file to write")
+    if not isinstance(facts, Facts):
+        raise DataError(f"a report is written of {kind(facts)}; expected what report.facts gives")
+    write_atomically(target, render(facts).encode())
 
 
 def render(facts: Facts) -> str:

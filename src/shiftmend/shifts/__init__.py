@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shiftmend.checks import brief, is_whole
 from shiftmend.errors import DataError
 from shiftmend.shifts import cifar_c, emnist_da, mnist_c, mnist_m, sensor, signal
 from shiftmend.shifts.base import Shift, check_images, check_signals
@@ -37,6 +38,8 @@ CHUNK = 2000
 
 def find(name: str) -> Shift:
     """The shift of this name; an unknown name gets the nearest ones as a suggestion."""
+    if not isinstance(name, str):
+        raise DataError(f"a shift is named by text, e.g. 'cifar-c/fog', got {brief(name)}")
     if name in SHIFTS:
         return SHIFTS[name]
     same_end = [known for known in SHIFTS if known.rpartition("/")[2] == name.rpartition("/")[2]]
@@ -74,9 +77,9 @@ def apply(
     _check_parameters(shift, overrides)
     if shift.texture is not None:
         parameters["textures"] = [picture.to(images.device) for picture in load(shift.texture, textures)]
-    if not -(2**63) <= seed < 2**64:
-        raise DataError(f"a seed is a whole number of at most 64 bits, got {seed}")
-    generator = torch.Generator(images.device).manual_seed(seed)
+    if not is_whole(seed) or not -(2**63) <= seed < 2**64:
+        raise DataError(f"a seed is a whole number of at most 64 bits, got {brief(seed)}")
+    generator = torch.Generator(images.device).manual_seed(int(seed))
     parts = [shift.function(part, generator=generator, **parameters) for part in images.split(CHUNK)]
     return torch.cat(parts)
 

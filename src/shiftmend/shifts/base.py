@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from shiftmend.checks import brief, is_whole, kind
 from shiftmend.errors import DataError
 
 
@@ -33,24 +35,32 @@ class Shift:
     def parameters(self, severity: int | None = None) -> Mapping[str, Any]:
         """The keyword arguments of one severity (the default one if none is named)."""
         level = self.default if severity is None else severity
-        if not 1 <= level <= len(self.severities):
-            raise DataError(f"shift {self.name} has severities 1 to {len(self.severities)}, got {level}")
+        if not is_whole(level) or not 1 <= level <= len(self.severities):
+            raise DataError(f"shift {self.name} has severities 1 to {len(self.severities)}, got {brief(level)}")
         return self.severities[level - 1]
 
 
 def check_signals(signals: Tensor) -> None:
     """Refuse what is no batch of one-dimensional signals."""
+    _check_tensor(signals)
     if not signals.is_floating_point() or signals.ndim != 3 or signals.shape[-1] < 2:
-        kind = str(signals.dtype).removeprefix("torch.")
+        dtype = str(signals.dtype).removeprefix("torch.")
         raise DataError(
-            f"a signal shift takes floating-point signals of shape [N, C, L], got {kind} {list(signals.shape)}"
+            f"a signal shift takes floating-point signals of shape [N, C, L], got {dtype} {list(signals.shape)}"
         )
 
 
 def check_images(images: Tensor) -> None:
     """Refuse what is no batch of 8-bit images, before any arithmetic."""
+    _check_tensor(images)
     if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
         raise DataError(
             "a shift takes uint8 images of shape [N, 1 or 3, H, W], got "
             f"{str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
         )
+
+
+def _check_tensor(given: Any) -> None:
+    if not isinstance(given, Tensor):
+        advice = "; make one of it, e.g. torch.from_numpy(images)" if isinstance(given, np.ndarray) else ""
+        raise DataError(f"a shift takes a tensor, got {kind(given)}{advice}")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shiftmend.errors import DataError
+from shiftmend.files import as_path
 from shiftmend.shifts import procedural
 
 NAMES = ("bricks", "crystals", "grass", "oranges", "sky")
@@ -116,7 +117,7 @@ def _texture(name: str, folder: Folder) -> tuple[str, Tensor]:
         raise DataError(f"unknown texture {name!r}, expected one of {', '.join(NAMES)}")
     if folder is None:
         return "procedural", _drawn(name)
-    path = _find(name, [Path(folder)])
+    path = _find(name, [as_path(folder, "the folder of textures", DataError)])
     return str(path), _read(path)
 
 

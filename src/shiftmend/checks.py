@@ -1,0 +1,48 @@
+"""Checks of what a caller passed, shared so that the same mistake gets the same sentence everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from shiftmend.errors import DataError, ShiftmendError
+
+_SHORT = 60
+
+
+def kind(value: Any) -> str:
+    """What sort of thing a value is, as part of a sentence: "a Tensor", "None", "the class Linear"."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"
+
+
+def brief(value: Any) -> str:
+    """A value as Python writes it, or what kind it is where that would not fit into a sentence."""
+    if isinstance(value, type) or (isinstance(value, Tensor | np.ndarray) and value.ndim > 0):
+        return kind(value)
+    text = repr(value)
+    return text if len(text) <= _SHORT and "\n" not in text else kind(value)
+
+
+def is_whole(value: Any) -> bool:
+    """A whole number of Python or numpy; Python would take True for one, too."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_known(given: Any, known: Collection[str], what: str, error: type[ShiftmendError] = ShiftmendError) -> None:
+    """Refuse what is not one of the known names."""
+    if not isinstance(given, str) or given not in known:
+        raise error(f"unknown {what} {brief(given)}, expected one of {', '.join(known)}")
+
+
+def check_function(given: Any, what: str, takes: str) -> None:
+    """Refuse what cannot be called, before anything is done with it; `takes`: how it will be called."""
+    if given is not None and not callable(given):
+        raise DataError(f"{what} is {brief(given)}, expected a function: {what}({takes})")
