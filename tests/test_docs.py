@@ -8,6 +8,7 @@ import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,11 +51,15 @@ def test_the_readme_runs_as_written(
 
 def test_the_profile_page_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    merging, by_hand = code_blocks(ROOT / "docs/profiles.md")[-2:]
+    merging, mixing, by_hand = code_blocks(ROOT / "docs/profiles.md")[-3:]
     world = sensors()
-    exec(
-        merging, {"shiftmend": shiftmend, "model": world.model, "hospital_a": world.source, "hospital_b": world.target}
-    )
+    names: dict[str, Any] = {"shiftmend": shiftmend, "model": world.model}
+    names |= {"hospital_a": world.source, "hospital_b": world.target}
+    exec(merging, names)
+    for part, name in (("first", "benign"), ("second", "tumour")):
+        names[part].save(f"{name}.profile")
+    exec(mixing, names)
+    assert 0 < names["site"].samples < names["both"].samples
     loader = [torch.randn(64, 8) for _ in range(3)]
     names = {"nn": nn, "torch": torch, "shiftmend": shiftmend, "loader": loader, "x": loader[0] + 1}
     exec(by_hand, names | {"backbone": nn.Linear(8, 512), "head": nn.Linear(512, 2)})

@@ -21,7 +21,6 @@ from shiftmend.bench.speed import compilation, growth, histogram, packing, preci
 from shiftmend.bench.speed.timing import Table, Timing
 from shiftmend.bench.suite import find
 from shiftmend.errors import DataError, ShiftmendError
-from shiftmend.steps import Steps
 
 CPU = torch.device("cpu")
 TINY = steps.Workload("tiny", "digit-cnn", 4, (3, 28, 28), 8, 16)
@@ -129,18 +128,15 @@ class StandIn:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Steps are captured and compiled on a CPU, as far as that goes; for each capture whether it was compiled."""
-    plainly, captures = nn.Module.compile, list[bool]()
+    plainly, captures = torch.compile, list[bool]()
 
-    def captured(once: Any, model: nn.Module, optimiser: Any, device: Any, samples: int, size: int) -> StandIn:
+    def captured(once: Any, model: nn.Module, *_: Any) -> StandIn:
         captures.append(model._compiled_call_impl is not None)
-        return StandIn(once, samples, size)
+        return StandIn(once, 16, 8)
 
-    def compiled(model: nn.Module, **options: Any) -> None:
-        plainly(model, backend="eager", **options)
-
-    monkeypatch.setattr(nn.Module, "compile", compiled)
-    monkeypatch.setattr(Steps, "_can_be_captured", lambda steps: True)
     monkeypatch.setattr("shiftmend.steps.captured_epoch", captured)
+    monkeypatch.setattr("shiftmend.steps.Steps._can_be_captured", lambda self: True)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: plainly(function, backend="eager"))
     return captures
 
 
