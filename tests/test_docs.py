@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shiftmend
 from shiftmend.cli import main
+from shiftmend.toys import offset_toy
 from worlds import sensors
 
 ROOT = Path(__file__).parent.parent
@@ -63,6 +64,15 @@ def test_the_profile_page_runs_as_written(tmp_path: Path, monkeypatch: pytest.Mo
     loader = [torch.randn(64, 8) for _ in range(3)]
     names = {"nn": nn, "torch": torch, "shiftmend": shiftmend, "loader": loader, "x": loader[0] + 1}
     exec(by_hand, names | {"backbone": nn.Linear(8, 512), "head": nn.Linear(512, 2)})
+
+
+def test_the_page_of_when_it_works_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    offset, mixing = code_blocks(ROOT / "docs/when-it-works.md")
+    exec(offset, {})
+    assert capsys.readouterr().out.rstrip().endswith("1.0")
+    toy = offset_toy(positives=0.9)
+    names: dict[str, Any] = {"shiftmend": shiftmend, "model": toy.model, "target": toy.target_inputs}
+    exec(mixing, names | {"images": toy.source_inputs, "labels": toy.source_labels})
 
 
 def test_the_methods_page_runs_as_written() -> None:
