@@ -331,6 +331,18 @@ def test_autocast_stays_close_to_full_precision() -> None:
     assert all(p.dtype == torch.float32 for p in half.model.parameters())
 
 
+def test_compile_says_that_it_leaves_a_model_with_compiled_parts_alone(caplog: pytest.LogCaptureFixture) -> None:
+    world = sensors()
+    model = copy.deepcopy(world.model)
+    model[0] = torch.compile(model[0], backend="eager")
+    profile = shiftmend.profile(model, world.source, progress=False)
+    result = shiftmend.adapt(
+        model, world.target, profile, "fr", epochs=1, learning_rate=0.1, compile=True, progress=False
+    )
+    assert "compile has no effect: a part of the model is compiled by itself" in caplog.text
+    assert "compile" not in result.manifest
+
+
 def test_compiled_models_come_back_plain() -> None:
     world = sensors()
     compiled = torch.compile(world.model, backend="eager")

@@ -142,9 +142,8 @@ def _once(
     adapted = _copy(model, feed).to(place)
     check_takes(adapted, feed.first(2), settings.output)
     channels_last(adapted, feed.first(2), settings.output)
-    if settings.compile and not (settings.capture and feed.inputs is not None and feed.inputs.is_cuda):
-        logger.warning("compile has no effect: only captured steps are compiled, on CUDA and with data that fits there")
-        settings = replace(settings, compile=False)
+    if settings.compile:
+        settings = replace(settings, compile=_can_be_compiled(adapted, feed, settings.capture))
     network, taps = examine(adapted, feed, profile, method, settings.blocks, settings.output)
     stages = method.stages(network, profile)
     _refuse_unfit(method, feed, bool(stages) and bool(batch_norms(adapted)), profile)
@@ -173,6 +172,19 @@ def _once(
         return run.go()
     finally:
         settle(adapted, model)
+
+
+def _can_be_compiled(model: nn.Module, feed: Feed, capture: bool) -> bool:
+    """Whether `compile` has an effect; if not, why is logged."""
+    if any(hasattr(module, "_orig_mod") for module in model.modules()):
+        logger.warning(
+            "compile has no effect: a part of the model is compiled by itself, and runs uncompiled meanwhile"
+        )
+        return False
+    if not (capture and feed.inputs is not None and feed.inputs.is_cuda):
+        logger.warning("compile has no effect: only captured steps are compiled, on CUDA and with data that fits there")
+        return False
+    return True
 
 
 def _refuse_unfit(method: Method, feed: Feed, normalises: bool, profile: Profile | None) -> None:
