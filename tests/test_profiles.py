@@ -121,7 +121,7 @@ def test_a_full_profile_does_not_merge_with_a_marginal_one() -> None:
     model, inputs = case.model(), case.inputs(64)
     full, marginal = (shiftmend.profile(model, inputs, gaussian=kind) for kind in ("full", "marginal"))
     for one, other in ((full, marginal), (marginal, full)):
-        with pytest.raises(ProfileError, match="cannot be merged"):
+        with pytest.raises(ProfileError, match="cannot be put together"):
             one.merge(other)
 
 
@@ -239,7 +239,21 @@ def test_units_that_are_silent_for_a_class_are_no_fault_of_its_profile(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "shares", [[1], [1, 2, 3], [0, 0], [-1, 2], [float("nan"), 1], [float("inf"), 1], ["a", "b"], 3, None]
+    "shares",
+    [
+        [1],
+        [1, 2, 3],
+        [0, 0],
+        [-1, 2],
+        [float("nan"), 1],
+        [float("inf"), 1],
+        ["a", "b"],
+        3,
+        None,
+        {0: 0.9, 1: 0.1},
+        {9, 1},
+        "91",
+    ],
 )
 def test_impossible_shares_are_refused(shares: object) -> None:
     made = shiftmend.profile(ZOO["tabular"].model(), ZOO["tabular"].inputs())
