@@ -238,6 +238,18 @@ def test_units_that_are_silent_for_a_class_are_no_fault_of_its_profile(tmp_path:
     assert all(np.isfinite(loss) for row in adapted.history for loss in row.losses.values())
 
 
+def test_a_class_may_have_one_sample(tmp_path: Path) -> None:
+    model, inputs = classes()
+    whole = shiftmend.profile(model, torch.cat(inputs), gaussian="full")
+    parts = [shiftmend.profile(model, one, like=whole) for one in (inputs[0], inputs[1][:1])]
+    parts[1].save(tmp_path / "rare.profile")
+    mixed = Profile.mixture([parts[0], tmp_path / "rare.profile"], [80, 1])
+    together = shiftmend.profile(model, torch.cat([inputs[0], inputs[1][:1]]), like=whole)
+    assert mixed.samples == together.samples == 81
+    torch.testing.assert_close(mixed.gaussian.mean, together.gaussian.mean)
+    torch.testing.assert_close(mixed.gaussian.covariance, together.gaussian.covariance)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     "shares",
     [
