@@ -229,13 +229,14 @@ def test_units_that_are_silent_for_a_class_are_no_fault_of_its_profile(tmp_path:
         model[0].bias[0] = -1
     inputs = torch.rand(200, 4)
     inputs[100:, 0] += 1
-    whole = shiftmend.profile(model, inputs)
+    whole = shiftmend.profile(model, inputs, gaussian="full")
     silent = shiftmend.profile(model, inputs[:100], like=whole)
     assert (silent.gaussian.variance == 0)[whole.taps["features"].usable].any()
     silent.save(tmp_path / "silent.profile")
     assert same(Profile.load(tmp_path / "silent.profile"), silent)
-    adapted = shiftmend.adapt(model, inputs, silent, "bnm", epochs=1, batch_size=50, progress=False)
-    assert all(np.isfinite(loss) for row in adapted.history for loss in row.losses.values())
+    for method in ("bnm", "full-gauss"):
+        adapted = shiftmend.adapt(model, inputs, silent, method, epochs=1, batch_size=50, progress=False)
+        assert all(np.isfinite(loss) for row in adapted.history for loss in row.losses.values())
 
 
 def test_a_class_may_have_one_sample(tmp_path: Path) -> None:
