@@ -745,6 +745,31 @@ def test_a_model_that_is_broken_already_is_not_blamed_on_the_learning_rate() -> 
             call()
 
 
+class Masked(nn.Module):
+    """One of the features is masked out, by a parameter that was not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.mask = nn.Parameter(torch.tensor([0.0] * 5 + [-math.inf]), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.softmax(self.below(x) + self.mask, 1))
+
+
+def test_a_mask_of_infinities_is_not_broken() -> None:
+    torch.manual_seed(0)
+    model, inputs = Masked(), torch.randn(64, 4)
+    profile = shiftmend.profile(model, inputs, progress=False)
+    result = shiftmend.adapt(model, inputs + 1, profile, "fr", epochs=2, progress=False)
+    assert result.manifest["status"] == "finished"
+    assert result.model.mask[-1] == -math.inf
+    with torch.no_grad():
+        model.mask[0] = math.nan
+    with pytest.raises(AdaptationError, match="NaN or infinite in 'mask'"):
+        shiftmend.adapt(model, inputs, profile, "fr", epochs=2, progress=False)
+
+
 def test_rates_may_come_as_an_array() -> None:
     world = sensors()
     result = shiftmend.adapt(

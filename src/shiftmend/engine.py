@@ -127,6 +127,7 @@ def _once(
         )
     model = unwrap(model)
     profile = fitting_profile(profile, model, method)
+    refuse_broken(model)
     place = resolve_device(settings.device, model)
     feed = Feed(
         target,
@@ -210,13 +211,21 @@ def fitting_profile(
     if profile is not None:
         profile.check_architecture(model)
         profile.check_weights(model)
+    return profile
+
+
+def refuse_broken(model: nn.Module) -> None:
+    """Refuse weights that make every loss NaN, for which the learning rate would be blamed later."""
     for name, value in model.named_parameters():
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        if not value.is_floating_point():
+            continue
+        # a mask that is kept among the parameters may hold infinities
+        bad = ~torch.isfinite(value) if value.requires_grad else torch.isnan(value)
+        if bool(bad.any()):
             raise AdaptationError(
                 f"the model's weights are NaN or infinite in {name!r} before anything is adapted; load those of a "
                 "model that works"
             )
-    return profile
 
 
 def _how_chosen(method: Method) -> str | None:
