@@ -231,4 +231,4 @@ def test_there_is_nothing_to_lay_out_without_convolutions() -> None:
 def test_compiling_without_a_gpu_says_that_it_does_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         adapted(made(Plain), device="cpu", compile=True)
-    assert "compile has no effect: only captured steps are compiled" in caplog.text
+    assert "compile has no effect: only captured training steps are compiled" in caplog.text

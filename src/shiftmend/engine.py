@@ -143,8 +143,12 @@ def _once(
     adapted = _copy(model, feed).to(place)
     check_takes(adapted, feed.first(2), settings.output)
     channels_last(adapted, feed.first(2), settings.output)
-    if settings.compile and not (settings.capture and feed.inputs is not None and feed.inputs.is_cuda):
-        logger.warning("compile has no effect: only captured steps are compiled, on CUDA and with data that fits there")
+    captured = settings.capture and feed.inputs is not None and feed.inputs.is_cuda
+    if settings.compile and not (captured and method.trains and world_size() == 1):
+        logger.warning(
+            "compile has no effect: only captured training steps are compiled, in one process, on CUDA and with data "
+            "that fits there"
+        )
         settings = replace(settings, compile=False)
     network, taps = examine(adapted, feed, profile, method, settings.blocks, settings.output)
     stages = method.stages(network, profile)
