@@ -143,13 +143,13 @@ def _once(
     adapted = _copy(model, feed).to(place)
     check_takes(adapted, feed.first(2), settings.output)
     channels_last(adapted, feed.first(2), settings.output)
-    captured = settings.capture and feed.inputs is not None and feed.inputs.is_cuda
-    if settings.compile and not (captured and method.trains and world_size() == 1):
+    captured = settings.capture and feed.inputs is not None and feed.inputs.is_cuda and world_size() == 1
+    if settings.compile and method.trains and not captured:
         logger.warning(
-            "compile has no effect: only captured training steps are compiled, in one process, on CUDA and with data "
-            "that fits there"
+            "compile has no effect: only captured steps are compiled, of one process, on CUDA and with data that fits "
+            "there"
         )
-        settings = replace(settings, compile=False)
+    settings = replace(settings, compile=settings.compile and method.trains and captured)
     network, taps = examine(adapted, feed, profile, method, settings.blocks, settings.output)
     stages = method.stages(network, profile)
     _refuse_unfit(method, feed, bool(stages) and bool(batch_norms(adapted)), profile)
