@@ -72,7 +72,9 @@ def test_the_page_of_when_it_works_runs_as_written(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.rstrip().endswith("1.0")
     toy = offset_toy(positives=0.9)
     names: dict[str, Any] = {"shiftmend": shiftmend, "model": toy.model, "target": toy.target_inputs}
-    exec(mixing, names | {"images": toy.source_inputs, "labels": toy.source_labels})
+    names |= {"images": toy.source_inputs, "labels": toy.source_labels}
+    exec(mixing, names)
+    assert names["result"].before.excess < shiftmend.verify(toy.model, toy.target_inputs, names["whole"]).excess
 
 
 def test_the_methods_page_runs_as_written() -> None:

@@ -268,6 +268,15 @@ def test_one_image_is_enough_where_each_of_its_positions_is_a_sample() -> None:
     assert set(online.losses) == {"features", "logits"}
 
 
+def test_one_image_is_too_few_where_slices_of_pooled_features_are_aligned_as_well() -> None:
+    torch.manual_seed(0)
+    pooled = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4))
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), *pooled).eval()
+    for preset, enough in (("reference", True), ("sliced", False)):
+        profile = shiftmend.profile(model, torch.randn(8, 3, 9, 9), preset=preset, taps={"maps": "0"}, progress=False)
+        assert FR(align="maps").smallest_batch(profile) == (1 if enough else 2)
+
+
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state() -> None:
     world = sensors(norm=False)
     with pytest.raises(DivergedError, match="lower the learning rate") as caught:
@@ -634,7 +643,6 @@ def test_wrong_types_are_one_sentence() -> None:
         with pytest.raises(AdaptationError):
             shiftmend.adapt(world.model, world.target, profile, "fr", **wrong)
     assert FR(align="features").align == ("features",)
-    assert FR(learning_rate=np.float32(0.1)).learning_rate == np.float32(0.1)
 
 
 def test_a_sorted_dataset_is_shuffled_also_when_it_streams(caplog: pytest.LogCaptureFixture) -> None:
@@ -725,6 +733,15 @@ def test_flags_of_numpy_fit_into_a_manifest(tmp_path) -> None:  # type: ignore[n
     assert json.loads((tmp_path / "manifest.json").read_text())["autocast"] is False
 
 
+def test_numbers_of_numpy_fit_into_a_manifest(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    world = sensors()
+    made = FR(learning_rate=np.float32(0.125), epochs=np.int64(1))  # type: ignore[arg-type]
+    result = shiftmend.adapt(world.model, world.target, world.profile(), made, progress=False)
+    result.save(tmp_path)
+    (stage,) = json.loads((tmp_path / "manifest.json").read_text())["stages"]
+    assert (stage["learning_rate"], stage["epochs"]) == (0.125, 1)
+
+
 def test_a_model_that_is_broken_already_is_not_blamed_on_the_learning_rate() -> None:
     world = sensors()
     broken = copy.deepcopy(world.model)
@@ -738,6 +755,31 @@ def test_a_model_that_is_broken_already_is_not_blamed_on_the_learning_rate() -> 
             AdaptationError, match=r"weights are NaN or infinite in '4.weight' before anything is adapted"
         ):
             call()
+
+
+class Masked(nn.Module):
+    """One of the features is masked out, by a parameter that was not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.mask = nn.Parameter(torch.tensor([0.0] * 5 + [-math.inf]), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.softmax(self.below(x) + self.mask, 1))
+
+
+def test_a_mask_of_infinities_is_not_broken() -> None:
+    torch.manual_seed(0)
+    model, inputs = Masked(), torch.randn(64, 4)
+    profile = shiftmend.profile(model, inputs, progress=False)
+    result = shiftmend.adapt(model, inputs + 1, profile, "fr", epochs=2, progress=False)
+    assert result.manifest["status"] == "finished"
+    assert result.model.mask[-1] == -math.inf
+    with torch.no_grad():
+        model.mask[0] = math.nan
+    with pytest.raises(AdaptationError, match="NaN or infinite in 'mask'"):
+        shiftmend.adapt(model, inputs, profile, "fr", epochs=2, progress=False)
 
 
 def test_rates_may_come_as_an_array() -> None:

@@ -138,9 +138,9 @@ def test_missing_labels_are_missed_only_by_the_evaluator(way: str) -> None:
         ((1,), "batches of type int.* make a tensor of numbers"),
         (([[1.0, 2.0]], [0]), "batches of type list.* make a tensor of numbers"),
         ([[1.0, 2.0], [3.0, 4.0]], "a list is one of batches, make a tensor of numbers"),
-        (INPUTS.to_sparse(), r"sparse or nested; .*to_dense\(\)"),
+        (INPUTS.to_sparse(), r"sparse or nested tensor; .*to_dense\(\)"),
         ([INPUTS.to_sparse()], "sparse or nested"),
-        (INPUTS.to("meta"), "on the device 'meta', without values"),
+        (INPUTS.to("meta"), "on the device 'meta', without values; expected one that holds them$"),
         ([INPUTS, LABELS], "differ in shape; .* pass inputs with labels as a tuple, not as a list"),
         (torch.tensor(3.0), "single number"),
         (np.array(3.0), "single number"),
@@ -639,6 +639,14 @@ def test_a_loader_that_hands_out_its_own_memory_is_not_changed(collate: Any) -> 
     for _ in range(3):
         assert all((batch == 50).all() for batch in feed.batches())
     assert (whole == 100).all()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_with_what_to_do(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([INPUTS[0], INPUTS[0, :2]], layout=layout)
+    with pytest.raises(DataError, match=r"sparse or nested tensor; .*to_padded_tensor\(0\)$"):
+        Feed(nested)
 
 
 def test_a_tuple_of_batches_is_no_pair_of_inputs_and_labels() -> None:

@@ -239,6 +239,18 @@ def test_merging_is_exact_in_double_also_far_from_zero() -> None:
     np.testing.assert_allclose(merged.mean, values.numpy().mean(0), rtol=1e-12)
 
 
+@given(SEEDS, st.integers(1, 5), st.floats(0.05, 0.95))
+def test_parts_in_other_shares_are_a_weighted_sample(seed: int, units: int, share: float) -> None:
+    """With Kish's size, the covariance is the one that numpy gives to samples of unequal importance."""
+    parts, shares = (drawn(30, units, seed), drawn(20, units, seed + 1) + 2), (share, 1 - share)
+    size = 1 / sum(part**2 / len(values) for part, values in zip(shares, parts, strict=True))
+    times = [size * part / len(values) for part, values in zip(shares, parts, strict=True)]
+    mixed = FullGaussian.mixed([full_of(values) for values in parts], times)
+    expected = np.cov(torch.cat(parts).numpy().T, aweights=np.repeat(times, (30, 20)))
+    assert mixed.samples == round(size)
+    np.testing.assert_allclose(mixed.covariance, expected.reshape(units, units), rtol=1e-9, atol=1e-12)
+
+
 @given(SEEDS, st.integers(1, 5), st.tuples(st.integers(1, 4), st.integers(1, 4)))
 def test_a_part_counted_twice_is_a_part_repeated(seed: int, units: int, times: tuple[int, int]) -> None:
     """Whole numbers can be written out; each part has its own unbiased covariance."""

@@ -232,3 +232,15 @@ def test_compiling_without_a_gpu_says_that_it_does_nothing(caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING):
         adapted(made(Plain), device="cpu", compile=True)
     assert "compile has no effect: only captured steps are compiled" in caplog.text
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+PLACES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, gpu])]
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_where_nothing_is_trained_nothing_is_compiled(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        result = shiftmend.adapt(made(Plain), images(), method="adabn", device=device, compile=True, progress=False)
+    assert "compile" not in result.manifest
+    assert "compile" not in caplog.text

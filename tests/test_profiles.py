@@ -121,7 +121,7 @@ def test_a_full_profile_does_not_merge_with_a_marginal_one() -> None:
     model, inputs = case.model(), case.inputs(64)
     full, marginal = (shiftmend.profile(model, inputs, gaussian=kind) for kind in ("full", "marginal"))
     for one, other in ((full, marginal), (marginal, full)):
-        with pytest.raises(ProfileError, match="cannot be merged"):
+        with pytest.raises(ProfileError, match="cannot be put together"):
             one.merge(other)
 
 
@@ -229,17 +229,44 @@ def test_units_that_are_silent_for_a_class_are_no_fault_of_its_profile(tmp_path:
         model[0].bias[0] = -1
     inputs = torch.rand(200, 4)
     inputs[100:, 0] += 1
-    whole = shiftmend.profile(model, inputs)
+    whole = shiftmend.profile(model, inputs, gaussian="full")
     silent = shiftmend.profile(model, inputs[:100], like=whole)
     assert (silent.gaussian.variance == 0)[whole.taps["features"].usable].any()
     silent.save(tmp_path / "silent.profile")
     assert same(Profile.load(tmp_path / "silent.profile"), silent)
-    adapted = shiftmend.adapt(model, inputs, silent, "bnm", epochs=1, batch_size=50, progress=False)
-    assert all(np.isfinite(loss) for row in adapted.history for loss in row.losses.values())
+    for method in ("bnm", "full-gauss"):
+        adapted = shiftmend.adapt(model, inputs, silent, method, epochs=1, batch_size=50, progress=False)
+        assert all(np.isfinite(loss) for row in adapted.history for loss in row.losses.values())
+
+
+def test_a_class_may_have_one_sample(tmp_path: Path) -> None:
+    model, inputs = classes()
+    whole = shiftmend.profile(model, torch.cat(inputs), gaussian="full")
+    parts = [shiftmend.profile(model, one, like=whole) for one in (inputs[0], inputs[1][:1])]
+    parts[1].save(tmp_path / "rare.profile")
+    mixed = Profile.mixture([parts[0], tmp_path / "rare.profile"], [80, 1])
+    together = shiftmend.profile(model, torch.cat([inputs[0], inputs[1][:1]]), like=whole)
+    assert mixed.samples == together.samples == 81
+    torch.testing.assert_close(mixed.gaussian.mean, together.gaussian.mean)
+    torch.testing.assert_close(mixed.gaussian.covariance, together.gaussian.covariance)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
-    "shares", [[1], [1, 2, 3], [0, 0], [-1, 2], [float("nan"), 1], [float("inf"), 1], ["a", "b"], 3, None]
+    "shares",
+    [
+        [1],
+        [1, 2, 3],
+        [0, 0],
+        [-1, 2],
+        [float("nan"), 1],
+        [float("inf"), 1],
+        ["a", "b"],
+        3,
+        None,
+        {0: 0.9, 1: 0.1},
+        {9, 1},
+        "91",
+    ],
 )
 def test_impossible_shares_are_refused(shares: object) -> None:
     made = shiftmend.profile(ZOO["tabular"].model(), ZOO["tabular"].inputs())

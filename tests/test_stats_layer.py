@@ -394,6 +394,7 @@ def test_a_layer_of_nonsense_is_not_made(wrong: dict[str, object], sentence: str
     ("batch", "sentence"),
     [
         (np.zeros((4, 3)), "is a ndarray, expected a tensor"),
+        (torch.zeros(()), r"is \[\], expected samples with 3 units on axis 2"),
         (torch.zeros(0, 3), r"is \[0, 3\], expected samples with 3 units on axis 2"),
         (torch.zeros(4, 3), r"is \[4, 3\], expected samples with 3 units on axis 2"),
     ],

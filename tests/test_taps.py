@@ -214,6 +214,8 @@ def test_a_tap_of_the_wrong_kind_is_refused_where_it_is_made(make: Any, sentence
         ({"head": 5}, "head is 5, expected the name of the module that classifies"),
         ({"head": ""}, "head is '', expected the name"),
         ({"head": nn.Linear(2, 2)}, "head is Linear.*, expected the name"),
+        ({"output": "logits"}, "a single tensor, which has no entry 'logits'"),
+        ({"output": "logits", "head": "0"}, "a single tensor, which has no entry 'logits'"),
         ({"taps": {"early": "0@-2"}}, r"tap 'early' counts units on axis -2 of \[2, 32\]"),
     ],
 )
@@ -237,6 +239,24 @@ def test_taps_and_head_are_given_by_name(wrong: dict[str, Any], sentence: str) -
 def test_what_is_no_model_is_refused_with_what_to_do(model: Any, sentence: str) -> None:
     with pytest.raises(TapError, match=sentence):
         unwrap(model)
+
+
+class Summed(nn.Module):
+    """A module inside sees one number, such as a penalty, of all samples together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.penalty, self.head = nn.Linear(4, 6), nn.Identity(), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        below = self.below(x)
+        self.penalty(below.sum())
+        return self.head(below)
+
+
+def test_one_number_of_all_samples_is_no_activation() -> None:
+    with pytest.raises(TapError, match="tap 'sum' watches 'penalty', which gives a single number for all samples"):
+        trace(Summed(), torch.zeros(2, 4), taps={"sum": "penalty"})
 
 
 class Raises(nn.Module):

@@ -127,6 +127,7 @@ def _once(
         )
     model = unwrap(model)
     profile = fitting_profile(profile, model, method)
+    refuse_broken(model)
     place = resolve_device(settings.device, model)
     feed = Feed(
         target,
@@ -143,7 +144,8 @@ def _once(
     check_takes(adapted, feed.first(2), settings.output)
     channels_last(adapted, feed.first(2), settings.output)
     if settings.compile:
-        settings = replace(settings, compile=_can_be_compiled(adapted, feed, settings.capture))
+        works = method.trains and _can_be_compiled(adapted, feed, settings.capture)
+        settings = replace(settings, compile=works)
     network, taps = examine(adapted, feed, profile, method, settings.blocks, settings.output)
     stages = method.stages(network, profile)
     _refuse_unfit(method, feed, bool(stages) and bool(batch_norms(adapted)), profile)
@@ -181,10 +183,13 @@ def _can_be_compiled(model: nn.Module, feed: Feed, capture: bool) -> bool:
             "compile has no effect: a part of the model is compiled by itself, and runs uncompiled meanwhile"
         )
         return False
-    if not (capture and feed.inputs is not None and feed.inputs.is_cuda):
-        logger.warning("compile has no effect: only captured steps are compiled, on CUDA and with data that fits there")
-        return False
-    return True
+    captured = capture and feed.inputs is not None and feed.inputs.is_cuda and world_size() == 1
+    if not captured:
+        logger.warning(
+            "compile has no effect: only captured steps are compiled, of one process, on CUDA and with data that fits "
+            "there"
+        )
+    return captured
 
 
 def _refuse_unfit(method: Method, feed: Feed, normalises: bool, profile: Profile | None) -> None:
@@ -222,13 +227,21 @@ def fitting_profile(
     if profile is not None:
         profile.check_architecture(model)
         profile.check_weights(model)
+    return profile
+
+
+def refuse_broken(model: nn.Module) -> None:
+    """Refuse weights that make every loss NaN, for which the learning rate would be blamed later."""
     for name, value in model.named_parameters():
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        if not value.is_floating_point():
+            continue
+        # a mask that is kept among the parameters may hold infinities
+        bad = ~torch.isfinite(value) if value.requires_grad else torch.isnan(value)
+        if bool(bad.any()):
             raise AdaptationError(
                 f"the model's weights are NaN or infinite in {name!r} before anything is adapted; load those of a "
                 "model that works"
             )
-    return profile
 
 
 def _how_chosen(method: Method) -> str | None:

@@ -77,8 +77,8 @@ def as_tensor(values: Any, what: str) -> Tensor:
     try:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        kind = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else f"a {type(values).__name__}"
-        raise DataError(f"the {what} holds {kind}, which is no tensor of numbers; convert it first") from error
+        held = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else kind(values)
+        raise DataError(f"the {what} holds {held}, which is no tensor of numbers; convert it first") from error
 
 
 def _as_inputs(values: Any, what: str) -> Tensor:
@@ -91,9 +91,11 @@ def _as_inputs(values: Any, what: str) -> Tensor:
 
 
 def _plain(inputs: Tensor, what: str) -> Tensor:
-    if inputs.layout != torch.strided or inputs.is_meta:
-        form = "on the device 'meta', without values" if inputs.is_meta else "sparse or nested"
-        raise DataError(f"the {what} is a tensor that is {form}; expected an ordinary one, e.g. inputs.to_dense()")
+    if inputs.is_meta:
+        raise DataError(f"the {what} is a tensor on the device 'meta', without values; expected one that holds them")
+    if inputs.layout != torch.strided or inputs.is_nested:
+        advice = "inputs.to_padded_tensor(0)" if inputs.is_nested else "inputs.to_dense()"
+        raise DataError(f"the {what} is a sparse or nested tensor; expected an ordinary one, e.g. {advice}")
     return inputs
 
 

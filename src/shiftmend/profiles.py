@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shiftmend import fingerprints
 from shiftmend.__about__ import __version__
-from shiftmend.checks import kind
+from shiftmend.checks import brief, kind
 from shiftmend.devices import resolve_device
 from shiftmend.distributed import of_first_process
 from shiftmend.errors import ProfileError
@@ -159,22 +159,20 @@ def as_profile(given: Profile | str | os.PathLike[str], what: str = "the profile
 
 def _parts(given: Sequence[Profile | str | os.PathLike[str]]) -> list[Profile]:
     if isinstance(given, str | os.PathLike | Profile) or not isinstance(given, Iterable):
-        raise ProfileError(
-            f"the parts of a mixture are one {type(given).__name__}, expected a list of profiles or files"
-        )
+        raise ProfileError(f"the parts of a mixture are given as {kind(given)}, expected a list of profiles or files")
     return [as_profile(part, f"part {number} of the mixture") for number, part in enumerate(given, 1)]
 
 
 def _shares(parts: int, given: Sequence[float]) -> list[float]:
     """Shares that add up to 1."""
     expected = f"expected one number for each of the {parts} parts, none negative and one at least above 0"
-    try:
-        shares = [float(share) for share in given]
-    except (TypeError, ValueError) as error:
-        raise ProfileError(f"the shares of a mixture are {given!r}, {expected}") from error
+    try:  # going through text or a dictionary would give digits or names, and a set has no order
+        shares = [] if isinstance(given, str | Mapping | Set) else [float(share) for share in given]
+    except (TypeError, ValueError):
+        shares = []
     total = sum(shares)
     if len(shares) != parts or not all(0 <= share < math.inf for share in shares) or not 0 < total < math.inf:
-        raise ProfileError(f"the shares of a mixture are {shares}, {expected}")
+        raise ProfileError(f"the shares of a mixture are {brief(shares or given)}, {expected}")
     return [share / total for share in shares]
 
 
@@ -187,7 +185,7 @@ def _mixed(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
     ]
     if any(kind != kinds[0] for kind in kinds):
         raise ProfileError(
-            "these profiles are of different models, taps, presets or kinds of Gaussian and cannot be merged"
+            "these profiles are of different models, taps, presets or kinds of Gaussian and cannot be put together"
         )
     sizes = [part.inputs_seen * number for part, number in zip(parts, times, strict=True)]
     return replace(

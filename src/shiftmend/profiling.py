@@ -97,7 +97,7 @@ def profile(
         _check_agreement(model, feed, (specs, chosen.name, cut, full, keep_bytes), like)
         with together(), synchronised(model):
             passes = _Passes(model, feed, specs, keep_bytes, bar.advance)
-            trackers = _ranges(passes, specs)
+            trackers = _ranges(passes, specs, like)
             frame = _frame(trackers, chosen, like)
             if full and len(frame.mean) > MOST_CORRELATED:
                 raise ProfileError(
@@ -206,7 +206,8 @@ class _Passes:
         self.kept = kept if everywhere(kept is not None, self.feed.device) else None
 
 
-def _ranges(passes: _Passes, specs: Mapping[str, Tap]) -> dict[str, RangeTracker]:
+def _ranges(passes: _Passes, specs: Mapping[str, Tap], like: Profile | None) -> dict[str, RangeTracker]:
+    """The first pass. With the ranges of another profile, samples need not vary: a rare class may have only one."""
     trackers = {name: RangeTracker() for name in specs}
     for samples in passes():
         for name, values in samples.items():
@@ -220,7 +221,7 @@ def _ranges(passes: _Passes, specs: Mapping[str, Tap]) -> dict[str, RangeTracker
                 f"tap {name!r} gave NaN or infinite values in {bad} units on the source data; look at the weights of "
                 "the model"
             )
-        if not bool(usable_units(tracker.low, tracker.high).any()):
+        if like is None and not bool(usable_units(tracker.low, tracker.high).any()):
             raise ProfileError(
                 f"every unit at tap {name!r} was constant over the source data ({passes.feed.samples} samples): a "
                 "profile needs varied samples, and a model that reacts to them"

@@ -23,6 +23,7 @@ from shiftmend.gaussians import MarginalGaussian
 from shiftmend.histograms import Bins, Divergence, Form, divergence, scales, soft_histogram, usable_units
 
 _NUMBERS_AT_ONCE = 1 << 20
+_TOGETHER = "collect the others with like= the first, or all of them with like= one profile"
 
 MOST_WEIGHTS = 1 << 26
 """Of all slices of a profile together: they are rebuilt from their seeds, 16 bytes each at most."""
@@ -121,9 +122,7 @@ class Histogram:
         for other in parts[1:]:
             same_ranges = torch.equal(first.low, other.low) and torch.equal(first.high, other.high)
             if not same_ranges or first.bins != other.bins:
-                raise ProfileError(
-                    "these histograms were collected over different ranges or bins; collect the second with like=first"
-                )
+                raise ProfileError(f"these histograms were collected over different ranges or bins; {_TOGETHER}")
         counts = sum(part.counts.double() * number for part, number in zip(parts, times, strict=True))
         samples = round(sum(part.samples * number for part, number in zip(parts, times, strict=True)))
         assert isinstance(counts, Tensor)
@@ -287,9 +286,7 @@ class Slices:
         first = parts[0]
         for other in parts[1:]:
             if first.seed != other.seed or not torch.equal(first.projector.weight, other.projector.weight):
-                raise ProfileError(
-                    "these slices were taken in different directions; collect the second with like=first"
-                )
+                raise ProfileError(f"these slices were taken in different directions; {_TOGETHER}")
         return Slices(Histogram.mixed([part.histogram for part in parts], times), first.seed, first.projector)
 
     def divergence(self, values: Tensor, kind: Divergence = "psi") -> Tensor:

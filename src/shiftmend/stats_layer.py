@@ -92,7 +92,7 @@ class StatsLayer(nn.Module):
         units, axis = self.low.shape[0], self.channel_axis
         if not isinstance(x, Tensor):
             raise ShiftmendError(f"the input of this StatsLayer is {kind(x)}, expected a tensor")
-        if x.numel() == 0 or (x.ndim > 1 and not -x.ndim < axis < x.ndim):
+        if x.ndim == 0 or x.numel() == 0 or (x.ndim > 1 and not -x.ndim < axis < x.ndim):
             raise ShiftmendError(
                 f"the input of this StatsLayer is {list(x.shape)}, expected samples with {units} units on axis {axis}"
             )

@@ -23,7 +23,7 @@ from shiftmend.adapting import (
 )
 from shiftmend.checks import brief, check_function, is_whole, kind
 from shiftmend.devices import resolve_device
-from shiftmend.engine import examine, fitting_profile
+from shiftmend.engine import examine, fitting_profile, refuse_broken
 from shiftmend.errors import AdaptationError, DataError, ShiftmendError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.methods import METHODS, Method
@@ -188,5 +188,6 @@ def stream(
     check_function(preprocess, "preprocess", "inputs")
     model = unwrap(model)
     profile = fitting_profile(profile, model, chosen)
+    refuse_broken(model)
     place = resolve_device(device, model)
     return Stream(model, profile, chosen, preprocess=preprocess, output=output, device=place, window=int(window))

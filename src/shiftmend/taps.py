@@ -102,6 +102,8 @@ class Recorder:
 
     @staticmethod
     def _samples(tap: Tap, values: Tensor) -> Tensor:
+        if values.ndim == 0:
+            raise TapError(f"tap {tap.name!r} watches {str(tap)!r}, which gives a single number for all samples")
         if values.ndim > 1 and not -values.ndim < tap.channel_axis < values.ndim:
             raise TapError(f"tap {tap.name!r} counts units on axis {tap.channel_axis} of {list(values.shape)}")
         return as_samples(values, tap.channel_axis)

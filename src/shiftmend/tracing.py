@@ -68,7 +68,7 @@ def trace(
     owning = owners(model)
     if not owning:
         raise TapError("the model has no parameters, so there is no head to tap and nothing to adapt")
-    check_takes(model, sample)
+    check_takes(model, sample, output)
     events, returned = _watch(model, sample, owning, None)
     if head is None:
         head = _find_head(events, returned, output, given)

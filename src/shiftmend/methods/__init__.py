@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
-import numpy as np
-
 from shiftmend.checks import check_known
 from shiftmend.errors import AdaptationError
 from shiftmend.methods.adabn import AdaBN
@@ -44,8 +42,7 @@ def method(name: str | Method, **options: Any) -> Method:
     missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in options]
     if missing:
         raise AdaptationError(f"method {name!r} needs {missing[0]!r}, e.g. adapt(..., {missing[0]}={missing[0]})")
-    # numbers of numpy are as good as Python's, but cannot be written into a manifest
-    return kind(**{key: value.item() if isinstance(value, np.generic) else value for key, value in options.items()})
+    return kind(**options)
 
 
 __all__ = [

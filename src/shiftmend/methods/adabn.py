@@ -28,6 +28,7 @@ class AdaBN(Method):
     passes: int = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_epochs(self.passes, "passes")
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:

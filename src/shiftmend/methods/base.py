@@ -5,9 +5,10 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -101,6 +102,13 @@ class Method:
     minimises_entropy: ClassVar[bool] = False
     """Whether it makes predictions certain by itself, so that their certainty says nothing about its success."""
 
+    def __post_init__(self) -> None:
+        """Numbers of numpy are as good as Python's, but cannot be written into a manifest."""
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, np.generic):
+                object.__setattr__(self, entry.name, value.item())
+
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         """What to train, in order; none at all leaves the model as it is."""
         raise NotImplementedError
@@ -127,8 +135,7 @@ class Method:
         yield
 
     def hyperparameters(self) -> dict[str, Any]:
-        plain = {name: value.item() if hasattr(value, "item") else value for name, value in asdict(self).items()}
-        return plain | {"momentum": self.momentum}
+        return asdict(self) | {"momentum": self.momentum}
 
 
 def distributed_over_inputs(names: Iterable[str], profile: Profile | None) -> bool:

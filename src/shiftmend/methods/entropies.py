@@ -39,6 +39,7 @@ class Prediction(Method):
     default_rate: ClassVar[float] = 1e-3
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_epochs(self.epochs, "epochs")
         check_positive(self.learning_rate, "the learning rate", optional=True)
 

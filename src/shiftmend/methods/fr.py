@@ -47,6 +47,7 @@ class Alignment(Method):
     slice_weight: float = 1.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_positive(self.learning_rate, "the learning rate", optional=True)
         check_positive(self.slice_weight, "the weight of the slices")
         if isinstance(self.align, str):
@@ -64,7 +65,7 @@ class Alignment(Method):
         return tuple(dict.fromkeys((*self.align, *(("features",) if needs_features else ()))))
 
     def smallest_batch(self, profile: Profile | None) -> int:
-        return 2 if distributed_over_inputs(self.align, profile) else 1
+        return 2 if distributed_over_inputs(self.taps(profile), profile) else 1
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:
         assert profile is not None

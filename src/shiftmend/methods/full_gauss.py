@@ -47,7 +47,7 @@ class FullGauss(Prediction):
                 "full-gauss needs the covariance of the source's features, which this profile does not hold; make it "
                 "with shiftmend.profile(..., gaussian='full')"
             )
-        usable = profile.taps["features"].usable.nonzero()[:, 0]
+        usable = (profile.taps["features"].usable & (profile.gaussian.variance > 0)).nonzero()[:, 0]
         compare = Comparison.to_source(profile.gaussian.of_units(usable).to(device), self.shrinkage)
         units = usable.to(device)
 
