@@ -204,7 +204,7 @@ def _machines(results: Sequence[Result]) -> list[str]:
     if dates:
         when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
         shared = any(result.manifest.get("lanes", 1) > 1 for result in results)
-        together = ", many of which ran side by side and so took longer" if shared else ""
+        together = ", many of which ran side by side and so took longer," if shared else ""
         lines.append(f"finished {when}; the times of all cells{together} add up to {hours:.1f} hours")
     return lines
 
