@@ -76,7 +76,6 @@ def _gather(workshop: Workshop, cell: Cell, manifest: dict[str, Any]) -> Given:
         "method": {"name": setting.method, **setting.options},
         "preset": setting.preset,
         "protocol": protocol.facts(),
-        **({"compile": True} if workshop.compile else {}),
         "source": {
             "name": source,
             "recipe": benchmark.sources[source].facts(),
