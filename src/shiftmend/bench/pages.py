@@ -26,8 +26,9 @@ ONCE = (
 )
 EPOCHS = (
     "`selected` is the epoch that a new site would keep, chosen without labels. `best` looked at the labels of the "
-    "epochs that were scored (the protocol says how many): it says what a better choice could have given. The cost of "
-    "selection is what lies between the two."
+    "epochs that were scored: those that the protocol names, the last and the selected one. It says what a better "
+    "choice among them could have given, and the cost of selection is what lies between the two; an epoch that was not "
+    "scored may have been better still."
 )
 FEW = "Adapted to a few images of each class, scored on all of them; mean over all shifts."
 ONLINE = "One pass over the images: each batch is predicted before it is learnt from."
