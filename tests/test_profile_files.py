@@ -132,6 +132,24 @@ def test_round_trip_keeps_further_taps_axes_and_entries() -> None:
     assert same(profile_files.decode(made.to_bytes()), made)
 
 
+def test_a_mixture_says_of_which_shares_it_is() -> None:
+    mixed = Profile.mixture([PROFILE, PROFILE], [3, 1])
+    back = profile_files.decode(mixed.to_bytes())
+    assert back.shares == mixed.shares == (0.75, 0.25)
+    assert "\n  mixture     75 %, 25 %\n" in repr(back)
+    assert "mixture" not in repr(PROFILE)
+    assert mixed.merge(PROFILE).shares == ()
+
+
+@pytest.mark.parametrize(
+    "shares", [None, 1.0, "1", {"0": 1.0}, [1], [True], [0.5, "0.5"], [0.5, 0.6], [-0.5, 1.5], [[1.0]]]
+)
+def test_shares_that_no_mixture_has_are_refused(shares: Any) -> None:
+    facts, tensors, metadata = take_apart()
+    facts["shares"] = shares
+    assert "shares of its parts" in refusal(forge(facts, tensors, metadata))
+
+
 def test_the_sum_covers_the_whole_file() -> None:
     *_, metadata = take_apart()
     blank = CONTENT.replace(metadata["sha256"].encode(), b"0" * 64)

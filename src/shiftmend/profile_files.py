@@ -69,6 +69,7 @@ def encode(profile: Profile) -> bytes:
         "weights": profile.weights,
         "inputs": profile.inputs.to_json(),
         "inputs_seen": profile.inputs_seen,
+        **({"shares": list(profile.shares)} if profile.shares else {}),
     }
     metadata = {"format": "shiftmend profile", "schema": str(SCHEMA), "sha256": _NO_SUM}
     content = _ordered(safetensors.torch.save(tensors, metadata | {"profile": json.dumps(facts)}))
@@ -212,6 +213,7 @@ def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
         weights=_text(facts["weights"], "weights", _SUM),
         inputs=InputSummary.from_json(facts["inputs"]),
         inputs_seen=_whole(facts["inputs_seen"], "the number of inputs", 1, (1 << 53) - 1),
+        shares=_shares(facts.get("shares", [])),
         library=_text(facts["library"], "library", "[ -~]{1,64}"),
     )
 
@@ -257,6 +259,13 @@ def _histograms(group: str, facts: dict[str, Any], tensors: dict[str, Tensor], b
         )
         for name, entry in facts.items()
     }
+
+
+def _shares(given: Any) -> tuple[float, ...]:
+    right = isinstance(given, list) and all(type(share) is float and 0 <= share <= 1 for share in given)
+    if not right or (given and abs(sum(given) - 1) > 1e-6):
+        raise ProfileError(f"the shares of its parts are {reprlib.repr(given)}, expected numbers that add up to 1")
+    return tuple(given)
 
 
 def _whole(value: Any, what: str, least: int, most: int) -> int:

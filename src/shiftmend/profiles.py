@@ -48,6 +48,8 @@ class Profile:
     weights: str
     inputs: InputSummary
     inputs_seen: int
+    shares: tuple[float, ...] = ()
+    """Those of the parts of a mixture, in their order; none for a sample as it was."""
     library: str = __version__
 
     @property
@@ -77,9 +79,11 @@ class Profile:
         size that tells as much as these parts do, 1 / sum(share^2 / samples) (Kish's effective sample size).
         """
         given = _parts(parts)
-        used = [(part, share) for part, share in zip(given, _shares(len(given), shares), strict=True) if share > 0]
+        taken = _shares(len(given), shares)
+        used = [(part, share) for part, share in zip(given, taken, strict=True) if share > 0]
         size = max(1, round(1 / sum(share**2 / part.inputs_seen for part, share in used)))
-        return _mixed([part for part, _ in used], [size * share / part.inputs_seen for part, share in used])
+        times = [size * share / part.inputs_seen for part, share in used]
+        return replace(_mixed([part for part, _ in used], times), shares=tuple(taken))
 
     def to(self, device: str | torch.device) -> Profile:
         """The same with everything it stores on a device."""
@@ -139,6 +143,8 @@ class Profile:
             f"  inputs      {list(self.inputs.shape)} {self.inputs.dtype} in "
             f"[{self.inputs.low:.3g}, {self.inputs.high:.3g}]",
         ]
+        if self.shares:
+            lines.insert(1, f"  mixture     {', '.join(f'{100 * share:.3g} %' for share in self.shares)}")
         for name, tap in self.taps.items():
             dead = f", {self.unusable[name]} constant and left out" if self.unusable[name] else ""
             lines.append(f"  {name:<11} {tap.units} units at {str(self.specs[name])!r}{dead}")
@@ -192,6 +198,7 @@ def _mixed(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
         first,
         inputs=InputSummary.mixed([part.inputs for part in parts], sizes),
         inputs_seen=round(sum(sizes)),
+        shares=(),
         taps={name: Histogram.mixed([part.taps[name] for part in parts], times) for name in first.taps},
         gaussian=_mixed_gaussians([part.gaussian for part in parts], times),
         slices={name: Slices.mixed([part.slices[name] for part in parts], times) for name in first.slices},

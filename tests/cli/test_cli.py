@@ -118,7 +118,7 @@ def test_profiles_of_classes_are_mixed(site: Path, tmp_path: Path, capsys: pytes
     assert "Profile of 80 source samples" in text
     assert f"written to {tmp_path / 'mixed'}" in text
     facts = json.loads(ok(capsys, "mix", *files, "--shares", "0.9,0.1", "-o", tmp_path / "mixed", "--json"))
-    assert facts["samples"] == 25
+    assert (facts["samples"], facts["shares"]) == (25, [0.9, 0.1])
     assert "one number for each of the 2 parts" in refused(capsys, "mix", *files, "--shares", "1", "-o", tmp_path / "x")
     assert "is no profile" in refused(capsys, "mix", *files, "--shares", "1,1", "-o", tmp_path / "few.npz")
     assert not (tmp_path / "x").exists()

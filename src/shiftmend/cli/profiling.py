@@ -149,6 +149,7 @@ def _as_json(profile: Any, file: Path) -> dict[str, Any]:
         "bytes": file.stat().st_size,
         "preset": profile.preset,
         "samples": profile.samples,
+        **({"shares": list(profile.shares)} if profile.shares else {}),
         "bins": asdict(profile.bins),
         "taps": {
             name: {"at": str(profile.specs[name]), "units": tap.units, "constant": profile.unusable[name]}
