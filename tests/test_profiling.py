@@ -292,3 +292,18 @@ def test_arguments_of_the_wrong_kind_are_one_sentence(wrong: dict[str, object], 
     with pytest.raises(shiftmend.ShiftmendError, match=sentence):
         shiftmend.profile(model, case.inputs(), **wrong)  # type: ignore[arg-type]
     assert hooks(model) == 0
+
+
+def test_so_few_samples_that_a_profile_tells_them_are_remarked(caplog: pytest.LogCaptureFixture) -> None:
+    case = ZOO["tabular"]
+    model, inputs = case.model(), case.inputs(64)
+    whole = shiftmend.profile(model, inputs, progress=False)
+    shiftmend.profile(model, inputs[:10], like=whole, progress=False)
+    assert caplog.messages == []
+    one = shiftmend.profile(model, inputs[:1], like=whole, progress=False)
+    assert caplog.messages == [
+        "a profile of so few samples (1) nearly tells their features; do not let it leave if those are secret"
+    ]
+    with torch.no_grad(), tapped(model, whole.specs) as recorder:
+        model(inputs[:1])
+        torch.testing.assert_close(one.gaussian.mean, recorder.read()["features"][0])

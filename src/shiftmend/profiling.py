@@ -39,6 +39,8 @@ KEEP_BYTES = 2 << 30
 
 Samples = dict[str, Tensor]
 Gaussian = Literal["marginal", "full"]
+LEAST_SAMPLES = 10
+"""Of fewer, a profile tells nearly what they were: the mean of one sample is that sample."""
 MOST_CORRELATED = 4096
 """Features whose covariance is stored at most: 32 MiB."""
 
@@ -123,6 +125,11 @@ def profile(
         inputs=summary,
         inputs_seen=feed.samples,
     )
+    if feed.samples < LEAST_SAMPLES:
+        logger.warning(
+            "a profile of so few samples (%d) nearly tells their features; do not let it leave if those are secret",
+            feed.samples,
+        )
     for name, count in result.unusable.items():
         if count:
             units = result.taps[name].units
