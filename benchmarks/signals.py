@@ -1,6 +1,6 @@
 """Does a threshold of a label-free signal that was found on one benchmark hold on another?
 
-    python benchmarks/signals.py [results/emnist-da.json results/cifar-10-c.json results/digits.json]
+    python benchmarks/signals.py [results/emnist-da.json results/cifar-10-c.json ...]
 
 From exports of finished cells (`shiftmend bench export --format compact`), in a second. An adaptation is good if its
 accuracy lies at most 10 points below that of the same source model on clean images. For each benchmark: the threshold
@@ -24,7 +24,7 @@ from shiftmend.bench.footnotes import source_remarks
 from shiftmend.bench.reading import stored
 from shiftmend.bench.thresholds import HIGH_IS_GOOD, TOGETHER, area, best_pair, best_threshold, near_clean
 
-DEFAULT = ("emnist-da", "cifar-10-c", "digits")
+DEFAULT = ("emnist-da", "cifar-10-c", "mnist-m", "digits")
 SIGNALS = ("slices", "marginals", "entropy", "confidence")
 OWN_SOURCE = ("shot",)
 """Starts from a source model of its own, whose accuracy on clean images is another."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from torch.nn import functional
 
-from shiftmend.bench.base import CLEAN, Benchmark, Root, Setting, Source, Target
+from shiftmend.bench.base import CLEAN, SEEDS, Benchmark, Root, Setting, Source, Target
 from shiftmend.bench.cells import Origin
 from shiftmend.bench.suite import cifar_c, emnist_da, mnist_c
 from shiftmend.data.base import Split
@@ -75,6 +75,7 @@ BENCHMARK = Benchmark(
     name="usps",
     title="USPS: digits from envelopes and MNIST, each way",
     shifts=SHIFTS,
+    seeds=SEEDS[:3],
     groups={},
     sources={f"{name}-{home}": recipe for home in ("mnist", "usps") for name, recipe in mnist_c.SOURCES.items()},
     protocols={"offline": mnist_c.OFFLINE},
