@@ -98,6 +98,17 @@ def test_what_failed_is_tried_again_and_can_succeed(home: Path, root: Path) -> N
     assert (len(rows(home)), len(rows(home, "failed"))) == (5, 0)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_without_time_nothing_is_begun_and_nothing_lost(workers: int, home: Path, root: Path) -> None:
+    options: dict[str, Any] = {"methods": ["source-only", "adabn"], "seeds": [1], "workers": workers}
+    report = go(home, root, minutes=1e-9, **options)
+    assert (report.cells, report.already, report.done, report.failed, report.left) == (5, 0, 0, (), 5)
+    assert not rows(home)
+    assert not list(home.glob("sources/*"))
+    report = go(home, root, minutes=60.0, **options)
+    assert (report.done, report.left) == (5, 0)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -110,6 +121,9 @@ def test_what_failed_is_tried_again_and_can_succeed(home: Path, root: Path) -> N
         ({"workers": 0}, "workers must be at least 1, got 0"),
         ({"rates": [0.1, -1.0]}, "learning rates must be positive numbers"),
         ({"rates": [float("nan")]}, "learning rates must be positive numbers"),
+        ({"minutes": 0.0}, "minutes that a run may take must be a positive number, got 0.0"),
+        ({"minutes": float("nan")}, "must be a positive number, got nan"),
+        ({"minutes": 5.0, "executor": "ray"}, "limited by the cluster; leave the minutes out"),
         ({"executor": "slurm"}, "unknown executor 'slurm', expected local or ray"),
         ({"root": "/nowhere/at/all"}, "the data folder '/nowhere/at/all' does not exist"),
         ({"root": ""}, "the data folder '' does not exist"),

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ def on_ray(job: Job, workers: int) -> Iterator[Execute]:
     benchmark = find(job.benchmark)
     pending: dict[Any, Task] = {}
 
-    def execute(tasks: Sequence[Task]) -> Outcomes:
+    def execute(tasks: Iterable[Task]) -> Outcomes:
         gpus = 1 if _wants_gpu(job.device, ray.cluster_resources()) else 0
         there = replace(job, device="cuda") if gpus else job  # of one process, the only GPU it can see
         remote = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_work_there)

@@ -13,8 +13,7 @@ import signal
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context, resource_tracker
@@ -34,7 +33,8 @@ SECONDS_TO_FOLLOW = 0.5
 
 Outcomes = Iterator[tuple[Task, Result | None]]
 """Cells with their results; a preparation has none but its files."""
-Execute = Callable[[Sequence[Task]], Outcomes]
+Execute = Callable[[Iterable[Task]], Outcomes]
+"""Takes a task when there is a worker for it, not before: what comes next may depend on the time."""
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def inline(job: Job, advance: Advance) -> Iterator[Execute]:
     """One task after the other, here."""
     threads = torch.get_num_threads()
 
-    def execute(tasks: Sequence[Task]) -> Outcomes:
+    def execute(tasks: Iterable[Task]) -> Outcomes:
         for task in tasks:
             advance(task, 0, 0)
             result = work(job, task, advance)
@@ -88,14 +88,16 @@ def processes(job: Job, advance: Advance, workers: int) -> Iterator[Execute]:
     """Several processes on this machine, each with its GPU if there are any."""
     crew = [_Worker(replace(job, device=_device(job.device, number))) for number in range(workers)]
 
-    def execute(tasks: Sequence[Task]) -> Outcomes:
-        waiting = deque(tasks)
-        while waiting or any(worker.task for worker in crew):
+    def execute(tasks: Iterable[Task]) -> Outcomes:
+        waiting = iter(tasks)
+        while True:
             for worker in crew:
-                if worker.task is None and waiting:
-                    advance(waiting[0], 0, 0)
-                    worker.start(waiting.popleft())
+                if worker.task is None and (task := next(waiting, None)) is not None:
+                    advance(task, 0, 0)
+                    worker.start(task)
             busy = [worker for worker in crew if worker.task is not None]
+            if not busy:
+                return
             wait([worker.channel for worker in busy], timeout=0.5)
             for worker in busy:
                 outcome = worker.outcome(advance)

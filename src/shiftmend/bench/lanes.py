@@ -11,7 +11,7 @@ import gc
 import itertools
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -63,13 +63,14 @@ def lanes(job: Job, advance: Advance, count: int) -> Iterator[Execute]:
         # memory is that of all lanes together, and time that of a lane among others
         return replace(result, peak_memory=None, manifest=result.manifest | {"lanes": count})
 
-    def execute(tasks: Sequence[Task]) -> Outcomes:
-        waiting, pending = list(reversed(tasks)), dict[Future[Result | None], Task]()
+    def execute(tasks: Iterable[Task]) -> Outcomes:
+        waiting, pending = iter(tasks), dict[Future[Result | None], Task]()
         try:
-            while waiting or pending:
-                while waiting and len(pending) < count:
-                    task = waiting.pop()
+            while True:
+                while len(pending) < count and (task := next(waiting, None)) is not None:
                     pending[pool.submit(run, task)] = task
+                if not pending:
+                    return
                 done, _ = wait(pending, return_when=FIRST_COMPLETED)
                 for future in done:
                     yield pending.pop(future), future.result()

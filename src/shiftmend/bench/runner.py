@@ -18,6 +18,7 @@ from shiftmend.bench.clusters import on_ray
 from shiftmend.bench.display import Display
 from shiftmend.bench.executors import Execute, inline, processes
 from shiftmend.bench.lanes import lanes
+from shiftmend.bench.limits import TimeLimit
 from shiftmend.bench.planning import plan
 from shiftmend.bench.store import Store
 from shiftmend.bench.suite import find
@@ -39,6 +40,8 @@ class Report:
     already: int
     done: int
     failed: tuple[Result, ...]
+    left: int
+    """For which there was no time."""
     seconds: float
 
 
@@ -55,6 +58,7 @@ def run(
     device: str = "auto",
     workers: int | None = None,
     compile: bool = False,
+    minutes: float | None = None,
     executor: Executor = "local",
     progress: Progress = None,
     say: Callable[[str], None] | None = None,
@@ -63,7 +67,8 @@ def run(
 
     Source models and profiles are made where they are missing and kept in `folder`. A cell that fails is recorded with
     its error, and tried again in the next run. `rates` are learning rates to choose from without labels. `compile` is
-    that of `adapt`: for many cells of a large network on a GPU.
+    that of `adapt`: for many cells of a large network on a GPU. With `minutes`, nothing is begun that would likely last
+    longer (`TimeLimit`); the rest is for the next run.
     """
     started = time.perf_counter()
     chosen, home, place = find(benchmark), Path(folder), _data_root(root)
@@ -71,6 +76,9 @@ def run(
         raise DataError(f"unknown executor {executor!r}, expected local or ray")
     if workers is not None and workers < 1:
         raise DataError(f"the number of workers must be at least 1, got {workers}")
+    if minutes is not None and executor == "ray":
+        raise DataError("on a cluster, the time of a run is limited by the cluster; leave the minutes out")
+    limit = TimeLimit(chosen, minutes)
     if any(not 0 < rate < float("inf") for rate in rates or ()):
         raise DataError(f"learning rates must be positive numbers, got {list(rates or ())}")
     if home.exists() and not home.is_dir():
@@ -98,13 +106,19 @@ def run(
                 _executor(executor, job, display.advance, count) as execute,
             ):
                 for tasks in (needed, todo):
-                    for task, result in execute(tasks):
+                    for task, result in execute(limit.within(tasks)):
+                        limit.over(task)
                         if result is not None:
                             store.record(result)
                             failed += [result] if result.failed else []
                         display.over(task, result)
     return Report(
-        len(cells), len(cells) - len(todo), len(todo) - len(failed), tuple(failed), time.perf_counter() - started
+        cells=len(cells),
+        already=len(cells) - len(todo),
+        done=len(todo) - len(failed) - len(limit.left),
+        failed=tuple(failed),
+        left=len(limit.left),
+        seconds=time.perf_counter() - started,
     )
 
 

@@ -136,6 +136,7 @@ def run(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     workers: Annotated[int | None, typer.Option(help="Processes; default one a GPU, or one a core if small.")] = None,
     compile: Annotated[bool, typer.Option(help="On a GPU, compile steps: pays for many cells of a ResNet.")] = False,
+    minutes: Annotated[float | None, typer.Option(help="Begin nothing that would likely not be over by then.")] = None,
     executor: Annotated[str, typer.Option(help="local, or ray for a cluster.")] = "local",
     as_json: Json = False,
 ) -> None:
@@ -155,6 +156,7 @@ def run(
         device=device,
         workers=workers,
         compile=compile,
+        minutes=minutes,
         executor=executor,  # type: ignore[arg-type]
         progress=False if as_json else None,
         say=None if as_json or sys.stderr.isatty() else say,
@@ -164,7 +166,8 @@ def run(
         print_json(asdict(report) | {"failed": failed})
     else:
         done = f"{report.done} cells done in {report.seconds:.0f} s"
-        say(f"{done}, {report.already} were done before, {len(report.failed)} failed")
+        left = f", no time for {report.left}" if report.left else ""
+        say(f"{done}, {report.already} were done before, {len(report.failed)} failed{left}")
         first = {result.error: result.cell for result in reversed(report.failed)}
         for error, count in Counter(result.error for result in report.failed).most_common():
             others = f" and {count - 1} more" if count > 1 else ""
