@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import re
 import sqlite3
 from contextlib import closing
@@ -90,6 +91,35 @@ def test_the_methods_page_runs_as_written() -> None:
     exec(selection, names)
     exec(online, names | {"batches": world.target.split(100)})
     exec(history, {"result": shiftmend.adapt(world.model, world.target, made, "fr", epochs=1, progress=False)})
+
+
+def test_the_guide_runs_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for block in code_blocks(ROOT / "docs/guide.md"):
+            exec(block, names)
+    finally:
+        torch.set_num_threads(threads)
+    verdicts = re.findall(r"^(restored|not restored) \(", capsys.readouterr().out, re.MULTILINE)
+    assert verdicts == ["restored", "not restored"]
+    assert names["result"].after.verdict == "restored"
+    mended = shiftmend.evaluate(names["model"], (names["away"], names["away_labels"]))  # its weights were loaded
+    assert mended.accuracy > 0.94
+
+
+@pytest.mark.parametrize("name", ["profile", "adapt", "verify", "evaluate", "stream"])
+def test_the_guide_names_every_argument(name: str) -> None:
+    page = (ROOT / "docs/guide.md").read_text()
+    sections = [part for part in re.split(r"\n(?=### |\| `shiftmend)", page) if f"shiftmend.{name}(model" in part]
+    own = sections[-1].partition("\n\n###")[0]
+    for argument, parameter in inspect.signature(getattr(shiftmend, name)).parameters.items():
+        shown = f"**{argument}" if parameter.kind is parameter.VAR_KEYWORD else argument
+        assert re.search(rf"\b{argument}\b" if shown == argument else re.escape(shown), own), (name, argument)
 
 
 def test_the_benchmarks_page_runs_as_written(

@@ -14,7 +14,7 @@ float64, except on devices that have none (`mps`), where they are float32. What 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 import torch
@@ -51,6 +51,9 @@ class Scores:
     brier: float
     reliability: tuple[ReliabilityBin, ...]
 
+    def __str__(self) -> str:
+        return _line(self)
+
 
 @dataclass(frozen=True)
 class RegressionScores:
@@ -60,6 +63,19 @@ class RegressionScores:
     mean_absolute_error: float
     root_mean_square_error: float
     r2: float | None
+
+    def __str__(self) -> str:
+        return _line(self)
+
+
+def _line(scores: Scores | RegressionScores) -> str:
+    """What a person wants to read; `repr` has every digit and the bins."""
+    shown = {field.name: getattr(scores, field.name) for field in fields(scores) if field.name != "reliability"}
+    return ", ".join(
+        f"{name} {100 * value:.1f} %" if name in ("accuracy", "ece", "mce") else f"{name} {value:,.4g}"
+        for name, value in shown.items()
+        if value is not None
+    )
 
 
 class _Stream:

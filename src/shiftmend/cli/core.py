@@ -6,12 +6,12 @@ import json
 import logging
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from shiftmend.cli.judging import LABELLED, scores_json, scores_text
+from shiftmend.cli.judging import LABELLED, scores_json
 from shiftmend.cli.options import (
     Batch,
     Blocks,
@@ -41,6 +41,8 @@ from shiftmend.files import check_folder
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from shiftmend.metrics import RegressionScores, Scores
 
 logger = logging.getLogger(__name__)
 
@@ -155,12 +157,10 @@ def adapt(
             raise DataError(f"{method} needs labels, and {data} has none: {LABELLED}")
         options["labels"] = labels
 
-    def score(which: nn.Module, rows: list[int] | slice = slice(None)) -> dict[str, Any]:
+    def score(which: nn.Module, rows: list[int] | slice = slice(None)) -> Scores | RegressionScores:
         assert labels is not None
         pairs = (inputs[rows], labels[rows])
-        return scores_json(
-            shiftmend.evaluate(which, pairs, preprocess=preprocess, output=entry(output_entry), device=device)
-        )
+        return shiftmend.evaluate(which, pairs, preprocess=preprocess, output=entry(output_entry), device=device)
 
     home = shiftmend.Profile.load(profile)
     home.check_architecture(net)
@@ -188,11 +188,12 @@ def adapt(
     result.save(out)
     scores = {} if labels is None else {"before": score(net), "after": score(result.model)}
     if as_json:
-        print(json.dumps({"manifest": result.manifest, "scores": scores, "folder": str(out)}))
+        numbers = {name: scores_json(found) for name, found in scores.items()}
+        print(json.dumps({"manifest": result.manifest, "scores": numbers, "folder": str(out)}))
     else:
         console.print(f"{result}\nwritten to {out}/: model.safetensors, history.json, manifest.json", markup=False)
-        for name, values in scores.items():
+        for name, found in scores.items():
             seen = " (on the labels that it was trained with)" if supervised and name == "after" else ""
-            console.print(f"{name}: {scores_text(values)}{seen}", markup=False)
+            console.print(f"{name}: {found}{seen}", markup=False)
     if result.interrupted:  # what was reached is saved, but nobody should go on with it unasked
         raise typer.Exit(130)

@@ -94,22 +94,11 @@ def evaluate(
         output=entry(output_entry),
         device=device,
     )
-    values = scores_json(scores)
     if as_json:
-        print(json.dumps(values))
+        print(json.dumps(scores_json(scores)))
     else:
-        console.print(scores_text(values), markup=False)
+        console.print(str(scores), markup=False)
 
 
 def scores_json(scores: Any) -> dict[str, Any]:
     return {name: value for name, value in asdict(scores).items() if name != "reliability"}
-
-
-def scores_text(values: dict[str, Any]) -> str:
-    percent = {"accuracy", "ece", "mce"}
-    shown = [
-        f"{name} {100 * value:.1f} %" if name in percent else f"{name} {value:,.4g}"
-        for name, value in values.items()
-        if value is not None
-    ]
-    return ", ".join(shown)
