@@ -161,6 +161,19 @@ def test_a_page_of_some_shifts_takes_no_mean(tmp_path: Path) -> None:
     assert "slices too" not in text
 
 
+def test_a_single_cell_of_a_kind_is_counted_in_a_sentence_that_fits_one(tmp_path: Path) -> None:
+    benchmark = find("emnist-da")
+    cells = plan(benchmark, methods=["source-only", "fr"], shifts=["sky", "fog", "stripe"], seeds=[123])
+
+    def accuracy(cell: Cell) -> float:  # fr does harm on one shift of three
+        return 0.5 if cell.method == "source-only" else 0.3 if cell.shift == "sky" else 0.7
+
+    text = page("emnist-da", write(tmp_path, "emnist-da", cells, accuracy))
+    signals = section(text, "Signals that need no labels")
+    assert "source-only on the same shift and seed; cells that are: 2, that are not: 1\n" in signals
+    assert "- cells of the rarer kind: 1; read with care\n" in signals
+
+
 def test_without_clean_versions_of_the_images_nothing_is_said_of_restoring_them(tmp_path: Path) -> None:
     benchmark = find("usps")
     cells = plan(benchmark, methods=["source-only", "fr"], seeds=[123])

@@ -89,10 +89,10 @@ def _judges(part: Part, results: Sequence[Result], good: Mapping[Cell, bool], na
     )
     rows = tuple(Row(name, _judged(value)) for name, value in found.items())
     notes = (
-        f"good: {meaning}; {counts[True]} cells are, {counts[False]} are not",
+        f"good: {meaning}; cells that are: {counts[True]}, that are not: {counts[False]}",
         "AUC: how often a good cell has the better signal than a bad one; 0.5 is chance, below it the signal misleads",
         "the threshold was found with labels on these cells; held-out: found on all other shifts each time; percent",
-        *([f"only {rare} cells of one kind: read with care"] if (rare := min(counts.values())) < FEW else []),
+        *([f"cells of the rarer kind: {rare}; read with care"] if (rare := min(counts.values())) < FEW else []),
     )
     return [
         Table(
