@@ -163,8 +163,3 @@ class Facts:
     home: Home
     mending: Mending | None
     original: str | None
-
-    @property
-    def decisive(self) -> Verification:
-        """The verification of the model that would be used from now on."""
-        return self.before if self.after is None else self.after
