@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shiftmend.devices import device_of
+from shiftmend.errors import AdaptationError
 from shiftmend.layouts import as_in
 from shiftmend.methods import Stage
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    """A copy that shares nothing with the model, which may still hold tensors of its last training step.
+
+    Such a tensor (a weight computed by `weight_norm`, features that the model remembers) hangs on a graph, from which
+    torch refuses to copy it; the copy gets its values alone.
+    """
+    held: dict[int, Any] = {
+        id(tensor): tensor.detach().clone() for module in model.modules() for tensor in _computed(vars(module))
+    }
+    try:
+        return copy.deepcopy(model, held)
+    except Exception as error:  # whatever a model may hold: locks, open files, generators
+        raise AdaptationError(
+            f"the model cannot be copied ({error}), and the caller's own is never changed; remove from it what "
+            "copy.deepcopy does not take"
+        ) from error
+
+
+def _computed(value: Any) -> Iterator[Tensor]:
+    """Tensors with a graph behind them, also in lists and dicts."""
+    if isinstance(value, Tensor):
+        if value.grad_fn is not None:
+            yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _computed(part)
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:

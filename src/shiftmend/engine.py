@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
 import os
@@ -15,9 +14,9 @@ from torch import nn
 
 from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation, environment
-from shiftmend.adapting import batch_norms, settle
+from shiftmend.adapting import batch_norms, plain_copy, settle
 from shiftmend.blocks import Names, split
-from shiftmend.devices import device_of, resolve_device
+from shiftmend.devices import resolve_device
 from shiftmend.distributed import of_first_process, same_everywhere, warn_if_apart, world_size
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed, Preprocess
@@ -140,7 +139,7 @@ def _once(
     summary = InputSummary.of(feed.batches())
     if profile is not None:
         profile.check_inputs(summary)
-    adapted = _copy(model, feed).to(place)
+    adapted = plain_copy(model).to(place)
     check_takes(adapted, feed.first(2), settings.output)
     channels_last(adapted, feed.first(2), settings.output)
     if settings.compile:
@@ -249,17 +248,6 @@ def _how_chosen(method: Method) -> str | None:
     if not hasattr(method, "learning_rate"):
         return None
     return "given" if method.learning_rate is not None else "default, not tuned"
-
-
-def _copy(model: nn.Module, feed: Feed) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except RuntimeError:  # a weight computed in the last training step (weight_norm) still hangs on its graph
-        check_takes(model, feed.first(2).to(device_of(model)))
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise AdaptationError(f"the model cannot be copied ({error}), and the caller's own is never changed") from error
 
 
 def examine(

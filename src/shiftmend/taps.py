@@ -90,7 +90,7 @@ class Recorder:
     def read(self) -> dict[str, Tensor]:
         """Activations `[samples, units]` by tap; a tap that fired other than once is an error that names it."""
         seen = self._seen
-        self._seen = {name: [] for name in self._taps}
+        self.forget()
         for name, values in seen.items():
             if len(values) != 1:
                 count = "never ran" if not values else f"ran {len(values)} times"
@@ -99,6 +99,10 @@ class Recorder:
                     "name a module that runs exactly once"
                 )
         return {name: self._samples(self._taps[name], values[0]) for name, values in seen.items()}
+
+    def forget(self) -> None:
+        """Begin anew: a checkpointed part of a model runs again, with its taps, in the backward pass."""
+        self._seen = {name: [] for name in self._taps}
 
     @staticmethod
     def _samples(tap: Tap, values: Tensor) -> Tensor:
