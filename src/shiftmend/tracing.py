@@ -68,6 +68,10 @@ def trace(
     owning = owners(model)
     if not owning:
         raise TapError("the model has no parameters, so there is no head to tap and nothing to adapt")
+    modules = dict(model.named_modules())
+    scripted = [name for name in owning if isinstance(modules[name], torch.jit.ScriptModule)]
+    if scripted:
+        raise TapError(f"{scripted[0]!r} is scripted and cannot be tapped; put the module it was scripted from there")
     check_takes(model, sample, output)
     events, returned = _watch(model, sample, owning, None)
     if head is None:
