@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -853,3 +854,24 @@ def test_checkpointed_layers_are_tapped_once_though_they_run_twice() -> None:
         results.append(result.model.state_dict())
     for name, value in results[0].items():
         assert torch.equal(value, results[1][name]), name
+
+
+def test_weights_that_share_a_part_of_their_memory_are_saved(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    world = sensors()
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    memory = torch.arange(10.0)
+    model.register_buffer("left", memory[:6])
+    model.register_buffer("right", memory[4:])
+    shiftmend.adapt(model, world.target, method="source-only", progress=False).save(tmp_path)
+    stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert stored["left"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert stored["right"].tolist() == [4, 5, 6, 7, 8, 9]
+
+
+def test_a_model_made_in_inference_mode_is_adapted() -> None:
+    world = sensors()
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    profile = shiftmend.profile(model, world.source)
+    result = shiftmend.adapt(model, world.target, profile, "fr", epochs=1, progress=False)
+    assert not torch.equal(result.model[0].weight, model[0].weight)

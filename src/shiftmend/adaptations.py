@@ -94,13 +94,14 @@ class Adaptation:
 
 
 def _unshared(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Copies of tensors that share memory under two names, which a safetensors file cannot express."""
+    """Copies of tensors that share memory, wholly or in part, which a safetensors file cannot express."""
     seen: set[int] = set()
     result = {}
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
-            result[name] = value.clone() if value.data_ptr() in seen else value
-            seen.add(value.data_ptr())
+            memory = value.untyped_storage().data_ptr()
+            result[name] = value.clone() if memory in seen else value
+            seen.add(memory)
     return result
 
 

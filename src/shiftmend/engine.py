@@ -15,7 +15,7 @@ from torch import nn
 from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation, environment
 from shiftmend.adapting import batch_norms, plain_copy, settle
-from shiftmend.blocks import Names, split
+from shiftmend.blocks import Names, split, trainable
 from shiftmend.devices import resolve_device
 from shiftmend.distributed import of_first_process, same_everywhere, warn_if_apart, world_size
 from shiftmend.errors import AdaptationError
@@ -231,11 +231,12 @@ def fitting_profile(
 
 def refuse_broken(model: nn.Module) -> None:
     """Refuse weights that make every loss NaN, for which the learning rate would be blamed later."""
-    for name, value in model.named_parameters():
-        if not value.is_floating_point():
+    for name, parameter in model.named_parameters():
+        if not trainable(parameter):
             continue
+        value = parameter.detach()
         # a mask that is kept among the parameters may hold infinities
-        bad = ~torch.isfinite(value) if value.requires_grad else torch.isnan(value)
+        bad = ~torch.isfinite(value) if parameter.requires_grad else torch.isnan(value)
         if bool(bad.any()):
             raise AdaptationError(
                 f"the model's weights are NaN or infinite in {name!r} before anything is adapted; load those of a "
