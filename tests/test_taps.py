@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shiftmend.errors import DataError, TapError
+from shiftmend.returned import tensors_in
 from shiftmend.taps import Tap, check_takes, pick, tapped, unwrap
 from shiftmend.tracing import trace
 from zoo import ZOO, InPlace, hooks
@@ -374,3 +375,12 @@ def test_compiled_forms_that_take_no_hooks_are_refused() -> None:
     model[0] = torch.jit.script(model[0])
     with pytest.raises(TapError, match="'0' is scripted and cannot be tapped; put the module it was scripted from"):
         trace(model, torch.zeros(2, 4))
+
+
+def test_all_tensors_of_a_value_are_found_also_where_it_holds_itself() -> None:
+    tensors = [torch.tensor(float(index)) for index in range(5)]
+    value: dict[str, Any] = {"a": [tensors[0], (tensors[1], None)], "b": Outputs(None, tensors[2]), "kind": Outputs}
+    value |= {"c": Pair(tensors[3], tensors[4]), "self": value}
+    assert sorted(float(tensor) for tensor in tensors_in(value)) == [0, 1, 2, 3, 4]
+    with pytest.raises(TapError, match="returned the class Outputs; expected a tensor"):
+        pick(Outputs, None, "the model")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from shiftmend.devices import device_of
 from shiftmend.errors import AdaptationError
 from shiftmend.layouts import as_in
 from shiftmend.methods import Stage
+from shiftmend.returned import tensors_in
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
@@ -25,9 +26,10 @@ def plain_copy(model: nn.Module) -> nn.Module:
     Such a tensor (a weight computed by `weight_norm`, features that the model remembers) hangs on a graph, from which
     torch refuses to copy it; the copy gets its values alone.
     """
-    held: dict[int, Any] = {
-        id(tensor): tensor.detach().clone() for module in model.modules() for tensor in _computed(vars(module))
-    }
+    held: dict[int, Any] = {}
+    for tensor in (tensor for module in model.modules() for tensor in tensors_in(vars(module))):
+        if tensor.grad_fn is not None:
+            held[id(tensor)] = tensor.detach().clone()
     try:
         return copy.deepcopy(model, held)
     except Exception as error:  # whatever a model may hold: locks, open files, generators
@@ -35,16 +37,6 @@ def plain_copy(model: nn.Module) -> nn.Module:
             f"the model cannot be copied ({error}), and the caller's own is never changed; remove from it what "
             "copy.deepcopy does not take"
         ) from error
-
-
-def _computed(value: Any) -> Iterator[Tensor]:
-    """Tensors with a graph behind them, also in lists and dicts."""
-    if isinstance(value, Tensor):
-        if value.grad_fn is not None:
-            yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _computed(part)
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:

@@ -52,12 +52,13 @@ def _owned_parameters(model: nn.Module, trace: Trace) -> dict[str, tuple[str, ..
     """Parameters by the module of the extractor that runs them, in running order.
 
     A module that is used without being called (the projection inside attention) counts with the nearest one
-    above it that ran. What the head or anything behind the features shares is left out: it must stay fixed.
+    above it that ran. What the head, another head or anything behind the features shares is left out: it must stay
+    fixed.
     """
     ran = set(trace.order)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first_names = dict(model.named_parameters())
-    behind: set[int] = set()
+    behind = {id(parameters[name]) for name in trace.beside}
     owned: dict[str, list[str]] = {name: [] for name in trace.extractor}
     for owner in owners(model):
         mine = [name for name, p in parameters.items() if _owner_of(name) == owner and trainable(p)]

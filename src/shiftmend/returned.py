@@ -37,13 +37,32 @@ def pick(value: Any, entry: Entry, what: str, example: str = "output={!r}") -> T
     return picked
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in a value, also in lists, dicts, named tuples and dataclasses, which may hold each other."""
+    found, waiting, seen = [], [value], set()
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif id(part) in seen:
+            continue
+        elif isinstance(part, Mapping):
+            waiting += part.values()
+        elif isinstance(part, list | tuple):
+            waiting += part
+        else:
+            waiting += (getattr(part, name, None) for name in _field_names(part))
+        seen.add(id(part))
+    return found
+
+
 def _first_entry(value: Any) -> int | str | None:
     """The first entry that is a tensor, as `pick` takes it."""
     entries: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         entries = value.items()
     elif names := _field_names(value):
-        entries = ((name, getattr(value, name)) for name in names)
+        entries = ((name, getattr(value, name, None)) for name in names)
     elif isinstance(value, tuple | list):
         entries = enumerate(value)
     return next((key for key, part in entries if isinstance(part, Tensor) and isinstance(key, int | str)), None)
@@ -53,7 +72,7 @@ def _field_names(value: Any) -> tuple[str, ...]:
     """What the parts of a named tuple or of a dataclass are called; a dict, of whatever class, has keys instead."""
     if isinstance(value, Mapping):
         return ()
-    if is_dataclass(value):
+    if is_dataclass(value) and not isinstance(value, type):
         return tuple(part.name for part in fields(value))
     return tuple(getattr(value, "_fields", ())) if isinstance(value, tuple) else ()
 
