@@ -62,7 +62,11 @@ class Adaptation:
         return bool(self.manifest["status"] == "interrupted")
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write `model.safetensors`, `manifest.json` and `history.json` into a folder."""
+        """Write `model.safetensors`, `manifest.json` and `history.json` into a folder.
+
+        Weights and buffers are stored, but not what a module gives as `get_extra_state`, unless that is a tensor: such
+        a model takes them back with `load_state_dict(..., strict=False)`.
+        """
         home = as_path(folder, "the folder to write into")
         check_folder(home)
         tensors = {name: value.contiguous() for name, value in _unshared(self.model.state_dict()).items()}
