@@ -103,7 +103,9 @@ def trace(
     before = tuple(dict.fromkeys(events.started[: events.features_at]))
     inside_head = tuple(name for name in order if name == head or name.startswith(f"{head}."))
     extractor = tuple(name for name in before if name not in inside_head)
-    return Trace(resolved, head, order, extractor, output, _beside(model, sample, resolved["features"]))
+    several = len(tensors_in(returned)) > 1  # a second head has an output of its own
+    beside = _beside(model, sample, resolved["features"]) if several else frozenset()
+    return Trace(resolved, head, order, extractor, output, beside)
 
 
 def _declared(model: nn.Module) -> dict[str, str | Tap]:
