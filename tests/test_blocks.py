@@ -154,3 +154,33 @@ def test_blocks_are_given_by_name(names: object) -> None:
     model = case.model()
     with pytest.raises(AdaptationError, match="expected names of modules, or groups of them"):
         split(model, trace(model, case.inputs(2)), names)  # type: ignore[arg-type]
+
+
+class Heads(nn.Module):
+    """Two heads on the same features; a list of parameters below them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))])
+        self.encoder = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
+        self.location, self.classes = nn.Linear(8, 2), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for scale in self.scales:
+            x = x * scale
+        hidden = self.encoder(x)
+        return {"location": self.location(hidden), "classes": self.classes(hidden)}
+
+
+@pytest.mark.parametrize("frozen", ["", "encoder"])
+@pytest.mark.parametrize("output", ["location", "classes"])
+def test_no_head_is_in_a_block_whichever_is_adapted_for(output: str, frozen: str) -> None:
+    model = Heads()
+    if frozen:
+        model.get_submodule(frozen).requires_grad_(False)
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    blocks = blocks_of(model, torch.randn(2, 6), output=output)
+    assert [block.modules for block in blocks] == [("", "encoder.0"), ("encoder.2",)]
+    assert blocks[0].parameters[:2] == ("scales.0", "scales.1")
+    assert [parameter.requires_grad for parameter in model.parameters()] == flags
+    assert all(parameter.grad is None for parameter in model.parameters())

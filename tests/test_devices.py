@@ -60,3 +60,31 @@ def test_what_is_no_device_is_refused(wrong: object) -> None:
 
 def test_none_is_auto() -> None:
     assert resolve_device(None) == resolve_device("auto")
+
+
+class Counts(nn.Module):
+    """Writes into one buffer and replaces another whenever it runs; others can be neither written nor compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(3))
+        self.register_buffer("nothing", None)
+        self.register_buffer("unknown", torch.full((1,), torch.nan).expand(4))
+        self.register_buffer("graph", torch.eye(3).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.last = x.mean(0)
+        return x
+
+
+def test_buffers_that_change_in_forward_are_as_before() -> None:
+    model = Counts()
+    before = dict(model._buffers)
+    with placed(model, CPU):
+        model(torch.ones(2, 3))
+        assert model.calls == 1
+    assert all(model._buffers[name] is value for name, value in before.items())
+    assert model.calls == 0
+    assert torch.equal(model.last, torch.zeros(3))

@@ -4,12 +4,15 @@ import copy
 import json
 import logging
 import math
+import threading
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import shiftmend
@@ -810,3 +813,65 @@ def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch: pytest.MonkeyPatch) 
     ):
         result.save(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    world = sensors()
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    for attempt in (
+        lambda: shiftmend.adapt(model, world.target, method="source-only", progress=False),
+        lambda: shiftmend.stream(model, method="source-only"),
+    ):
+        with pytest.raises(AdaptationError, match=r"cannot be copied \(cannot pickle '_thread.lock' object\)"):
+            attempt()
+
+
+class Checkpointed(nn.Module):
+    """Its last layers, head included, run again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.checkpoints = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).relu()
+        return checkpoint(self.rest, hidden, use_reentrant=False) if self.checkpoints else self.rest(hidden)
+
+    def rest(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(hidden).relu())
+
+
+def test_checkpointed_layers_are_tapped_once_though_they_run_twice() -> None:
+    world = sensors()
+    torch.manual_seed(0)
+    model = Checkpointed()
+    profile = shiftmend.profile(model, world.source)
+    results = []
+    for model.checkpoints in (True, False):
+        result = shiftmend.adapt(model, world.target, profile, "fr", epochs=2, batch_size=100, progress=False)
+        results.append(result.model.state_dict())
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
+
+
+def test_weights_that_share_a_part_of_their_memory_are_saved(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    world = sensors()
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    memory = torch.arange(10.0)
+    model.register_buffer("left", memory[:6])
+    model.register_buffer("right", memory[4:])
+    shiftmend.adapt(model, world.target, method="source-only", progress=False).save(tmp_path)
+    stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert stored["left"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert stored["right"].tolist() == [4, 5, 6, 7, 8, 9]
+
+
+def test_a_model_made_in_inference_mode_is_adapted() -> None:
+    world = sensors()
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    profile = shiftmend.profile(model, world.source)
+    result = shiftmend.adapt(model, world.target, profile, "fr", epochs=1, progress=False)
+    assert not torch.equal(result.model[0].weight, model[0].weight)

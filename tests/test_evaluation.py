@@ -81,3 +81,18 @@ def test_labels_of_a_classifier_that_are_no_whole_numbers_get_advice(labels: str
     wrong = world.labels.float() if labels == "fractions" else torch.eye(3)[world.labels]
     with pytest.raises(DataError, match="labels of a classifier must be whole numbers, one class a sample"):
         shiftmend.evaluate(world.model, (world.target, wrong))
+
+
+def test_a_segmentation_is_scored_position_by_position() -> None:
+    torch.manual_seed(0)
+    model, images = nn.Conv2d(1, 3, 1), torch.randn(4, 1, 5, 6)
+    with torch.no_grad():
+        logits = model(images)
+    labels = logits.argmax(1)
+    labels[:, 0] = (labels[:, 0] + 1) % 3
+    scores = shiftmend.evaluate(model, (images, labels))
+    assert scores.samples == 4 * 5 * 6
+    assert scores.accuracy == pytest.approx(1 - 1 / 5)
+    assert scores.nll == pytest.approx(float(nn.functional.cross_entropy(logits, labels)), rel=1e-5)
+    with pytest.raises(DataError, match="logits must be floating point"):
+        shiftmend.evaluate(model, (images, labels[:, 0]))

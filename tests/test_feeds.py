@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -122,6 +125,19 @@ def test_missing_labels_are_missed_only_by_the_evaluator(way: str) -> None:
         list(feed.labelled())
 
 
+class Uneven(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(3, 4 + index % 2)
+
+
+class Pictures(Uneven):
+    def __getitem__(self, index: int) -> Any:
+        return Image.new("L", (4, 4)), index
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -163,6 +179,10 @@ def test_missing_labels_are_missed_only_by_the_evaluator(way: str) -> None:
         (TensorDataset(INPUTS[:0]), "is empty"),
         (Pairs(INPUTS[:0]), "is empty"),
         (DataLoader(Pairs(INPUTS[:5]), batch_size=10, drop_last=True), "is empty"),
+        (Uneven(), "samples of the target data differ in shape; bring all samples to one size first"),
+        (DataLoader(Uneven(), num_workers=1, batch_size=4), "samples of the target data differ in shape"),
+        (Pictures(), "hold a PIL.Image.Image, of which torch makes no batch; let the Dataset give tensors"),
+        (DataLoader(Pictures(), num_workers=1), "hold a PIL.Image.Image, of which torch makes no batch"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -673,3 +693,30 @@ def test_preprocessing_gives_as_many_samples_as_it_got(preprocess: Any, sentence
 def test_what_is_no_function_does_not_preprocess() -> None:
     with pytest.raises(DataError, match=r"preprocess is 3, expected a function: preprocess\(inputs\)"):
         Feed(INPUTS, preprocess=3)  # type: ignore[arg-type]
+
+
+def test_arrays_of_the_other_byte_order_are_read() -> None:
+    stored = INPUTS.numpy().astype(">f4")
+    for source in (stored, [stored], (stored, LABELS.numpy().astype(">i4"))):
+        assert torch.equal(torch.cat(list(Feed(source).batches())), INPUTS)
+
+
+def test_fractions_of_numpy_become_those_of_networks_also_by_batches() -> None:
+    stored = INPUTS.numpy().astype(np.float64)
+    for source in (stored, [stored[:40], stored[40:]], [(stored, LABELS)]):
+        assert [batch.dtype for batch in Feed(source).batches()] == [torch.float32]
+
+
+def test_a_file_mapped_for_reading_is_fed_without_a_warning(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    np.save(tmp_path / "inputs.npy", INPUTS.numpy())
+    script = """
+import sys, warnings, numpy, torch
+from shiftmend.feeds import Feed
+warnings.simplefilter("error")
+feed = Feed(numpy.load(sys.argv[1], mmap_mode="r"))
+for batch in feed.batches():
+    batch.zero_()
+print(float(feed.first(1).abs().sum()) > 0)
+"""  # torch warns once in the life of a process
+    ran = subprocess.run([sys.executable, "-c", script, str(tmp_path / "inputs.npy")], capture_output=True, text=True)
+    assert ran.stdout == "True\n", ran.stderr

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -307,3 +309,61 @@ def test_so_few_samples_that_a_profile_tells_them_are_remarked(caplog: pytest.Lo
     with torch.no_grad(), tapped(model, whole.specs) as recorder:
         model(inputs[:1])
         torch.testing.assert_close(one.gaussian.mean, recorder.read()["features"][0])
+
+
+class Averages(nn.Module):
+    """Keeps a moving average of its features, in eval mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.encoder(x).relu()
+        self.average = 0.9 * self.average + 0.1 * hidden.detach().mean(0)
+        return self.head(hidden)
+
+
+def test_a_model_that_changes_its_buffers_is_left_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, inputs = Averages(), torch.randn(400, 6)
+    profile = shiftmend.profile(model, inputs)
+    shiftmend.verify(model, inputs, profile)
+    shiftmend.evaluate(model, (inputs, torch.zeros(400, dtype=torch.long)))
+    assert torch.equal(model.average, torch.zeros(8))
+    shiftmend.adapt(model, inputs, profile, "source-only", progress=False)
+    assert "not those the profile was made with" not in caplog.text
+
+
+class Spectra(nn.Module):
+    """Complex readings and weights, real features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 12, dtype=torch.complex64)
+        self.second, self.head = nn.Linear(12, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(x).abs()).relu())
+
+
+@pytest.mark.filterwarnings("error")
+def test_complex_inputs_and_weights(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    model, inputs = Spectra(), torch.randn(600, 6, dtype=torch.complex64)
+    profile = shiftmend.profile(model, inputs)
+    assert profile.inputs.low == pytest.approx(float(torch.view_as_real(inputs).min()))
+    result = shiftmend.adapt(model, 2j * inputs, profile, "bufr", epochs_per_block=5, progress=False)
+    assert result.manifest["blocks"] == [["first"], ["second"]]
+    assert result.before is not None
+    assert result.after is not None
+    assert result.after.divergence < result.before.divergence / 2
+    result.save(tmp_path)
+    model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(model.first.weight, result.model.first.weight)
+    with pytest.raises(TapError, match="tap 'early' watches 'first', which gives complex numbers"):
+        shiftmend.profile(model, inputs, taps={"early": "first"})
+    inputs[3, 0] = complex(0, math.nan)
+    with pytest.raises(DataError, match="NaN or infinite values in 1 samples"):
+        shiftmend.profile(model, inputs)

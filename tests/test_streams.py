@@ -205,3 +205,41 @@ def test_wrong_steps_are_one_sentence_and_the_stream_goes_on() -> None:
         shiftmend.stream(world.model, world.profile(), output="logits").step(world.target[:50])
     online.step(world.target[:50])
     assert online.steps == 1
+
+
+class Remembers(nn.Module):
+    """Keeps what it computed, with the graph behind it, alone and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.detached = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = self.encoder(x).relu()
+        self.all_hidden = [self.hidden, {"first": self.hidden * 2}]
+        return self.head(self.hidden.detach() if self.detached else self.hidden)
+
+
+def test_a_model_that_remembers_its_last_step_can_be_copied_at_any_time() -> None:
+    world, model = sensors(), Remembers()
+    profile = shiftmend.profile(model, world.source)
+    model(world.source[:4]).sum().backward()
+    online = shiftmend.stream(model, profile, learning_rate=0.01)
+    online.step(world.target[:50])
+    mended = online.snapshot()
+    assert not mended.hidden.requires_grad
+    assert model.hidden.grad_fn is not None
+    first = mended.encoder.weight.clone()
+    online.step(world.target[50:100])
+    assert torch.equal(mended.encoder.weight, first)
+    assert not torch.equal(online.snapshot().encoder.weight, first)
+
+
+def test_a_model_that_cuts_the_gradient_off_is_named() -> None:
+    world, model = sensors(), Remembers()
+    model.detached = True
+    profile = shiftmend.profile(model, world.source)
+    online = shiftmend.stream(model, profile, "fr", align=("logits",))
+    with pytest.raises(AdaptationError, match="the parameters of 'all blocks': the model cuts the gradient off"):
+        online.step(world.target[:50])

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 from shiftmend.errors import DataError, TapError
+from shiftmend.returned import tensors_in
 from shiftmend.taps import Tap, check_takes, pick, tapped, unwrap
 from shiftmend.tracing import trace
 from zoo import ZOO, InPlace, hooks
@@ -180,7 +184,10 @@ def test_a_tap_on_a_module_of_several_tensors_says_how_to_name_one() -> None:
 
 def test_inputs_in_another_precision_are_refused_with_what_to_do() -> None:
     model = nn.Linear(3, 2)
-    with pytest.raises(DataError, match=r"type float64: .*; convert them first, e\.g\. inputs\.to\(torch\.float32\)$"):
+    with pytest.raises(
+        DataError,
+        match=r"type float64: .*; convert them first, e\.g\. preprocess=lambda inputs: inputs\.to\(torch\.float32\)$",
+    ):
         check_takes(model, torch.zeros(2, 3).double())
     with pytest.raises(DataError) as refused:
         check_takes(model, torch.zeros(2, 4))
@@ -302,3 +309,78 @@ def test_an_entry_that_the_model_does_not_return_is_refused_beforehand() -> None
     check_takes(nn.Linear(3, 2), torch.zeros(2, 3))
     with pytest.raises(TapError, match="the model returned a single tensor, which has no entry 'logits'"):
         check_takes(nn.Linear(3, 2), torch.zeros(2, 3), "logits")
+
+
+@dataclass
+class Outputs:
+    loss: None
+    logits: torch.Tensor
+
+
+class Pair(NamedTuple):
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+class Keyed(OrderedDict[str, Any]):
+    """A dict whose entries are attributes as well, as many libraries return it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+@pytest.mark.parametrize("make", [
+    lambda logits: Outputs(None, logits), lambda logits: Pair(logits, logits + 1), lambda logits: Keyed(logits=logits),
+])  # fmt: skip
+def test_parts_with_names_are_picked_by_name(make: Callable[[torch.Tensor], Any]) -> None:
+    logits = torch.randn(2, 3)
+    value = make(logits)
+    assert pick(value, "logits", "the model") is logits
+    with pytest.raises(TapError, match="which has no entry 'scores'"):
+        pick(value, "scores", "the model")
+    with pytest.raises(TapError, match=r"with entries .*'logits'.*; say which entry is meant, e.g. output='logits'"):
+        pick(value, None, "the model")
+
+
+def test_what_cannot_be_picked_from_a_dataclass() -> None:
+    value = Outputs(None, torch.zeros(2, 3))
+    with pytest.raises(TapError, match="entry 'loss' of what the model returned is None; expected a tensor"):
+        pick(value, "loss", "the model")
+    with pytest.raises(TapError, match="returned an Outputs with entries 'loss', 'logits', which has no entry 1"):
+        pick(value, 1, "the model")
+
+
+class Siamese(nn.Linear):
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(left - right)
+
+
+def test_a_model_of_two_inputs_is_told_what_is_called() -> None:
+    with pytest.raises(DataError, match="'right'; expected a model that is called with one tensor: wrap it"):
+        check_takes(Siamese(4, 2), torch.zeros(2, 4))
+    with pytest.raises(DataError, match="mat1 and mat2") as caught:
+        check_takes(nn.Linear(4, 2), torch.zeros(2, 3))
+    assert "one tensor" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_compiled_forms_that_take_no_hooks_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    exported = torch.export.export(model, (torch.zeros(2, 4),)).module()
+    with pytest.raises(TapError, match="an exported model cannot be tapped; pass the module it was exported from"):
+        unwrap(exported)
+    assert unwrap(torch.fx.symbolic_trace(model))
+    model[1] = torch.jit.script(model[1])  # has nothing to be trained, and may stay
+    assert trace(model, torch.zeros(2, 4)).extractor == ("0",)
+    model[0] = torch.jit.script(model[0])
+    with pytest.raises(TapError, match="'0' is scripted and cannot be tapped; put the module it was scripted from"):
+        trace(model, torch.zeros(2, 4))
+
+
+def test_all_tensors_of_a_value_are_found_also_where_it_holds_itself() -> None:
+    tensors = [torch.tensor(float(index)) for index in range(5)]
+    value: dict[str, Any] = {"a": [tensors[0], (tensors[1], None)], "b": Outputs(None, tensors[2]), "kind": Outputs}
+    value |= {"c": Pair(tensors[3], tensors[4]), "self": value}
+    assert sorted(float(tensor) for tensor in tensors_in(value)) == [0, 1, 2, 3, 4]
+    with pytest.raises(TapError, match="returned the class Outputs; expected a tensor"):
+        pick(Outputs, None, "the model")

@@ -62,7 +62,11 @@ class Adaptation:
         return bool(self.manifest["status"] == "interrupted")
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write `model.safetensors`, `manifest.json` and `history.json` into a folder."""
+        """Write `model.safetensors`, `manifest.json` and `history.json` into a folder.
+
+        Weights and buffers are stored, but not what a module gives as `get_extra_state`, unless that is a tensor: such
+        a model takes them back with `load_state_dict(..., strict=False)`.
+        """
         home = as_path(folder, "the folder to write into")
         check_folder(home)
         tensors = {name: value.contiguous() for name, value in _unshared(self.model.state_dict()).items()}
@@ -94,13 +98,14 @@ class Adaptation:
 
 
 def _unshared(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Copies of tensors that share memory under two names, which a safetensors file cannot express."""
+    """Copies of tensors that share memory, wholly or in part, which a safetensors file cannot express."""
     seen: set[int] = set()
     result = {}
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
-            result[name] = value.clone() if value.data_ptr() in seen else value
-            seen.add(value.data_ptr())
+            memory = value.untyped_storage().data_ptr()
+            result[name] = value.clone() if memory in seen else value
+            seen.add(memory)
     return result
 
 

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shiftmend.blocks import trainable
 from shiftmend.devices import device_of
+from shiftmend.errors import AdaptationError
 from shiftmend.layouts import as_in
 from shiftmend.methods import Stage
+from shiftmend.returned import tensors_in
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    """A copy that shares nothing with the model, which may still hold tensors of its last training step.
+
+    Such a tensor (a weight computed by `weight_norm`, features that the model remembers) hangs on a graph, from which
+    torch refuses to copy it; the copy gets its values alone.
+    """
+    held: dict[int, Any] = {}
+    for tensor in (tensor for module in model.modules() for tensor in tensors_in(vars(module))):
+        if tensor.grad_fn is not None:
+            held[id(tensor)] = tensor.detach().clone()
+    try:
+        return copy.deepcopy(model, held)
+    except Exception as error:  # whatever a model may hold: locks, open files, generators
+        raise AdaptationError(
+            f"the model cannot be copied ({error}), and the caller's own is never changed; remove from it what "
+            "copy.deepcopy does not take"
+        ) from error
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:
@@ -33,7 +57,7 @@ def fresh_optimiser(model: nn.Module, stage: Stage, momentum: float) -> optim.SG
     wanted = set(stage.parameters)
     trained = []
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() or parameter.is_complex():
+        if trainable(parameter):
             parameter.requires_grad_(name in wanted)
         parameter.grad = None
         if name in wanted:
@@ -51,7 +75,7 @@ def settle(model: nn.Module, like: nn.Module) -> nn.Module:
     model.eval().to(device_of(like))
     as_in(model, like)
     for ours, theirs in zip(model.parameters(), like.parameters(), strict=True):
-        if ours.is_floating_point() or ours.is_complex():
+        if trainable(ours):
             ours.requires_grad_(theirs.requires_grad)
         ours.grad = None
     return model
@@ -63,10 +87,11 @@ def still_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:
     A buffer that held infinities before (a mask) may keep them.
     """
     state = model.state_dict()
-    wanted = (name for name, old in before.items() if old.is_floating_point() and old.numel() and name in state)
+    wanted = (name for name, old in before.items() if trainable(old) and old.numel() and name in state)
     now = {name: state[name] for name in wanted}
     # the largest magnitude of all, in a few kernels: NaN and infinity come through
-    if not now or bool(torch.isfinite(nn.utils.get_total_norm(now.values(), math.inf))):
+    real = [torch.view_as_real(value) if value.is_complex() else value for value in now.values()]
+    if not now or bool(torch.isfinite(nn.utils.get_total_norm(real, math.inf))):
         return True
     flags = [(torch.isfinite(value) | ~torch.isfinite(before[name])).all() for name, value in now.items()]
     return bool(torch.stack(flags).all())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from shiftmend.checks import brief
 from shiftmend.errors import AdaptationError
@@ -24,6 +24,11 @@ class Block:
     parameters: tuple[str, ...]
     layers: int
     """Layers with a weight matrix or kernel; normalisation does not count."""
+
+
+def trainable(parameter: Tensor) -> bool:
+    """Whether it can have a gradient; whole numbers cannot."""
+    return parameter.is_floating_point() or parameter.is_complex()
 
 
 def split(model: nn.Module, trace: Trace, names: Names | None = None) -> tuple[Block, ...]:
@@ -47,15 +52,16 @@ def _owned_parameters(model: nn.Module, trace: Trace) -> dict[str, tuple[str, ..
     """Parameters by the module of the extractor that runs them, in running order.
 
     A module that is used without being called (the projection inside attention) counts with the nearest one
-    above it that ran. What the head or anything behind the features shares is left out: it must stay fixed.
+    above it that ran. What the head, another head or anything behind the features shares is left out: it must stay
+    fixed.
     """
     ran = set(trace.order)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first_names = dict(model.named_parameters())
-    behind: set[int] = set()
+    behind = {id(parameters[name]) for name in trace.beside}
     owned: dict[str, list[str]] = {name: [] for name in trace.extractor}
     for owner in owners(model):
-        mine = [name for name, p in parameters.items() if _owner_of(name) == owner and p.is_floating_point()]
+        mine = [name for name, p in parameters.items() if _owner_of(name) == owner and trainable(p)]
         runner = owner
         while runner not in ran and runner:
             runner = runner.rpartition(".")[0]

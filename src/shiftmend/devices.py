@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shiftmend.checks import brief
 from shiftmend.distributed import world_size
@@ -45,10 +46,17 @@ def _own_gpu() -> int:
     return int(local) if own else torch.cuda.current_device()
 
 
+def _is_writable(buffer: Tensor | None) -> TypeGuard[Tensor]:
+    """An ordinary tensor, not one value seen as many, as `expand` gives: nobody can write into that."""
+    return buffer is not None and buffer.layout == torch.strided and 0 not in buffer.stride()
+
+
 @contextmanager
 def placed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Move a model to a device for the length of the block."""
+    """Move a model to a device for the length of the block; buffers that its forward changes are as before, too."""
     home = device_of(model)
+    owned = [(module._buffers, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+    kept = [buffer.detach().clone() if _is_writable(buffer) else None for _, _, buffer in owned]
     try:
         if home != device:
             model.to(device)
@@ -56,3 +64,8 @@ def placed(model: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         if home != device:
             model.to(home)
+        with torch.no_grad():
+            for (buffers, name, buffer), before in zip(owned, kept, strict=True):
+                buffers[name] = buffer
+                if buffer is not None and before is not None and not torch.equal(buffer, before):
+                    buffer.copy_(before)

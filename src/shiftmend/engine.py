@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
 import os
@@ -15,9 +14,9 @@ from torch import nn
 
 from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation, environment
-from shiftmend.adapting import batch_norms, settle
-from shiftmend.blocks import Names, split
-from shiftmend.devices import device_of, resolve_device
+from shiftmend.adapting import batch_norms, plain_copy, settle
+from shiftmend.blocks import Names, split, trainable
+from shiftmend.devices import resolve_device
 from shiftmend.distributed import of_first_process, same_everywhere, warn_if_apart, world_size
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed, Preprocess
@@ -140,7 +139,7 @@ def _once(
     summary = InputSummary.of(feed.batches())
     if profile is not None:
         profile.check_inputs(summary)
-    adapted = _copy(model, feed).to(place)
+    adapted = plain_copy(model).to(place)
     check_takes(adapted, feed.first(2), settings.output)
     channels_last(adapted, feed.first(2), settings.output)
     if settings.compile:
@@ -232,11 +231,12 @@ def fitting_profile(
 
 def refuse_broken(model: nn.Module) -> None:
     """Refuse weights that make every loss NaN, for which the learning rate would be blamed later."""
-    for name, value in model.named_parameters():
-        if not value.is_floating_point():
+    for name, parameter in model.named_parameters():
+        if not trainable(parameter):
             continue
+        value = parameter.detach()
         # a mask that is kept among the parameters may hold infinities
-        bad = ~torch.isfinite(value) if value.requires_grad else torch.isnan(value)
+        bad = ~torch.isfinite(value) if parameter.requires_grad else torch.isnan(value)
         if bool(bad.any()):
             raise AdaptationError(
                 f"the model's weights are NaN or infinite in {name!r} before anything is adapted; load those of a "
@@ -249,17 +249,6 @@ def _how_chosen(method: Method) -> str | None:
     if not hasattr(method, "learning_rate"):
         return None
     return "given" if method.learning_rate is not None else "default, not tuned"
-
-
-def _copy(model: nn.Module, feed: Feed) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except RuntimeError:  # a weight computed in the last training step (weight_norm) still hangs on its graph
-        check_takes(model, feed.first(2).to(device_of(model)))
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise AdaptationError(f"the model cannot be copied ({error}), and the caller's own is never changed") from error
 
 
 def examine(

@@ -12,6 +12,7 @@ from shiftmend.captures import captured_call, worth_capturing
 from shiftmend.devices import placed, resolve_device
 from shiftmend.errors import DataError
 from shiftmend.feeds import Feed, Preprocess
+from shiftmend.histograms import as_samples
 from shiftmend.metrics import ClassificationMetrics, RegressionMetrics, RegressionScores, Scores
 from shiftmend.taps import Entry, check_takes, modes, pick, unwrap
 
@@ -30,7 +31,8 @@ def evaluate(
     """Score a model in eval mode on every sample of (inputs, labels).
 
     Whole-number labels mean classification (accuracy, calibration), fractional ones regression. Of a classifier with a
-    single output that is the logit of class 1.
+    single output that is the logit of class 1. Of logits `[N, classes, ...]` with labels `[N, ...]`, each position is
+    a sample.
     """
     model = unwrap(model)
     place = resolve_device(device, model)
@@ -68,6 +70,8 @@ class Scorer:
                     metrics = kind(device=self.feed.device)
                 if isinstance(metrics, RegressionMetrics):
                     result = result.reshape(labels.shape) if result.numel() == labels.numel() else result
+                elif result.ndim > 2 and labels.shape == result.shape[:1] + result.shape[2:]:
+                    result, labels = as_samples(result), labels.flatten()
                 metrics.update(result, labels)
         if metrics is None:
             raise DataError("the data to evaluate on is empty: expected at least one sample with its label")

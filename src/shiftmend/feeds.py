@@ -251,7 +251,7 @@ class Feed:
         # a list gives its own batches, and so may a loader that does not put them together itself
         copy = copy and getattr(self._loader, "collate_fn", None) is not default_collate
         empty = True
-        for batch in drawn(self._shuffled if shuffled else self._loader, seed):
+        for batch in drawn(self._shuffled if shuffled else self._loader, seed, self.what):
             inputs, labels = split_batch(batch, self.what)
             if len(inputs) == 0:
                 continue

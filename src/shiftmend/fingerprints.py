@@ -70,7 +70,8 @@ class InputSummary:
         tracker, seen, first = RangeTracker(), 0, None
         for batch in batches:
             first = batch if first is None else first
-            values = batch[: most - seen].float()
+            values = batch[: most - seen]
+            values = (torch.view_as_real(values) if values.is_complex() else values).float()
             by_channel = values.ndim > 2 and values.shape[1] <= _MOST_CHANNELS
             tracker.update(values.movedim(1, -1).flatten(0, -2) if by_channel else values.reshape(-1, 1))
             seen += len(batch)

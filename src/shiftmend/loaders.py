@@ -6,7 +6,10 @@ Reading a source gives the same order and the same augmentation for the same see
 from __future__ import annotations
 
 import os
+import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -74,8 +77,14 @@ def as_tensor(values: Any, what: str) -> Tensor:
     """Inputs or labels, however they are stored, as a tensor."""
     if isinstance(values, np.ndarray) and any(stride < 0 for stride in values.strides):
         values = values.copy()  # a flipped array: torch knows no negative strides
+    if isinstance(values, np.ndarray) and not values.dtype.isnative:
+        values = values.astype(values.dtype.newbyteorder("="))  # as many instruments write them
+    read_only = isinstance(values, np.ndarray) and not values.flags.writeable
     try:
-        return torch.as_tensor(values)
+        with warnings.catch_warnings() if read_only else nullcontext():
+            if read_only:  # a file mapped for reading: whatever is done to inputs is done to copies of a batch
+                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         held = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else kind(values)
         raise DataError(f"the {what} holds {held}, which is no tensor of numbers; convert it first") from error
@@ -109,8 +118,8 @@ def split_batch(batch: Any, what: str) -> tuple[Tensor, Tensor | None]:
         labels = as_tensor(labels, what) if labels.dtype.kind in "biuf" else None
     if labels is not None and labels.ndim == 0:
         labels = None
-    if isinstance(batch, np.ndarray):
-        batch = as_tensor(batch, what)
+    if isinstance(batch, np.ndarray) and batch.ndim:
+        batch = _as_inputs(batch, what)
     if not isinstance(batch, Tensor) or batch.ndim == 0:
         advice = ""
         if isinstance(batch, Mapping):
@@ -125,12 +134,12 @@ def split_batch(batch: Any, what: str) -> tuple[Tensor, Tensor | None]:
 
 
 def refuse_non_finite(inputs: Tensor, what: str) -> None:
-    if inputs.is_floating_point() and not bool(torch.isfinite(inputs).all()):
+    if (inputs.is_floating_point() or inputs.is_complex()) and not bool(torch.isfinite(inputs).all()):
         bad = int((~torch.isfinite(inputs)).flatten(1).any(1).sum()) if inputs.ndim > 1 else "some"
         raise DataError(f"the {what} has NaN or infinite values in {bad} samples; remove or repair them first")
 
 
-def drawn(loader: Iterable[Any], seed: int) -> Iterator[Any]:
+def drawn(loader: Iterable[Any], seed: int, what: str = "data") -> Iterator[Any]:
     """Run through a loader whose order and augmentation are drawn from a seed instead of the global generator.
 
     Most loaders know no generator but the global one, so it is set while a batch is made, and put back before it is
@@ -143,13 +152,24 @@ def drawn(loader: Iterable[Any], seed: int) -> Iterator[Any]:
     try:
         for generator, _ in states:
             generator.manual_seed(seed)
-        yield from _with_global_state(loader, own)
+        yield from _with_global_state(loader, own, what)
     finally:
         for generator, state in states:
             generator.set_state(state)
 
 
-def _with_global_state(loader: Iterable[Any], own: Tensor) -> Iterator[Any]:
+def _refuse_uncollated(error: Exception, what: str) -> None:
+    """Say in a sentence that samples make no batch; workers pass torch's complaint on with their whole traceback."""
+    if "stack expects each tensor to be equal size" in str(error):
+        raise DataError(f"the samples of the {what} differ in shape; bring all samples to one size first") from error
+    if found := re.search(r"default_collate: .* found <class '([^']+)'>", str(error)):
+        raise DataError(
+            f"the {what} gives samples that are or hold a {found[1]}, of which torch makes no batch; let the Dataset "
+            "give tensors, e.g. by a transform, or use a DataLoader with a collate_fn"
+        ) from error
+
+
+def _with_global_state(loader: Iterable[Any], own: Tensor, what: str) -> Iterator[Any]:
     batches: Iterator[Any] | None = None
     while True:
         outside = torch.get_rng_state()
@@ -159,6 +179,9 @@ def _with_global_state(loader: Iterable[Any], own: Tensor) -> Iterator[Any]:
             batch = next(batches)
         except StopIteration:
             return
+        except (TypeError, RuntimeError) as error:
+            _refuse_uncollated(error, what)
+            raise
         finally:
             own = torch.get_rng_state()
             torch.set_rng_state(outside)

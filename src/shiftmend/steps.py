@@ -119,13 +119,10 @@ class Steps:
             activations["targets"] = targets
         terms = self.objective(activations)
         total = functools.reduce(torch.add, terms.values())
-        if not total.requires_grad:
-            raise AdaptationError(
-                f"what the loss reads does not depend on the parameters of {self.what!r}: the model cuts the gradient "
-                "off (no_grad or detach in its forward?)"
-            )
+        refuse_cut_off(total, self.what)
         self.optimiser.zero_grad(set_to_none=True)
         backward(total, self.model.parameters())
+        recorder.forget()
         self.optimiser.step()
         return {name: term.detach() for name, term in terms.items()}
 
@@ -155,6 +152,15 @@ class Steps:
             size = min(feed.batch_size, len(inputs))
             what = "compiled steps" if compiled else "steps"
             return captured_epoch(once, self.model, optimiser, inputs.device, len(inputs), size, what)
+
+
+def refuse_cut_off(total: Tensor, what: str) -> None:
+    """Refuse a loss that nothing can be learnt from."""
+    if not total.requires_grad:
+        raise AdaptationError(
+            f"what the loss reads does not depend on the parameters of {what!r}: the model cuts the gradient off "
+            "(no_grad, detach or a reentrant checkpoint in its forward?)"
+        )
 
 
 @contextmanager

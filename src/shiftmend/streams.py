@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 from collections import deque
@@ -16,6 +15,7 @@ from shiftmend.adapting import (
     batch_norms,
     enter_adapting_modes,
     fresh_optimiser,
+    plain_copy,
     settle,
     steady,
     still_finite,
@@ -30,6 +30,7 @@ from shiftmend.methods import METHODS, Method
 from shiftmend.methods import method as make_method
 from shiftmend.profiles import Profile
 from shiftmend.statistics import CountTracker, Slices
+from shiftmend.steps import refuse_cut_off
 from shiftmend.taps import Entry, Tap, check_takes, pick, tapped, unwrap
 from shiftmend.verification import Verification, judge
 
@@ -61,9 +62,10 @@ class Stream:
         self.losses: dict[str, float] = {}
         """The terms of the last update."""
         self._source = model
-        self._model = copy.deepcopy(model).to(device)
+        self._model = plain_copy(model).to(device)
         self._objective = method.objective(profile, device)
         self._optimiser: optim.SGD | None = None
+        self._what = ""
         self._taps: dict[str, Tap] | None = None
         self._judge: Slices | None = profile.slices["verification"].to(device) if profile is not None else None
         self._seen: deque[CountTracker] = deque(maxlen=window)
@@ -124,6 +126,7 @@ class Stream:
         stages = self.method.stages(network, self.profile)
         if stages:
             self._optimiser = fresh_optimiser(self._model, stages[0], self.method.momentum)
+            self._what = stages[0].name
         if self.profile is not None:
             taps = {"features": self.profile.specs["features"], **taps}
         self._taps = taps
@@ -134,6 +137,7 @@ class Stream:
         assert self._optimiser is not None
         terms = self._objective(activations)
         total = torch.stack(list(terms.values())).sum()
+        refuse_cut_off(total, self._what)
         if not bool(torch.isfinite(total)):
             return False
         self._optimiser.zero_grad(set_to_none=True)
@@ -159,7 +163,7 @@ class Stream:
 
     def snapshot(self) -> nn.Module:
         """A plain copy of the model as it is now: eval mode, where the caller's model lies."""
-        return settle(copy.deepcopy(self._model), self._source)
+        return settle(plain_copy(self._model), self._source)
 
 
 def stream(

@@ -6,9 +6,10 @@ cloned at once, because a following in-place ReLU would overwrite it.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,8 +21,8 @@ from torch.nn.parameter import is_lazy
 from shiftmend.checks import brief, is_whole, kind
 from shiftmend.errors import DataError, TapError
 from shiftmend.histograms import as_samples
-
-Entry = int | str | None
+from shiftmend.returned import Entry as Entry
+from shiftmend.returned import pick as pick
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Recorder:
     def read(self) -> dict[str, Tensor]:
         """Activations `[samples, units]` by tap; a tap that fired other than once is an error that names it."""
         seen = self._seen
-        self._seen = {name: [] for name in self._taps}
+        self.forget()
         for name, values in seen.items():
             if len(values) != 1:
                 count = "never ran" if not values else f"ran {len(values)} times"
@@ -100,10 +101,19 @@ class Recorder:
                 )
         return {name: self._samples(self._taps[name], values[0]) for name, values in seen.items()}
 
+    def forget(self) -> None:
+        """Begin anew: a checkpointed part of a model runs again, with its taps, in the backward pass."""
+        self._seen = {name: [] for name in self._taps}
+
     @staticmethod
     def _samples(tap: Tap, values: Tensor) -> Tensor:
         if values.ndim == 0:
             raise TapError(f"tap {tap.name!r} watches {str(tap)!r}, which gives a single number for all samples")
+        if values.is_complex():
+            raise TapError(
+                f"tap {tap.name!r} watches {str(tap)!r}, which gives complex numbers, and those have no histogram; "
+                "name a module whose numbers are real"
+            )
         if values.ndim > 1 and not -values.ndim < tap.channel_axis < values.ndim:
             raise TapError(f"tap {tap.name!r} counts units on axis {tap.channel_axis} of {list(values.shape)}")
         return as_samples(values, tap.channel_axis)
@@ -118,6 +128,8 @@ def unwrap(model: nn.Module) -> nn.Module:
         raise TapError(f"the model is {kind(given)}, expected a torch.nn.Module{advice}")
     if isinstance(model, torch.jit.ScriptModule):
         raise TapError("a scripted model cannot be tapped; pass the module it was scripted from")
+    if isinstance(model, torch.fx.GraphModule) and "eval" in vars(model):  # which torch.export forbids to call
+        raise TapError("an exported model cannot be tapped; pass the module it was exported from")
     if any(is_lazy(parameter) or parameter.is_meta for parameter in model.parameters()):
         raise TapError(
             "the model's parameters hold no values yet (lazy layers, or the device 'meta'): run a batch through it if "
@@ -130,48 +142,6 @@ def unwrap(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
-
-
-def pick(value: Any, entry: Entry, what: str, example: str = "output={!r}") -> Tensor:
-    """The one tensor in what a module returned; tuples and dicts need to be told which entry it is.
-
-    `example` is how a caller names an entry, for the error that suggests one.
-    """
-    if entry is None:
-        if isinstance(value, Tensor):
-            return value
-        first = _first_entry(value)
-        advice = "expected a tensor" if first is None else f"say which entry is meant, e.g. {example.format(first)}"
-        raise TapError(f"{what} returned {_describe(value)}; {advice}")
-    if isinstance(value, Tensor):  # an index would quietly take one sample for the output of all
-        raise TapError(f"{what} returned a single tensor, which has no entry {entry!r}; leave the entry out")
-    try:
-        picked = value[entry]
-    except (KeyError, IndexError, TypeError) as error:
-        raise TapError(f"{what} returned {_describe(value)}, which has no entry {entry!r}") from error
-    if not isinstance(picked, Tensor):
-        raise TapError(f"entry {entry!r} of what {what} returned is {_describe(picked)}; expected a tensor")
-    return picked
-
-
-def _first_entry(value: Any) -> int | str | None:
-    """The first entry that is a tensor, as `pick` takes it."""
-    entries: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping):
-        entries = value.items()
-    elif isinstance(value, tuple | list):
-        entries = enumerate(value)
-    return next((key for key, part in entries if isinstance(part, Tensor) and isinstance(key, int | str)), None)
-
-
-def _describe(value: Any) -> str:
-    if value is None:
-        return "None"
-    if isinstance(value, Mapping):
-        return f"a dict with entries {', '.join(map(repr, value))}" if value else "an empty dict"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)} entries"
-    return f"a {type(value).__name__}"
 
 
 def module_of(model: nn.Module, tap: Tap) -> nn.Module:
@@ -263,8 +233,21 @@ def check_takes(model: nn.Module, sample: Tensor, output: Entry = None) -> None:
         pick(returned, output, "the model")
 
 
+def _takes_one_tensor(model: nn.Module) -> bool:
+    """Whether one argument is enough for its forward, as far as that can be told."""
+    try:
+        inspect.signature(model.forward).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # something without a signature
+        return True
+    return True
+
+
 def _advice(model: nn.Module, sample: Tensor) -> str:
     """What to do about inputs of another type than the weights, or without an axis of samples."""
+    if not _takes_one_tensor(model):
+        return "; expected a model that is called with one tensor: wrap it in a module that takes one and passes it on"
     if sample.ndim == 1:
         return "; expected samples along the first axis: make one tensor of several, or inputs.unsqueeze(0) of one"
     weights = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
@@ -272,7 +255,7 @@ def _advice(model: nn.Module, sample: Tensor) -> str:
         return ""
     (wanted,) = weights
     if sample.is_floating_point():
-        return f"; convert them first, e.g. inputs.to({wanted})"
+        return f"; convert them first, e.g. preprocess=lambda inputs: inputs.to({wanted})"
     try:  # whole numbers may be tokens, and the trouble another
         model(sample.to(wanted))
     except Exception:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shiftmend.checks import brief
 from shiftmend.errors import TapError
+from shiftmend.returned import tensors_in
 from shiftmend.taps import Entry, Tap, check_takes, eager, modes, module_of, pick, tapped
 
 
@@ -26,6 +27,8 @@ class Trace:
     extractor: tuple[str, ...]
     """Those of `order` that ran before the features were there: what restoring may train."""
     output: Entry = None
+    beside: frozenset[str] = frozenset()
+    """Parameters that play no part in the features though they may run before them: those of other heads."""
 
 
 @dataclass
@@ -36,12 +39,20 @@ class _Events:
 
 
 def owners(model: nn.Module) -> list[str]:
-    """Names of modules that hold parameters of their own (a parametrised layer counts, its helpers do not)."""
+    """Names of modules that hold parameters of their own (a parametrised layer counts, its helpers do not).
+
+    A list of parameters never runs by itself, so the module that holds it counts as well.
+    """
+    lists = (nn.ParameterList, nn.ParameterDict)
     return [
         name
         for name, module in model.named_modules()
         if "parametrizations" not in name.split(".")
-        and (module._parameters or torch.nn.utils.parametrize.is_parametrized(module))
+        and (
+            module._parameters
+            or torch.nn.utils.parametrize.is_parametrized(module)
+            or any(isinstance(child, lists) for child in module.children())
+        )
     ]
 
 
@@ -68,6 +79,10 @@ def trace(
     owning = owners(model)
     if not owning:
         raise TapError("the model has no parameters, so there is no head to tap and nothing to adapt")
+    modules = dict(model.named_modules())
+    scripted = [name for name in owning if isinstance(modules[name], torch.jit.ScriptModule)]
+    if scripted:
+        raise TapError(f"{scripted[0]!r} is scripted and cannot be tapped; put the module it was scripted from there")
     check_takes(model, sample, output)
     events, returned = _watch(model, sample, owning, None)
     if head is None:
@@ -87,7 +102,10 @@ def trace(
     order = tuple(dict.fromkeys(events.started))
     before = tuple(dict.fromkeys(events.started[: events.features_at]))
     inside_head = tuple(name for name in order if name == head or name.startswith(f"{head}."))
-    return Trace(resolved, head, order, tuple(name for name in before if name not in inside_head), output)
+    extractor = tuple(name for name in before if name not in inside_head)
+    several = len(tensors_in(returned)) > 1  # a second head has an output of its own
+    beside = _beside(model, sample, resolved["features"]) if several else frozenset()
+    return Trace(resolved, head, order, extractor, output, beside)
 
 
 def _declared(model: nn.Module) -> dict[str, str | Tap]:
@@ -120,6 +138,40 @@ def _watch(model: nn.Module, sample: Tensor, owning: list[str], features: Tap | 
             handle = module_of(model, features).register_forward_hook(note_features)
             stack.callback(handle.remove)
         return events, model(sample)
+
+
+def _beside(model: nn.Module, sample: Tensor, features: Tap) -> frozenset[str]:
+    """Parameters behind what the model returns but not behind the features, as the graphs of both tell.
+
+    What no graph shows (frozen layers, reentrant checkpoints) is not among them.
+    """
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), modes(model), ExitStack() as stack:
+            recorder = stack.enter_context(tapped(model, {"features": features}))
+            model.eval()
+            returned = model(sample)
+            used = _behind(recorder.read()["features"])
+    except RuntimeError:  # it runs, but not with gradients: weights made in inference mode
+        return frozenset()
+    others = _behind(returned) - used
+    return frozenset(name for name, parameter in model.named_parameters() if parameter in others)
+
+
+def _behind(value: Any) -> set[Tensor]:
+    """Leaves of the graph behind the tensors in a value."""
+    leaves: set[Tensor] = set()
+    waiting = {tensor.grad_fn for tensor in tensors_in(value)}
+    seen = {None, *waiting}
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
+            leaves.add(leaf)
+        found = {following for following, _ in node.next_functions} - seen
+        waiting |= found
+        seen |= found
+    return leaves
 
 
 def _find_head(events: _Events, returned: Any, output: Entry, given: Mapping[str, str | Tap]) -> str:

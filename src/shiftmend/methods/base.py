@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shiftmend.blocks import Block
+from shiftmend.blocks import Block, trainable
 from shiftmend.errors import AdaptationError
 from shiftmend.profiles import Profile
 from shiftmend.taps import Tap
@@ -46,7 +46,7 @@ class Network:
         return tuple(
             name
             for name, parameter in self.model.named_parameters()
-            if parameter.is_floating_point() and not name.startswith(f"{self.head}.")
+            if trainable(parameter) and not name.startswith(f"{self.head}.")
         )
 
     @property

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shiftmend.blocks import trainable
 from shiftmend.methods.base import Activations, Network, Objective, Stage
 from shiftmend.methods.entropies import Prediction
 from shiftmend.profiles import Profile
@@ -25,7 +26,7 @@ class PL(Prediction):
     minimises_entropy: ClassVar[bool] = True
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
-        everything = tuple(name for name, p in network.model.named_parameters() if p.is_floating_point())
+        everything = tuple(name for name, p in network.model.named_parameters() if trainable(p))
         return [Stage("all parameters", self.epochs, self.rate(network), everything)]
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shiftmend import fingerprints
+from shiftmend.blocks import trainable
 from shiftmend.errors import AdaptationError
 from shiftmend.methods.base import Activations, Look, Network, Objective, Stage
 from shiftmend.methods.entropies import Prediction
@@ -58,7 +59,7 @@ class TargetSupervised(Prediction):
             raise AdaptationError(f"the weight decay must be a number of at least 0, got {self.weight_decay!r}")
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
-        everything = tuple(name for name, p in network.model.named_parameters() if p.is_floating_point())
+        everything = tuple(name for name, p in network.model.named_parameters() if trainable(p))
         return [Stage("all parameters", self.epochs, self.rate(network), everything, self.weight_decay)]
 
     def targets(self, network: Network, look: Look) -> Tensor:
