@@ -79,10 +79,10 @@ def test_fr_trains_everything_below_the_head_at_the_published_rates() -> None:
 
 def test_other_networks_get_a_careful_default() -> None:
     profile = sensors().profile()
-    rates = {
-        name: FR().stages(network(name), profile)[0].learning_rate for name in ("signal", "tabular", "no-norm", "vit")
-    }
-    assert rates == pytest.approx({"signal": 0.1, "tabular": 0.1, "no-norm": 0.01, "vit": 1e-4})
+    names = ("signal", "tabular", "no-norm", "vit")
+    for method, staged in ((FR(), 1e-4), (BUFR(), 1e-2)):
+        rates = {name: method.stages(network(name), profile)[0].learning_rate for name in names}
+        assert rates == pytest.approx({"signal": 0.01, "tabular": 0.01, "no-norm": 0.01, "vit": staged})
 
 
 def test_bufr_published_schedules() -> None:

@@ -28,6 +28,9 @@ from shiftmend.presets import preset as find_preset
 from shiftmend.profiles import Profile
 from shiftmend.statistics import Histogram
 
+LAYERWISE_RATE = 0.01
+"""For networks whose blocks are single layers and for which nothing is published."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Alignment(Method):
@@ -89,16 +92,17 @@ class Alignment(Method):
     def rate(self, network: Network, profile: Profile | None) -> float:
         """The learning rate given, or the default for such a network, translated to the profile's preset.
 
-        The default is the one published for this network; for others of one layer a block 0.1, of stages what was
-        published for ResNets; a tenth of that without BatchNorm, where large steps are not forgiven.
+        The default is the one published for this network; for others of one layer a block what did best on several
+        small ones (`benchmarks/default_rates.py`); for those of stages what was published for ResNets, and a tenth of
+        that without BatchNorm, where large steps are not forgiven.
         """
         if self.learning_rate is not None:
             return self.learning_rate
         assert profile is not None
         default = network.published(self.name)
         if default is None:
-            default = self.staged_rate if not network.layerwise else 0.1
-            default *= 1.0 if network.batch_normalised else 0.1
+            staged = self.staged_rate * (1.0 if network.batch_normalised else 0.1)
+            default = LAYERWISE_RATE if network.layerwise else staged
         return default * _loss_scale(find_preset(profile.preset), profile)
 
 

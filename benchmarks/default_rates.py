@@ -1,0 +1,161 @@
+"""Which learning rate should FR and BUFR take for a small network about which nothing is published?
+
+    python benchmarks/default_rates.py [--networks "signal;volume"] [--out rates.json]
+
+Several small networks are trained, on made-up data and on scikit-learn's digits, and mended after a change of gain and
+offset (on the digits with noise) at several rates. For each: the divergence of the verification slices in the end, what
+chance alone would give, and the accuracy. About a quarter of an hour on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shiftmend
+
+RATES = (0.1, 0.03, 0.01, 0.003, 0.001)
+LENGTHS: dict[str, dict[str, Any]] = {"bufr": {"epochs_per_block": 20}, "fr": {"epochs": 60}}
+SAMPLES, CLASSES = 1500, 3
+
+
+@dataclass(frozen=True)
+class World:
+    """A model, and where it came from and went to."""
+
+    model: nn.Module
+    source: Tensor
+    target: Tensor
+    labels: Tensor
+
+
+class Recurrent(nn.Module):
+    """Reads a series and judges by its last state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(4, 16, batch_first=True)
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, series: Tensor) -> Tensor:
+        states, _ = self.cell(series)
+        return self.head(states[:, -1])  # type: ignore[no-any-return]
+
+
+def images(norm: Callable[[int], nn.Module]) -> nn.Module:
+    body = (nn.Conv2d(3, 8, 3, 2), norm(8), nn.ReLU(), nn.Conv2d(8, 8, 3, 2), norm(8), nn.ReLU())
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES))
+
+
+def signal() -> nn.Module:
+    first = (nn.Conv1d(2, 8, 5, 2), nn.BatchNorm1d(8), nn.ReLU())
+    second = (nn.Conv1d(8, 8, 5, 2), nn.BatchNorm1d(8), nn.ReLU())
+    return nn.Sequential(*first, *second, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(8, CLASSES))
+
+
+def volume() -> nn.Module:
+    first = (nn.Conv3d(1, 4, 3, 2), nn.BatchNorm3d(4), nn.ReLU())
+    second = (nn.Conv3d(4, 6, 3), nn.BatchNorm3d(6), nn.ReLU())
+    return nn.Sequential(*first, *second, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(6, CLASSES))
+
+
+def table() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+
+
+MADE_UP: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "signal": (signal, (2, 64)),
+    "volume": (volume, (1, 8, 8, 8)),
+    "image": (lambda: images(nn.BatchNorm2d), (3, 16, 16)),
+    "image, GroupNorm": (lambda: images(lambda units: nn.GroupNorm(2, units)), (3, 16, 16)),
+    "table": (table, (20,)),
+    "series": (Recurrent, (10, 4)),
+}
+NETWORKS = (*MADE_UP, "digits")
+
+
+def world(name: str) -> World:
+    torch.manual_seed(0)
+    if name == "digits":
+        return digits()
+    make, shape = MADE_UP[name]
+    labels = torch.arange(2 * SAMPLES) % CLASSES
+    signs = torch.randn(CLASSES, *shape)  # what tells the classes apart, in noise
+    samples = signs[labels] * 0.5 + torch.randn(2 * SAMPLES, *shape)
+    model = trained(make(), samples[:SAMPLES], labels[:SAMPLES])
+    return World(model, samples[:SAMPLES], 0.8 * samples[SAMPLES:] + 0.4, labels[SAMPLES:])
+
+
+def digits() -> World:
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    pictures, labels = torch.tensor(found.images).float().unsqueeze(1) / 16, torch.tensor(found.target)
+    first = (nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU())
+    second = (nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+    network = nn.Sequential(*first, *second, nn.Linear(1024, 64), nn.ReLU(), nn.Linear(64, 10))
+    model = trained(network, pictures[:900], labels[:900])
+    away = 0.3 + 0.4 * pictures[900:]
+    return World(model, pictures[:900], away + 0.05 * torch.randn(away.shape), labels[900:])
+
+
+def trained(model: nn.Module, inputs: Tensor, labels: Tensor, epochs: int = 20) -> nn.Module:
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(inputs)).split(64):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs[rows]), labels[rows]).backward()
+            optimizer.step()
+    return model.eval()
+
+
+def accuracy(model: nn.Module, here: World) -> float:
+    scores = shiftmend.evaluate(model, (here.target, here.labels))
+    assert isinstance(scores, shiftmend.Scores)
+    return scores.accuracy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", default=";".join(NETWORKS), help="with semicolons")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)  # that features are not restored is what is measured here
+    rows = []
+    for name in options.networks.split(";"):
+        here = world(name)
+        profile = shiftmend.profile(here.model, here.source, progress=False)
+        before = shiftmend.verify(here.model, here.target, profile)
+        print(f"{name}: {before}, accuracy {100 * accuracy(here.model, here):.1f} %", flush=True)
+        for method, length in LENGTHS.items():
+            for rate in RATES:
+                mended = shiftmend.adapt(
+                    here.model,
+                    here.target,
+                    profile,
+                    method,
+                    learning_rate=rate,
+                    batch_size=100,
+                    progress=False,
+                    **length,
+                )
+                assert mended.after is not None
+                right = accuracy(mended.model, here)
+                row = {"network": name, "method": method, "rate": rate, "verdict": mended.after.verdict}
+                row |= {"slices": mended.after.divergence, "floor": mended.after.floor, "accuracy": right}
+                rows.append(row)
+                print(f"  {method:4} {rate:<5g}  {mended.after}, accuracy {100 * right:.1f} %", flush=True)
+                if options.out is not None:
+                    options.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
