@@ -47,7 +47,7 @@ def mend(
             for label in (0, 1)
         ]
         profile = shiftmend.Profile.mixture(parts, [1 - positives, positives])
-    options = {"epochs": 40, **options} if method == "fr" else options
+    options = {"epochs": 40, "learning_rate": 0.01, **options} if method == "fr" else options
     result = shiftmend.adapt(toy.model, toy.target_inputs, profile, method, **options)
     print(
         f"{title:<44} accuracy {accuracy(toy, toy.model, 'target'):.3f} -> {accuracy(toy, result.model, 'target'):.3f}"

@@ -27,7 +27,7 @@ def accuracy(toy: Toy, model: torch.nn.Module | None = None, site: str = "target
 def adapted(toy: Toy, bins: Bins = SOFT, method: str = "fr", **options: Any) -> tuple[Profile, Adaptation]:
     profile = shiftmend.profile(toy.model, toy.source_inputs, bins=bins, progress=False)
     if method == "fr":
-        options = {"epochs": 12, "batch_size": 100, **options}
+        options = {"epochs": 12, "batch_size": 100, "learning_rate": 0.01, **options}
     return profile, shiftmend.adapt(toy.model, toy.target_inputs, profile, method, progress=False, **options)
 
 
@@ -126,7 +126,9 @@ def test_a_profile_in_the_shares_of_the_site_is_no_such_trap(offset: float) -> N
         for label in (0, 1)
     ]
     mixed = Profile.mixture(parts, [0.1, 0.9])
-    result = shiftmend.adapt(toy.model, toy.target_inputs, mixed, "fr", epochs=12, batch_size=100, progress=False)
+    result = shiftmend.adapt(
+        toy.model, toy.target_inputs, mixed, "fr", epochs=12, batch_size=100, learning_rate=0.01, progress=False
+    )
     assert result.before is not None
     assert result.after is not None
     assert result.before.verdict == ("restored" if offset == 0 else "not restored")

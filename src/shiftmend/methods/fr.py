@@ -28,9 +28,6 @@ from shiftmend.presets import preset as find_preset
 from shiftmend.profiles import Profile
 from shiftmend.statistics import Histogram
 
-LAYERWISE_RATE = 0.01
-"""For networks whose blocks are single layers and for which nothing is published."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Alignment(Method):
@@ -44,6 +41,7 @@ class Alignment(Method):
     needs_profile: ClassVar[bool] = True
     several_processes: ClassVar[bool] = True
     staged_rate: ClassVar[float]
+    layerwise_rate: ClassVar[float]
     learning_rate: float | None = None
     align: tuple[str, ...] | str = ("features", "logits")
     divergence: Divergence | None = None
@@ -102,7 +100,7 @@ class Alignment(Method):
         default = network.published(self.name)
         if default is None:
             staged = self.staged_rate * (1.0 if network.batch_normalised else 0.1)
-            default = LAYERWISE_RATE if network.layerwise else staged
+            default = self.layerwise_rate if network.layerwise else staged
         return default * _loss_scale(find_preset(profile.preset), profile)
 
 
@@ -127,6 +125,7 @@ class FR(Alignment):
 
     name: ClassVar[str] = "fr"
     staged_rate: ClassVar[float] = 1e-3
+    layerwise_rate: ClassVar[float] = 3e-3
     epochs: int = 150
 
     def __post_init__(self) -> None:
