@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from shiftmend.blocks import Block, split
 from shiftmend.errors import AdaptationError
@@ -184,3 +185,28 @@ def test_no_head_is_in_a_block_whichever_is_adapted_for(output: str, frozen: str
     assert blocks[0].parameters[:2] == ("scales.0", "scales.1")
     assert [parameter.requires_grad for parameter in model.parameters()] == flags
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class _Borrowing(nn.Module):
+    """Uses the weights of a layer that it never calls, and has another that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unused = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = functional.linear(inputs, self.first.weight, self.first.bias).relu()
+        return self.head(self.second(hidden).relu())  # type: ignore[no-any-return]
+
+
+def test_weights_of_a_layer_that_is_never_called_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = _Borrowing()
+    (block,) = split(model, trace(model, torch.randn(3, 4)))
+    assert block.parameters == ("second.weight", "second.bias")
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("the parameters of 'first' are used without their module being called")
+    caplog.clear()
+    plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    split(plain, trace(plain, torch.randn(3, 4)))
+    assert not caplog.records

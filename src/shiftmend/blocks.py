@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from shiftmend.checks import brief
 from shiftmend.errors import AdaptationError
 from shiftmend.tracing import Trace, owners
+
+logger = logging.getLogger(__name__)
 
 Names = Sequence[str | Sequence[str]]
 _WANTED = "expected names of modules, or groups of them, e.g. blocks=['conv1', ['layer1', 'layer2']]"
@@ -39,6 +42,12 @@ def split(model: nn.Module, trace: Trace, names: Names | None = None) -> tuple[B
     layer of the container that holds them is a block, and normalisation belongs to the layer before it.
     """
     below = _owned_parameters(model, trace)
+    if trace.uncalled:
+        logger.warning(
+            "the parameters of %s are used without their module being called, so where is not known, and they stay "
+            "fixed: call it in the model's forward, or hold them in the module that uses them",
+            " and ".join(map(repr, trace.uncalled)),
+        )
     if not below:
         raise AdaptationError("nothing below the features has parameters, so there is nothing to adapt")
     if isinstance(names, str):

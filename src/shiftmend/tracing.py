@@ -29,6 +29,8 @@ class Trace:
     output: Entry = None
     beside: frozenset[str] = frozenset()
     """Parameters that play no part in the features though they may run before them: those of other heads."""
+    uncalled: tuple[str, ...] = ()
+    """Modules whose parameters the features depend on although nothing was called: where they run is not known."""
 
 
 @dataclass
@@ -104,8 +106,11 @@ def trace(
     inside_head = tuple(name for name in order if name == head or name.startswith(f"{head}."))
     extractor = tuple(name for name in before if name not in inside_head)
     several = len(tensors_in(returned)) > 1  # a second head has an output of its own
-    beside = _beside(model, sample, resolved["features"]) if several else frozenset()
-    return Trace(resolved, head, order, extractor, output, beside)
+    idle = [name for name in owning if not any(name == one or name.startswith(f"{one}.") or not one for one in order)]
+    used, shown = _graphs(model, sample, resolved["features"]) if several or idle else (set(), set())
+    beside = frozenset(name for name, parameter in model.named_parameters() if parameter in shown - used)
+    uncalled = tuple(name for name in idle if any(parameter in used for parameter in modules[name].parameters()))
+    return Trace(resolved, head, order, extractor, output, beside if several else frozenset(), uncalled)
 
 
 def _declared(model: nn.Module) -> dict[str, str | Tap]:
@@ -140,8 +145,8 @@ def _watch(model: nn.Module, sample: Tensor, owning: list[str], features: Tap | 
         return events, model(sample)
 
 
-def _beside(model: nn.Module, sample: Tensor, features: Tap) -> frozenset[str]:
-    """Parameters behind what the model returns but not behind the features, as the graphs of both tell.
+def _graphs(model: nn.Module, sample: Tensor, features: Tap) -> tuple[set[Tensor], set[Tensor]]:
+    """Parameters behind the features, and behind all that the model returns.
 
     What no graph shows (frozen layers, reentrant checkpoints) is not among them.
     """
@@ -150,11 +155,9 @@ def _beside(model: nn.Module, sample: Tensor, features: Tap) -> frozenset[str]:
             recorder = stack.enter_context(tapped(model, {"features": features}))
             model.eval()
             returned = model(sample)
-            used = _behind(recorder.read()["features"])
+            return _behind(recorder.read()["features"]), _behind(returned)
     except RuntimeError:  # it runs, but not with gradients: weights made in inference mode
-        return frozenset()
-    others = _behind(returned) - used
-    return frozenset(name for name, parameter in model.named_parameters() if parameter in others)
+        return set(), set()
 
 
 def _behind(value: Any) -> set[Tensor]:
