@@ -143,16 +143,24 @@ def _watch(model: nn.Module, sample: Tensor, owning: list[str], features: Tap | 
 def _beside(model: nn.Module, sample: Tensor, features: Tap) -> frozenset[str]:
     """Parameters behind what the model returns but not behind the features, as the graphs of both tell.
 
-    What no graph shows (frozen layers, reentrant checkpoints) is not among them.
+    Frozen layers count as others do, since what is trained is up to the method. What no graph shows (reentrant
+    checkpoints) is not among them.
     """
+    numbers = (p for p in model.parameters() if p.is_floating_point() or p.is_complex())
+    frozen = [parameter for parameter in numbers if not parameter.requires_grad]
     try:
         with torch.inference_mode(False), torch.enable_grad(), modes(model), ExitStack() as stack:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
             recorder = stack.enter_context(tapped(model, {"features": features}))
             model.eval()
             returned = model(sample)
             used = _behind(recorder.read()["features"])
     except RuntimeError:  # it runs, but not with gradients: weights made in inference mode
         return frozenset()
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
     others = _behind(returned) - used
     return frozenset(name for name, parameter in model.named_parameters() if parameter in others)
 
