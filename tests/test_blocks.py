@@ -173,12 +173,12 @@ class Heads(nn.Module):
         return {"location": self.location(hidden), "classes": self.classes(hidden)}
 
 
-@pytest.mark.parametrize("frozen", ["", "encoder"])
+@pytest.mark.parametrize("frozen", [(), ("encoder",), ("location", "classes"), ("",)])
 @pytest.mark.parametrize("output", ["location", "classes"])
-def test_no_head_is_in_a_block_whichever_is_adapted_for(output: str, frozen: str) -> None:
+def test_no_head_is_in_a_block_whichever_is_adapted_for(output: str, frozen: tuple[str, ...]) -> None:
     model = Heads()
-    if frozen:
-        model.get_submodule(frozen).requires_grad_(False)
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
     flags = [parameter.requires_grad for parameter in model.parameters()]
     blocks = blocks_of(model, torch.randn(2, 6), output=output)
     assert [block.modules for block in blocks] == [("", "encoder.0"), ("encoder.2",)]

@@ -72,6 +72,7 @@ class Counts(nn.Module):
         self.register_buffer("nothing", None)
         self.register_buffer("unknown", torch.full((1,), torch.nan).expand(4))
         self.register_buffer("graph", torch.eye(3).to_sparse())
+        self.register_buffer("empty", torch.empty(3, device="meta"), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1

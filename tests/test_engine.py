@@ -827,6 +827,15 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
             attempt()
 
 
+def test_no_memory_for_a_copy_is_not_blamed_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("copy.deepcopy", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        shiftmend.stream(sensors().model, method="source-only")
+
+
 class Checkpointed(nn.Module):
     """Its last layers, head included, run again in the backward pass."""
 

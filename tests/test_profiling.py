@@ -367,3 +367,12 @@ def test_complex_inputs_and_weights(tmp_path) -> None:  # type: ignore[no-untype
     inputs[3, 0] = complex(0, math.nan)
     with pytest.raises(DataError, match="NaN or infinite values in 1 samples"):
         shiftmend.profile(model, inputs)
+
+
+def test_conjugates_which_torch_computes_only_when_they_are_read() -> None:
+    torch.manual_seed(0)
+    model, inputs = Spectra(), torch.randn(100, 6, dtype=torch.complex64).conj()
+    model.register_buffer("window", torch.ones(6, dtype=torch.complex64).conj())
+    result = shiftmend.adapt(model, inputs, method="source-only", progress=False)
+    read = shiftmend.adapt(model, inputs.resolve_conj(), method="source-only", progress=False)
+    assert result.manifest["target"] == read.manifest["target"]

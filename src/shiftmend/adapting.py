@@ -32,6 +32,8 @@ def plain_copy(model: nn.Module) -> nn.Module:
             held[id(tensor)] = tensor.detach().clone()
     try:
         return copy.deepcopy(model, held)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever a model may hold: locks, open files, generators
         raise AdaptationError(
             f"the model cannot be copied ({error}), and the caller's own is never changed; remove from it what "

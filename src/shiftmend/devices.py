@@ -47,8 +47,8 @@ def _own_gpu() -> int:
 
 
 def _is_writable(buffer: Tensor | None) -> TypeGuard[Tensor]:
-    """An ordinary tensor, not one value seen as many, as `expand` gives: nobody can write into that."""
-    return buffer is not None and buffer.layout == torch.strided and 0 not in buffer.stride()
+    """An ordinary tensor with values, not one value seen as many, as `expand` gives: nobody can write into that."""
+    return buffer is not None and buffer.layout == torch.strided and not buffer.is_meta and 0 not in buffer.stride()
 
 
 @contextmanager

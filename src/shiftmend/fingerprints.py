@@ -36,7 +36,7 @@ def weights(model: nn.Module) -> str:
 
 def tensor_bytes(value: Tensor) -> bytes:
     """The raw bytes of a tensor of any dtype."""
-    flat = value.detach().to("cpu").contiguous().reshape(-1)
+    flat = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

@@ -71,11 +71,13 @@ class RegressionScores:
 def _line(scores: Scores | RegressionScores) -> str:
     """What a person wants to read; `repr` has every digit and the bins."""
     shown = {field.name: getattr(scores, field.name) for field in fields(scores) if field.name != "reliability"}
-    return ", ".join(
-        f"{name} {100 * value:.1f} %" if name in ("accuracy", "ece", "mce") else f"{name} {value:,.4g}"
-        for name, value in shown.items()
-        if value is not None
-    )
+    return ", ".join(f"{name} {_written(name, value)}" for name, value in shown.items() if value is not None)
+
+
+def _written(name: str, value: float) -> str:
+    if name in ("accuracy", "ece", "mce"):
+        return f"{100 * value:.1f} %"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
 class _Stream:

@@ -148,16 +148,24 @@ def _watch(model: nn.Module, sample: Tensor, owning: list[str], features: Tap | 
 def _graphs(model: nn.Module, sample: Tensor, features: Tap) -> tuple[set[Tensor], set[Tensor]]:
     """Parameters behind the features, and behind all that the model returns.
 
-    What no graph shows (frozen layers, reentrant checkpoints) is not among them.
+    Frozen layers count as others do, since what is trained is up to the method. What no graph shows (reentrant
+    checkpoints) is not among them.
     """
+    numbers = (p for p in model.parameters() if p.is_floating_point() or p.is_complex())
+    frozen = [parameter for parameter in numbers if not parameter.requires_grad]
     try:
         with torch.inference_mode(False), torch.enable_grad(), modes(model), ExitStack() as stack:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
             recorder = stack.enter_context(tapped(model, {"features": features}))
             model.eval()
             returned = model(sample)
             return _behind(recorder.read()["features"]), _behind(returned)
     except RuntimeError:  # it runs, but not with gradients: weights made in inference mode
         return set(), set()
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _behind(value: Any) -> set[Tensor]:

@@ -90,9 +90,10 @@ class Alignment(Method):
     def rate(self, network: Network, profile: Profile | None) -> float:
         """The learning rate given, or the default for such a network, translated to the profile's preset.
 
-        The default is the one published for this network; for others of one layer a block what did best on several
-        small ones (`benchmarks/default_rates.py`); for those of stages what was published for ResNets, and a tenth of
-        that without BatchNorm, where large steps are not forgiven.
+        The default is the one published for this network; for others of one layer a block the largest that restored
+        nearly all of several small ones (`benchmarks/default_rates.py`), since a small one may not get there in few
+        steps; for those of stages what was published for ResNets, and a tenth of that without BatchNorm, where large
+        steps are not forgiven.
         """
         if self.learning_rate is not None:
             return self.learning_rate
