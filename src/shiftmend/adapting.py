@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shiftmend.blocks import trainable
 from shiftmend.devices import device_of
 from shiftmend.errors import AdaptationError
 from shiftmend.layouts import as_in
 from shiftmend.methods import Stage
 from shiftmend.returned import tensors_in
+from shiftmend.tracing import trainable
 
 
 def plain_copy(model: nn.Module) -> nn.Module:

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from shiftmend.checks import brief
 from shiftmend.errors import AdaptationError
-from shiftmend.tracing import Trace, owners
+from shiftmend.tracing import Trace, owners, trainable
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +29,6 @@ class Block:
     """Layers with a weight matrix or kernel; normalisation does not count."""
 
 
-def trainable(parameter: Tensor) -> bool:
-    """Whether it can have a gradient; whole numbers cannot."""
-    return parameter.is_floating_point() or parameter.is_complex()
-
-
 def split(model: nn.Module, trace: Trace, names: Names | None = None) -> tuple[Block, ...]:
     """The blocks below the features, first to run first; the head is never in one.
 
@@ -44,8 +39,8 @@ def split(model: nn.Module, trace: Trace, names: Names | None = None) -> tuple[B
     below = _owned_parameters(model, trace)
     if trace.uncalled:
         logger.warning(
-            "the parameters of %s are used without their module being called, so where is not known, and they stay "
-            "fixed: call it in the model's forward, or hold them in the module that uses them",
+            "the parameters of %s are used without calling the module that holds them, so it is not known where they "
+            "run, and they stay fixed: call that module in the model's forward, or hold them in the one that uses them",
             " and ".join(map(repr, trace.uncalled)),
         )
     if not below:

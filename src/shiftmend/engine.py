@@ -15,7 +15,7 @@ from torch import nn
 from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation, environment
 from shiftmend.adapting import batch_norms, plain_copy, settle
-from shiftmend.blocks import Names, split, trainable
+from shiftmend.blocks import Names, split
 from shiftmend.devices import resolve_device
 from shiftmend.distributed import of_first_process, same_everywhere, warn_if_apart, world_size
 from shiftmend.errors import AdaptationError
@@ -30,7 +30,7 @@ from shiftmend.progress import Progress
 from shiftmend.rates import best_rate
 from shiftmend.settings import Keep, OnEpoch, Settings
 from shiftmend.taps import Entry, Tap, check_takes, unwrap
-from shiftmend.tracing import trace
+from shiftmend.tracing import trace, trainable
 
 logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)

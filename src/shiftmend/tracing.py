@@ -40,6 +40,11 @@ class _Events:
     features_at: int | None = None
 
 
+def trainable(parameter: Tensor) -> bool:
+    """Whether it can have a gradient; whole numbers cannot."""
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
 def owners(model: nn.Module) -> list[str]:
     """Names of modules that hold parameters of their own (a parametrised layer counts, its helpers do not).
 
@@ -151,8 +156,7 @@ def _graphs(model: nn.Module, sample: Tensor, features: Tap) -> tuple[set[Tensor
     Frozen layers count as others do, since what is trained is up to the method. What no graph shows (reentrant
     checkpoints) is not among them.
     """
-    numbers = (p for p in model.parameters() if p.is_floating_point() or p.is_complex())
-    frozen = [parameter for parameter in numbers if not parameter.requires_grad]
+    frozen = [parameter for parameter in model.parameters() if trainable(parameter) and not parameter.requires_grad]
     try:
         with torch.inference_mode(False), torch.enable_grad(), modes(model), ExitStack() as stack:
             for parameter in frozen:

@@ -72,17 +72,8 @@ def run(
     """
     started = time.perf_counter()
     chosen, home, place = find(benchmark), Path(folder), _data_root(root)
-    if executor not in ("local", "ray"):
-        raise DataError(f"unknown executor {executor!r}, expected local or ray")
-    if workers is not None and workers < 1:
-        raise DataError(f"the number of workers must be at least 1, got {workers}")
-    if minutes is not None and executor == "ray":
-        raise DataError("on a cluster, the time of a run is limited by the cluster; leave the minutes out")
+    _refuse(executor, workers, minutes, rates or (), home)
     limit = TimeLimit(chosen, minutes)
-    if any(not 0 < rate < float("inf") for rate in rates or ()):
-        raise DataError(f"learning rates must be positive numbers, got {list(rates or ())}")
-    if home.exists() and not home.is_dir():
-        raise DataError(f"{home} is a file, expected a folder for results; name another")
     cells = plan(chosen, protocol, methods=methods, shifts=shifts, seeds=seeds, rates=rates, root=place)
     home.mkdir(parents=True, exist_ok=True)
     failed: list[Result] = []
@@ -120,6 +111,20 @@ def run(
         left=len(limit.left),
         seconds=time.perf_counter() - started,
     )
+
+
+def _refuse(executor: str, workers: int | None, minutes: float | None, rates: Sequence[float], home: Path) -> None:
+    """Say in a sentence what cannot be run."""
+    if executor not in ("local", "ray"):
+        raise DataError(f"unknown executor {executor!r}, expected local or ray")
+    if workers is not None and workers < 1:
+        raise DataError(f"the number of workers must be at least 1, got {workers}")
+    if minutes is not None and executor == "ray":
+        raise DataError("on a cluster, the time of a run is limited by the cluster; leave the minutes out")
+    if any(not 0 < rate < float("inf") for rate in rates):
+        raise DataError(f"learning rates must be positive numbers, got {list(rates)}")
+    if home.exists() and not home.is_dir():
+        raise DataError(f"{home} is a file, expected a folder for results; name another")
 
 
 def preparations(benchmark: Benchmark, cells: Sequence[Cell]) -> list[Preparation]:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shiftmend.blocks import Block, trainable
+from shiftmend.blocks import Block
 from shiftmend.errors import AdaptationError
 from shiftmend.profiles import Profile
 from shiftmend.taps import Tap
+from shiftmend.tracing import trainable
 
 Activations = Mapping[str, Tensor]
 Objective = Callable[[Activations], dict[str, Tensor]]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shiftmend.blocks import trainable
 from shiftmend.methods.base import Activations, Network, Objective, Stage
 from shiftmend.methods.entropies import Prediction
 from shiftmend.profiles import Profile
+from shiftmend.tracing import trainable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from shiftmend import fingerprints
-from shiftmend.blocks import trainable
 from shiftmend.errors import AdaptationError
 from shiftmend.methods.base import Activations, Look, Network, Objective, Stage
 from shiftmend.methods.entropies import Prediction
 from shiftmend.profiles import Profile
+from shiftmend.tracing import trainable
 
 
 def _class_numbers(given: Any) -> Tensor:
