@@ -2,7 +2,6 @@
 
 import copy
 import doctest
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,14 +13,8 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 
 import shiftmend.metrics
 from shiftmend.errors import DataError
-from shiftmend.metrics import (
-    ClassificationMetrics,
-    RegressionMetrics,
-    RegressionScores,
-    RestorationDistance,
-    Scores,
-    restoration_distance,
-)
+from shiftmend.metrics import ClassificationMetrics, RegressionMetrics, RestorationDistance, restoration_distance
+from shiftmend.scores import Scores
 
 SCALARS = ("accuracy", "ece", "mce", "nll", "brier")
 
@@ -431,12 +424,3 @@ def test_restoration_distance_refuses() -> None:
         restoration_distance(torch.zeros(0, 8), torch.zeros(0, 8))
     with pytest.raises(DataError, match="1 of 2 samples have features that are not finite"):
         restoration_distance(torch.zeros(2, 2), torch.tensor([[0.0, torch.nan], [0.0, 0.0]]))
-
-
-def test_scores_print_as_one_line_for_people() -> None:
-    scores = Scores(1234, 0.98765, 0.012, 0.3, 0.0456789, 0.02, ())
-    assert str(scores) == "samples 1,234, accuracy 98.8 %, ece 1.2 %, mce 30.0 %, nll 0.04568, brier 0.02"
-    assert "0.98765" in repr(scores)
-    assert str(replace(scores, samples=12345)).startswith("samples 12,345, accuracy")
-    flat = RegressionScores(3, 0.5, 0.75, None)
-    assert str(flat) == "samples 3, mean_absolute_error 0.5, root_mean_square_error 0.75"

@@ -10,9 +10,9 @@ from shiftmend.errors import AdaptationError, DataError, ProfileError, Shiftmend
 from shiftmend.evaluation import evaluate
 from shiftmend.histograms import Bins
 from shiftmend.loop import DivergedError
-from shiftmend.metrics import RegressionScores, Scores
 from shiftmend.profiles import Profile
 from shiftmend.profiling import profile
+from shiftmend.scores import RegressionScores, Scores
 from shiftmend.stats_layer import StatsLayer
 from shiftmend.streams import Stream, stream
 from shiftmend.taps import Tap

@@ -23,9 +23,9 @@ from shiftmend import shifts
 from shiftmend.adaptations import Adaptation
 from shiftmend.data.digits import enlarged_digits
 from shiftmend.data.preprocessing import signed as preprocess
-from shiftmend.metrics import Scores
 from shiftmend.models.digit_cnn import DigitCNN
 from shiftmend.profiles import Profile
+from shiftmend.scores import Scores
 
 WIDTH = 8
 SOURCE = 900

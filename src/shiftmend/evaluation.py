@@ -13,7 +13,8 @@ from shiftmend.devices import placed, resolve_device
 from shiftmend.errors import DataError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.histograms import as_samples
-from shiftmend.metrics import ClassificationMetrics, RegressionMetrics, RegressionScores, Scores
+from shiftmend.metrics import ClassificationMetrics, RegressionMetrics
+from shiftmend.scores import RegressionScores, Scores
 from shiftmend.taps import Entry, check_takes, modes, pick, unwrap
 
 _Metrics = ClassificationMetrics | RegressionMetrics

@@ -14,70 +14,13 @@ float64, except on devices that have none (`mps`), where they are float32. What 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from shiftmend.errors import DataError
-
-
-@dataclass(frozen=True)
-class ReliabilityBin:
-    """The samples whose confidence lies in `(lower, upper]`; both means are None where there are none."""
-
-    lower: float
-    upper: float
-    count: int
-    confidence: float | None
-    accuracy: float | None
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Of a classifier. All are fractions, not percent: the paper's ECE of 4.8 is 0.048 here.
-
-    `ece` and `mce` are the expected and the maximum calibration error: the gap between accuracy and mean
-    confidence within a bin, averaged over samples and at its largest. `nll` is the mean negative
-    log-likelihood in nats; `brier` the mean squared error of the probabilities, summed over classes (0 to 2).
-    """
-
-    samples: int
-    accuracy: float
-    ece: float
-    mce: float
-    nll: float
-    brier: float
-    reliability: tuple[ReliabilityBin, ...]
-
-    def __str__(self) -> str:
-        return _line(self)
-
-
-@dataclass(frozen=True)
-class RegressionScores:
-    """Of a model that predicts one number; `r2` is None where all targets are equal."""
-
-    samples: int
-    mean_absolute_error: float
-    root_mean_square_error: float
-    r2: float | None
-
-    def __str__(self) -> str:
-        return _line(self)
-
-
-def _line(scores: Scores | RegressionScores) -> str:
-    """What a person wants to read; `repr` has every digit and the bins."""
-    shown = {field.name: getattr(scores, field.name) for field in fields(scores) if field.name != "reliability"}
-    return ", ".join(f"{name} {_written(name, value)}" for name, value in shown.items() if value is not None)
-
-
-def _written(name: str, value: float) -> str:
-    if name in ("accuracy", "ece", "mce"):
-        return f"{100 * value:.1f} %"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+from shiftmend.scores import RegressionScores, ReliabilityBin, Scores
 
 
 class _Stream:

@@ -19,8 +19,8 @@ from shiftmend.bench.workshop import Workshop, inputs_of, labelled
 from shiftmend.evaluation import Scorer
 from shiftmend.feeds import Feed
 from shiftmend.methods import METHODS
-from shiftmend.metrics import Scores
 from shiftmend.profiles import Profile
+from shiftmend.scores import Scores
 from shiftmend.selection import Choice
 
 SCORED_AT_ONCE = 2048

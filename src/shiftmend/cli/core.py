@@ -42,7 +42,7 @@ from shiftmend.files import check_folder
 if TYPE_CHECKING:
     from torch import nn
 
-    from shiftmend.metrics import RegressionScores, Scores
+    from shiftmend.scores import RegressionScores, Scores
 
 logger = logging.getLogger(__name__)
 

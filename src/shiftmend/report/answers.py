@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shiftmend.metrics import RegressionScores, Scores
 from shiftmend.report import charts
 from shiftmend.report.contents import Facts, Guesses
 from shiftmend.report.distances import legend
 from shiftmend.report.markup import Markup, Part, element, figure
 from shiftmend.report.verdicts import percent
+from shiftmend.scores import RegressionScores, Scores
 
 MOST_BARS = 20
 

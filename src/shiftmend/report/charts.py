@@ -9,10 +9,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shiftmend.metrics import ReliabilityBin
 from shiftmend.report.contents import Unit
 from shiftmend.report.markup import Markup, Part, element, join
 from shiftmend.report.verdicts import limits, number
+from shiftmend.scores import ReliabilityBin
 from shiftmend.verification import Verification
 
 WIDTH = 340

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shiftmend.adaptations import Epoch
-from shiftmend.metrics import RegressionScores, Scores
+from shiftmend.scores import RegressionScores, Scores
 from shiftmend.verification import Verification
 
 

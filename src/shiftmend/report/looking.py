@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from shiftmend.histograms import sampling_floor
-from shiftmend.metrics import ClassificationMetrics, RegressionMetrics, RegressionScores, Scores
+from shiftmend.metrics import ClassificationMetrics, RegressionMetrics
 from shiftmend.profiles import Profile
 from shiftmend.report.contents import Guesses, Predictions, Seen, TapShift, Unit
+from shiftmend.scores import RegressionScores, Scores
 from shiftmend.signals import class_logits
 from shiftmend.statistics import CountTracker, Histogram
 from shiftmend.taps import Entry, pick

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from shiftmend.metrics import Scores
 from shiftmend.report import charts, pictures
 from shiftmend.report.contents import Facts
 from shiftmend.report.markup import Markup, Part, element, figure
 from shiftmend.report.verdicts import number, percent, state
+from shiftmend.scores import Scores
 
 SIGNS = {"good": "✓", "unsure": "?", "bad": "✕"}
 
