@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shiftmend.scores import RegressionScores, Scores
 
 
