@@ -87,12 +87,29 @@ def _about_seeds(shown: Sequence[tuple[str, str, Entry]], line: str | None) -> l
             for method, means in by_method.items()
         ]
         return [f"{note}; not the same everywhere: {listed(which, 4, '; ')}"]
+    if columns := _columns(by_method):
+        return [f"mean ± standard deviation over {columns}"]
     if line is None:
         return [f"mean ± standard deviation over {max(counts)} seeds, but {_fewer(by_method, max(counts))}"]
     note = f"mean ± standard deviation over {min(counts)} to {max(counts)} seeds, see the {line} of seeds"
     return [
         "; ".join([note, *(["a single one has no deviation"] if min(counts) == 1 else []), *_exceptions(by_method)])
     ]
+
+
+def _columns(by_method: dict[str, dict[str, tuple[int, ...]]]) -> str:
+    """The numbers of seeds, if they depend on what a mean is over and not on the method, and none is a single one."""
+    numbers: dict[str, set[int]] = {}
+    for means in by_method.values():
+        for name, seeds in means.items():
+            numbers.setdefault(name, set()).add(len(seeds))
+    if any(len(found) > 1 or 1 in found for found in numbers.values()):
+        return ""
+    names: dict[int, list[str]] = {}
+    for name, [number] in numbers.items():
+        names.setdefault(number, []).append(name)
+    [usual, *others] = sorted(names, key=lambda number: -len(names[number]))
+    return ", ".join([f"{usual} seeds", *(f"{number} for {listed(names[number], 3)}" for number in others)])
 
 
 def _fewer(by_method: dict[str, dict[str, tuple[int, ...]]], most: int) -> str:
