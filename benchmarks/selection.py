@@ -17,7 +17,7 @@ from shiftmend.bench.base import CLEAN
 from shiftmend.bench.cells import Cell
 from shiftmend.bench.reading import stored
 
-DEFAULT = ("emnist-da", "cifar-10-c", "mnist-m", "usps")
+DEFAULT = ("emnist-da", "cifar-10-c", "mnist-c", "mnist-m", "usps")
 METHODS = ("bufr", "fr", "bufr-sliced", "fr-sliced")
 NOTICEABLE = 0.05
 """Points."""

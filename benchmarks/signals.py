@@ -21,10 +21,11 @@ import numpy as np
 from shiftmend.bench.base import CLEAN
 from shiftmend.bench.cells import Cell, Result
 from shiftmend.bench.footnotes import source_remarks
+from shiftmend.bench.label_free import verification
 from shiftmend.bench.reading import stored
 from shiftmend.bench.thresholds import HIGH_IS_GOOD, TOGETHER, area, best_pair, best_threshold, near_clean
 
-DEFAULT = ("emnist-da", "cifar-10-c", "mnist-m", "digits")
+DEFAULT = ("emnist-da", "cifar-10-c", "mnist-c", "mnist-m", "digits")
 SIGNALS = ("slices", "marginals", "entropy", "confidence")
 OWN_SOURCE = ("shot",)
 """Starts from a source model of its own, whose accuracy on clean images is another."""
@@ -98,8 +99,9 @@ def main() -> None:
         print(shares([a <= limits[0] and b <= limits[1] for a, b in zip(one, two, strict=True)], world.good))
     print("\nthe library's verdict: restored")
     for world in worlds:
-        verdicts = [r.manifest.get("verification", {}).get("after", {}).get("verdict") for r in world.results]
-        print(f"  {world.name:12s} {shares([verdict == 'restored' for verdict in verdicts], world.good)}")
+        found = [verification(result) for result in world.results]
+        accepted = [one is not None and one.verdict == "restored" for one in found]
+        print(f"  {world.name:12s} {shares(accepted, world.good)}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import shiftmend
 from shiftmend.errors import ProfileError
@@ -17,9 +19,9 @@ from zoo import ZOO
     ("excess", "verdict"),
     [
         (0.0, "restored"),
-        (RESTORED * 0.9, "restored"),
-        (RESTORED * 1.1, "partly restored"),
-        (FAILED * 1.01, "not restored"),
+        (RESTORED * 0.85, "restored"),
+        (RESTORED * 1.15, "partly restored"),
+        (FAILED * 1.06, "not restored"),
     ],
 )
 def test_verdicts(excess: float, verdict: str) -> None:
@@ -27,22 +29,77 @@ def test_verdicts(excess: float, verdict: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("excess", "floor", "verdict"),
+    ("divergence", "floor", "verdict"),
     [
-        (0.007, 0.008, "restored"),
-        (0.009, 0.008, "partly restored"),
-        (0.025, 0.008, "not restored"),
-        (0.0, 0.02, "undecided"),
-        (0.05, 0.02, "undecided"),
-        (0.061, 0.02, "not restored"),
+        (0.0080, 0.008, "restored"),  # lies between 0 and 0.0040
+        (0.0091, 0.008, "undecided"),  # 0 and 0.0051: nothing, or a little
+        (0.0139, 0.008, "partly restored"),  # 0.0019 and 0.0099
+        (0.0145, 0.008, "undecided"),  # 0.0025 and 0.0105: all three are possible
+        (0.0175, 0.008, "partly restored"),  # 0.0055 and 0.0135: at least partly
+        (0.0221, 0.008, "not restored"),  # 0.0101 and 0.0181
+        (0.0010, 0.02, "undecided"),  # so few are never called restored
+        (0.0340, 0.02, "undecided"),  # 0.0040 and 0.0240
+        (0.0399, 0.02, "partly restored"),  # 0.0099 and 0.0299
+        (0.0401, 0.02, "not restored"),
     ],
 )
-def test_a_small_sample_is_not_judged_more_finely_than_chance_lets_it(
-    excess: float, floor: float, verdict: str
+def test_a_verdict_is_what_holds_for_all_that_a_sample_leaves_possible(
+    divergence: float, floor: float, verdict: str
 ) -> None:
-    judged = Verification(floor + excess, floor, 200)
+    judged = Verification(divergence, floor, 200)
     assert judged.verdict == verdict
     assert ("too few samples" in str(judged)) == (verdict == "undecided")
+
+
+@pytest.mark.parametrize(
+    ("divergence", "floor", "verdict"),
+    [
+        (0.0049, 0.008, "restored"),
+        (0.0051, 0.008, "undecided"),
+        (0.0125, 0.008, "undecided"),
+        (0.0171, 0.008, "partly restored"),
+        (0.0221, 0.008, "not restored"),
+        (0.0085, 0.004, "partly restored"),
+        (0.0105, 0.004, "undecided"),
+    ],
+)
+def test_of_what_a_model_was_adapted_to_chance_may_have_been_fitted(
+    divergence: float, floor: float, verdict: str
+) -> None:
+    assert Verification(divergence, floor, 470, adapted=True).verdict == verdict
+
+
+@given(st.floats(0, 0.2), st.floats(0, 0.2), st.floats(0, 0.1), st.booleans())
+def test_a_verdict_never_gets_better_with_a_larger_divergence(
+    one: float, other: float, floor: float, adapted: bool
+) -> None:
+    """Undecided is anything between what it lies between."""
+    ranks = {"restored": {0}, "partly restored": {1}, "not restored": {2}, "undecided": {0, 1, 2}}
+    near, far = (Verification(value, floor, 100, adapted=adapted) for value in sorted((one, other)))
+    assert min(ranks[near.verdict]) <= max(ranks[far.verdict])
+    for judged in (near, far):
+        restored, failed = judged.limits
+        low, high = judged.bounds
+        assert 0 <= low <= high <= judged.divergence
+        assert (judged.verdict == "restored") == (judged.divergence < restored)
+        assert (judged.verdict == "not restored") == (judged.divergence >= failed)
+
+
+@pytest.mark.parametrize("samples", [200, 470, 940])
+@pytest.mark.parametrize("shift", [0.0, 0.1, 0.15])
+def test_the_divergence_of_many_samples_lies_within_the_bounds_that_few_give(samples: int, shift: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(64))
+        model[0].bias.zero_()
+    mixed = torch.randn(64, 64, generator=generator) / 8
+    made = shiftmend.profile(model, torch.randn(40_000, 64, generator=generator) @ mixed)
+    away = torch.randn(40_000, 64, generator=generator) @ mixed + shift * torch.randn(64, generator=generator)
+    true = measure([away], made).divergence
+    parts = [measure([part], made).bounds for part in away[: 40 * samples].split(samples)]
+    assert len(parts) == 40
+    assert sum(low <= true <= high for low, high in parts) >= 38
 
 
 def test_home_is_restored_and_a_shift_is_not() -> None:

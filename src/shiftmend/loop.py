@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +142,10 @@ class Run:
         if self.selected:
             self.model.load_state_dict(self.selected, strict=False)
         try:
-            untouched = status == "finished" and not self.stages
-            after = (
-                self.before
-                if untouched
-                else observe(self.model, self.feed, self.profile, self.settings.output).verification
-            )
+            after = self.before
+            if self.stages or status != "finished":
+                found = observe(self.model, self.feed, self.profile, self.settings.output).verification
+                after = None if found is None else replace(found, adapted=True)
         except KeyboardInterrupt:  # the work is done: what is missing is the judgement
             if world_size() > 1:
                 raise

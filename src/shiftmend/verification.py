@@ -2,9 +2,9 @@
 
 The loss that was optimised never judges. Marginals can be matched by scrambling the features: FR can reach a lower
 alignment loss at 4 % accuracy than BUFR at 80 %. The profile's verification slices are aligned by no method and
-see the joint distribution. The thresholds are empirical; docs/methods.md says what was measured with them. A small
-sample resolves no more than chance lets it, so the thresholds are never tighter than its sampling floor, and a very
-small one is called undecided.
+see the joint distribution. The thresholds are empirical; docs/methods.md says what was measured with them. A sample
+tells the divergence of what it was drawn from within bounds only, and a verdict is what holds for all between them; if
+nothing does, it is undecided.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Verification:
     """Inputs that were looked at."""
     source_samples: int | None = None
     """Inputs that the profile was made from, where that is known."""
+    adapted: bool = False
+    """Whether the model was adapted to these very inputs."""
 
     @property
     def excess(self) -> float:
@@ -51,18 +53,41 @@ class Verification:
         return max(0.0, self.divergence - self.floor)
 
     @property
+    def bounds(self) -> tuple[float, float]:
+        """Between which the divergence lies, about, that ever more samples would show.
+
+        Chance adds half of the floor to one and a half: so much was seen as long as the divergence is small, and of
+        features of many units less. A model fits what it is adapted to together with its chance, of which nothing may
+        be left.
+        """
+        if not math.isfinite(self.divergence):
+            return math.inf, math.inf
+        least, most = self._chance
+        return max(0.0, self.divergence - most), max(0.0, self.divergence - least)
+
+    @property
     def limits(self) -> tuple[float, float]:
-        """The excess below which features count as restored, and from which on they count as not restored."""
-        return max(RESTORED, self.floor), max(FAILED, 3 * self.floor)
+        """The divergence below which these samples count as restored, and from which on they count as not restored.
+
+        So few that their floor alone would count as not restored never count as restored.
+        """
+        least, most = self._chance
+        return RESTORED + least if self.floor <= FAILED else 0.0, FAILED + most
+
+    @property
+    def _chance(self) -> tuple[float, float]:
+        """Of the divergence at least and at most."""
+        return 0.0 if self.adapted else 0.5 * self.floor, 1.5 * self.floor
 
     @property
     def verdict(self) -> Verdict:
+        low, high = self.bounds
         restored, failed = self.limits
-        if self.excess >= failed:
+        if not self.divergence < failed:
             return "not restored"
-        if self.floor > FAILED:
-            return "undecided"
-        return "restored" if self.excess < restored else "partly restored"
+        if self.divergence < restored:
+            return "restored"
+        return "partly restored" if low >= RESTORED or (low > 0 and high < FAILED) else "undecided"
 
     def __str__(self) -> str:
         few = f", too few samples {self._scarce} to tell" if self.verdict == "undecided" else ""
@@ -75,7 +100,7 @@ class Verification:
             return f"({self.samples})"
         if self.source_samples < self.samples:
             return f"in the profile ({self.source_samples})"
-        return f"of the target ({self.samples})"
+        return f"{'adapted to' if self.adapted else 'of the target'} ({self.samples})"
 
 
 def measure(features: Iterable[Tensor], profile: Profile) -> Verification:

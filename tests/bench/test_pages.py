@@ -29,7 +29,8 @@ MANIFEST = {
         "remark": REMARK,
     },
     "target": {"samples": 18800, "sha256": "ab12" * 16},
-    "verification": {"after": {"verdict": "restored"}},
+    "method": {"name": "bufr"},
+    "verification": {"after": {"floor": 0.0003, "samples": 18800, "verdict": "as it was when the cell was run"}},
 }
 
 
@@ -133,13 +134,17 @@ def test_every_question_is_answered(emnist: str) -> None:
     assert re.search(
         r"^\| all shifts \| 2 \| \+2\.\d ± 0\.0 \| < 0\.001 \| < 0\.001 \| bufr-sliced better \|$", slices, re.MULTILINE
     )
-    assert "5 a class: re-run" in section(emnist, "Few images")
+    few = section(emnist, "Few images")
+    assert "5 a class: re-run" in few
+    assert re.search(r"^\| verdict \| 5 a class: good \| 5 a class: bad \|", few, re.MULTILINE)
+    assert re.search(r"^\| not restored( \| \d+)+ \|$", few, re.MULTILINE)
     assert "of the paper's figures for the same methods: +0.59 (9 methods)" in section(
         emnist, "Restoration and calibration"
     )
     signals = section(emnist, "Signals that need no labels")
     assert re.search(r"^\| confidence \| \+1\.00 \| 13 \|", signals, re.MULTILINE)
     assert re.search(r"^\| slices \| 1\.00 \| ≤ 0\.\d+ \| 100\.0 \| \d", signals, re.MULTILINE)  # near clean
+    assert re.search(r"^\| not restored \| \d+ \| \d+ \|$", signals, re.MULTILINE)
     # shot on 13 shifts from two seeds
     assert signals.count("(left out: 26 cells that start from another model)") == 2
     sanity = section(emnist, "Does the model without adaptation do as published?")

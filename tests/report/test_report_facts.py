@@ -20,7 +20,7 @@ from shiftmend.histograms import Bins, sampling_floor
 from shiftmend.profiles import Profile
 from shiftmend.report.gathering import enough
 from shiftmend.report.page import render
-from shiftmend.report.verdicts import limits, number, state
+from shiftmend.report.verdicts import number, state
 from shiftmend.verification import Verification
 from worlds import sensors
 
@@ -62,10 +62,11 @@ def found() -> report.Facts:
 def test_the_verdict_is_that_of_verify(found: report.Facts) -> None:
     world, profile, result = mended()
     for seen, model in ((found.before, world.model), (found.after, result.model)):
-        own = shiftmend.verify(model, world.target, profile)
+        own = replace(shiftmend.verify(model, world.target, profile), adapted=model is result.model)
         assert seen is not None
         assert seen.divergence == pytest.approx(own.divergence, rel=1e-6)
         assert (seen.floor, seen.samples, seen.verdict) == (own.floor, own.samples, own.verdict)
+        assert seen.adapted == own.adapted
     assert state(found).headline.lower() == result.after.verdict  # type: ignore[union-attr]
 
 
@@ -188,9 +189,11 @@ def _one(result: shiftmend.Adaptation) -> str:
 def test_whether_the_judged_data_was_adapted_to() -> None:
     world, profile, result = mended()
     for target, same in ((world.target, True), (world.target[1:], False)):
-        mending = report.facts(world.model, target, profile, result).mending
-        assert mending is not None
-        assert mending.same_data is same
+        found = report.facts(world.model, target, profile, result)
+        assert found.mending is not None
+        assert found.after is not None
+        assert found.mending.same_data is found.after.adapted is same
+        assert not found.before.adapted
 
 
 def test_before_only_says_shifted_or_as_at_home() -> None:
@@ -220,28 +223,19 @@ def test_a_model_of_one_number_has_no_predictions() -> None:
     assert f"{error:.4g}" in page
 
 
-@given(st.floats(0, 3), st.floats(1e-4, 0.2))
-def test_limits_are_those_of_the_verdict(divergence: float, floor: float) -> None:
-    found = Verification(divergence, floor, 100)
-    restored, failed = limits(found)
-    margin = 1e-9
-    if divergence < restored - margin and floor <= 0.01:
-        assert found.verdict == "restored"
-    if divergence > failed + margin:
-        assert found.verdict == "not restored"
-    if restored + margin < divergence < failed - margin:
-        assert found.verdict == ("partly restored" if floor <= 0.01 else "undecided")
-
-
+@pytest.mark.parametrize(("adapted", "floor"), [(False, 0.01), (True, 0.005)])
 @given(st.integers(50, 100_000))
-def test_enough_samples_are_just_enough(source: int) -> None:
+def test_enough_samples_are_just_enough(adapted: bool, floor: float, source: int) -> None:
     bins = Bins()
-    least = enough(bins, source)
+    least = enough(bins, source, adapted)
     if least is None:
-        assert sampling_floor(bins, source, 10**12) >= 0.01 - 1e-9
-    else:
-        assert sampling_floor(bins, source, least) <= 0.01 + 1e-12
-        assert sampling_floor(bins, source, least - 1) > 0.01
+        assert sampling_floor(bins, source, 10**12) >= floor - 1e-9
+        return
+    assert sampling_floor(bins, source, least) <= floor + 1e-12
+    assert sampling_floor(bins, source, least - 1) > floor
+    enough_floor = sampling_floor(bins, source, least + 1)  # rounding aside
+    home = Verification(enough_floor * (1 - 1e-9), enough_floor, least + 1, source, adapted)
+    assert home.verdict == "restored", "as at home: what chance gives and no more"
 
 
 @given(st.floats(0, 1e6, allow_nan=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 from shiftmend.bench import comparisons, correlations, footnotes, thresholds
 from shiftmend.bench.base import CLEAN
@@ -13,7 +14,9 @@ from shiftmend.bench.grids import Entry
 from shiftmend.bench.sections import Block, Part
 from shiftmend.bench.tabular import Column, Row, Table
 from shiftmend.bench.thresholds import MARGIN, Judge
+from shiftmend.verification import Verdict, Verification
 
+RESTORING = ("fr", "bufr")
 FEW = 10
 """With fewer cells than this of one kind, shares of them are no more than a hint."""
 
@@ -125,24 +128,54 @@ def _judged(judge: Judge) -> tuple[Entry, ...]:
     )
 
 
+def verification(result: Result) -> Verification | None:
+    """What the library says of a cell now, whatever it said when the cell was run."""
+    after, slices = result.manifest.get("verification", {}).get("after", {}), result.signals.get("slices")
+    if slices is None or "floor" not in after:
+        return None
+    adapted = after.get("adapted", result.manifest["method"]["name"] != thresholds.NOTHING_DONE)
+    return Verification(slices, after["floor"], after["samples"], after.get("source_samples"), adapted)
+
+
 def _verdicts(part: Part, good: Mapping[Cell, bool], meaning: str) -> list[Block]:
     """What the library itself says of an adaptation, by fixed limits that were not found on these cells."""
-    counts: dict[str, Counter[bool]] = {}
-    for cell, result in comparisons.by_place(part.unsupervised).items():
-        verdict = result.manifest.get("verification", {}).get("after", {}).get("verdict")
-        if verdict is not None and cell in good:
-            counts.setdefault(verdict, Counter())[good[cell]] += 1
+    counts = _counted(part.unsupervised, good)
     if not counts:
         return []
-    order = [name for name in ("restored", "partly restored", "not restored", "undecided") if name in counts]
-    rows = tuple(Row(name, (Entry(counts[name][True]), Entry(counts[name][False]))) for name in order)
     columns = (Column("good", digits=0), Column("bad", digits=0))
-    return [
-        Table(
-            f"{part.benchmark.name}, {part.protocol}: the library's own verdict, in cells",
-            "verdict",
-            columns,
-            rows,
-            (f"good: {meaning}",),
-        )
-    ]
+    title = f"{part.benchmark.name}, {part.protocol}: the library's own verdict, in cells"
+    return [Table(title, "verdict", columns, _rows([counts]), (f"good: {meaning}",))]
+
+
+def few_verdicts(parts: Mapping[str, Part]) -> list[Block]:
+    """The same for methods that restore features, from few samples: what they were adapted to is what is judged."""
+    few = {protocol: part for protocol, part in parts.items() if protocol.startswith("few-shot-") and part.results}
+    counts = []
+    for part in few.values():
+        restoring = [r for r in _with_the_clean_source(part) if r.manifest.get("method", {}).get("name") in RESTORING]
+        counts.append(_counted(restoring, thresholds.near_clean(restoring, parts["offline"].reading.clean)))
+    if not any(counts):
+        return []
+    names = [f"{protocol.removeprefix('few-shot-')} a class" for protocol in few]
+    columns = tuple(Column(kind, name, digits=0) for name in names for kind in ("good", "bad"))
+    first = next(iter(few.values()))
+    title = f"{first.benchmark.name}, few-shot: the library's own verdict on {' and '.join(RESTORING)}, in cells"
+    return [Table(title, "verdict", columns, _rows(counts), (f"good: {_near_clean(first, 0)}",))]
+
+
+def _counted(results: Sequence[Result], good: Mapping[Cell, bool]) -> dict[str, Counter[bool]]:
+    counts: dict[str, Counter[bool]] = {}
+    for cell, result in comparisons.by_place(results).items():
+        judged = verification(result)
+        if judged is not None and cell in good:
+            counts.setdefault(judged.verdict, Counter())[good[cell]] += 1
+    return counts
+
+
+def _rows(counts: Sequence[Mapping[str, Counter[bool]]]) -> tuple[Row, ...]:
+    nothing = Counter[bool]()
+    return tuple(
+        Row(name, tuple(Entry(count.get(name, nothing)[kind]) for count in counts for kind in (True, False)))
+        for name in get_args(Verdict)
+        if any(name in count for count in counts)
+    )

@@ -69,7 +69,7 @@ def page(
         ("Accuracy and calibration", [ONCE, *_clean(main), *sections.averages(main)]),
         ("Each shift", sections.by_shift(main)),
         ("Which epoch: last, selected, best", _with(EPOCHS, sections.choice_of_epoch(main))),
-        ("Few images", _with(FEW, sections.few_shot(parts))),
+        ("Few images", _with(FEW, [*sections.few_shot(parts), *label_free.few_verdicts(parts)])),
         ("Online", _with(ONLINE, _online(run))),
         ("Variants of a method", _with(VARIANTS, questions.variants(main))),
         ("Does it help to align slices too?", _with(SLICES, questions.slices(main))),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shiftmend.report.contents import Unit
 from shiftmend.report.markup import Markup, Part, element, join
-from shiftmend.report.verdicts import limits, number
+from shiftmend.report.verdicts import number
 from shiftmend.scores import ReliabilityBin
 from shiftmend.verification import Verification
 
@@ -89,7 +89,7 @@ class _Axis:
 def gauge(before: Verification, after: Verification | None) -> Markup:
     """Where the features lie between home and far away, on a logarithmic line with the zones of the verdict."""
     last = before if after is None else after
-    restored, failed = limits(last)
+    restored, failed = last.limits
     values = [before.divergence, *([after.divergence] if after is not None else [])]
     top = max([10 * failed, *(2 * value for value in _finite(values))])
     start = min(restored / 10, *(_finite(values) or [restored]), 0.001)

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from shiftmend.report import saved
 from shiftmend.report.contents import Facts, Home, Mending, Sample
 from shiftmend.report.looking import Look, guess, predictions, tap_shifts
 from shiftmend.taps import Entry, check_takes, modes, tapped, unwrap
-from shiftmend.verification import FAILED
+from shiftmend.verification import RESTORED
 
 SAMPLES = 12
 MOST_SAMPLES = 100
@@ -90,14 +91,16 @@ def facts(
 
     before, after = looks["before"], looks.get("after")
     guesses = predictions(before, after)
+    mending = None if result is None else _mending(result, file, feed, profile)
+    adapted = mending is not None and mending.same_data is not False
     return Facts(
         title=title or f"{type(model).__name__} at a new site",
         samples=feed.samples,
         shape=summary.shape,
         before=before.verification(),
-        after=None if after is None else after.verification(),
+        after=None if after is None else replace(after.verification(), adapted=adapted),
         slices=profile.slices["verification"].histogram.units,
-        enough=enough(profile.bins, profile.inputs_seen),
+        enough=enough(profile.bins, profile.inputs_seen, adapted),
         cautions=tuple(_cautions(model, profile, summary, result)),
         inputs=shown,
         taps=tap_shifts(before, after, profile, feed.samples),
@@ -106,14 +109,15 @@ def facts(
         scores_before=before.scores(),
         scores_after=None if after is None else after.scores(),
         home=_home(profile),
-        mending=None if result is None else _mending(result, file, feed, profile),
+        mending=mending,
         original=original,
     )
 
 
-def enough(bins: Bins, source_samples: int) -> int | None:
-    """Target samples with which a verdict is no longer undecided; None if no number of them would do."""
-    left = FAILED * math.log(bins.total) / (bins.total - 1) - 1 / source_samples
+def enough(bins: Bins, source_samples: int, adapted: bool = False) -> int | None:
+    """Target samples with which features as at home are no longer undecided; None if no number of them would do."""
+    floor = RESTORED if adapted else 2 * RESTORED
+    left = floor * math.log(bins.total) / (bins.total - 1) - 1 / source_samples
     return None if left <= 0 else math.ceil(1 / left)
 
 

@@ -63,7 +63,7 @@ def run(facts: Facts) -> Markup:
     target, environment = _table_of(manifest, "target"), _table_of(manifest, "environment")
     options = {name: value for name, value in manifest["method"].items() if name != "name" and value is not None}
     judged = {
-        True: "the very inputs that were adapted to, so the verdict is optimistic",
+        True: "the very inputs that were adapted to, which the verdict allows for",
         False: "other inputs than those that were adapted to",
         None: "it is not known whether these inputs were adapted to",
     }[mending.same_data]

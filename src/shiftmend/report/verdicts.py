@@ -20,12 +20,6 @@ class Statement:
     next_steps: tuple[str, ...]
 
 
-def limits(found: Verification) -> tuple[float, float]:
-    """The divergences below which features count as restored, and from which on they count as not restored."""
-    restored, failed = found.limits
-    return found.floor + restored, found.floor + failed
-
-
 def number(value: float) -> str:
     """A distance for people: two figures that count, and never a row of zeros."""
     if not math.isfinite(value):
@@ -142,8 +136,8 @@ def _trust(facts: Facts) -> tuple[str, ...]:
     steps = []
     if facts.mending is not None and facts.mending.same_data is not False:
         steps.append(
-            "Make this report again on samples that were held back: on the very sample that a model was adapted to, "
-            "the verdict is optimistic."
+            "Make this report again on samples that were held back: they tell more than the very sample that the model "
+            "was adapted to, whose peculiarities it has fitted as well."
         )
     if facts.scores_after is None:
         steps.append(
