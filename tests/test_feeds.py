@@ -19,7 +19,8 @@ from copiers import AsLateAsPossible, AtOnce
 from shiftmend import distributed, feeds
 from shiftmend.data import Split
 from shiftmend.errors import DataError
-from shiftmend.feeds import DEFAULT_BATCH, Feed
+from shiftmend.feeds import Feed
+from shiftmend.loaders import DEFAULT_BATCH
 from shiftmend.turns import taking_turns
 
 INPUTS = torch.arange(70 * 3, dtype=torch.float32).reshape(70, 3)
@@ -611,9 +612,8 @@ def test_processes_share_prefetched_batches_as_they_share_others(
     """23 leaves a last batch of one, which is too small to be shared and joins the one before."""
     source = (INPUTS, LABELS) if way == "(tensor, tensor)" else DataLoader(Pairs(), batch_size=size)
     feed = Feed(source, batch_size=size, resident=False)
-    for module in (distributed, feeds):
-        monkeypatch.setattr(module, "active", lambda: True)
-        monkeypatch.setattr(module, "world_size", lambda: processes)
+    monkeypatch.setattr(distributed, "active", lambda: True)
+    monkeypatch.setattr(distributed, "world_size", lambda: processes)
     passes: list[Callable[[], list[Tensor]]] = [
         lambda: list(feed.batches()),
         lambda: list(feed.subset(24, 0)),

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shiftmend.errors import ShiftmendError
-from shiftmend.files import as_path, check_folder, write_atomically
+from shiftmend.errors import DataError, ShiftmendError
+from shiftmend.files import as_path, check_folder, said_where, write_atomically
 
 
 def mode(path: Path) -> int:
@@ -97,6 +97,14 @@ def test_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match="is a folder"):
         write_atomically(tmp_path, b"content")
     assert names(tmp_path) == []
+
+
+def test_a_failed_write_names_the_result_and_not_a_temporary_file(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    sentence = r"^/.*/file/below cannot be written \((Not a directory|File exists)\); choose another place$"
+    with pytest.raises(DataError, match=sentence), said_where(file / "below"):
+        write_atomically(file / "below", b"content")
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_beforehand(tmp_path: Path) -> None:

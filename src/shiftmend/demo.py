@@ -21,10 +21,13 @@ from torch.nn import functional
 import shiftmend
 from shiftmend import shifts
 from shiftmend.adaptations import Adaptation
+from shiftmend.data.base import Split
 from shiftmend.data.digits import enlarged_digits
 from shiftmend.data.preprocessing import signed as preprocess
+from shiftmend.figures.demo import draw
 from shiftmend.models.digit_cnn import DigitCNN
 from shiftmend.profiles import Profile
+from shiftmend.progress import progress_bar
 from shiftmend.scores import Scores
 
 WIDTH = 8
@@ -32,6 +35,8 @@ SOURCE = 900
 """Digits the model is trained on and profiled with; the other 897 are seen by the new device."""
 SOURCE_EPOCHS = 40
 BATCH = 128
+SHOWN = 12
+"""Digits in the picture."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +114,9 @@ def run(folder: Path, seed: int = 0, say: Callable[..., None] | None = None) -> 
 
 
 def _run(folder: Path, seed: int, say: Callable[..., None] | None) -> Report:
-    from shiftmend.progress import progress_bar
-
     started = time.perf_counter()
     talk = say if say is not None else _silent
-    everything = enlarged_digits()
-    assert everything.labels is not None
-    order = torch.randperm(len(everything.images), generator=torch.Generator().manual_seed(seed))
-    source, target = everything.take(order[:SOURCE]), everything.take(order[SOURCE:])
+    source, target = _both_sites(seed)
     assert source.labels is not None and target.labels is not None  # noqa: PT018
 
     talk(f"1. At home: train a digit reader on {SOURCE} handwritten digits.")
@@ -139,51 +139,56 @@ def _run(folder: Path, seed: int, say: Callable[..., None] | None) -> Report:
             talk(f"   {lesson.title} ...")
             images = shifts.apply(lesson.shift, target.images, seed=seed)
             guesses: dict[str, Tensor] = {}
-            for name, options in METHODS.items():
-                bar.advance(0, f"{lesson.title}: {name}")
+            for method in METHODS:
+                bar.advance(0, f"{lesson.title}: {method}")
                 begun = time.perf_counter()
-                result = shiftmend.adapt(
-                    model,
-                    images,
-                    profile,
-                    name,
-                    batch_size=BATCH,
-                    seed=seed,
-                    preprocess=preprocess,
-                    progress=False,
-                    **options,
-                )
+                result = _mend(model, images, profile, method, seed)
                 taken = time.perf_counter() - begun
                 scores = _classification(result.model, images, target.labels)
-                assert result.after is not None
-                rows.append(
-                    Row(
-                        lesson.title,
-                        name,
-                        scores.accuracy,
-                        scores.ece,
-                        result.after.divergence,
-                        result.after.verdict,
-                        round(taken, 2),
-                    )
-                )
+                rows.append(_row(lesson, method, scores, result, taken))
                 with torch.no_grad():
-                    guesses[name] = result.model(preprocess(images[:12])).argmax(1)
-                if (lesson.title, name) == ("stripes", "bufr"):
+                    guesses[method] = result.model(preprocess(images[:SHOWN])).argmax(1)
+                if (lesson.title, method) == ("stripes", "bufr"):
                     kept = result, images
                 bar.advance(1)
-            pictures.append((lesson, images[:12], guesses))
+            pictures.append((lesson, images[:SHOWN], guesses))
     assert kept is not None
     mended, striped = kept
     mended.save(folder / "stripes-bufr")
     _write_page(model, striped, target.labels, profile, mended, folder / "stripes-bufr.html")
-    from shiftmend.figures.demo import draw
-
-    draw(pictures, target.labels[:12], {(r.shift, r.method): r.accuracy for r in rows}, folder / "digits.png")
+    accuracies = {(row.shift, row.method): row.accuracy for row in rows}
+    draw(pictures, target.labels[:SHOWN], accuracies, folder / "digits.png")
     report = Report(clean.accuracy, tuple(rows), round(time.perf_counter() - started, 1), str(folder))
     if say is not None:
         _explain(report, say)
     return report
+
+
+def _both_sites(seed: int) -> tuple[Split, Split]:
+    """Digits of the source, and others that the target will record with another device."""
+    everything = enlarged_digits()
+    order = torch.randperm(len(everything.images), generator=torch.Generator().manual_seed(seed))
+    return everything.take(order[:SOURCE]), everything.take(order[SOURCE:])
+
+
+def _mend(model: nn.Module, images: Tensor, profile: Profile, method: str, seed: int) -> Adaptation:
+    return shiftmend.adapt(
+        model,
+        images,
+        profile,
+        method,
+        batch_size=BATCH,
+        seed=seed,
+        preprocess=preprocess,
+        progress=False,
+        **METHODS[method],
+    )
+
+
+def _row(lesson: Lesson, method: str, scores: Scores, result: Adaptation, seconds: float) -> Row:
+    judged = result.after
+    assert judged is not None
+    return Row(lesson.title, method, scores.accuracy, scores.ece, judged.divergence, judged.verdict, round(seconds, 2))
 
 
 def _write_page(

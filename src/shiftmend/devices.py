@@ -46,6 +46,14 @@ def _own_gpu() -> int:
     return int(local) if own else torch.cuda.current_device()
 
 
+def room_on(device: torch.device) -> int:
+    """How much data may stay on the device: part of what is free there."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * 0.4)
+    return 4 << 30
+
+
 def _is_writable(buffer: Tensor | None) -> TypeGuard[Tensor]:
     """An ordinary tensor with values, not one value seen as many, as `expand` gives: nobody can write into that."""
     return buffer is not None and buffer.layout == torch.strided and not buffer.is_meta and 0 not in buffer.stride()

@@ -107,6 +107,21 @@ def share(batch: Tensor) -> Tensor:
     return batch.tensor_split(world_size())[rank()]
 
 
+def shares(batches: Iterable[Tensor]) -> Iterator[Tensor]:
+    """This process's part of each batch, or of the indices of one; a last one too small joins the one before it."""
+    if not active():
+        yield from batches
+        return
+    held: Tensor | None = None
+    for batch in batches:
+        small = held is not None and len(batch) < world_size()
+        if held is not None:
+            yield share(torch.cat([held, batch]) if small else held)
+        held = None if small else batch
+    if held is not None:
+        yield share(held)
+
+
 class _AllSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:

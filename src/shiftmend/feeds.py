@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate
 
 from shiftmend.checks import brief, check_function, is_whole, kind
-from shiftmend.distributed import active, of_first_process, share, world_size
+from shiftmend.devices import room_on
+from shiftmend.distributed import of_first_process, share, shares
 from shiftmend.errors import DataError
-from shiftmend.loaders import DEFAULT_BATCH as DEFAULT_BATCH
-from shiftmend.loaders import as_loader, drawn, refuse_non_finite, split_batch
-from shiftmend.prefetch import Batch, Rows, copier_to, prefetched
+from shiftmend.loaders import DEFAULT_BATCH, as_loader, drawn, full, refuse_non_finite, split_batch
+from shiftmend.prefetch import Batch, Rows, copier_to, prefetched, read
 from shiftmend.turns import has_turns
 
 logger = logging.getLogger(__name__)
@@ -66,10 +66,9 @@ class Feed:
         self._labels: Tensor | None = None
         self._samples: int | None = None
         self._clean = False
-        limit = 0 if not resident else _room(self.device) if limit is None else limit
+        limit = 0 if not resident else room_on(self.device) if limit is None else limit
         if isinstance(self._loader, tuple):
-            whole, labels = self._loader
-            self._keep(whole, labels, limit)
+            self._keep(self._loader[0], self._loader[1], limit)
         elif resident:
             self._read(limit)
         self._shuffled = self._loader
@@ -107,11 +106,11 @@ class Feed:
     def batches(self, at_once: int = 0) -> Iterator[Tensor]:
         """Every sample once, in the order given; at least `at_once` of them together where they are resident."""
         if self._inputs is None:
-            yield from self._sent_inputs(_shared(inputs for inputs, _ in self._stream()))
+            yield from self._sent_inputs(shares(inputs for inputs, _ in self._stream()))
             return
         whole = self._inputs
         # indices of the host, which nobody has to wait for
-        parts = _shared(torch.arange(start, end) for start, end in self._spans(at_once))
+        parts = shares(torch.arange(start, end) for start, end in self._spans(at_once))
         yield from self._sent_inputs(Rows(whole, slice(int(part[0]), int(part[-1]) + 1)) for part in parts)
 
     @property
@@ -147,12 +146,12 @@ class Feed:
     def subset(self, count: int, seed: int, at_once: int = 0) -> Iterator[Tensor]:
         """At most `count` samples, the same ones each time."""
         if self._inputs is None:
-            yield from self._sent_inputs(_shared(self._beginning(count, seed)))
+            yield from self._sent_inputs(shares(self._beginning(count, seed)))
         elif len(self._inputs) <= count:
             yield from self.batches(at_once)
         else:
             whole = self._inputs
-            parts = _shared(self.some(count, seed).split(max(self.batch_size, at_once)))
+            parts = shares(self.some(count, seed).split(max(self.batch_size, at_once)))
             yield from self._sent_inputs(Rows(whole, part) for part in parts)
 
     def some(self, count: int, seed: int) -> Tensor:
@@ -182,7 +181,7 @@ class Feed:
         """`epoch`, and with each batch, on the device, which samples they are; a streamed source does not know."""
         if self._inputs is None:
             stream = self._stream(_order_seed(seed, number), shuffled=True)
-            yield from self._sent((share(inputs), None) for inputs in _full(stream))
+            yield from self._sent((share(inputs), None) for inputs in full(stream))
             return
         whole = self._inputs
         size = min(self.batch_size, len(whole))
@@ -217,7 +216,7 @@ class Feed:
         on_host = self._inputs is None or self._inputs.device.type == "cpu"
         copier = copier_to(self.device) if on_host else None
         if copier is None:
-            arriving = (_read(batch) for batch in batches)
+            arriving = (read(batch) for batch in batches)
         else:
             # what lies in memory can be gathered aside, but not by threads that take turns on the device
             arriving = prefetched(batches, copier, background=self._inputs is not None and not has_turns())
@@ -299,43 +298,3 @@ class Feed:
 
 def _order_seed(seed: int, number: int) -> int:
     return (seed * 1_000_003 + number) % (1 << 63)
-
-
-def _read(batch: Batch) -> tuple[Tensor, Tensor | None]:
-    inputs, beside = batch
-    return inputs.read() if isinstance(inputs, Rows) else inputs, beside
-
-
-def _full(stream: Iterable[tuple[Tensor, Any]]) -> Iterator[Tensor]:
-    """Leave out a last batch of less than half the size, unless it is the only one.
-
-    The first batch says what the size is: a list of batches need not have been cut to `batch_size`.
-    """
-    size = 0
-    for inputs, _ in stream:
-        size = size or len(inputs)
-        if len(inputs) * 2 >= size and (len(inputs) > 1 or size == 1):
-            yield inputs
-
-
-def _shared(batches: Iterable[Tensor]) -> Iterator[Tensor]:
-    """This process's part of each batch, or of the indices of one; a last one too small joins the one before it."""
-    if not active():
-        yield from batches
-        return
-    held: Tensor | None = None
-    for batch in batches:
-        small = held is not None and len(batch) < world_size()
-        if held is not None:
-            yield share(torch.cat([held, batch]) if small else held)
-        held = None if small else batch
-    if held is not None:
-        yield share(held)
-
-
-def _room(device: torch.device) -> int:
-    """How much data may stay on the device: part of what is free there."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * 0.4)
-    return 4 << 30

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from shiftmend.checks import brief
-from shiftmend.errors import ShiftmendError
+from shiftmend.errors import DataError, ShiftmendError
 
 
 def as_path(given: Any, what: str, error: type[ShiftmendError] = ShiftmendError) -> Path:
@@ -39,6 +41,15 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def said_where(target: Path) -> Iterator[None]:
+    """Say which result could not be written: what the system says may name a temporary file, or none at all."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{target} cannot be written ({error.strerror or error}); choose another place") from error
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:

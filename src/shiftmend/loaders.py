@@ -158,6 +158,18 @@ def drawn(loader: Iterable[Any], seed: int, what: str = "data") -> Iterator[Any]
             generator.set_state(state)
 
 
+def full(stream: Iterable[tuple[Tensor, Any]]) -> Iterator[Tensor]:
+    """Leave out a last batch of less than half the size, unless it is the only one.
+
+    The first batch says what the size is: a list of batches need not have been cut to `batch_size`.
+    """
+    size = 0
+    for inputs, _ in stream:
+        size = size or len(inputs)
+        if len(inputs) * 2 >= size and (len(inputs) > 1 or size == 1):
+            yield inputs
+
+
 def _refuse_uncollated(error: Exception, what: str) -> None:
     """Say in a sentence that samples make no batch; workers pass torch's complaint on with their whole traceback."""
     if "stack expects each tensor to be equal size" in str(error):

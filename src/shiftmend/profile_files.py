@@ -160,35 +160,10 @@ def _metadata(content: bytes) -> dict[str, str]:
 
 def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     bins = _bins(facts["bins"])
-    for group, kind in (("taps", Histogram.kind), ("slices", Slices.kind)):
-        for name, entry in facts[group].items():
-            if entry["kind"] != kind:
-                raise ProfileError(f"{name!r} is of the kind {reprlib.repr(entry['kind'])}, expected {kind!r}")
-    spread = _SPREADS.get(facts["gaussian"]["kind"])
-    if spread is None:
-        kind = reprlib.repr(facts["gaussian"]["kind"])
-        raise ProfileError(f"its Gaussian is of the kind {kind}, expected one of {', '.join(_SPREADS)}")
-    expected = {"features.mean", "features.deviation", "gaussian.mean", f"gaussian.{spread}"} | {
-        f"{group}.{name}.{part}"
-        for group, names in (("tap", facts["taps"]), ("slices", facts["slices"]))
-        for name in names
-        for part in ("counts", "low", "high")
-    }
-    if expected != set(tensors):
-        wrong = sorted(expected ^ set(tensors))[0]
-        raise ProfileError(f"tensor {wrong!r} is missing or unexpected")
-    for name, tensor in tensors.items():
-        dimensions = 2 if name.endswith(".counts") else 1
-        if tensor.dtype != torch.float32 or tensor.ndim != dimensions:
-            raise ProfileError(f"tensor {name!r} should be float32 with {dimensions} dimensions")
+    _check_tensors(facts, tensors)
     taps = _histograms("tap", facts["taps"], tensors, bins)
     slices = _histograms("slices", facts["slices"], tensors, bins)
-    specs = {}
-    for name, entry in facts["taps"].items():
-        if type(entry["spec"]) is not str or type(entry["entry"]) not in (int, str, type(None)):
-            raise ProfileError(f"tap {name!r} is not described by a module name")
-        parsed = Tap.parse(name, entry["spec"])
-        specs[name] = Tap(name, parsed.module, parsed.side, parsed.channel_axis, entry["entry"])
+    specs = {name: _spec(name, entry) for name, entry in facts["taps"].items()}
     if not {"features", "logits"} <= set(taps):
         raise ProfileError("it lacks the taps 'features' and 'logits'")
     mean, deviation = tensors["features.mean"], tensors["features.deviation"]
@@ -216,6 +191,38 @@ def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
         shares=_shares(facts.get("shares", [])),
         library=_text(facts["library"], "library", "[ -~]{1,64}"),
     )
+
+
+def _check_tensors(facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Refuse statistics of unknown kinds, and tensors other than those that hold the known ones."""
+    for group, kind in (("taps", Histogram.kind), ("slices", Slices.kind)):
+        for name, entry in facts[group].items():
+            if entry["kind"] != kind:
+                raise ProfileError(f"{name!r} is of the kind {reprlib.repr(entry['kind'])}, expected {kind!r}")
+    spread = _SPREADS.get(facts["gaussian"]["kind"])
+    if spread is None:
+        kind = reprlib.repr(facts["gaussian"]["kind"])
+        raise ProfileError(f"its Gaussian is of the kind {kind}, expected one of {', '.join(_SPREADS)}")
+    expected = {"features.mean", "features.deviation", "gaussian.mean", f"gaussian.{spread}"} | {
+        f"{group}.{name}.{part}"
+        for group, names in (("tap", facts["taps"]), ("slices", facts["slices"]))
+        for name in names
+        for part in ("counts", "low", "high")
+    }
+    if expected != set(tensors):
+        wrong = sorted(expected ^ set(tensors))[0]
+        raise ProfileError(f"tensor {wrong!r} is missing or unexpected")
+    for name, tensor in tensors.items():
+        dimensions = 2 if name.endswith(".counts") else 1
+        if tensor.dtype != torch.float32 or tensor.ndim != dimensions:
+            raise ProfileError(f"tensor {name!r} should be float32 with {dimensions} dimensions")
+
+
+def _spec(name: str, facts: dict[str, Any]) -> Tap:
+    if type(facts["spec"]) is not str or type(facts["entry"]) not in (int, str, type(None)):
+        raise ProfileError(f"tap {name!r} is not described by a module name")
+    parsed = Tap.parse(name, facts["spec"])
+    return Tap(name, parsed.module, parsed.side, parsed.channel_axis, facts["entry"])
 
 
 def _gaussian_tensors(gaussian: MarginalGaussian | FullGaussian) -> dict[str, Tensor]:

@@ -101,11 +101,6 @@ def profile(
             passes = _Passes(model, feed, specs, keep_bytes, bar.advance)
             trackers = _ranges(passes, specs, like)
             frame = _frame(trackers, chosen, like)
-            if full and len(frame.mean) > MOST_CORRELATED:
-                raise ProfileError(
-                    f"the covariance of {len(frame.mean):,} features is too large to store (at most "
-                    f"{MOST_CORRELATED:,}); leave out gaussian='full', or tap a smaller layer"
-                )
             counters, slice_counters, covariance = _counts(passes, frame, cut, like, full)
         summary = InputSummary.of(feed.batches())
 
@@ -125,15 +120,7 @@ def profile(
         inputs=summary,
         inputs_seen=feed.samples,
     )
-    if feed.samples < LEAST_SAMPLES:
-        logger.warning(
-            "a profile of so few samples (%d) nearly tells their features; do not let it leave if those are secret",
-            feed.samples,
-        )
-    for name, count in result.unusable.items():
-        if count:
-            units = result.taps[name].units
-            logger.info("%d of %d units at %r were constant on the source and are left out", count, units, name)
+    _remark(result)
     return result
 
 
@@ -240,6 +227,11 @@ def _counts(
     passes: _Passes, frame: _Frame, cut: Bins, like: Profile | None, full: bool
 ) -> tuple[dict[str, CountTracker], dict[str, CountTracker], CovarianceTracker | None]:
     """The second and the third pass: what is counted at the taps and in the slices, and the covariance if wanted."""
+    if full and len(frame.mean) > MOST_CORRELATED:
+        raise ProfileError(
+            f"the covariance of {len(frame.mean):,} features is too large to store (at most {MOST_CORRELATED:,}); "
+            "leave out gaussian='full', or tap a smaller layer"
+        )
     place = passes.feed.device
     covariance = CovarianceTracker() if full else None
     projectors = {name: part.to(place) for name, part in frame.projectors.items()}
@@ -267,6 +259,19 @@ def _counts(
         {name: counter.joined() for name, counter in slice_counters.items()},
         None if covariance is None else covariance.joined(),
     )
+
+
+def _remark(made: Profile) -> None:
+    """Log what whoever made a profile should know of it."""
+    if made.inputs_seen < LEAST_SAMPLES:
+        logger.warning(
+            "a profile of so few samples (%d) nearly tells their features; do not let it leave if those are secret",
+            made.inputs_seen,
+        )
+    for name, count in made.unusable.items():
+        if count:
+            units = made.taps[name].units
+            logger.info("%d of %d units at %r were constant on the source and are left out", count, units, name)
 
 
 def _check_agreement(model: nn.Module, feed: Feed, settings: tuple[Any, ...], like: Profile | None) -> None:

@@ -153,18 +153,11 @@ def verify(
     profile.check_inputs(InputSummary.of(feed.batches()))
     with placed(model, place):
         check_takes(model, feed.first(2))
-        return verify_feed(model, feed, profile)
+        with modes(model), torch.no_grad(), tapped(model, {"features": profile.specs["features"]}) as recorder:
+            model.eval()
 
-
-def verify_feed(model: nn.Module, feed: Feed, profile: Profile, most: int | None = None) -> Verification:
-    """`verify` over a feed, or over a fixed random part of it."""
-    batches = feed.batches() if most is None else feed.subset(most, seed=0)
-    with modes(model), torch.no_grad(), tapped(model, {"features": profile.specs["features"]}) as recorder:
-        model.eval()
-
-        def features() -> Iterable[Tensor]:
-            for batch in batches:
+            def features(batch: Tensor) -> Tensor:
                 model(batch)
-                yield recorder.read()["features"]
+                return recorder.read()["features"]
 
-        return measure(features(), profile)
+            return measure(map(features, feed.batches()), profile)

@@ -56,7 +56,7 @@ def test_the_same_results_and_a_dead_worker_costs_its_cell(cluster: Any, tmp_pat
     assert (again.already, again.done, len(again.failed)) == (cells - doomed - 1, 1, doomed)
     run(FILE, tmp_path / "here", workers=1, **given)
     with Store(tmp_path / "there" / STORE) as there, Store(tmp_path / "here" / STORE) as here:
-        pairs = list(zip(there.done(), here.done(), strict=True))
+        pairs = list(zip(there.results(status="done"), here.results(status="done"), strict=True))
     assert len(pairs) == cells - doomed
     for one, other in pairs:
         assert (one.cell, one.last, one.best, one.selected) == (other.cell, other.last, other.best, other.selected)

@@ -178,14 +178,15 @@ def test_filters_and_a_fixed_order(tmp_path: Path) -> None:
     lost = [failed(cell=Cell("b1", "offline", "bufr", "fog", 3, "r"))]
     with Store(filled(tmp_path / "store", *everything[::-1], *lost)) as store:
         assert store.results() == sorted([*everything, *lost], key=lambda result: result.cell)
-        assert store.done() == everything
+        assert store.results(status="done") == everything
         assert store.cells() == {result.cell for result in everything}
         assert store.results(status="failed") == lost
         assert store.results("b1", "offline", "bufr", "fog", 3) == lost
-        assert store.done("b1", "offline", "bufr", "fog", 3) == []
+        assert store.results("b1", "offline", "bufr", "fog", 3, status="done") == []
         for name in ("benchmark", "protocol", "method", "shift", "seed", "recipe"):
             value = getattr(everything[5].cell, name)
-            assert store.done(**{name: value}) == [r for r in everything if getattr(r.cell, name) == value]
+            expected = [result for result in everything if getattr(result.cell, name) == value]
+            assert store.results(status="done", **{name: value}) == expected
         assert store.results(benchmark="' OR 1 --") == []
 
 
@@ -235,7 +236,7 @@ def test_merging_is_idempotent_and_knows_no_order_of_what_is_done(parts: list[li
                     assert store.merge(path) == 0
                     assert len(store.cells()) >= before
                     before = len(store.cells())
-                merged.append((store.done(), [result.cell for result in store.results()]))
+                merged.append((store.results(status="done"), [result.cell for result in store.results()]))
         assert merged[0] == merged[1]
         assert merged[0][0] == sorted(
             {result.cell: result for part in parts for result in part if not result.failed}.values(),

@@ -3,87 +3,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
 from shiftmend.errors import DataError, TapError
 from shiftmend.feeds import Feed
 from shiftmend.figures import patches
-from shiftmend.models import build
-
-
-def seen(layers: nn.Module, image: Tensor, row: int, column: int) -> tuple[slice, slice]:
-    """What a position depends on, by its gradient: an independent answer. Rows and columns of the image."""
-    image = image.clone().requires_grad_()
-    layers(image)[0, :, row, column].sum().backward()
-    assert image.grad is not None
-    touched = image.grad[0].abs().sum(0) > 0
-    rows, columns = touched.any(1).nonzero().flatten(), touched.any(0).nonzero().flatten()
-    return slice(int(rows[0]), int(rows[-1]) + 1), slice(int(columns[0]), int(columns[-1]) + 1)
-
-
-layer_kinds = st.one_of(
-    st.builds(
-        lambda k, s, p, d: nn.Conv2d(1, 1, k, s, p, d),
-        st.tuples(st.integers(1, 3), st.integers(1, 4)),
-        st.integers(1, 2),
-        st.integers(0, 2),
-        st.integers(1, 2),
-    ),
-    st.builds(lambda k: nn.Conv2d(1, 1, k, padding="same"), st.integers(1, 4)),
-    st.builds(lambda k, s: nn.AvgPool2d(k, s), st.integers(1, 3), st.integers(1, 2)),
-    st.builds(lambda: nn.Softplus()),
-)
-
-
-@pytest.mark.filterwarnings("ignore:Using padding=.same.")
-@settings(max_examples=60)
-@given(kinds=st.lists(layer_kinds, max_size=3), at=st.tuples(st.floats(0, 1), st.floats(0, 1)))
-def test_receptive_fields_are_where_gradients_are(kinds: list[nn.Module], at: tuple[float, float]) -> None:
-    layers = nn.Sequential(*kinds, nn.Conv2d(1, 1, 2)).double()
-    with torch.no_grad():
-        for parameter in layers.parameters():
-            parameter.fill_(0.3)  # nothing cancels, so every pixel in the window has a gradient
-    image = torch.rand(1, 1, 33, 35, dtype=torch.float64)
-    field = patches.receptive_field(layers, str(len(kinds)), image)
-    row, column = (round(share * (size - 1)) for share, size in zip(at, field.positions, strict=True))
-    corners = [field.start[axis] + field.step[axis] * place for axis, place in enumerate((row, column))]
-    expected = [
-        slice(max(0, corner), min(size, corner + width))
-        for corner, width, size in zip(corners, field.size, (33, 35), strict=True)
-    ]
-    if all(part.start < part.stop for part in expected):
-        rows, columns = seen(layers, image, row, column)
-        # a gap that dilation leaves at the border may lie inside the window, never outside it
-        assert expected[0].start <= rows.start < rows.stop <= expected[0].stop
-        assert expected[1].start <= columns.start < columns.stop <= expected[1].stop
-        windows = zip(corners, field.size, (33, 35), strict=True)
-        inner = all(corner >= 0 and corner + width <= size for corner, width, size in windows)
-        if inner:
-            assert [rows, columns] == expected
-    assert field.positions == tuple(layers(image).shape[-2:])
-
-
-def test_the_first_layer_of_the_papers_network() -> None:
-    model = build("digit-cnn", classes=10, width=4)
-    sample = torch.zeros(2, 3, 28, 28)
-    assert patches.first_convolution(model, sample) == "conv1"
-    assert patches.receptive_field(model, "conv1", sample) == patches.Field((5, 5), (2, 2), (-2, -2), (14, 14))
-    assert patches.receptive_field(model, "conv2", sample) == patches.Field((9, 9), (4, 4), (-6, -6), (8, 8))
+from shiftmend.figures.receptive_fields import Field
 
 
 def test_patches_are_cut_with_nothing_outside_the_image() -> None:
     image = torch.arange(48.0).reshape(1, 6, 8)
-    field = patches.Field((3, 3), (2, 2), (-1, -1), (4, 5))
+    field = Field((3, 3), (2, 2), (-1, -1), (4, 5))
     padded = np.pad(image[0].double().numpy(), 3, constant_values=np.nan)
     for row in range(4):
         for column in range(5):
             top, left = 2 * row - 1 + 3, 2 * column - 1 + 3
             expected = padded[top : top + 3, left : left + 3]
             assert np.array_equal(patches.cut(image, field, row, column)[..., 0], expected, equal_nan=True)
-    outside = patches.cut(image, patches.Field((2, 2), (1, 1), (-4, 0), (9, 9)), 0, 0)
+    outside = patches.cut(image, Field((2, 2), (1, 1), (-4, 0), (9, 9)), 0, 0)
     assert np.isnan(outside).all()
 
 
@@ -145,24 +83,6 @@ def test_what_is_drawn(images: Tensor) -> None:
     home = patches.strongest(model, Feed(images), scaled, "0", 1, count=3).values
     assert axes[1, 1].get_title() == f"divergence {patches.divergence(home, found.values):.2f}"
     assert "filter 1 of 0" in figure.get_suptitle()
-
-
-def test_a_plain_residual_block_is_seen_through_and_a_strided_one_is_not() -> None:
-    class Block(nn.Module):
-        def __init__(self, stride: int) -> None:
-            super().__init__()
-            self.stem, self.inner = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, stride, 1)
-            self.around = nn.Conv2d(4, 4, 1, stride) if stride > 1 else nn.Identity()
-            self.last = nn.Conv2d(4, 2, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.stem(x)
-            return self.last(self.inner(x) + self.around(x)).mean((2, 3))
-
-    sample = torch.rand(1, 1, 12, 12)
-    assert patches.receptive_field(Block(1), "last", sample).size == (7, 7)
-    with pytest.raises(TapError, match="'around' below it breaks the plain chain"):
-        patches.receptive_field(Block(2), "last", sample)
 
 
 def test_wrong_input_is_one_sentence(images: Tensor) -> None:

@@ -33,13 +33,12 @@ def obtain(
     *,
     device: str | torch.device = "auto",
     tick: Callable[[], None] | None = None,
-    workers: int | None = None,
     root: PathLike | None = None,
 ) -> tuple[nn.Module, Path]:
     """The source model of this recipe, seed and data, and its file under `home/sources`; trained if there is none yet.
 
-    `device`, `tick`, `workers` and `root` are those of `train`. A training that was killed goes on at the next call. Of
-    two processes that train the same model at once, both end up with the file of the one that finished first.
+    `device`, `tick` and `root` are those of `train`. A training that was killed goes on at the next call. Of two
+    processes that train the same model at once, both end up with the file of the one that finished first.
     """
     digest = recipe.digest(identity(data, preprocess))
     path = home / "sources" / f"{recipe.network}-{digest}-{seed}.safetensors"
@@ -52,7 +51,6 @@ def obtain(
             seed=seed,
             device=device,
             tick=tick,
-            workers=workers,
             checkpoint=checkpoint,
             root=root,
         )

@@ -155,18 +155,6 @@ class Store:
             rows = self._connection.execute(query, wanted).fetchall()
         return [_restored(row) for row in rows]
 
-    def done(
-        self,
-        benchmark: str | None = None,
-        protocol: str | None = None,
-        method: str | None = None,
-        shift: str | None = None,
-        seed: int | None = None,
-        recipe: str | None = None,
-    ) -> list[Result]:
-        """As `results`, without the failed ones."""
-        return self.results(benchmark, protocol, method, shift, seed, recipe, status="done")
-
     def cells(self) -> set[Cell]:
         """The cells that are done; failed ones are to be tried again."""
         with _explained(self.path):

@@ -16,14 +16,12 @@ from shiftmend.cli import bench_pages, bench_results, bench_speed
 from shiftmend.cli.bench_options import (
     HOME,
     Folder,
-    Json,
     Methods,
     Name,
     Out,
     Protocol,
     Rates,
     Results,
-    Root,
     Seeds,
     check_folder,
     columns,
@@ -32,13 +30,14 @@ from shiftmend.cli.bench_options import (
     print_json,
     rates_of,
     root_of,
-    said_where,
     say,
     screen,
     seeds_of,
     show,
 )
+from shiftmend.cli.options import Json, Root
 from shiftmend.errors import DataError
+from shiftmend.files import said_where
 
 if TYPE_CHECKING:
     from shiftmend.bench.base import Benchmark

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shiftmend.errors import DataError
+from shiftmend.files import said_where, write_atomically
 
 Name = Annotated[str, typer.Argument(metavar="BENCHMARK", help="A name from `shiftmend bench list`, or file.py:NAME.")]
 Folder = Annotated[Path, typer.Option("--folder", "-f", help="Results, source models and profiles lie here.")]
@@ -24,8 +23,6 @@ Seeds = Annotated[str | None, typer.Option(help="These instead of the benchmark'
 Rates = Annotated[
     str | None, typer.Option("--learning-rates", help="Choose among these without labels; with commas; not online.")
 ]
-Root = Annotated[Path | None, typer.Option("--data-root", help="Where the data sets lie; default SHIFTMEND_DATA.")]
-Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Write to this file instead of printing.")]
 HOME = Path("bench")
 WIDTH = 100
@@ -68,20 +65,9 @@ def give(text: str, out: Path | None) -> None:
     if out is None:
         print(text, end="" if text.endswith("\n") else "\n")
         return
-    from shiftmend.files import write_atomically
-
     with said_where(out):
         write_atomically(out, text.encode())
     say(f"written to {out}")
-
-
-@contextmanager
-def said_where(target: Path) -> Iterator[None]:
-    """What the system says of a failed write may name a temporary file or none at all."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{target} cannot be written ({error.strerror or error}); choose another place") from error
 
 
 def check_folder(folder: Path) -> None:

@@ -12,14 +12,12 @@ import typer
 
 from shiftmend.cli.bench_options import (
     HOME,
-    Json,
     Methods,
     Name,
     Out,
     Protocol,
     Rates,
     Results,
-    Root,
     Seeds,
     columns,
     give,
@@ -32,6 +30,7 @@ from shiftmend.cli.bench_options import (
     seeds_of,
     show,
 )
+from shiftmend.cli.options import Json, Root
 from shiftmend.errors import DataError
 
 if TYPE_CHECKING:

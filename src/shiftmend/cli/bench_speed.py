@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from shiftmend.cli.bench_options import Json, names, print_json
+from shiftmend.cli.bench_options import names, print_json
+from shiftmend.cli.options import Json
 
 
 def speed(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shiftmend.scores import RegressionScores, Scores
-
-logger = logging.getLogger(__name__)
 
 
 def demo(
@@ -147,10 +144,7 @@ def adapt(
     net, inputs, labels, preprocess = gather(
         model, weights, model_option, allow_pickle, data, size, channels, mean, std
     )
-    options = dict(method_option(text) for text in option or [])
-    foreign = set(options) & set(signature(shiftmend.adapt).parameters)
-    if foreign:
-        raise DataError(f"{min(foreign)!r} is no option of a method; see `shiftmend adapt --help` for those of adapt")
+    options = _method_options(option)
     supervised = method == TargetSupervised.name
     if supervised:
         if labels is None:
@@ -197,3 +191,14 @@ def adapt(
             console.print(f"{name}: {found}{seen}", markup=False)
     if result.interrupted:  # what was reached is saved, but nobody should go on with it unasked
         raise typer.Exit(130)
+
+
+def _method_options(texts: list[str] | None) -> dict[str, Any]:
+    """The hyper-parameters given as name=value; an argument of `adapt` itself would pass for one, and is refused."""
+    import shiftmend
+
+    options = dict(method_option(text) for text in texts or [])
+    foreign = set(options) & set(signature(shiftmend.adapt).parameters)
+    if foreign:
+        raise DataError(f"{min(foreign)!r} is no option of a method; see `shiftmend adapt --help` for those of adapt")
+    return options

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-console = Console(highlight=False, soft_wrap=True)
-Root = Annotated[Path | None, typer.Option("--data-root", help="Where the data sets lie; default SHIFTMEND_DATA.")]
-Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
+from shiftmend.cli.options import Json, Root, console
+
 data = typer.Typer(help="Data sets: what there is, get it, check it.", rich_markup_mode=None)
 
 

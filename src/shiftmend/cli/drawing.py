@@ -13,15 +13,15 @@ from shiftmend.cli.bench_options import (
     Name,
     Protocol,
     Results,
-    Root,
     check_folder,
     columns,
     names,
     root_of,
-    said_where,
     say,
     show,
 )
+from shiftmend.cli.options import Root
+from shiftmend.files import said_where
 
 NAME = typer.Argument(metavar="NAME", help="Which one; `list` names them.")
 

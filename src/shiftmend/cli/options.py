@@ -1,4 +1,4 @@
-"""What the commands that take a model have in common: their options, and how these are read."""
+"""What commands have in common: their options, those about a model above all, and how these are read."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ Taps = Annotated[
     list[str] | None,
     typer.Option("--tap", help="name=module, e.g. early=layer1 or tokens=blocks.2@-1; repeatable."),
 ]
+Root = Annotated[Path | None, typer.Option("--data-root", help="Where the data sets lie; default SHIFTMEND_DATA.")]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
 
 

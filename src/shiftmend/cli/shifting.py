@@ -5,25 +5,21 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from shiftmend.cli.options import Json, console
 from shiftmend.errors import DataError
-from shiftmend.files import write_atomically
+from shiftmend.files import said_where, write_atomically
 
-console = Console(highlight=False, soft_wrap=True)
 Textures = Annotated[Path | None, typer.Option(help="A folder with your own texture pictures.")]
 Severity = Annotated[int | None, typer.Option(help="Severity, from 1; default: that of the published set.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random draws.")]
 Size = Annotated[int | None, typer.Option(min=1, help="Scale the images to this height and width.")]
-Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -67,7 +63,7 @@ def shift(
     }
     beside = target.with_suffix(".json") if target.suffix == ".npz" else target / "manifest.json"
     text = (json.dumps(manifest, indent=1) + "\n").encode()
-    with _said_where(target):
+    with said_where(target):
         if target.suffix == ".npz":
             _write_npz("images" if found.domain == "image" else "inputs", shifted, split, target)
             write_atomically(beside, text)
@@ -109,15 +105,6 @@ def _read(source: Path, size: int | None = None) -> Any:
         raise DataError(f"{source} is neither a folder of images nor an .npz file")
     split = npz_file(source)
     return replace(split, images=scaled(split.images, size))
-
-
-@contextmanager
-def _said_where(target: Path) -> Iterator[None]:
-    """What the system says of a failed write names a temporary file at best; say which result it was for."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{target} cannot be written ({error.strerror or error}); choose another place") from error
 
 
 def _write_npz(key: str, images: Any, split: Any, target: Path) -> None:
@@ -176,7 +163,7 @@ def shifts(
         names = [name for name, entry in chosen.items() if entry.domain == "image" and not name.endswith("/identity")]
         if not names:
             raise DataError(f"no shift of images begins with {only!r}, and signals are not drawn")
-        with _said_where(sheet):
+        with said_where(sheet):
             contact_sheet(images, ["mnist-c/identity", *names], sheet, severity=severity, seed=seed, textures=textures)
         console.print(f"written to {sheet}", markup=False)
         return

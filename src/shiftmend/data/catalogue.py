@@ -78,7 +78,32 @@ def _mnist_c_contents() -> tuple[Content, ...]:
     return tuple(contents)
 
 
+def _zenodo(record: int, file: str) -> tuple[str, str]:
+    """A file of a record, at the address of today and at the one before."""
+    return (
+        f"https://zenodo.org/records/{record}/files/{file}?download=1",
+        f"https://zenodo.org/record/{record}/files/{file}",
+    )
+
+
+def _cifar_c(classes: int, record: int, md5: str, size: int, sums: Mapping[str, str]) -> Entry:
+    folder = f"CIFAR-{classes}-C"
+    archive = Download(
+        f"{folder}.tar", _zenodo(record, f"{folder}.tar"), md5=md5, size=size, unpack=Unpack(only=f"{folder}/")
+    )
+    return Entry(
+        folder.lower(),
+        f"the CIFAR-{classes} test images under 19 corruptions at 5 severities",
+        f"https://zenodo.org/records/{record}",
+        (_cifar_c_contents(folder, sums),),
+        (archive,),
+        licence="CC BY 4.0",
+        arrangement=f"{folder}/<corruption>.npy and {folder}/labels.npy",
+    )
+
+
 _TORONTO = "https://www.cs.toronto.edu/~kriz"
+_LIBSVM = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass"
 _CIFAR_LICENCE = "none stated; the authors ask for a citation of their technical report"
 _ENTRIES = (
     Entry(
@@ -115,24 +140,10 @@ _ENTRIES = (
         "digits from envelopes, 16 x 16 grey, 7,291 + 2,007",
         "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass.html#usps",
         (
-            (
-                Content("USPS/usps.bz2", md5="ec16c51db3855ca6c91edd34d0e9b197"),
-                Content("USPS/usps.t.bz2", md5="8ea070ee2aca1ac39742fdd1ef5ed118"),
-            ),
+            tuple(Content(f"USPS/{name}", md5=md5) for name, md5 in checksums.USPS.items()),
             (Content("USPS/usps.npz"),),
         ),
-        (
-            Download(
-                "USPS/usps.bz2",
-                ("https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass/usps.bz2",),
-                md5="ec16c51db3855ca6c91edd34d0e9b197",
-            ),
-            Download(
-                "USPS/usps.t.bz2",
-                ("https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass/usps.t.bz2",),
-                md5="8ea070ee2aca1ac39742fdd1ef5ed118",
-            ),
-        ),
+        tuple(Download(f"USPS/{name}", (f"{_LIBSVM}/{name}",), md5=md5) for name, md5 in checksums.USPS.items()),
         arrangement="USPS/usps.bz2 and USPS/usps.t.bz2, or USPS/usps.npz with x_train, y_train, x_test, y_test",
     ),
     Entry(
@@ -206,46 +217,8 @@ _ENTRIES = (
         licence=_CIFAR_LICENCE,
         arrangement="cifar-100-binary/{train,test}.bin, or the folder cifar-100-python",
     ),
-    Entry(
-        "cifar-10-c",
-        "the CIFAR-10 test images under 19 corruptions at 5 severities",
-        "https://zenodo.org/records/2535967",
-        (_cifar_c_contents("CIFAR-10-C", checksums.CIFAR10_C),),
-        (
-            Download(
-                "CIFAR-10-C.tar",
-                (
-                    "https://zenodo.org/records/2535967/files/CIFAR-10-C.tar?download=1",
-                    "https://zenodo.org/record/2535967/files/CIFAR-10-C.tar",
-                ),
-                md5="56bf5dcef84df0e2308c6dcbcbbd8499",
-                size=2_918_471_680,
-                unpack=Unpack(only="CIFAR-10-C/"),
-            ),
-        ),
-        licence="CC BY 4.0",
-        arrangement="CIFAR-10-C/<corruption>.npy and CIFAR-10-C/labels.npy",
-    ),
-    Entry(
-        "cifar-100-c",
-        "the CIFAR-100 test images under 19 corruptions at 5 severities",
-        "https://zenodo.org/records/3555552",
-        (_cifar_c_contents("CIFAR-100-C", checksums.CIFAR100_C),),
-        (
-            Download(
-                "CIFAR-100-C.tar",
-                (
-                    "https://zenodo.org/records/3555552/files/CIFAR-100-C.tar?download=1",
-                    "https://zenodo.org/record/3555552/files/CIFAR-100-C.tar",
-                ),
-                md5="11f0ed0f1191edbf9fa23466ae6021d3",
-                size=2_918_473_216,
-                unpack=Unpack(only="CIFAR-100-C/"),
-            ),
-        ),
-        licence="CC BY 4.0",
-        arrangement="CIFAR-100-C/<corruption>.npy and CIFAR-100-C/labels.npy",
-    ),
+    _cifar_c(10, 2535967, "56bf5dcef84df0e2308c6dcbcbbd8499", 2_918_471_680, checksums.CIFAR10_C),
+    _cifar_c(100, 3555552, "11f0ed0f1191edbf9fa23466ae6021d3", 2_918_473_216, checksums.CIFAR100_C),
     Entry(
         "mnist-c",
         "MNIST under 15 corruptions",
@@ -254,10 +227,7 @@ _ENTRIES = (
         (
             Download(
                 "mnist_c.zip",
-                (
-                    "https://zenodo.org/records/3239543/files/mnist_c.zip?download=1",
-                    "https://zenodo.org/record/3239543/files/mnist_c.zip",
-                ),
+                _zenodo(3239543, "mnist_c.zip"),
                 md5="4b34b33045869ee6d424616cd3a65da3",
                 unpack=Unpack(only="mnist_c/"),
             ),
@@ -296,15 +266,9 @@ _ENTRIES = (
         "camelyon17",
         "patches of lymph-node tissue from five hospitals, 96 x 96 colour (WILDS v1.0)",
         "https://wilds.stanford.edu/downloads",
-        (
-            (
-                Content("CAMELYON17/camelyon17_v1.0/metadata.csv"),
-                Content("CAMELYON17/camelyon17_v1.0/patches", images=455_954),
-            ),
-            (
-                Content("camelyon17_v1.0/metadata.csv"),
-                Content("camelyon17_v1.0/patches", images=455_954),
-            ),
+        tuple(
+            (Content(f"{folder}/metadata.csv"), Content(f"{folder}/patches", images=455_954))
+            for folder in ("CAMELYON17/camelyon17_v1.0", "camelyon17_v1.0")
         ),
         (
             Download(
@@ -329,17 +293,9 @@ _ENTRIES = (
                 Content("VisDA-C/validation", images=55_388),
             ),
         ),
-        (
-            Download(
-                "VisDA-C/train.tar",
-                ("http://csr.bu.edu/ftp/visda17/clf/train.tar",),
-                unpack=Unpack("VisDA-C"),
-            ),
-            Download(
-                "VisDA-C/validation.tar",
-                ("http://csr.bu.edu/ftp/visda17/clf/validation.tar",),
-                unpack=Unpack("VisDA-C"),
-            ),
+        tuple(
+            Download(f"VisDA-C/{file}", (f"http://csr.bu.edu/ftp/visda17/clf/{file}",), unpack=Unpack("VisDA-C"))
+            for file in ("train.tar", "validation.tar")
         ),
         arrangement="VisDA-C/{train,validation}/image_list.txt and the images it lists",
     ),

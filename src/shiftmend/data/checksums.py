@@ -34,6 +34,7 @@ KMNIST = (
     IdxFile(f"t10k-{_IMAGES}", "5c965bf0a639b31b8f53240b1b52f4d7", None, 3041136),
     IdxFile(f"t10k-{_LABELS}", "7320c461ea6c1c855c0b718fb2a4b134", None, 5120),
 )
+USPS = {"usps.bz2": "ec16c51db3855ca6c91edd34d0e9b197", "usps.t.bz2": "8ea070ee2aca1ac39742fdd1ef5ed118"}
 CIFAR10_BINARY = {
     "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
     "data_batch_2.bin": "5ea93a67294ea407fff1d09f752e9692",

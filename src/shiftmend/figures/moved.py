@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from shiftmend.blocks import Names, split
+from shiftmend.blocks import split
 from shiftmend.errors import DataError
 from shiftmend.figures import style
 from shiftmend.taps import unwrap
@@ -34,12 +34,12 @@ def layers(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def bottom_up(model: nn.Module, sample: Tensor, names: Names | None = None) -> dict[str, tuple[str, ...]]:
+def bottom_up(model: nn.Module, sample: Tensor) -> dict[str, tuple[str, ...]]:
     """The blocks that BUFR unfreezes, in running order, each with those of its layers that have a kernel."""
     plain = unwrap(model)
     modules = dict(plain.named_modules())
     groups = {}
-    for block in split(plain, trace(plain, sample), names):
+    for block in split(plain, trace(plain, sample)):
         inside = tuple(name for name in block.modules if _has_kernel(modules[name]))
         # "conv1 + bn1" is conv1 to a reader, once only the kernel is measured
         groups[inside[0] if len(inside) == 1 else block.name] = inside or block.modules

@@ -56,7 +56,7 @@ def draw(
             "no seed of any method has all of these shifts in a protocol few-shot-N or offline; "
             f"run them, or name the shifts that are done (now {', '.join(over) or 'none'})"
         )
-    return _figure(lines, grids, over, methods, which)
+    return _figure(lines, grids, over, which)
 
 
 def examples(protocol: str) -> float | None:
@@ -83,7 +83,6 @@ def _figure(
     lines: dict[str, dict[float, Entry]],
     grids: dict[float, Grid],
     over: Sequence[str],
-    methods: Sequence[str] | None,
     which: Which,
 ) -> Figure:
     first = next(iter(grids.values()))

@@ -115,47 +115,21 @@ def scores(facts: Facts) -> Part:
     if before is None:
         return None
     used = facts.mending is not None and facts.mending.used_labels
-    rows: list[tuple[str, str, str | None]] = []
-    chart: Part = None
-    if isinstance(before, Scores):
-        other = after if isinstance(after, Scores) else None
-        rows = [
-            ("accuracy: right answers", percent(before.accuracy, 1), percent(other.accuracy, 1) if other else None),
-            (
-                "calibration error: how far stated confidence is from accuracy, on average",
-                percent(before.ece, 1),
-                percent(other.ece, 1) if other else None,
-            ),
-            ("the same at its worst", percent(before.mce, 1), percent(other.mce, 1) if other else None),
-        ]
-        chart = figure(
-            charts.reliability(before.reliability, other.reliability if other else None),
-            "Honesty of the confidence. ",
-            "What to look for: points on the dotted diagonal. Below it the model is surer than it should be.",
-        )
-    elif isinstance(before, RegressionScores):
-        other_errors = after if isinstance(after, RegressionScores) else None
-        rows = [
-            (
-                "mean absolute error",
-                f"{before.mean_absolute_error:.4g}",
-                f"{other_errors.mean_absolute_error:.4g}" if other_errors else None,
-            ),
-            (
-                "root mean square error",
-                f"{before.root_mean_square_error:.4g}",
-                f"{other_errors.root_mean_square_error:.4g}" if other_errors else None,
-            ),
-        ]
+    columns = [_figures(found) for found in (before, after) if found is not None]
     head = ["", "before", "after"] if after is not None else ["", "here"]
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     table = element(
         "table",
         element("thead", element("tr", *(element("th", text) for text in head))),
-        element(
-            "tbody",
-            *(element("tr", *(element("td", cell) for cell in row if cell is not None)) for row in rows),
-        ),
+        element("tbody", *(element("tr", *(element("td", cell) for cell in row)) for row in rows)),
     )
+    chart: Part = None
+    if isinstance(before, Scores):
+        chart = figure(
+            charts.reliability(before.reliability, after.reliability if isinstance(after, Scores) else None),
+            "Honesty of the confidence. ",
+            "What to look for: points on the dotted diagonal. Below it the model is surer than it should be.",
+        )
     said = (
         "These labels, or others, were used for training: this is an upper bound and not a test."
         if used
@@ -173,3 +147,17 @@ def scores(facts: Facts) -> Part:
         ),
         id="scores",
     )
+
+
+def _figures(found: Scores | RegressionScores) -> dict[str, str]:
+    """What a reader is told of scores: in words what is measured, and the figure."""
+    if isinstance(found, Scores):
+        return {
+            "accuracy: right answers": percent(found.accuracy, 1),
+            "calibration error: how far stated confidence is from accuracy, on average": percent(found.ece, 1),
+            "the same at its worst": percent(found.mce, 1),
+        }
+    return {
+        "mean absolute error": f"{found.mean_absolute_error:.4g}",
+        "root mean square error": f"{found.root_mean_square_error:.4g}",
+    }

@@ -22,7 +22,7 @@ from shiftmend.bench.speed import compilation, growth, histogram, packing, preci
 from shiftmend.bench.speed.timing import Table
 from shiftmend.devices import resolve_device
 from shiftmend.errors import DataError
-from shiftmend.files import write_atomically
+from shiftmend.files import said_where, write_atomically
 
 __all__ = ["TABLES", "Table", "chosen", "manifest", "report"]
 
@@ -70,10 +70,8 @@ def report(
     def note() -> None:
         if out is None:
             return
-        try:
+        with said_where(out):
             write_atomically(out, (json.dumps(facts, indent=1, allow_nan=False) + "\n").encode())
-        except OSError as error:
-            raise DataError(f"{out} cannot be written ({error.strerror or error}); choose another place") from error
 
     note()  # a place that nothing can be written to is better known now than in two minutes
     show = show or (lambda table: None)
