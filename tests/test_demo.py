@@ -30,8 +30,8 @@ def test_the_demo_says_and_writes_what_it_promises(tmp_path: Path) -> None:
     assert json.loads(json.dumps(report.to_json()))["rows"][0]["method"] == "source-only"
     assert shiftmend.Profile.load(tmp_path / "demo/digits.profile.safetensors").samples == 900
     assert (tmp_path / "demo/digits.png").read_bytes().startswith(b"\x89PNG")
-    assert "<h1" in (tmp_path / "demo/stripes-bufr.html").read_text()
-    assert (tmp_path / "demo/stripes-bufr/model.safetensors").exists()
+    assert "<h1" in (tmp_path / "demo/oranges-bufr.html").read_text()
+    assert (tmp_path / "demo/oranges-bufr/model.safetensors").exists()
     text = "\n".join(map(str, said))
     for lesson in demo.LESSONS:
         assert lesson.text in text

@@ -148,14 +148,14 @@ def _run(folder: Path, seed: int, say: Callable[..., None] | None) -> Report:
                 rows.append(_row(lesson, method, scores, result, taken))
                 with torch.no_grad():
                     guesses[method] = result.model(preprocess(images[:SHOWN])).argmax(1)
-                if (lesson.title, method) == ("stripes", "bufr"):
+                if (lesson.title, method) == ("oranges", "bufr"):
                     kept = result, images
                 bar.advance(1)
             pictures.append((lesson, images[:SHOWN], guesses))
     assert kept is not None
-    mended, striped = kept
-    mended.save(folder / "stripes-bufr")
-    _write_page(model, striped, target.labels, profile, mended, folder / "stripes-bufr.html")
+    mended, seen = kept
+    mended.save(folder / "oranges-bufr")
+    _write_page(model, seen, target.labels, profile, mended, folder / "oranges-bufr.html")
     accuracies = {(row.shift, row.method): row.accuracy for row in rows}
     draw(pictures, target.labels[:SHOWN], accuracies, folder / "digits.png")
     report = Report(clean.accuracy, tuple(rows), round(time.perf_counter() - started, 1), str(folder))
@@ -196,7 +196,7 @@ def _write_page(
 ) -> None:
     from shiftmend import report
 
-    title = "The demo’s digit reader, behind a device that draws stripes"
+    title = "The demo’s digit reader, behind a device that sees oranges everywhere"
     found = report.facts(model, images, profile, mended, labels=labels, preprocess=preprocess, title=title)
     report.write(found, path)
 
@@ -251,10 +251,10 @@ def _explain(report: Report, say: Callable[..., None]) -> None:
     say(
         "Accuracy needs labels, which a new site does not have. The last column does not: it compares\n"
         "features with home in directions that no method has aligned, and is what to trust at the new\n"
-        "site. It is strict: predictions can survive features that are not quite restored, as after AdaBN."
+        "site. It is strict: predictions can survive features that are not quite restored, as with stripes."
     )
-    say(f"Written to {report.folder}/: the profile, the mended model (stripes-bufr/), the picture digits.png.")
+    say(f"Written to {report.folder}/: the profile, the mended model (oranges-bufr/), the picture digits.png.")
     say(
-        f"Open {report.folder}/stripes-bufr.html in a browser: what the stripes did to the model, and what mending did."
+        f"Open {report.folder}/oranges-bufr.html in a browser: what the oranges did to the model, and what mending did."
     )
     say(f"{report.seconds:.0f} seconds in all.")

@@ -57,8 +57,8 @@ class Verification:
         """Between which the divergence lies, about, that ever more samples would show.
 
         Chance adds half of the floor to one and a half: so much was seen as long as the divergence is small, and of
-        features of many units less. A model fits what it is adapted to together with its chance, of which nothing may
-        be left.
+        features of many units less. A model fits what it is adapted to together with its chance, of which none or most
+        may be left.
         """
         if not math.isfinite(self.divergence):
             return math.inf, math.inf
@@ -77,7 +77,7 @@ class Verification:
     @property
     def _chance(self) -> tuple[float, float]:
         """Of the divergence at least and at most."""
-        return 0.0 if self.adapted else 0.5 * self.floor, 1.5 * self.floor
+        return (0.0, self.floor) if self.adapted else (0.5 * self.floor, 1.5 * self.floor)
 
     @property
     def verdict(self) -> Verdict:

@@ -257,6 +257,7 @@ def verdict_of(before: float, after: float, floor: float = 0.004) -> tuple[str, 
 def test_the_sentence_says_what_happened() -> None:
     assert verdict_of(0.404, 0.044)[0] == "Not restored"
     assert "90\u00a0%" in verdict_of(0.404, 0.044)[1]
+    assert "more than 99\u00a0%" in verdict_of(2.6, 0.012)[1], "what remains is not nothing"
     assert "made it worse" in verdict_of(0.1, 0.4)[1]
     assert "as near as chance allows" in verdict_of(0.003, 0.002)[1]
     assert "no finite numbers" in verdict_of(0.1, math.nan)[1]

@@ -82,7 +82,8 @@ def _mended(facts: Facts, after: Verification) -> Statement:
     assert facts.mending is not None
     method = f"mending by {facts.mending.method}"
     start = f"Before mending, the model’s features lay {number(before.divergence)} from home"
-    remains = f"{number(after.divergence)} remains, of which chance alone explains {number(after.floor)}"
+    chance = "chance may explain up to" if after.adapted else "chance alone explains"
+    remains = f"{number(after.divergence)} remains, of which {chance} {number(after.floor)}"
     if before.excess == 0:
         change = f"as near as chance allows, and after {method} they lie at {number(after.divergence)}"
     elif not math.isfinite(after.excess):
@@ -92,8 +93,9 @@ def _mended(facts: Facts, after: Verification) -> Statement:
     elif not math.isfinite(before.excess):
         change = f"{method} made them finite again, and {remains}"
     else:
-        part = percent(1 - after.excess / before.excess)
-        change = f"{method} took away {part} of what chance does not explain, and {remains}"
+        part = 1 - after.excess / before.excess
+        taken = "more than 99\u00a0%" if 0.995 <= part < 1 else percent(part)
+        change = f"{method} took away {taken} of what chance does not explain, and {remains}"
     sentence = f"{start}; {change}."
     match after.verdict:
         case "restored":
