@@ -102,11 +102,11 @@ def origin_of(benchmark: Benchmark, shift: str, root: Path | None = None) -> Ori
 
 
 def rates_for(setting: Setting, protocol: Protocol, rates: Sequence[float] | None) -> tuple[float, ...]:
-    """The learning rates to try, each once: those asked for, where the method has one at all."""
+    """The learning rates to try: those asked for, where the method has one at all, in one order for one recipe."""
     if rates and isinstance(protocol, Online):
         raise DataError("learning rates cannot be compared online, where there is one pass only; leave them out")
     has_one = any(option.name == "learning_rate" for option in fields(METHODS[setting.method]))
-    return tuple(dict.fromkeys(float(rate) for rate in rates or ())) if has_one else ()
+    return tuple(sorted({float(rate) for rate in rates or ()})) if has_one else ()
 
 
 def _one_form(options: Mapping[str, Any]) -> dict[str, Any]:
