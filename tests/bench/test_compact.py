@@ -141,6 +141,7 @@ def test_nothing_is_a_file_too() -> None:
         (lambda content: content | {"rows": [content["rows"][0][:-1]]}, "damaged .ValueError"),
         (lambda content: content | {"shared": {**content["shared"], "source": []}}, "damaged .IndexError"),
         (lambda content: content | {"rows": [[*content["rows"][0][:4], "7", *content["rows"][0][5:]]]}, "seed is '7'"),
+        (lambda content: content | {"rows": content["rows"] * 2}, "it has 2 rows of bufr on sky, seed 123"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, change: Any, message: str) -> None:

@@ -134,6 +134,8 @@ def test_only_seeds_of_both_are_paired() -> None:
     # Seed 0 has sky and fog, seed 1 only sky: (0.1 + 0.3 - 0.2 - 0.1) / 2 and 0.5 - 0.4.
     overall = by_shift[None]
     assert overall.difference == pytest.approx((0.05 + 0.1) / 2)
+    assert (overall.shifts, overall.over(3), overall.over(2)) == (2, "2 of 3 shifts", "all shifts")
+    assert by_shift["sky"].over(3) == "sky"
     assert overall.remark == "not every seed has been run on the same shifts"
     # Untested shifts do not count for the correction.
     assert by_shift["sky"].corrected == by_shift["sky"].p

@@ -130,7 +130,28 @@ def test_an_error_may_quote_a_file_name_that_is_not_unicode() -> None:
     assert flatten(replace(FAILED, error="no file \udcff"))["error"] == r"no file \udcff"
 
 
-@pytest.mark.parametrize("damage", [{"history": "[1"}, {"history": "{}"}, {"manifest": "[]"}, {"manifest": None}])
-def test_a_damaged_row_is_named(damage: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match="the row of bufr on sky, seed 123 is damaged"):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"history": "[1"}, "Expecting"),
+        ({"history": "{}"}, "history or manifest is of the wrong form"),
+        ({"manifest": "[]"}, "history or manifest is of the wrong form"),
+        ({"manifest": None}, "manifest is None, expected text"),
+        ({"last_accuracy": None}, "last_accuracy is missing"),
+        ({"last_epoch": None}, "last_epoch is missing"),
+        ({"last_accuracy": "high"}, "last_accuracy is 'high', expected a number"),
+        ({"last_accuracy": True}, "last_accuracy is True, expected a number"),
+        (
+            {f"last_{score}": None for score in ("epoch", "accuracy", "ece", "mce", "nll", "brier")},
+            "there is neither a last",
+        ),
+        ({"selected_nll": 0.5}, "selected_epoch is missing"),
+        ({"seconds": None}, "seconds is None, expected a number"),
+        ({"origin": "elsewhere"}, "origin is 'elsewhere', expected one of published"),
+        ({"status": "failed"}, "status is 'failed', but the error is None"),
+        ({"error": "boom"}, "status is 'done', but the error is 'boom'"),
+    ],
+)
+def test_a_damaged_row_is_named(damage: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=f"the row of bufr on sky, seed 123 is damaged .{message}.*; delete it and run"):
         unflatten(flatten(DONE) | damage)

@@ -298,7 +298,31 @@ def test_inputs_that_differ_between_cells_are_reported(tmp_path: Path) -> None:
     results[0] = replace(results[0], manifest=MANIFEST | {"target": {"samples": 1, "sha256": "cd34" * 16}})
     (tmp_path / "odd.json").write_text(to_compact(results))
     shift = cells[0].shift
-    assert f"**Not every cell of {shift} was run on the same inputs.**" in page("digits", tmp_path / "odd.json")
+    said = f"Not every cell was run on the same images of {shift}; run the benchmark again in another folder."
+    text = page("digits", tmp_path / "odd.json")
+    assert f"**{said}**" in section(text, "Data")
+    assert said[1:-1] in section(text, "Accuracy and calibration")  # under the first table that it is about
+
+
+def test_few_images_are_drawn_by_the_seed_and_so_differ_between_seeds(tmp_path: Path) -> None:
+    def adapted(cell: Cell, digest: str) -> Result:
+        target = {"target": {"samples": 200, "sha256": digest * 16}, "protocol": {"kind": "few-shot"}}
+        return replace(made(cell, "own", 0.5), manifest=MANIFEST | target)
+
+    cells = plan(find("digits"), "few-shot-20", methods=["adabn", "fr"])
+    results = [adapted(cell, f"{cell.seed:04d}") for cell in cells]
+    (tmp_path / "few.json").write_text(to_compact(results))
+    assert "same images" not in page("digits", tmp_path / "few.json")
+    (tmp_path / "odd.json").write_text(to_compact([adapted(cells[0], "cd34"), *results[1:]]))
+    assert f"same images of {cells[0].shift};" in page("digits", tmp_path / "odd.json")
+
+
+def test_a_difference_over_some_of_the_shifts_is_not_called_one_over_all(tmp_path: Path) -> None:
+    cells = plan(find("emnist-da"), methods=["bufr", "bufr-sliced"], seeds=[123, 234], shifts=["fog", "sky"])
+    text = page("emnist-da", write(tmp_path, "emnist-da", cells, lambda cell: len(cell.method) / 20 + cell.seed / 1e4))
+    assert "| 2 of 13 shifts | 2 |" in section(text, "Does it help to align slices too?")
+    assert "all shifts |" not in section(text, "Does it help to align slices too?")
+    assert "- the mean is over 2 of 13 shifts" in section(text, "Variants of a method")
 
 
 def test_two_tables_become_one() -> None:

@@ -156,7 +156,7 @@ def test_nothing_else_does() -> None:
     assert set(same.values()) == {usual}, same
     one, also_one = Setting("fr", {"learning_rate": 1}), Setting("fr", {"learning_rate": 1.0})
     assert made(setting=one) == made(setting=also_one)
-    assert made(setting=one, rates=[0.1, 0.1, 2]) == made(setting=Setting("fr"), rates=(0.1, 2.0))
+    assert made(setting=one, rates=[2, 0.1, 0.1]) == made(setting=Setting("fr"), rates=(0.1, 2.0))
 
 
 @pytest.mark.parametrize(
@@ -193,6 +193,7 @@ def test_the_order_of_options_never_matters(order: list[str]) -> None:
 def test_rates_are_for_methods_that_have_one() -> None:
     offline, online = Offline(), Online()
     assert rates_for(Setting("fr", {"learning_rate": 1.0}), offline, [0.1, 1, 0.1]) == (0.1, 1.0)
+    assert rates_for(Setting("fr"), offline, [1, 0.1]) == (0.1, 1.0)  # however they are written down
     assert rates_for(Setting("fr"), offline, [0.1]) == (0.1,)  # its own default is a rate, too
     assert rates_for(Setting("adabn", {"passes": 2}), offline, [0.1]) == ()
     assert rates_for(Setting("source-only"), offline, [0.1]) == ()

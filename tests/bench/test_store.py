@@ -332,6 +332,15 @@ def test_a_bad_file_gets_one_sentence_and_stays_as_it_is(name: str, read_only: b
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_text_that_cannot_be_decoded_is_damage_in_a_short_sentence(tmp_path: Path) -> None:
+    path = filled(tmp_path / "store.sqlite", replace(done(), manifest={"long": "x" * 3000}))
+    content = path.read_bytes()
+    assert content.count(b"x" * 500) > 1
+    path.write_bytes(content.replace(b"x" * 500, b"\xff" * 500, 1))
+    with pytest.raises(DataError, match="is damaged; go back to a copy"):
+        contents(path)
+
+
 def test_another_programs_unfinished_business_is_not_finished(tmp_path: Path) -> None:
     """SQLite would move a write-ahead log into the file of whoever left it there."""
     owner = sqlite3.connect(tmp_path / "theirs")

@@ -304,6 +304,41 @@ def test_compare_tells_differences_from_luck(digits: Path, tmp_path: Path, capsy
         assert row["difference"] == "Infinity"
 
 
+def test_a_mean_over_some_shifts_is_not_called_one_over_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("compare", "digits", "bufr", "fr", "-f", tmp_path)
+    fill(tmp_path, find("digits"), known, methods=["bufr", "fr"], shifts=["stripe", "oranges"])
+    text = ok(capsys, *asked)
+    assert re.search(r"^2 of 3 shifts +2 +\+11\.0 ± 1\.4 ", text, re.MULTILINE)
+    assert "all shifts" not in text
+    assert json.loads(ok(capsys, *asked, "--json"))[-1]["shifts"] == 2
+    fill(tmp_path, find("digits"), known, methods=["bufr", "fr"])
+    assert re.search(r"^all shifts +2 +\+11\.0 ± 1\.4 ", ok(capsys, *asked), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"target": {"sha256": "other"}}, "not every cell was run on the same images of stripe; run"),
+        ({"source": {"name": "plain", "file": "other"}}, "source model plain was not trained on the same images for"),
+    ],
+)
+def test_results_on_other_images_are_not_mixed_in_silently(
+    tmp_path: Path, facts: dict[str, object], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = {"target": {"sha256": "one"}, "source": {"name": "plain", "file": "one"}}
+    fill(tmp_path, find("digits"), known, methods=["bufr", "fr"])
+    commands = (["table", "digits"], ["compare", "digits", "bufr", "fr"], ["correlate", "digits"])
+    for changed in ({}, facts):
+        with sqlite3.connect(tmp_path / STORE) as connection:
+            connection.execute("update cells set manifest = ?", [json.dumps(manifest)])
+            connection.execute(
+                "update cells set manifest = ? where method = 'fr' and shift = 'stripe' and seed = 234",
+                [json.dumps(manifest | changed)],
+            )
+        for command in commands:
+            assert (said in " ".join(ok(capsys, *command, "-f", tmp_path).split())) == bool(changed)
+
+
 def test_correlate(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = ok(capsys, "correlate", "digits", "-f", digits)
     assert "over methods: +1.00 (4 points)" in text
@@ -335,6 +370,8 @@ def test_merge(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert f"32 results from {digits / STORE}" in text
     assert f"3 results from {tmp_path / 'other' / STORE}" in text
     assert json.loads(ok(capsys, "merge", digits, "-f", here, "--json")) == {str(digits / STORE): 0}
+    twice = json.loads(ok(capsys, "merge", digits, digits / STORE, "-f", tmp_path / "twice", "--json"))
+    assert twice == {str(digits / STORE): 32}
     assert "with itself" in refused(capsys, "merge", here, "-f", here)
     assert "there is no store" in refused(capsys, "merge", digits, tmp_path / "nowhere", "-f", tmp_path / "fresh")
     assert not (tmp_path / "fresh").exists()
@@ -385,6 +422,8 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["show", "{tmp}/none.py:X"], "is missing"),
     (["show", "{tmp}/bars.py:NUMBER"], "no benchmark called NUMBER"),
     (["show", "{tmp}/wrong.py:X"], "could not be run: SyntaxError"),
+    (["show", "{tmp}/odd.py:BARS"], "gives dim the origin 'mine'; expected one of published"),
+    (["run", "{tmp}/odd.py:BARS", "-f", "{tmp}/new"], "gives dim the origin 'mine'; expected one of published"),
     (["show", "digits", "--data-root", "{tmp}/nowhere"], "does not exist"),
     (["run", "digits", "-f", "{tmp}/file"], "is a file"),
     (["run", "digits", "-f", "{tmp}/file/below"], "is a file"),
@@ -426,6 +465,7 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["compare", "digits", "fr", "fr", *FOLDER], "with itself"),
     (["compare", "digits", "fr", "fry", *FOLDER], "did you mean fr?"),
     (["compare", "digits", "fr", "tent", *FOLDER], "no finished result of tent"),
+    (["compare", "digits", "fr,bufr", "adabn", *FOLDER], "has no method 'fr,bufr'"),
     (["compare", "digits", "fr", "bufr", *FOLDER, "--metric", "seconds"], "cannot compare by last seconds"),
     (["compare", "digits", "fr", "bufr", *FOLDER, "--which", "first"], "cannot compare by first accuracy"),
     (["correlate", "digits", *FOLDER, "--protocol", "online"], "has no such results"),
@@ -434,6 +474,7 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["export", *FOLDER, "--out", "{tmp}/folder"], "is a folder"),
     (["export", *FOLDER, "--out", "{tmp}/file/new/x.csv"], "x.csv cannot be written (Not a directory); choose another"),
     (["page", "digits", *FOLDER, "--out", "{tmp}/file/x.md"], "x.md cannot be written"),
+    (["page", "digits", *FOLDER, "--notes", "{digits}/results.sqlite"], "are no text in UTF-8"),
     (["merge", "-f", "{tmp}/new"], "Missing argument"),
     (["merge", "{tmp}/nowhere", "-f", "{tmp}/new"], "there is no store"),
     (["merge", "{tmp}/folder", "-f", "{tmp}/new"], "there is no store"),
@@ -447,6 +488,7 @@ def test_nonsense_gets_one_sentence(
     digits: Path, tmp_path: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bars.py").write_text(TINY)
+    (tmp_path / "odd.py").write_text(TINY.replace('"own"', '"mine"'))
     (tmp_path / "wrong.py").write_text("def")
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
@@ -488,6 +530,23 @@ def test_page_takes_the_notes_beside_it(digits: Path, tmp_path: Path, capsys: py
         capsys, "page", "digits", "-f", digits
     )
     assert "does not exist" in refused(capsys, "page", "digits", "-f", digits, "--data-root", tmp_path / "none")
+
+
+def test_json_goes_to_the_file_that_is_named(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = ok(capsys, "table", "digits", "-f", digits, "--json")
+    assert "written to" in ok(capsys, "table", "digits", "-f", digits, "--json", "-o", tmp_path / "table.json")
+    assert (tmp_path / "table.json").read_text() == shown
+    ok(capsys, "storage", "--benchmarks", "digits", "-f", tmp_path, "--json", "-o", tmp_path / "storage.json")
+    assert json.loads((tmp_path / "storage.json").read_text())[0]["benchmark"] == "digits"
+
+
+def test_ctrl_c_is_answered(digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shiftmend.bench.runner.run", interrupt)
+    code, out, err = call(capsys, "run", "digits", "-f", digits)
+    assert (code, out, err.strip()) == (130, "", "interrupted")
 
 
 def test_storage_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

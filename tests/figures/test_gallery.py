@@ -11,7 +11,7 @@ import torch
 from shiftmend.bench.runner import run
 from shiftmend.bench.suite import find
 from shiftmend.cli import main
-from shiftmend.errors import DataError
+from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.figures import gallery, sheet
 from shiftmend.figures.gallery import FIGURES, SHOWN, Wanted
 from shiftmend.figures.scenes import stage
@@ -97,6 +97,14 @@ def test_what_cannot_be_drawn_is_one_sentence(home: Path, tmp_path: Path) -> Non
         drawn("moved", home, methods=["shot"])
     with pytest.raises(DataError, match="no store of benchmark results"):
         gallery.draw("dots", Wanted(TINY, tmp_path, root=tmp_path))
+    with pytest.raises(DataError, match="no shift 'sideways'"):
+        drawn("shots", home, shifts=["sideways"])
+    with pytest.raises(DataError, match=r"no method 'fry'; .* did you mean fr"):
+        drawn("shots", home, methods=["fry"])
+    with pytest.raises(DataError, match="no seed of any method"):
+        drawn("shots", home, seed=77)
+    with pytest.raises(DataError, match="no finished result of source-only"):
+        drawn("reliability", home, methods=None, seed=77)
     with pytest.raises(DataError, match="no finished result of shot on noisy"):
         drawn("curves", home, methods=["shot"])
 
@@ -125,6 +133,13 @@ def test_the_command_writes_what_it_says(
         main(["figure", "list"])
     listed = capsys.readouterr().out
     assert all(name in listed for name in FIGURES)
+
+
+def test_figures_of_results_only_read_their_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert drawn("dots", home).axes
+    with pytest.raises(ShiftmendError, match="nothing can be written into"):
+        drawn("moved", home)
 
 
 def test_figures_of_results_can_be_drawn_from_an_export(home: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,13 @@ def from_compact(text: str) -> list[Result]:
         raise DataError(f"it has version {content.get('version')}, expected {VERSION}; read it with a later shiftmend")
     try:
         results = [_result(content["columns"], row, content["shared"]) for row in content["rows"]]
-        for result in results:
-            flatten(result)  # which refuses what is of a wrong type
+    except DataError:
+        raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"it is damaged ({type(error).__name__}: {error}); make it again") from None
+    for cell, times in Counter(result.cell for result in results).items():
+        if times > 1:
+            raise DataError(f"it has {times} rows of {cell} of the same recipe, expected one; make it again")
     return results
 
 

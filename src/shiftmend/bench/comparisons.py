@@ -38,6 +38,14 @@ class Comparison:
     verdict: str
     """Either `NAME better`, `no difference shown` or `too few seeds`."""
     remark: str = ""
+    shifts: int = 1
+    """How many the pairs are of; over all shifts it may be fewer than the benchmark has."""
+
+    def over(self, known: int) -> str:
+        """What a row of a table is called; `known` is how many shifts the benchmark has."""
+        if self.shift is not None:
+            return self.shift
+        return "all shifts" if self.shifts in (0, known) else f"{self.shifts} of {known} shifts"
 
 
 def compare(
@@ -143,7 +151,7 @@ def _over_all_shifts(
     seeds = sorted({seed for pairs in paired.values() for seed in pairs})
     by_seed = [[pairs[seed] for pairs in paired.values() if seed in pairs] for seed in seeds]
     means = [tuple(np.mean(pairs, axis=0)) for pairs in by_seed]
-    comparison = _test(table, first, second, None, means)
+    comparison = replace(_test(table, first, second, None, means), shifts=sum(map(bool, paired.values())))
     # Still pairs, but each of another mixture: worth knowing when a run is not finished yet.
     if len({tuple(seed in pairs for pairs in paired.values()) for seed in seeds}) > 1:
         remarks = (comparison.remark, "not every seed has been run on the same shifts")

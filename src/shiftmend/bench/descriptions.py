@@ -6,6 +6,7 @@ from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from shiftmend.bench.base import Benchmark, Root, Setting
+from shiftmend.bench.planning import origin_of
 from shiftmend.bench.protocols import Online, Protocol
 from shiftmend.methods import METHODS
 
@@ -19,7 +20,7 @@ def describe(benchmark: Benchmark, root: Root = None) -> dict[str, Any]:
         "name": benchmark.name,
         "title": benchmark.title,
         "source_remark": benchmark.source_remark(root),
-        "shifts": {shift: benchmark.origin(shift, root) for shift in benchmark.shifts},
+        "shifts": {shift: origin_of(benchmark, shift, root) for shift in benchmark.shifts},
         "groups": {name: list(members) for name, members in benchmark.groups.items()},
         "seeds": list(benchmark.seeds),
         "sources": {name: recipe.facts() for name, recipe in benchmark.sources.items()},

@@ -9,9 +9,9 @@ import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, get_args
 
-from shiftmend.bench.cells import SIGNALS, Cell, Outcome, Result
+from shiftmend.bench.cells import SIGNALS, Cell, Origin, Outcome, Result
 from shiftmend.errors import DataError
 
 Value = str | int | float | None
@@ -40,6 +40,7 @@ COLUMNS: dict[str, str] = {
 REQUIRED = (*KEY, "status", "origin", "epochs", "finished", "history", "manifest")
 """Columns without empty places. `seconds` is none of them: a NaN would be one."""
 
+_KINDS = {"REAL": (int, float), "INTEGER": (int,), "TEXT": (str,)}
 _TYPES = {"REAL": "a number", "INTEGER": "a whole number of at most 64 bits", "TEXT": "text in Unicode"}
 
 
@@ -95,6 +96,7 @@ def unflatten(row: Mapping[str, Any]) -> Result:
     """The inverse of `flatten`, except that tuples in history and manifest have become lists."""
     cell = Cell(*(row[name] for name in KEY))
     try:
+        _check(row)
         history, manifest = (revived(json.loads(row[name])) for name in ("history", "manifest"))
         if not (isinstance(history, list) and isinstance(manifest, dict)):
             raise TypeError("history or manifest is of the wrong form")
@@ -117,7 +119,28 @@ def unflatten(row: Mapping[str, Any]) -> Result:
             finished=row["finished"],
         )
     except (TypeError, ValueError) as error:
-        raise DataError(f"the row of {cell} is damaged ({error}); forget it and run it again") from None
+        raise DataError(f"the row of {cell} is damaged ({error}); delete it and run it again") from None
+
+
+def _check(row: Mapping[str, Any]) -> None:
+    """Refuse what only a row changed by hand can hold: a table of it would be false, or fail half way."""
+    for name, kind in COLUMNS.items():
+        value = row[name]
+        if value is None and name not in (*REQUIRED, "seconds"):
+            continue
+        if not isinstance(value, _KINDS[kind]) or isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}, expected {_TYPES[kind]}")
+    for moment in _MOMENTS:
+        known = {score: row[f"{moment}_{score}"] is not None for score in _SCORES}
+        if any(known.values()) and not all(known.values()):
+            lacking = next(score for score, there in known.items() if not there)
+            raise ValueError(f"{moment}_{lacking} is missing")
+    if row["origin"] not in get_args(Origin):
+        raise ValueError(f"origin is {row['origin']!r}, expected one of {', '.join(get_args(Origin))}")
+    if row["status"] != ("done" if row["error"] is None else "failed"):
+        raise ValueError(f"status is {row['status']!r}, but the error is {row['error']!r}")
+    if row["error"] is None and row["last_epoch"] is None:
+        raise ValueError("there is neither a last outcome nor an error")
 
 
 def _outcome(row: Mapping[str, Any], moment: str) -> Outcome | None:

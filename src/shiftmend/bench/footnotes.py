@@ -47,8 +47,31 @@ def about_origins(grid: Grid) -> list[str]:
 
 
 def about_data(grid: Grid) -> list[str]:
-    """What is unlike the published images, of the source and of the shifts."""
-    return [*source_remarks(grid.cells.values()), *about_origins(grid)]
+    """What is unlike the published images, of the source and of the shifts, and what does not belong together."""
+    return [*source_remarks(grid.cells.values()), *about_origins(grid), *about_mixtures(grid.cells.values())]
+
+
+def about_mixtures(results: Iterable[Result]) -> list[str]:
+    """Whether cells that stand side by side are of different images, which no recipe of a cell can know.
+
+    The code that reads or makes images may have been changed between two runs, or the files be others on another
+    machine.
+    """
+    inputs: dict[tuple[str, int | None], set[str]] = {}
+    models: dict[tuple[str, int], set[str]] = {}
+    for result in results:
+        cell, manifest = result.cell, result.manifest
+        source, digest = manifest.get("source") or {}, (manifest.get("target") or {}).get("sha256")
+        if digest and not cell.method.startswith(SUPERVISED):  # which is given a part of the images only
+            drawn = (manifest.get("protocol") or {}).get("kind") == "few-shot"  # by the seed
+            inputs.setdefault((cell.shift, cell.seed if drawn else None), set()).add(digest)
+        if source.get("file"):
+            models.setdefault((source["name"], cell.seed), set()).add(source["file"])
+    shifts = sorted({shift for (shift, _), digests in inputs.items() if len(digests) > 1})
+    names = sorted({name for (name, _), files in models.items() if len(files) > 1})
+    notes = [f"not every cell was run on the same images of {listed(shifts, 4)}"] if shifts else []
+    notes += [f"the source model {name} was not trained on the same images for every cell" for name in names]
+    return [f"{note}; run the benchmark again in another folder" for note in notes]
 
 
 def source_remarks(results: Iterable[Result]) -> list[str]:

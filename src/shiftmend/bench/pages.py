@@ -277,9 +277,8 @@ def _digests(part: Part) -> list[Block]:
     for shift in (*part.benchmark.shifts, CLEAN):
         for samples, digest in found.get(shift, {}):
             lines.append(f"| {for_markdown(shift)} | {samples:,} | `{digest[:16]}` |")
-    several = [shift for shift, digests in found.items() if len(digests) > 1]
-    warning = [f"**Not every cell of {', '.join(several)} was run on the same inputs.**"] if several else []
-    return ["\n".join(lines), *warning]
+    mixed = footnotes.about_mixtures(part.reading.results)
+    return ["\n".join(lines), *(f"**{for_markdown(note[0].upper() + note[1:])}.**" for note in mixed)]
 
 
 def _code(name: str) -> str:

@@ -6,13 +6,13 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from shiftmend import checkpoints
 from shiftmend.bench.base import CLEAN, USUAL_PRESET, Benchmark, Setting
-from shiftmend.bench.cells import Cell
+from shiftmend.bench.cells import Cell, Origin
 from shiftmend.bench.protocols import Online, Protocol
 from shiftmend.bench.sources import identity
 from shiftmend.data.base import Split
@@ -85,19 +85,28 @@ def recipe(
         "method": setting.method,
         "options": options,
         "protocol": benchmark.protocols[protocol].facts(),
-        "origin": benchmark.origin(shift, root),
+        "origin": origin_of(benchmark, shift, root),
         "rates": list(candidates),
         **({} if setting.preset == USUAL_PRESET else {"preset": setting.preset}),
     }
     return checkpoints.identify(facts)
 
 
+def origin_of(benchmark: Benchmark, shift: str, root: Path | None = None) -> Origin:
+    """Where the images of a shift come from; a word that no table could explain is refused before anything is run."""
+    origin = benchmark.origin(shift, root)
+    if origin not in get_args(Origin):
+        known = ", ".join(get_args(Origin))
+        raise DataError(f"benchmark {benchmark.name} gives {shift} the origin {origin!r}; expected one of {known}")
+    return origin
+
+
 def rates_for(setting: Setting, protocol: Protocol, rates: Sequence[float] | None) -> tuple[float, ...]:
-    """The learning rates to try, each once: those asked for, where the method has one at all."""
+    """The learning rates to try: those asked for, where the method has one at all, in one order for one recipe."""
     if rates and isinstance(protocol, Online):
         raise DataError("learning rates cannot be compared online, where there is one pass only; leave them out")
     has_one = any(option.name == "learning_rate" for option in fields(METHODS[setting.method]))
-    return tuple(dict.fromkeys(float(rate) for rate in rates or ())) if has_one else ()
+    return tuple(sorted({float(rate) for rate in rates or ()})) if has_one else ()
 
 
 def _one_form(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -88,6 +88,8 @@ def variants(part: Part) -> list[Block]:
         "correction for the number of shifts where they are counted"
     )
     remarks = [f"{name}: {compared[-1].remark}" for name, compared in found.items() if compared[-1].remark]
+    if not part.whole:
+        remarks.append(f"the mean is over {len(part.shifts)} of {len(part.benchmark.shifts)} shifts")
     title = f"{part.benchmark.name}, {part.protocol}: variants"
     return [Table(title, "variant", columns, tuple(rows), (note, *remarks))]
 
@@ -120,7 +122,7 @@ def slices(part: Part) -> list[Block]:
             continue
         rows = [
             Row(
-                one.shift or "all shifts",
+                one.over(len(part.benchmark.shifts)),
                 (Entry(one.pairs), _points(one), _chance(one.p), _chance(one.corrected), Entry(text=one.verdict)),
                 one.shift is None,
             )
@@ -136,7 +138,7 @@ def slices(part: Part) -> list[Block]:
         remarks: dict[str, list[str]] = {}
         for one in compared:
             if one.remark:
-                remarks.setdefault(one.remark, []).append(one.shift or "all shifts")
+                remarks.setdefault(one.remark, []).append(one.over(len(part.benchmark.shifts)))
         said = [f"{remark}: {footnotes.listed(shifts, 3)}" for remark, shifts in remarks.items()]
         title = f"{part.benchmark.name}, {part.protocol}: {base} with slices and without"
         notes = (
@@ -164,7 +166,7 @@ def _compared(part: Part, first: str, second: str) -> list[comparisons.Compariso
         remark = f"without seeds that lack shifts ({', '.join(map(str, lacking))})"
         overall = replace(overall, remark="; ".join(filter(None, (overall.remark, remark))))
     else:
-        none = replace(compared[-1], pairs=0, difference=None, deviation=None, p=None, corrected=None)
+        none = replace(compared[-1], pairs=0, difference=None, deviation=None, p=None, corrected=None, shifts=0)
         overall = replace(none, verdict="too few seeds", remark="no seed has every shift by both")
     return [*compared[:-1], overall]
 

@@ -240,7 +240,8 @@ def _explained(path: Path) -> Iterator[None]:
         raise
     except sqlite3.Error as error:
         name = getattr(error, "sqlite_errorname", None) or ""
-        if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+        unreadable = str(error).startswith("Could not decode")  # whatever is in there, it was not written as text
+        if unreadable or name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
             raise _damaged(path) from None
         if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
             raise DataError(

@@ -54,7 +54,6 @@ def main(arguments: list[str] | None = None) -> None:
         console.print(f"error: {error}", markup=False)
         code = 2
     except KeyboardInterrupt:
-        console.print("interrupted", markup=False)
         code = 130
     except Exception as error:
         message = getattr(error, "format_message", None)  # a wrong option, argument or command name
@@ -66,6 +65,8 @@ def main(arguments: list[str] | None = None) -> None:
             command = getattr(getattr(error, "ctx", None), "command_path", "shiftmend")
             console.print(f"error: {message()} (see `{command} --help`)", markup=False)
             code = 2
+    if code == 130:  # Ctrl-C, which typer may have made an exit code of
+        console.print("interrupted", markup=False)
     sys.exit(code if isinstance(code, int) else 0)
 
 

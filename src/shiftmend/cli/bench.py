@@ -207,7 +207,7 @@ def merge(
     from shiftmend.bench.runner import STORE
     from shiftmend.bench.store import Store
 
-    files = [other / STORE if other.is_dir() else other for other in others]
+    files = list(dict.fromkeys(other / STORE if other.is_dir() else other for other in others))
     for file in files:
         if not file.exists():
             raise DataError(f"there is no store of benchmark results at {file}; name a results.sqlite or its folder")

@@ -54,11 +54,11 @@ def show(table: Table) -> None:
     screen().print(table, soft_wrap=False)
 
 
-def print_json(value: Any) -> None:
+def print_json(value: Any, out: Path | None = None) -> None:
     """Strict JSON: what is not finite is "NaN", "Infinity" or "-Infinity"."""
     from shiftmend.bench.exports import plain
 
-    print(json.dumps(plain(value, "result"), allow_nan=False))
+    give(json.dumps(plain(value, "result"), allow_nan=False) + "\n", out)
 
 
 def give(text: str, out: Path | None) -> None:

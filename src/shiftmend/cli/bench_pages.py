@@ -31,7 +31,10 @@ def page(
         notes = usual if usual.is_file() else None
     if notes is not None and not notes.is_file():
         raise DataError(f"there are no notes at {notes}; name a Markdown file, or leave them out")
-    own = "" if notes is None else notes.read_text(encoding="utf-8")
+    try:
+        own = "" if notes is None else notes.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise DataError(f"the notes {notes} are no text in UTF-8; name a Markdown file, or leave them out") from None
     give(write_page(benchmark, folder, own, root_of(data_root)), out)
 
 
@@ -49,7 +52,7 @@ def storage(
     chosen = names(benchmarks) or measuring.MEASURED
     sizes = [measuring.measure(benchmark, folder, root_of(data_root)) for benchmark in chosen]
     if as_json:
-        print_json([asdict(one) for one in sizes])
+        print_json([asdict(one) for one in sizes], out)
     elif out is not None:
         give(measuring.page(sizes), out)
     else:

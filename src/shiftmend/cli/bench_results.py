@@ -109,10 +109,10 @@ def table(
 
     if beside not in ("paper", "re-run", "none"):
         raise DataError(f"there are no published figures called {beside!r}; expected paper, re-run or none")
-    found = _read(benchmark, folder, protocol, methods, seeds, learning_rates, data_root, needed=True)
+    found = _read(benchmark, folder, protocol, names(methods), seeds, learning_rates, data_root, needed=True)
     made = _tables(found, protocol, names(shifts), metric, which, per_shift, beside)
     if as_json:
-        print_json([asdict(one) for one in made])
+        print_json([asdict(one) for one in made], out)
     elif format == "terminal" and out is None:
         terminal = screen()
         for number, one in enumerate(made):
@@ -138,7 +138,7 @@ def compare(
     from shiftmend.bench.comparisons import compare as compare_methods
     from shiftmend.bench.grids import METRICS
 
-    found = _read(benchmark, folder, protocol, f"{first},{second}", seeds, learning_rates, data_root, needed=True)
+    found = _read(benchmark, folder, protocol, [first, second], seeds, learning_rates, data_root, needed=True)
     compared = [result for result in found.results if result.cell.shift in found.benchmark.shifts]
     rows = compare_methods(compared, first, second, which, metric)  # type: ignore[arg-type]
     if as_json:
@@ -150,7 +150,7 @@ def compare(
     for row in rows:
         spread = "" if row.deviation is None else f" ± {unit.scale * row.deviation:.{unit.digits}f}"
         shown.add_row(
-            row.shift or "all shifts",
+            row.over(len(found.benchmark.shifts)),
             str(row.pairs),
             "–" if row.difference is None else f"{unit.scale * row.difference:+.{unit.digits}f}{spread}",
             "–" if row.p is None else f"{row.p:.2g}",
@@ -207,10 +207,10 @@ def correlate(
 
 
 def _say_remarks(results: Sequence[Result]) -> None:
-    """What is unlike the published source images."""
-    from shiftmend.bench.footnotes import source_remarks
+    """What is unlike the published source images, and what does not belong together."""
+    from shiftmend.bench.footnotes import about_mixtures, source_remarks
 
-    for remark in source_remarks(results):
+    for remark in (*source_remarks(results), *about_mixtures(results)):
         say(remark)
 
 
@@ -254,7 +254,7 @@ def _read(
     benchmark: str,
     folder: Path,
     protocol: str,
-    methods: str | None,
+    methods: list[str] | None,
     seeds: str | None,
     rates: str | None,
     data_root: Path | None,
@@ -266,7 +266,7 @@ def _read(
         benchmark,
         folder,
         protocol,
-        methods=names(methods),
+        methods=methods,
         seeds=seeds_of(seeds),
         rates=rates_of(rates),
         root=root_of(data_root),

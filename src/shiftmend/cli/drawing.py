@@ -13,7 +13,6 @@ from shiftmend.cli.bench_options import (
     Name,
     Protocol,
     Results,
-    check_folder,
     columns,
     names,
     root_of,
@@ -57,8 +56,6 @@ def figure(
             table.add_row(known, text)
         show(table)
         return
-    if not folder.is_file():
-        check_folder(folder)
     target = out or Path(f"{name}.png")
     drawn = draw(
         name,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shiftmend.bench.base import Images
+from shiftmend.bench.base import CLEAN, Images
 from shiftmend.bench.cells import Result
 from shiftmend.bench.planning import chosen
 from shiftmend.bench.reading import read
@@ -19,6 +19,7 @@ from shiftmend.bench.workshop import inputs_of, labelled
 from shiftmend.data.base import Split
 from shiftmend.errors import DataError
 from shiftmend.figures.scenes import Scene, after_each_block, stage
+from shiftmend.files import check_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,15 +47,20 @@ class Wanted:
     def results(self) -> list[Result]:
         seeds = None if self.seed is None else [self.seed]
         found = read(self.benchmark, self.folder, self.protocol, methods=self.methods, seeds=seeds, root=self.root)
-        if self.shifts is not None:
-            chosen(self.shifts, (*found.benchmark.shifts, "clean"), "shift", found.benchmark.name)
+        self.check_shifts()
         return [*found.results, *(result for result in found.clean if result not in found.results)]
+
+    def check_shifts(self) -> None:
+        if self.shifts is not None:
+            benchmark = find(self.benchmark)
+            chosen(self.shifts, (*benchmark.shifts, CLEAN), "shift", benchmark.name)
 
     def shift(self) -> str:
         """The one shift of a figure that shows one: the first that is named, or the benchmark's first."""
         return self.shifts[0] if self.shifts else find(self.benchmark).shifts[0]
 
     def scene(self, *methods: str) -> Scene:
+        check_folder(self.folder)  # a source model may have to be trained
         return stage(
             self.benchmark,
             self.folder,
@@ -73,7 +79,9 @@ def _reliability(wanted: Wanted) -> Figure:
     results = wanted.results()
     usual = ("source-only", "shot-im", "fr", "bufr")
     there = {result.cell.method for result in results}
-    return reliability.draw(results, wanted.methods or [name for name in usual if name in there], wanted.shifts)
+    return reliability.draw(
+        results, wanted.methods or [name for name in usual if name in there] or usual, wanted.shifts
+    )
 
 
 def _dots(wanted: Wanted) -> Figure:
@@ -86,10 +94,15 @@ def _shots(wanted: Wanted) -> Figure:
     from shiftmend.figures import shots
 
     found = find(wanted.benchmark)
+    if wanted.methods is not None:
+        known = dict.fromkeys(name for settings in found.settings.values() for name in settings)
+        chosen(wanted.methods, known, "method", found.name)
+    wanted.check_shifts()
+    seeds = None if wanted.seed is None else [wanted.seed]
     results = [
         result
         for protocol in found.protocols
-        for result in read(wanted.benchmark, wanted.folder, protocol, root=wanted.root).results
+        for result in read(wanted.benchmark, wanted.folder, protocol, seeds=seeds, root=wanted.root).results
     ]
     return shots.draw(results, wanted.methods, wanted.shifts)
 

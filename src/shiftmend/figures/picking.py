@@ -82,7 +82,8 @@ def notes(
     )
     said = [f"no finished result: {', '.join(lacking)}"] if lacking else []
     remarks = footnotes.source_remarks(grid.cells.values())
-    return [*remarks, *origins, *footnotes.about_failures(whole), *said]
+    mixtures = footnotes.about_mixtures(grid.cells.values())
+    return [*remarks, *origins, *mixtures, *footnotes.about_failures(whole), *said]
 
 
 def counted(count: int, what: str) -> str:
