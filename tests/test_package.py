@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
@@ -26,3 +27,13 @@ def test_everything_exported_exists() -> None:
 def test_importing_prints_and_logs_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", "import shiftmend"], capture_output=True, text=True, check=True)
     assert done.stdout == done.stderr == ""
+
+
+def test_the_package_can_be_run_as_a_module() -> None:
+    command = [sys.executable, "-m", "shiftmend"]
+    told = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == shiftmend.__version__
+    wrong = subprocess.run([*command, "mended"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error: ")
+    importlib.import_module("shiftmend.__main__")  # as a spawned worker does: nothing may be run

@@ -1,0 +1,6 @@
+"""`python -m shiftmend`: the command line where the script is not on the path, or only the source is at hand."""
+
+from shiftmend.cli import main
+
+if __name__ == "__main__":  # a worker that is spawned imports this file again
+    main()
