@@ -23,7 +23,6 @@ from shiftmend.cli.bench_options import (
     Rates,
     Results,
     Seeds,
-    check_folder,
     columns,
     give,
     names,
@@ -37,7 +36,7 @@ from shiftmend.cli.bench_options import (
 )
 from shiftmend.cli.options import Json, Root
 from shiftmend.errors import DataError
-from shiftmend.files import said_where
+from shiftmend.files import check_folder, said_where
 
 if TYPE_CHECKING:
     from shiftmend.bench.base import Benchmark

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,15 +67,6 @@ def give(text: str, out: Path | None) -> None:
     with said_where(out):
         write_atomically(out, text.encode())
     say(f"written to {out}")
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse a place that nothing can be written to before hours of work, and without leaving anything there."""
-    nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    if not nearest.is_dir():
-        raise DataError(f"{nearest} is a file, expected a folder for results; name another")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise DataError(f"the folder {nearest} is write-protected; permit writing or name another place")
 
 
 def names(text: str | None) -> list[str] | None:

@@ -177,11 +177,8 @@ def correlate(
 
     found = _read(benchmark, folder, protocol, None, None, learning_rates, data_root, needed=True)
     # clean images are no shift, and who saw labels, or is scored on a part, is not compared with who did not
-    compared = [
-        result
-        for result in found.results
-        if result.cell.shift in found.benchmark.shifts and not result.cell.method.startswith(SUPERVISED)
-    ]
+    shifted = [result for result in found.results if result.cell.shift in found.benchmark.shifts]
+    compared = [result for result in shifted if not result.cell.method.startswith(SUPERVISED)]
     restoration = restoration_and_calibration(compared, exclude=("shot",))
     signals = signals_and_accuracy(compared)
     if as_json:
@@ -196,7 +193,10 @@ def correlate(
     say(f"Spearman's correlation over methods: {_coefficient(restoration.correlation)}")
     if restoration.means:
         say(f"means over {restoration.places} shifts x seeds; the paper has 0.6 on EMNIST-DA")
-    say("without shot, whose source model is another, and target-supervised\n")
+    there = {result.cell.method for result in shifted}
+    left_out = ["shot, whose source model is another"] if "shot" in there else []
+    left_out += ["target-supervised"] if any(method.startswith(SUPERVISED) for method in there) else []
+    say(f"without {', and '.join(left_out)}\n" if left_out else "")
     titles = ("within shifts", "over all cells")
     shown = columns("signal and accuracy", *titles, numbers=titles)
     for name, value in signals.items():

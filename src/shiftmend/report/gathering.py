@@ -19,12 +19,12 @@ from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation
 from shiftmend.checks import brief
 from shiftmend.devices import placed, resolve_device
-from shiftmend.errors import AdaptationError, DataError, ProfileError
+from shiftmend.errors import AdaptationError, DataError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
 from shiftmend.histograms import Bins, sampling_floor
 from shiftmend.loaders import as_tensor
-from shiftmend.profiles import Profile
+from shiftmend.profiles import Profile, as_profile
 from shiftmend.report import saved
 from shiftmend.report.contents import Facts, Home, Mending, Sample
 from shiftmend.report.looking import Look, guess, predictions, tap_shifts
@@ -61,11 +61,7 @@ def facts(
     shown on the page: 0 where none may leave the site. `original` names the file of the model as it came.
     """
     model = unwrap(model)
-    if isinstance(profile, str | os.PathLike):
-        profile = Profile.load(profile)
-    if not isinstance(profile, Profile):
-        raise ProfileError(f"the profile is a {type(profile).__name__}, expected a Profile or the name of its file")
-    profile = profile.to(torch.device("cpu"))
+    profile = as_profile(profile).to(torch.device("cpu"))
     profile.check_architecture(model)
     if isinstance(samples, bool) or not isinstance(samples, int) or not 0 <= samples <= MOST_SAMPLES:
         raise DataError(
