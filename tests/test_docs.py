@@ -105,11 +105,10 @@ def test_the_guide_runs_as_written(
             exec(block, names)
     finally:
         torch.set_num_threads(threads)
-    verdicts = re.findall(r"^(restored|not restored) \(", capsys.readouterr().out, re.MULTILINE)
-    assert verdicts == ["restored", "not restored"]
-    assert names["result"].after.verdict == "restored"
+    verdicts = re.findall(r"^(restored|not restored|undecided) \(", capsys.readouterr().out, re.MULTILINE)
+    assert verdicts == ["restored", "not restored", "undecided"]
     mended = shiftmend.evaluate(names["model"], (names["away"], names["away_labels"]))  # its weights were loaded
-    assert mended.accuracy > 0.94
+    assert mended.accuracy > 0.96
 
 
 @pytest.mark.parametrize("name", ["profile", "adapt", "verify", "evaluate", "stream"])

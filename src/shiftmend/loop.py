@@ -141,11 +141,13 @@ class Run:
         self.model.eval()
         if self.selected:
             self.model.load_state_dict(self.selected, strict=False)
+        selected = self.choice.kept.epoch if self.choice.kept is not None else 0
+        kept = selected if self.selected else self._epochs()
         try:
             after = self.before
-            if self.stages or status != "finished":
+            if kept > 0 or after is None:
                 found = observe(self.model, self.feed, self.profile, self.settings.output).verification
-                after = None if found is None else replace(found, adapted=True)
+                after = None if found is None else replace(found, adapted=kept > 0)
         except KeyboardInterrupt:  # the work is done: what is missing is the judgement
             if world_size() > 1:
                 raise
@@ -156,7 +158,6 @@ class Run:
                 logger.warning("verification got worse: before %s, after %s", self.before, after)
             elif after.verdict != "restored":
                 logger.warning("the features are %s", after)
-        selected = self.choice.kept.epoch if self.choice.kept is not None else 0
         adapted = fingerprints.weights(self.model)
         same_everywhere(adapted, "adapted model", self.feed.device)
         self.manifest |= {
