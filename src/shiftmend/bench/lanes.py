@@ -21,6 +21,7 @@ import torch
 
 from shiftmend.bench.cells import Result
 from shiftmend.bench.executors import Execute, Outcomes
+from shiftmend.bench.memory import give_back
 from shiftmend.bench.suite import find
 from shiftmend.bench.tasks import Advance, Job, Task, work
 from shiftmend.bench.workshop import Shelf, Workshop
@@ -58,6 +59,7 @@ def lanes(job: Job, advance: Advance, count: int) -> Iterator[Execute]:
                 own.stream.synchronize()
                 # what was in use while other lanes collected has grown old by that: now and then also old garbage
                 gc.collect(2 if next(ended) % TASKS_PER_COLLECTION == 0 else 1)
+                give_back(own.workshop.device)
         if result is None:
             return None
         # memory is that of all lanes together, and time that of a lane among others
