@@ -94,6 +94,22 @@ def test_what_only_gets_worse_comes_back_untouched() -> None:
     assert result.after == result.before
 
 
+def test_without_a_profile_nothing_is_looked_at_again_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = sensors()
+    looks: list[object] = []
+
+    def counted(*arguments: Any) -> Any:
+        looks.append(arguments)
+        return observe(*arguments)
+
+    monkeypatch.setattr(loop, "observe", counted)
+    for method in ("source-only", "adabn"):
+        looks.clear()
+        result = shiftmend.adapt(world.model, world.target, method=method, progress=False)
+        assert result.after is None
+        assert len(looks) == 1, "before adapting"
+
+
 def test_without_a_profile_the_last_is_selected() -> None:
     world = sensors()
     result = shiftmend.adapt(world.model, world.target, None, "tent", epochs=3, keep="selected", progress=False)

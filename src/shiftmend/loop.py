@@ -145,7 +145,7 @@ class Run:
         kept = selected if self.selected else self._epochs()
         try:
             after = self.before
-            if kept > 0 or after is None:
+            if self.profile is not None and (kept > 0 or after is None):
                 found = observe(self.model, self.feed, self.profile, self.settings.output).verification
                 after = None if found is None else replace(found, adapted=kept > 0)
         except KeyboardInterrupt:  # the work is done: what is missing is the judgement

@@ -152,7 +152,7 @@ class Facts:
     after: Verification | None
     slices: int
     enough: int | None
-    """Target samples from which on a verdict is possible; None where the source had too few for any."""
+    """Target samples with which no verdict is undecided; None where the source had too few for that."""
     cautions: tuple[str, ...]
     inputs: tuple[Sample, ...]
     taps: tuple[TapShift, ...]

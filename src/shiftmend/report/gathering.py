@@ -88,7 +88,7 @@ def facts(
     before, after = looks["before"], looks.get("after")
     guesses = predictions(before, after)
     mending = None if result is None else _mending(result, file, feed, profile)
-    adapted = mending is not None and mending.same_data is not False
+    adapted = mending is not None and mending.same_data is not False and mending.kept > 0
     return Facts(
         title=title or f"{type(model).__name__} at a new site",
         samples=feed.samples,
@@ -96,7 +96,7 @@ def facts(
         before=before.verification(),
         after=None if after is None else replace(after.verification(), adapted=adapted),
         slices=profile.slices["verification"].histogram.units,
-        enough=enough(profile.bins, profile.inputs_seen, adapted),
+        enough=enough(profile.bins, profile.inputs_seen),
         cautions=tuple(_cautions(model, profile, summary, result)),
         inputs=shown,
         taps=tap_shifts(before, after, profile, feed.samples),
@@ -110,10 +110,12 @@ def facts(
     )
 
 
-def enough(bins: Bins, source_samples: int, adapted: bool = False) -> int | None:
-    """Target samples with which features as at home are no longer undecided; None if no number of them would do."""
-    floor = RESTORED if adapted else 2 * RESTORED
-    left = floor * math.log(bins.total) / (bins.total - 1) - 1 / source_samples
+def enough(bins: Bins, source_samples: int) -> int | None:
+    """Target samples with which no divergence is undecided; None if the profile has too few for that.
+
+    Of features as at home half as many may do, if they are new ones; nobody knows beforehand whether they are.
+    """
+    left = RESTORED * math.log(bins.total) / (bins.total - 1) - 1 / source_samples
     return None if left <= 0 else math.ceil(1 / left)
 
 

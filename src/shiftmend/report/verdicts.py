@@ -115,7 +115,7 @@ def _mended(facts: Facts, after: Verification) -> Statement:
 
 def _more(facts: Facts) -> str:
     if facts.enough is None:
-        return "The profile was made from too few samples for any verdict: make it again, at home, with more of them."
+        return "The profile was made from too few samples to be sure: make it again, at home, with more of them."
     return f"Collect at least {facts.enough:,} samples at this site (here are {facts.samples:,}) and ask again."
 
 
@@ -136,7 +136,7 @@ def _again(facts: Facts) -> tuple[str, ...]:
 
 def _trust(facts: Facts) -> tuple[str, ...]:
     steps = []
-    if facts.mending is not None and facts.mending.same_data is not False:
+    if facts.after is not None and facts.after.adapted:
         steps.append(
             "Make this report again on samples that were held back: they tell more than the very sample that the model "
             "was adapted to, whose peculiarities it has fitted as well."
