@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shiftmend.bench import footnotes, tables, tabular
+from shiftmend.bench import footnotes, label_free, tables, tabular
 from shiftmend.bench.cells import SIGNALS, Cell, Outcome, Result
 from shiftmend.bench.compact import to_compact
 from shiftmend.bench.pages import page
 from shiftmend.bench.planning import plan
 from shiftmend.bench.published import figure
+from shiftmend.bench.reading import read
+from shiftmend.bench.sections import Part
 from shiftmend.bench.suite import find
 from shiftmend.errors import DataError
 
@@ -101,6 +103,15 @@ def test_commands_machines_and_source_are_said(emnist: str) -> None:
     assert "- source model `plain`: network digit-cnn, epochs 150\n" in emnist
     assert re.search(r"^- protocol `offline`: batch size 256, temperature 0.01, ", emnist, re.MULTILINE)
     assert "`ab12ab12ab12ab12`" in section(emnist, "Data")
+
+
+def test_few_images_without_clean_ones_to_compare_with_have_no_verdicts(tmp_path: Path) -> None:
+    cells = plan(find("emnist-da"), "few-shot-5", seeds=[123])
+    file = write(tmp_path, "emnist-da", cells, rerun)
+    parts = {"few-shot-5": Part("few-shot-5", read("emnist-da", file, "few-shot-5"))}
+    assert len(parts["few-shot-5"].results) == len(cells)
+    assert label_free.few_verdicts(parts) == []
+    assert label_free.few_verdicts(parts | {"offline": Part("offline", read("emnist-da", file, "offline"))}) == []
 
 
 def test_means_stand_beside_paper_and_re_run(emnist: str) -> None:

@@ -133,8 +133,14 @@ def verification(result: Result) -> Verification | None:
     after, slices = result.manifest.get("verification", {}).get("after", {}), result.signals.get("slices")
     if slices is None or "floor" not in after:
         return None
-    adapted = after.get("adapted", result.manifest["method"]["name"] != thresholds.NOTHING_DONE)
+    adapted = after.get("adapted", _method(result) != thresholds.NOTHING_DONE)
     return Verification(slices, after["floor"], after["samples"], after.get("source_samples"), adapted)
+
+
+def _method(result: Result) -> str | None:
+    """The method of a cell, whatever its row is called."""
+    name: str | None = result.manifest.get("method", {}).get("name")
+    return name
 
 
 def _verdicts(part: Part, good: Mapping[Cell, bool], meaning: str) -> list[Block]:
@@ -150,10 +156,11 @@ def _verdicts(part: Part, good: Mapping[Cell, bool], meaning: str) -> list[Block
 def few_verdicts(parts: Mapping[str, Part]) -> list[Block]:
     """The same for methods that restore features, from few samples: what they were adapted to is what is judged."""
     few = {protocol: part for protocol, part in parts.items() if protocol.startswith("few-shot-") and part.results}
+    clean = parts["offline"].reading.clean if "offline" in parts else []  # no other protocol has clean images
     counts = []
     for part in few.values():
-        restoring = [r for r in _with_the_clean_source(part) if r.manifest.get("method", {}).get("name") in RESTORING]
-        counts.append(_counted(restoring, thresholds.near_clean(restoring, parts["offline"].reading.clean)))
+        restoring = [r for r in _with_the_clean_source(part) if _method(r) in RESTORING]
+        counts.append(_counted(restoring, thresholds.near_clean(restoring, clean)))
     if not any(counts):
         return []
     names = [f"{protocol.removeprefix('few-shot-')} a class" for protocol in few]
