@@ -190,13 +190,6 @@ def test_filters_and_a_fixed_order(tmp_path: Path) -> None:
         assert store.results(benchmark="' OR 1 --") == []
 
 
-def test_forgetting(tmp_path: Path) -> None:
-    with Store(filled(tmp_path / "store", *seeds(3), failed())) as store:
-        assert store.forget([CELL, replace(CELL, seed=1), replace(CELL, seed=99)]) == 2
-        assert store.results() == [seeds(3)[0], seeds(3)[2]]
-        assert store.record(done(0.9, replace(CELL, seed=1))) is True
-
-
 def test_what_cannot_be_kept_changes_nothing(tmp_path: Path) -> None:
     with Store(tmp_path / "store") as store:
         store.record(done(0.5))
@@ -372,9 +365,8 @@ def test_who_reads_cannot_write(tmp_path: Path) -> None:
     path = filled(tmp_path / "store", done())
     before = path.read_bytes()
     with Store(path, read_only=True) as store:
-        for write in (lambda: store.record(failed(cell=replace(CELL, seed=1))), lambda: store.forget([CELL])):
-            with pytest.raises(DataError, match="open for reading only"):
-                write()
+        with pytest.raises(DataError, match="open for reading only"):
+            store.record(failed(cell=replace(CELL, seed=1)))
         assert store.results() == [done()]
     assert path.read_bytes() == before
 

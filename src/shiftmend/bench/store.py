@@ -12,9 +12,8 @@ from __future__ import annotations
 import math
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -160,15 +159,6 @@ class Store:
         with _explained(self.path):
             rows = self._connection.execute(f"SELECT {', '.join(KEY)} FROM cells WHERE status = 'done'").fetchall()
         return {Cell(*row) for row in rows}
-
-    def forget(self, cells: Iterable[Cell]) -> int:
-        """Remove the results of these cells, done or failed; returns how many there were."""
-        condition = " AND ".join(f"{name} = ?" for name in KEY)
-        with self._transaction():
-            return sum(
-                self._connection.execute(f"DELETE FROM cells WHERE {condition}", astuple(cell)).rowcount
-                for cell in cells
-            )
 
     def close(self) -> None:
         self._connection.close()
