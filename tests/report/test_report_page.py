@@ -21,10 +21,12 @@ from torch import nn
 import shiftmend
 from shiftmend import report
 from shiftmend.adaptations import Adaptation, Epoch
+from shiftmend.report import charts
 from shiftmend.report.markup import Markup, element, escaped
 from shiftmend.report.page import render
 from shiftmend.report.verdicts import number
 from shiftmend.taps import Tap
+from shiftmend.verification import Verification
 
 HOSTILE = "</script><script>alert(1)</script><img src=//x.test/p onerror='alert(2)'>\"&amp;\u202e\x00"
 ORDER = ["verdict", "inputs", "shift", "training", "predictions", "scores", "stored", "run", "undo"]
@@ -283,3 +285,20 @@ def test_the_documentation_runs_as_written(tmp_path: Path, monkeypatch: pytest.M
     world, profile, result = mended()
     exec(code, {"model": world.model, "target": world.target, "profile": profile, "adaptation": result})
     assert list(Page.read(tmp_path / "report.html").sections) == [part for part in ORDER if part != "scores"]
+
+
+@pytest.mark.parametrize(
+    ("divergence", "floor", "words"),
+    [
+        (0.3, 0.04, {"too few samples to tell", "not as at home"}),  # so few are never called as at home
+        (0.02, 0.04, {"too few samples to tell", "not as at home"}),
+        (0.025, 0.0087, {"as at home", "between", "not as at home"}),
+    ],
+)
+def test_the_line_has_no_zone_that_so_few_samples_cannot_reach(
+    divergence: float, floor: float, words: set[str]
+) -> None:
+    drawn = str(charts.gauge(Verification(0.8, floor, 100), Verification(divergence, floor, 100, adapted=True)))
+    assert {
+        word for word in ("as at home", "between", "not as at home", "too few samples to tell") if f">{word}<" in drawn
+    } == words

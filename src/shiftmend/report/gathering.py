@@ -113,7 +113,7 @@ def facts(
 def enough(bins: Bins, source_samples: int) -> int | None:
     """Target samples with which no divergence is undecided; None if the profile has too few for that.
 
-    Of features as at home half as many may do, if they are new ones; nobody knows beforehand whether they are.
+    Half as many may do for samples that were not adapted to, if the features are as at home.
     """
     left = RESTORED * math.log(bins.total) / (bins.total - 1) - 1 / source_samples
     return None if left <= 0 else math.ceil(1 / left)
