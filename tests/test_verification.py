@@ -95,8 +95,12 @@ def test_the_divergence_of_many_samples_lies_within_the_bounds_that_few_give(sam
     mixed = torch.randn(64, 64, generator=generator) / 8
     made = shiftmend.profile(model, torch.randn(40_000, 64, generator=generator) @ mixed)
     away = torch.randn(40_000, 64, generator=generator) @ mixed + shift * torch.randn(64, generator=generator)
-    true = measure([away], made).divergence
-    parts = [measure([part], made).bounds for part in away[: 40 * samples].split(samples)]
+
+    def of(features: torch.Tensor) -> Verification:
+        return measure([{"features": features, "logits": model[1](features).detach()}], made)
+
+    true = of(away).divergence
+    parts = [of(part).bounds for part in away[: 40 * samples].split(samples)]
     assert len(parts) == 40
     assert sum(low <= true <= high for low, high in parts) >= 38
 
@@ -124,10 +128,60 @@ def test_slices_see_what_marginals_cannot() -> None:
     shuffled = torch.stack([column[torch.randperm(4000, generator=generator)] for column in features.T], 1)
     home = made.taps["features"]
     marginal = float(home.mean_divergence(home.of(shuffled)))
-    judged = measure([shuffled], made)
+    judged = shiftmend.verify(model, shuffled, made)
     assert marginal < 1e-5
     assert judged.verdict == "not restored"
-    assert measure(features.split(1000), made).divergence < 1e-6
+    assert shiftmend.verify(model, features, made, batch_size=1000).divergence < 1e-6
+
+
+def test_marginals_see_what_slices_cannot() -> None:
+    """A sum of many coins is distributed as one of many dice: slices that look as at home are not enough."""
+    generator = torch.Generator().manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 2))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(300))
+        model[0].bias.zero_()
+    dice = 3**0.5 * (2 * torch.rand(16_000, 300, generator=generator) - 1)
+    coins = torch.randint(0, 2, (8000, 300), generator=generator) * 2.0 - 1
+    made = shiftmend.profile(model, dice[:8000])
+    at_home, away = shiftmend.verify(model, dice[8000:], made), shiftmend.verify(model, coins, made)
+    assert at_home.verdict == "restored"
+    assert away.divergence < 2 * at_home.divergence < RESTORED
+    home = made.taps["features"]
+    single = home.mean_divergence(home.of(coins)) + made.taps["logits"].divergence(model[1](coins).detach())
+    assert away.marginals == pytest.approx(float(single), rel=1e-4)
+    assert away.verdict == "partly restored"
+    assert str(away).endswith(f"by chance, but marginals {away.marginals:.4f})")
+    assert "marginals" not in str(at_home)
+
+
+@pytest.mark.parametrize(
+    ("marginals", "adapted", "strayed"),
+    [
+        (None, False, False),
+        (0.0, False, False),
+        (0.0129, False, False),  # of which chance may be 2 x 1.5 x 0.001, and the rest is below 2 x 0.005
+        (0.0131, False, True),
+        (0.0119, True, False),  # of what was adapted to, 2 x 0.001
+        (0.0121, True, True),
+        (float("nan"), False, True),
+    ],
+)
+def test_nothing_is_restored_whose_marginals_are_certainly_not_at_home(
+    marginals: float | None, adapted: bool, strayed: bool
+) -> None:
+    judged = Verification(0.002, 0.001, 5000, adapted=adapted, marginals=marginals)
+    assert judged.strayed is strayed
+    assert judged.verdict == ("partly restored" if strayed else "restored")
+
+
+@given(st.floats(0, 0.2), st.floats(0, 0.05), st.floats(0, 1), st.booleans())
+def test_marginals_take_back_what_is_restored_and_nothing_else(
+    divergence: float, floor: float, marginals: float, adapted: bool
+) -> None:
+    without, judged = (Verification(divergence, floor, 100, adapted=adapted, marginals=m) for m in (None, marginals))
+    assert judged.verdict == without.verdict or (without.verdict, judged.verdict) == ("restored", "partly restored")
+    assert ("but marginals" in str(judged)) == (judged.verdict != without.verdict)
 
 
 def test_features_that_are_not_finite_are_never_called_restored() -> None:

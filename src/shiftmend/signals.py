@@ -15,9 +15,8 @@ from shiftmend.errors import TapError
 from shiftmend.feeds import Feed
 from shiftmend.joined_batch_norm import synchronised
 from shiftmend.profiles import Profile
-from shiftmend.statistics import CountTracker, Histogram
 from shiftmend.taps import Entry, modes, pick, tapped
-from shiftmend.verification import Verification, judged
+from shiftmend.verification import Tally, Verification, judged
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Signals:
     """Label-free signals; None where there is no profile, or where the model gives no class logits."""
 
     verification: Verification | None
-    """Divergence of the slices that no method aligns: the judge."""
+    """Divergence of the slices that no method aligns, and whether the marginals agree: the judge."""
     marginals: float | None
     """Divergence of features plus that of logits, each unit by itself: what FR and BUFR minimise, in eval mode."""
     entropy: float | None
@@ -64,10 +63,6 @@ class Watch:
         self.most, self.capture = most, capture
         self._again: Callable[[], _Seen] | None = None
         self._parts: tuple[Tensor, ...] = ()  # kept, since the graph reads them
-        self._homes: dict[str, Histogram] = {}
-        if self.profile is not None:
-            self._homes = {name: self.profile.taps[name] for name in ("features", "logits")}
-            self._homes["slices"] = self.profile.slices["verification"].histogram
 
     def __call__(self) -> Signals:
         with together(), synchronised(self.model):
@@ -75,8 +70,7 @@ class Watch:
         found: dict[str, float] = dict(zip(seen.names, seen.values.tolist(), strict=True))
         verification = None
         if self.profile is not None:
-            slices = self.profile.slices["verification"]
-            verification = judged(found["slices"], slices.histogram, seen.samples, self.profile)
+            verification = judged(found["slices"], found["marginals"], seen.samples, self.profile)
         return Signals(verification, found.get("marginals"), found.get("entropy"), found.get("confidence"))
 
     def _look(self) -> _Seen:
@@ -94,8 +88,8 @@ class Watch:
         return self._pass(feed.subset(self.most, 0, feed.at_once))
 
     def _pass(self, batches: Iterable[Tensor]) -> _Seen:
-        model, profile, homes = self.model, self.profile, self._homes
-        counters = {name: CountTracker(home.low, home.high, home.bins, home.scale) for name, home in homes.items()}
+        model, profile = self.model, self.profile
+        tally = Tally(profile) if profile is not None else None
         specs = {name: profile.specs[name] for name in ("features", "logits")} if profile is not None else {}
         axis = specs["logits"].channel_axis if specs else 1
         certainty: Tensor | None = None
@@ -105,10 +99,8 @@ class Watch:
             for batch in batches:
                 logits = class_logits(model(batch), self.output, axis)
                 values = recorder.read()
-                if profile is not None:
-                    values["slices"] = profile.slices["verification"].projector(values["features"])
-                for name, counter in counters.items():
-                    counter.update(values[name])
+                if tally is not None:
+                    tally.update(values)
                 if logits is not None:
                     sums = _certainty(logits)
                     certainty = sums if certainty is None else certainty + sums
@@ -117,14 +109,8 @@ class Watch:
             if certainty is not None:
                 found["entropy"], found["confidence"] = joined_mean(certainty / predictions, predictions)
             samples = 0
-            if homes:
-                every = {name: counter.joined() for name, counter in counters.items()}
-                means = {
-                    name: homes[name].mean_divergence((counter.counts / counter.samples).float())
-                    for name, counter in every.items()
-                }
-                found["slices"], found["marginals"] = means["slices"], means["features"] + means["logits"]
-                samples = every["slices"].samples
+            if tally is not None:
+                found["slices"], found["marginals"], samples = tally.joined()
             return _Seen(tuple(found), torch.stack([*found.values()]) if found else torch.empty(0), samples)
 
 

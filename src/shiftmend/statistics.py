@@ -201,6 +201,10 @@ class CountTracker:
         every.samples = int(all_sum(torch.tensor(self.samples, device=self.counts.device)))
         return every
 
+    def divergence(self, home: Histogram) -> Tensor:
+        """Mean over the units of a histogram with the same ranges, on the device."""
+        return home.mean_divergence((self.counts / self.samples).to(home.counts.dtype))
+
     def histogram(self) -> Histogram:
         return Histogram(
             self.counts.float().cpu(), self.low.float().cpu(), self.high.float().cpu(), self.samples, self.bins

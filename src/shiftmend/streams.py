@@ -32,7 +32,7 @@ from shiftmend.profiles import Profile
 from shiftmend.statistics import CountTracker, Slices
 from shiftmend.steps import refuse_cut_off
 from shiftmend.taps import Entry, Tap, check_takes, pick, tapped, unwrap
-from shiftmend.verification import Verification, judge
+from shiftmend.verification import Verification, judged
 
 logger = logging.getLogger(__name__)
 
@@ -155,11 +155,17 @@ class Stream:
 
     @property
     def verification(self) -> Verification | None:
-        """The label-free verdict over the last batches, as they were predicted; None without a profile or a batch."""
+        """The label-free verdict over the last batches, as they were predicted; None without a profile or a batch.
+
+        It rests on the slices alone: to count every feature of every batch as well would slow a stream down.
+        """
         if self._judge is None or self.profile is None or not self._seen:
             return None
-        counts = torch.stack([counter.counts for counter in self._seen]).sum(0)
-        return judge(self._judge, counts, sum(counter.samples for counter in self._seen), self.profile)
+        home = self._judge.histogram
+        every = CountTracker(home.low, home.high, home.bins, home.scale)
+        every.counts = torch.stack([counter.counts for counter in self._seen]).sum(0)
+        every.samples = sum(counter.samples for counter in self._seen)
+        return judged(float(every.divergence(home)), None, every.samples, self.profile)
 
     def snapshot(self) -> nn.Module:
         """A plain copy of the model as it is now: eval mode, where the caller's model lies."""

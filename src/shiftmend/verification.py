@@ -2,16 +2,17 @@
 
 The loss that was optimised never judges. Marginals can be matched by scrambling the features: FR can reach a lower
 alignment loss at 4 % accuracy than BUFR at 80 %. The profile's verification slices are aligned by no method and
-see the joint distribution. The thresholds are empirical; docs/methods.md says what was measured with them. A sample
-tells the divergence of what it was drawn from within bounds only, and a verdict is what holds for all between them; if
-nothing does, it is undecided.
+see the joint distribution. Slices in turn can come home while the marginals do not, as with a method that aligns
+covariances: what is restored has both at home. The thresholds are empirical; docs/methods.md says what was measured
+with them. A sample tells the divergence of what it was drawn from within bounds only, and a verdict is what holds for
+all between them; if nothing does, it is undecided.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
 from shiftmend.histograms import sampling_floor
 from shiftmend.profiles import Profile, as_profile
-from shiftmend.statistics import CountTracker, Histogram, Slices
+from shiftmend.statistics import CountTracker, Histogram
 from shiftmend.taps import check_takes, modes, tapped, unwrap
 
 RESTORED = 0.005
@@ -44,6 +45,8 @@ class Verification:
     """Inputs that the profile was made from, where that is known."""
     adapted: bool = False
     """Whether the model was adapted to these very inputs."""
+    marginals: float | None = None
+    """Mean divergence of the features plus that of the logits, each unit by itself; None where it is not known."""
 
     @property
     def excess(self) -> float:
@@ -86,12 +89,20 @@ class Verification:
         if not self.divergence < failed:
             return "not restored"
         if self.divergence < restored:
-            return "restored"
+            return "partly restored" if self.strayed else "restored"
         return "partly restored" if low >= RESTORED or (low > 0 and high < FAILED) else "undecided"
+
+    @property
+    def strayed(self) -> bool:
+        """Whether the slices are at home and the marginals, of two taps, certainly not."""
+        _, most = self._chance
+        away = self.marginals is not None and not self.marginals < 2 * (RESTORED + most)
+        return away and self.divergence < self.limits[0]
 
     def __str__(self) -> str:
         few = f", too few samples {self._scarce} to tell" if self.verdict == "undecided" else ""
-        return f"{self.verdict} (slices {self.divergence:.4f}, of which {self.floor:.4f} by chance{few})"
+        but = f", but marginals {self.marginals:.4f}" if self.strayed else ""
+        return f"{self.verdict} (slices {self.divergence:.4f}, of which {self.floor:.4f} by chance{few}{but})"
 
     @property
     def _scarce(self) -> str:
@@ -103,32 +114,52 @@ class Verification:
         return f"{'adapted to' if self.adapted else 'of the target'} ({self.samples})"
 
 
-def measure(features: Iterable[Tensor], profile: Profile) -> Verification:
-    """Verify from batches of features `[samples, units]`; waits for the device once, at the end."""
-    counter: CountTracker | None = None
-    slices = profile.slices["verification"]
-    for values in features:
-        if counter is None:
-            slices = slices.to(values.device)
-            counter = CountTracker(slices.histogram.low, slices.histogram.high, slices.histogram.bins)
-        counter.update(slices.projector(values))
-    assert counter is not None, "feeds refuse empty data"
-    return judge(slices, counter.counts, counter.samples, profile)
+class Tally:
+    """What a verification rests on, gathered over batches: soft counts of features, logits and verification slices."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.projector = profile.slices["verification"].projector
+        self.counters = {
+            name: CountTracker(home.low, home.high, home.bins, home.scale) for name, home in self._homes().items()
+        }
+
+    def _homes(self) -> dict[str, Histogram]:
+        single = {name: self.profile.taps[name] for name in ("features", "logits")}
+        return {"slices": self.profile.slices["verification"].histogram, **single}
+
+    def update(self, activations: Mapping[str, Tensor]) -> None:
+        """Activations `[samples, units]` by tap."""
+        for name, counter in self.counters.items():
+            counter.update(self.projector(activations["features"]) if name == "slices" else activations[name])
+
+    def joined(self) -> tuple[Tensor, Tensor, int]:
+        """Over all processes: divergence of the slices, that of the marginals, and samples of the former."""
+        counters = {name: counter.joined() for name, counter in self.counters.items()}
+        away = {name: counters[name].divergence(home) for name, home in self._homes().items()}
+        return away["slices"], away["features"] + away["logits"], counters["slices"].samples
 
 
-def judge(slices: Slices, counts: Tensor, samples: int, profile: Profile) -> Verification:
-    """Verify from soft counts of the verification slices that were gathered before."""
-    home = slices.histogram
-    return judged(float(home.mean_divergence((counts / samples).to(home.counts.dtype))), home, samples, profile)
+def measure(activations: Iterable[Mapping[str, Tensor]], profile: Profile) -> Verification:
+    """Verify from batches of features and logits, each `[samples, units]`; waits for the device once, at the end."""
+    tally: Tally | None = None
+    for values in activations:
+        tally = tally or Tally(profile.to(values["features"].device))
+        tally.update(values)
+    assert tally is not None, "feeds refuse empty data"
+    *divergences, samples = tally.joined()
+    slices, marginals = torch.stack(divergences).tolist()
+    return judged(slices, marginals, samples, profile)
 
 
-def judged(divergence: float, home: Histogram, samples: int, profile: Profile) -> Verification:
-    """What a divergence of the slices means that was measured on so many samples of their tap."""
+def judged(slices: float, marginals: float | None, samples: int, profile: Profile) -> Verification:
+    """What divergences mean that were measured on so many samples of the features."""
+    home = profile.slices["verification"].histogram
     # positions of one feature map are not independent: what counts against chance is the number of inputs
     positions = home.samples / profile.inputs_seen
     inputs = samples / positions
     floor = sampling_floor(home.bins, profile.inputs_seen, inputs)
-    return Verification(divergence, floor, round(inputs), profile.inputs_seen)
+    return Verification(slices, floor, round(inputs), profile.inputs_seen, marginals=marginals)
 
 
 def verify(
@@ -153,11 +184,12 @@ def verify(
     profile.check_inputs(InputSummary.of(feed.batches()))
     with placed(model, place):
         check_takes(model, feed.first(2))
-        with modes(model), torch.no_grad(), tapped(model, {"features": profile.specs["features"]}) as recorder:
+        taps = {name: profile.specs[name] for name in ("features", "logits")}
+        with modes(model), torch.no_grad(), tapped(model, taps) as recorder:
             model.eval()
 
-            def features(batch: Tensor) -> Tensor:
+            def seen(batch: Tensor) -> dict[str, Tensor]:
                 model(batch)
-                return recorder.read()["features"]
+                return recorder.read()
 
-            return measure(map(features, feed.batches()), profile)
+            return measure(map(seen, feed.batches()), profile)

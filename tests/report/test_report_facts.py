@@ -288,6 +288,24 @@ def test_the_sentence_says_what_happened() -> None:
     assert verdict_of(0.1, 0.005)[0] == "Restored"
 
 
+def test_a_report_says_where_mixtures_of_features_came_home_and_single_ones_did_not() -> None:
+    world, profile, result = mended()
+    found = report.facts(world.model, world.target, profile, result, samples=0)
+    assert found.after is not None
+    single = [sum(tap.after or ()) / len(tap.after or ()) for tap in found.taps if tap.name in ("features", "logits")]
+    assert found.after.marginals == pytest.approx(sum(single), rel=1e-4)
+    near = Verification(0.002, 0.001, 600, marginals=0.0345)
+    for one in (replace(found, after=near), replace(found, before=near, after=None, mending=None)):
+        made = state(one)
+        assert made.level == "unsure"
+        assert made.headline == ("Slightly shifted" if one.after is None else "Partly restored")
+        assert "ixtures of features, which this distance compares, are as at home, but" in made.sentence
+        assert made.sentence.endswith("one by one are not (0.035).")
+    far = state(replace(found, after=replace(near, divergence=0.007)))
+    assert far.headline == "Partly restored"
+    assert "ixtures" not in far.sentence, "they are not as at home"
+
+
 def test_profile_may_be_a_file(tmp_path: object) -> None:
     world, profile, _ = mended()
     path = f"{tmp_path}/p.safetensors"

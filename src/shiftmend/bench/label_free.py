@@ -134,7 +134,8 @@ def verification(result: Result) -> Verification | None:
     if slices is None or "floor" not in after:
         return None
     adapted = after.get("adapted", _method(result) != thresholds.NOTHING_DONE)
-    return Verification(slices, after["floor"], after["samples"], after.get("source_samples"), adapted)
+    source, marginals = after.get("source_samples"), result.signals.get("marginals")
+    return Verification(slices, after["floor"], after["samples"], source, adapted, marginals)
 
 
 def _method(result: Result) -> str | None:

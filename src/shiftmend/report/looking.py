@@ -15,7 +15,7 @@ from shiftmend.scores import RegressionScores, Scores
 from shiftmend.signals import class_logits
 from shiftmend.statistics import CountTracker, Histogram
 from shiftmend.taps import Entry, pick
-from shiftmend.verification import FAILED, Verification, judge
+from shiftmend.verification import FAILED, Verification, judged
 
 WORST = 30
 """Units of a tap that are listed: so many of the worst before, and as many of the worst after."""
@@ -74,8 +74,9 @@ class Look:
             self.moves = _added(self.moves, pairs)
 
     def verification(self) -> Verification:
-        seen = self.counters[""]
-        return judge(self.slices, seen.counts, seen.samples, self.profile)
+        seen, taps = self.counters[""], self.profile.taps
+        marginals = sum(float(self.counters[name].divergence(taps[name])) for name in ("features", "logits"))
+        return judged(float(seen.divergence(self.slices.histogram)), marginals, seen.samples, self.profile)
 
     def scores(self) -> Scores | RegressionScores | None:
         return None if self.metrics is None else self.metrics.compute()

@@ -59,7 +59,7 @@ def _before_only(facts: Facts) -> Statement:
             return Statement("unsure", "Undecided", f"{away}, and {chance}: too few samples to tell.", (_more(facts),))
         case "partly restored":
             headline = "Slightly shifted"
-            sentence = f"{away}, where {chance}: a small shift, beyond chance."
+            sentence = f"{away}, where {chance}: {_alone(found) or 'a small shift, beyond chance.'}"
         case _:
             headline = "Shifted"
             sentence = f"{away}, where {chance}: these are not the features that the model was trained on."
@@ -97,6 +97,8 @@ def _mended(facts: Facts, after: Verification) -> Statement:
         taken = "more than 99\u00a0%" if 0.995 <= part < 1 else percent(part)
         change = f"{method} took away {taken} of what chance does not explain, and {remains}"
     sentence = f"{start}; {change}."
+    if but := _alone(after):
+        sentence += f" {but[0].upper()}{but[1:]}"
     match after.verdict:
         case "restored":
             return Statement("good", "Restored", sentence, _trust(facts))
@@ -111,6 +113,17 @@ def _mended(facts: Facts, after: Verification) -> Statement:
                 sentence,
                 ("Do not rely on the mended model. The original is untouched.", *_again(facts)),
             )
+
+
+def _alone(found: Verification) -> str:
+    """What is to be said where mixtures of features are as at home and single ones are not; else nothing."""
+    if not found.strayed:
+        return ""
+    assert found.marginals is not None
+    return (
+        "mixtures of features, which this distance compares, are as at home, but features and logits one by one are "
+        f"not ({number(found.marginals)})."
+    )
 
 
 def _more(facts: Facts) -> str:
