@@ -71,7 +71,8 @@ def pooled(worlds: Sequence[Judged]) -> Judged:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, default=[Path("results") / f"{name}.json" for name in DEFAULT])
+    home = Path(__file__).parent.parent / "results"
+    parser.add_argument("files", nargs="*", type=Path, default=[home / f"{name}.json" for name in DEFAULT])
     worlds = [judged(path) for path in parser.parse_args().files]
     if len(worlds) < 2:
         parser.error("expected the exports of at least two benchmarks")

@@ -170,6 +170,7 @@ def test_every_question_is_answered(emnist: str) -> None:
     assert "on 12 of 13 shifts" in sanity
     assert re.findall(r"^\| (\w+)‡", sanity, re.MULTILINE) == ["fog"]
     assert section(emnist, "Notes").strip() == "Fog is *thicker* here."
+    assert emnist.index("## Notes") < emnist.index("## Accuracy"), "what to make of the tables comes before them"
 
 
 def test_a_page_of_some_shifts_takes_no_mean(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def page(
     main = run.get("offline") or next(iter(run.values()))
     stories: list[tuple[str, list[Block]]] = [
         ("", [_headline(parts), *_missing(parts), *_made_by(parts)]),
+        ("Notes", [notes.strip()] if notes.strip() else []),  # first, since tables are long: what to make of them
         ("Accuracy and calibration", [ONCE, *_clean(main), *sections.averages(main)]),
         ("Each shift", sections.by_shift(main)),
         ("Which epoch: last, selected, best", _with(EPOCHS, sections.choice_of_epoch(main))),
@@ -76,7 +77,6 @@ def page(
         ("Restoration and calibration", _with(RESTORATION, questions.restoration(main))),
         ("Signals that need no labels", _with(SIGNALS, label_free.signals(main))),
         ("Does the model without adaptation do as published?", questions.sanity(main)),
-        ("Notes", [notes.strip()] if notes.strip() else []),
         ("About the published figures", _published_notes(chosen.name)),
         ("Data", _digests(main)),
     ]
