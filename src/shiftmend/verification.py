@@ -90,6 +90,8 @@ class Verification:
         return "partly restored" if low >= RESTORED or (low > 0 and high < FAILED) else "undecided"
 
     def __str__(self) -> str:
+        if not math.isfinite(self.divergence):
+            return f"{self.verdict} (the features are NaN or infinite)"
         few = f", too few samples {self._scarce} to tell" if self.verdict == "undecided" else ""
         return f"{self.verdict} (slices {self.divergence:.4f}, of which {self.floor:.4f} by chance{few})"
 
