@@ -306,7 +306,7 @@ def test_labels_out_of_range_are_raised_by_compute(bad: int) -> None:
     metrics = ClassificationMetrics()
     metrics.update(torch.randn(4, 3), torch.tensor([0, bad, 2, bad]))
     metrics.update(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
-    with pytest.raises(DataError, match=r"^2 of 8 samples have a label that is no class number"):
+    with pytest.raises(DataError, match=r"^2 of 8 samples have a label that is no class number .*floating-point"):
         metrics.compute()
 
 

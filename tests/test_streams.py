@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -243,3 +244,35 @@ def test_a_model_that_cuts_the_gradient_off_is_named() -> None:
     online = shiftmend.stream(model, profile, "fr", align=("logits",))
     with pytest.raises(AdaptationError, match="the parameters of 'all blocks': the model cuts the gradient off"):
         online.step(world.target[:50])
+
+
+def test_a_server_may_stream_in_inference_mode() -> None:
+    world = sensors()
+    profile = world.profile()
+    plain = shiftmend.stream(world.model, profile, learning_rate=0.02)
+    with torch.inference_mode():
+        online = shiftmend.stream(world.model, profile, learning_rate=0.02)
+        for batch in world.target.split(100):
+            served = online.step(batch.clone())  # an inference tensor, as a server's own preprocessing makes them
+        mended = online.snapshot()
+    for batch in world.target.split(100):
+        expected = plain.step(batch)
+    assert torch.equal(served, expected)
+    assert online.steps == 6
+    mended(world.target[:10]).sum().backward()  # weights are ordinary ones, which may be trained further
+
+
+def test_threads_that_share_a_stream_wait_for_one_another() -> None:
+    world = sensors()
+    online = shiftmend.stream(world.model, world.profile(), learning_rate=0.001)
+
+    def serve(size: int) -> int:
+        answers = online.step(world.target[:size])
+        assert online.verification is not None
+        online.snapshot()
+        return len(answers)
+
+    sizes = list(range(2, 82))
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(serve, sizes)) == sizes
+    assert online.steps == 80

@@ -12,6 +12,7 @@ import shiftmend
 from shiftmend.errors import ProfileError
 from shiftmend.histograms import Bins, sampling_floor
 from shiftmend.verification import FAILED, RESTORED, Verification, measure
+from worlds import sensors
 from zoo import ZOO
 
 
@@ -199,6 +200,15 @@ def test_features_that_are_not_finite_are_never_called_restored() -> None:
     model = Logs()
     made = shiftmend.profile(model, torch.rand(200, 3))
     assert shiftmend.verify(model, torch.full((50, 3), -100.0), made).verdict == "not restored"
+
+
+def test_features_that_are_no_numbers_are_said_to_be_so_and_no_learning_rate_is_blamed() -> None:
+    world = sensors()
+    profile, inputs = world.profile(), -world.target.abs()
+    found = shiftmend.verify(world.model, inputs, profile, preprocess=torch.log)
+    assert str(found) == "not restored (the features are NaN or infinite)"
+    with pytest.raises(shiftmend.DivergedError, match="so before anything was adapted: look at the inputs"):
+        shiftmend.adapt(world.model, inputs, profile, "fr", epochs=1, preprocess=torch.log, progress=False)
 
 
 def test_positions_of_a_feature_map_do_not_count_as_so_many_samples() -> None:

@@ -240,9 +240,12 @@ class Run:
         finite_losses = all(map(math.isfinite, losses.values()))
         if not finite_losses or not still_finite(self.model, self.good):
             self.model.load_state_dict(self.good, strict=False)
+            advice = "lower the learning rate"
+            if self.before is not None and not math.isfinite(self.before.divergence):
+                advice = "the features were so before anything was adapted: look at the inputs and at preprocess"
             raise DivergedError(
                 f"{'weights' if finite_losses else 'the loss'} of {self.method.name} became NaN or infinite in epoch "
-                f"{number} ({stage.name}, learning rate {stage.learning_rate:g}); lower the learning rate. The error's "
+                f"{number} ({stage.name}, learning rate {stage.learning_rate:g}); {advice}. The error's "
                 "`adaptation` is what had been reached"
             )
         self._row(number, stage.name, stage.learning_rate, losses, started)

@@ -201,7 +201,11 @@ def _classification_sums(logits: Tensor, labels: Tensor, bins: int) -> Tensor:
 def _scores(sums: list[float], samples: int, bins: int) -> Scores:
     nll, brier, out_of_range, no_number = sums[3 * bins :]
     _refuse(no_number, samples, "logits that are NaN or infinite")
-    _refuse(out_of_range, samples, "a label that is no class number (0 to classes - 1)")
+    _refuse(
+        out_of_range,
+        samples,
+        "a label that is no class number (0 to classes - 1; a quantity is given as floating-point numbers)",
+    )
     counts, confidences, hits = sums[0 : 3 * bins : 3], sums[1 : 3 * bins : 3], sums[2 : 3 * bins : 3]
     gaps = [abs(hit - confidence) for hit, confidence in zip(hits, confidences, strict=True)]
     reliability = tuple(

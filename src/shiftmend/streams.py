@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections import deque
 from typing import Any
 
@@ -42,7 +43,8 @@ class Stream:
 
     `step(batch)` returns the model's output for the batch and then updates the model with it, once. The output is
     that of before the update, with BatchNorm on the statistics of the batch, as in the paper's online experiments. The
-    caller's model is not touched; `snapshot()` gives a plain copy of the adapted one at any time.
+    caller's model is not touched; `snapshot()` gives a plain copy of the adapted one at any time. Threads may share a
+    stream: they wait for one another.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Stream:
     ) -> None:
         self.method, self.profile, self.preprocess, self.output = method, profile, preprocess, output
         self.device = device
+        self._lock = threading.RLock()
         self.steps = 0
         self.losses: dict[str, float] = {}
         """The terms of the last update."""
@@ -70,8 +73,13 @@ class Stream:
         self._judge: Slices | None = profile.slices["verification"].to(device) if profile is not None else None
         self._seen: deque[CountTracker] = deque(maxlen=window)
 
+    @torch.inference_mode(False)
     def step(self, batch: Any) -> Tensor:
         """Predict a batch, then learn from it; a bad one is refused, or skipped with a warning, and changes nothing."""
+        with self._lock:
+            return self._step(batch)
+
+    def _step(self, batch: Any) -> Tensor:
         inputs = self._inputs(batch)
         if self._taps is None:
             self._prepare(inputs)
@@ -159,19 +167,24 @@ class Stream:
 
         It rests on the slices alone: to count every feature of every batch as well would slow a stream down.
         """
-        if self._judge is None or self.profile is None or not self._seen:
+        with self._lock:
+            seen = list(self._seen)
+        if self._judge is None or self.profile is None or not seen:
             return None
         home = self._judge.histogram
         every = CountTracker(home.low, home.high, home.bins, home.scale)
-        every.counts = torch.stack([counter.counts for counter in self._seen]).sum(0)
-        every.samples = sum(counter.samples for counter in self._seen)
+        every.counts = torch.stack([counter.counts for counter in seen]).sum(0)
+        every.samples = sum(counter.samples for counter in seen)
         return judged(float(every.divergence(home)), None, every.samples, self.profile)
 
+    @torch.inference_mode(False)
     def snapshot(self) -> nn.Module:
         """A plain copy of the model as it is now: eval mode, where the caller's model lies."""
-        return settle(plain_copy(self._model), self._source)
+        with self._lock:
+            return settle(plain_copy(self._model), self._source)
 
 
+@torch.inference_mode(False)
 def stream(
     model: nn.Module,
     profile: Profile | str | os.PathLike[str] | None = None,

@@ -100,6 +100,8 @@ class Verification:
         return away and self.divergence < self.limits[0]
 
     def __str__(self) -> str:
+        if not math.isfinite(self.divergence):
+            return f"{self.verdict} (the features are NaN or infinite)"
         few = f", too few samples {self._scarce} to tell" if self.verdict == "undecided" else ""
         but = f", but marginals {self.marginals:.4f}" if self.strayed else ""
         return f"{self.verdict} (slices {self.divergence:.4f}, of which {self.floor:.4f} by chance{few}{but})"

@@ -124,6 +124,16 @@ def test_profiles_of_classes_are_mixed(site: Path, tmp_path: Path, capsys: pytes
     assert not (tmp_path / "x").exists()
 
 
+def test_adapting_never_replaces_the_weights_it_started_from(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes((site / "w.safetensors").read_bytes())
+    arguments = (f"{site}/factory.py:make", "-w", weights, "-d", site / "target.npz", "-p", site / "p.safetensors")
+    assert "would replace the file of the weights" in refused(capsys, "adapt", *arguments, "-o", tmp_path)
+    assert weights.read_bytes() == (site / "w.safetensors").read_bytes()
+
+
 def test_blocks(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(ok(capsys, "blocks", *common(site), "--shape", "1,16,16", "--json"))
     assert [row["block"] for row in rows] == ["conv1 + bn1", "conv2 + bn2", "conv3 + bn3", "linear"]

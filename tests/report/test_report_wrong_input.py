@@ -153,6 +153,8 @@ def test_the_command_refuses_in_one_sentence(site: Path, capsys: pytest.CaptureF
         ([*away, "-p", f"{site}/w.safetensors", *out], "profile"),
         (["-d", f"{site}/nothing", *profile, *out], "there is no"),
         ([*away, *profile, "-o", f"{site}/away"], "is a folder"),
+        ([*away, *profile, "-o", f"{site}/factory.py"], "is there already and is no HTML page"),
+        ([*away, *profile, "-o", f"{site}/p/no.html"], "is a file"),
     ):
         code, _, err = call(capsys, site, *words)
         assert code == 2
@@ -160,6 +162,7 @@ def test_the_command_refuses_in_one_sentence(site: Path, capsys: pytest.CaptureF
         assert line.startswith("error: ")
         assert expected in line
     assert not (site / "no.html").exists()
+    assert "DigitCNN" in (site / "factory.py").read_text()
 
 
 def test_labels_and_classes_of_the_wrong_kind() -> None:
@@ -177,3 +180,12 @@ def test_a_page_is_written_of_facts_into_a_file(path: object, tmp_path: Path) ->
     with pytest.raises(shiftmend.ShiftmendError, match=r"written of a Profile; expected what report\.facts gives"):
         report.write(profile, tmp_path / "report.html")  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_place_where_no_page_can_be_written_is_named(tmp_path: Path) -> None:
+    world, profile, _ = mended()
+    found = report.facts(world.model, world.target, profile)
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "file" / "report.html"):
+        with pytest.raises(shiftmend.DataError, match=f"^{place} cannot be written"):
+            report.write(found, place)

@@ -141,6 +141,9 @@ def adapt(
     from shiftmend.methods import TargetSupervised
 
     check_folder(out)
+    result_file = out / "model.safetensors"
+    if weights is not None and result_file.exists() and weights.exists() and result_file.samefile(weights):
+        raise DataError(f"--out {out} would replace the file of the weights, {weights}; name another folder")
     net, inputs, labels, preprocess = gather(
         model, weights, model_option, allow_pickle, data, size, channels, mean, std
     )

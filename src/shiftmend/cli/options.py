@@ -18,7 +18,10 @@ Model = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A built-in network, package.module:factory, or file.py:factory."),
 ]
-Data = Annotated[Path, typer.Option("--data", "-d", help="A folder of images (flat, or one per class), or an .npz.")]
+Data = Annotated[
+    Path,
+    typer.Option("--data", "-d", help="A folder of images (flat, or one per class), or an .npz with images or inputs."),
+]
 Weights = Annotated[Path | None, typer.Option("--weights", "-w", help="A safetensors file with the model's weights.")]
 Options = Annotated[list[str] | None, typer.Option("--model-option", help="name=value for the factory; repeatable.")]
 Pickle = Annotated[

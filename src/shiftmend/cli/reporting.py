@@ -28,6 +28,8 @@ from shiftmend.cli.options import (
     entry,
     gather,
 )
+from shiftmend.errors import DataError
+from shiftmend.files import check_folder
 
 
 def register(app: typer.Typer) -> None:
@@ -63,6 +65,7 @@ def report(
     from shiftmend.report import facts, write
     from shiftmend.report.verdicts import state
 
+    _check_place(out)
     net, inputs, labels, preprocess = gather(
         model, weights, model_option, allow_pickle, data, size, channels, mean, std
     )
@@ -89,6 +92,17 @@ def report(
         print(json.dumps({"report": str(out), "verdict": said.headline.lower(), "cautions": found.cautions, **values}))
     else:
         console.print(f"{said.headline}. {said.sentence}\nwritten to {out}", markup=False)
+
+
+def _check_place(out: Path) -> None:
+    """A page may replace a page, and nothing else."""
+    check_folder(out.parent)
+    if out.is_dir():
+        raise DataError(f"--out {out} is a folder, expected the name of the HTML file to write")
+    if out.is_file():
+        with out.open("rb") as file:
+            if not file.read(64).lstrip().lower().startswith((b"<!doctype html", b"<html")):
+                raise DataError(f"{out} is there already and is no HTML page; remove it, or name another file")
 
 
 def _class_names(data: Path) -> tuple[str, ...] | None:

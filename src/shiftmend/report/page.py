@@ -10,7 +10,7 @@ from importlib import resources
 from shiftmend.__about__ import __version__
 from shiftmend.checks import kind
 from shiftmend.errors import DataError
-from shiftmend.files import as_path, write_atomically
+from shiftmend.files import as_path, said_where, write_atomically
 from shiftmend.report import answers, distances, protocol, sections
 from shiftmend.report.contents import Facts
 from shiftmend.report.markup import Markup, element, join
@@ -22,7 +22,9 @@ def write(facts: Facts, path: str | os.PathLike[str]) -> None:
     target = as_path(path, "the file to write")
     if not isinstance(facts, Facts):
         raise DataError(f"a report is written of {kind(facts)}; expected what report.facts gives")
-    write_atomically(target, render(facts).encode())
+    page = render(facts).encode()
+    with said_where(target):
+        write_atomically(target, page)
 
 
 def render(facts: Facts) -> str:
