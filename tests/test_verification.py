@@ -130,6 +130,14 @@ def test_slices_see_what_marginals_cannot() -> None:
     assert measure(features.split(1000), made).divergence < 1e-6
 
 
+def test_what_chance_does_not_explain() -> None:
+    assert Verification(0.01, 0.004, 500).excess == pytest.approx(0.006)
+    assert Verification(0.003, 0.004, 500).excess == 0
+    for worst in (float("nan"), float("inf")):
+        assert Verification(worst, 0.004, 500).excess == float("inf")
+        assert Verification(worst, 0.004, 500).bounds == (float("inf"), float("inf"))
+
+
 def test_features_that_are_not_finite_are_never_called_restored() -> None:
     assert Verification(float("nan"), 0.001, 10_000).verdict == "not restored"
     assert Verification(float("inf"), 0.02, 100).verdict == "not restored"
