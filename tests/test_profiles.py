@@ -243,10 +243,11 @@ def test_a_share_of_nothing_leaves_a_part_out(tmp_path: Path) -> None:
     for number, part in enumerate(parts):
         part.save(tmp_path / f"{number}.profile")
     files = [tmp_path / "0.profile", str(tmp_path / "1.profile")]
-    mixed = Profile.mixture(files, [0, 5])
-    assert same(mixed, parts[1])
-    assert mixed.inputs == parts[1].inputs
-    assert mixed.shares == (0, 1)
+    for shares, part in (((1, 0), parts[0]), ((0, 1), parts[1])):
+        mixed = Profile.mixture(files, [5 * share for share in shares])
+        assert same(mixed, part)
+        assert mixed.inputs == part.inputs
+        assert mixed.shares == shares
 
 
 def test_units_that_are_silent_for_a_class_are_no_fault_of_its_profile(tmp_path: Path) -> None:
