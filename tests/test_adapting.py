@@ -1,4 +1,4 @@
-"""Copies of a model's state."""
+"""The modes of a model while it is adapted, what is trained, and copies of its state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from shiftmend.adapting import tensors_of
+from shiftmend.adapting import enter_adapting_modes, fresh_optimiser, settle, steady, tensors_of
+from shiftmend.methods import Stage
 from shiftmend.models import build
 
 DEVICES = [
@@ -16,6 +17,62 @@ DEVICES = [
         marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
     ),
 ]
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.LSTM(4, 4))
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_while_adapting_batch_norm_and_recurrent_layers_train_and_dropout_only_if_wanted(dropout: bool) -> None:
+    for model in (small().train(), small().eval()):
+        enter_adapting_modes(model, dropout)
+        assert [module.training for module in model] == [dropout, True, dropout, True]
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_what_holds_for_the_length_of_a_run_is_undone(dropout: bool) -> None:
+    model = nn.Sequential(
+        nn.BatchNorm1d(4, momentum=None), nn.BatchNorm1d(4, momentum=0.3), nn.GRU(4, 4, 2, dropout=0.4)
+    )
+
+    def facts() -> list[float | None]:
+        return [model[0].momentum, model[1].momentum, model[2].dropout]
+
+    def interrupted_run() -> None:
+        with steady(model, dropout):
+            assert facts() == [0.1, 0.3, 0.4 if dropout else 0.0]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_run()
+    assert facts() == [None, 0.3, 0.4]
+
+
+def test_only_what_a_stage_trains_has_a_gradient_and_no_gradient_is_left_over() -> None:
+    model = small()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    stage = Stage("some", 1, 0.5, ("0.weight", "1.bias"), 0.25)
+    optimiser = fresh_optimiser(model, stage, 0.75)
+    assert optimiser is not None
+    (group,) = optimiser.param_groups
+    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.5, 0.75, 0.25)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["0.weight", "1.bias"]
+    assert [id(p) for p in group["params"]] == [id(model[0].weight), id(model[1].bias)]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert fresh_optimiser(model, Stage("nothing", 1), 0.75) is None
+
+
+def test_a_settled_model_is_in_eval_mode_with_the_gradient_flags_of_another() -> None:
+    like, model = small(), small().train()
+    like[0].weight.requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    settled = settle(model, like)
+    assert not any(module.training for module in settled.modules())
+    assert [p.requires_grad for p in settled.parameters()] == [p.requires_grad for p in like.parameters()]
+    assert all(parameter.grad is None for parameter in settled.parameters())
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -84,6 +84,13 @@ def test_a_backbone_in_a_wrapper_and_a_plain_chain() -> None:
     ]
 
 
+def test_normalisation_over_whole_maps_is_no_layer_of_its_own() -> None:
+    """Its scale has as many axes as a kernel."""
+    layers = [nn.Conv2d(1, 4, 3), nn.LayerNorm([4, 6, 6]), nn.Conv2d(4, 4, 3), nn.LayerNorm([4, 4, 4]), nn.Flatten()]
+    blocks = blocks_of(nn.Sequential(*layers, nn.Linear(64, 2)).eval(), torch.randn(2, 1, 8, 8))
+    assert [(block.modules, block.layers) for block in blocks] == [(("0", "1"), 1), (("2", "3"), 1)]
+
+
 def test_blocks_that_are_parts_of_a_container_have_names_of_their_own() -> None:
     layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())]
     model = nn.Sequential(nn.Sequential(*layers), nn.Linear(6, 2)).eval()

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shiftmend import histograms
 from shiftmend.errors import ShiftmendError
 from shiftmend.histograms import (
     EPSILON,
@@ -137,6 +138,24 @@ def test_gradients_of_both_forms_agree_through_a_divergence() -> None:
     assert float((gradients[0] - gradients[1]).abs().max() / scale) < 1e-3
 
 
+@pytest.mark.parametrize("form", ["exact", "logistic"])
+def test_work_in_several_goes_is_the_same(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    values, low, high = case(samples=50)
+    weights = torch.rand(5, 10, dtype=torch.float64)
+
+    def both() -> list[torch.Tensor]:
+        leaf = values.clone().requires_grad_()
+        counts = soft_histogram(leaf, low, high, Bins(), form=form)
+        (counts * weights).sum().backward()
+        assert leaf.grad is not None
+        return [counts.detach(), leaf.grad]
+
+    at_once = both()
+    for elements in (1, 60):
+        monkeypatch.setitem(histograms._CHUNK, "cpu", elements)
+        torch.testing.assert_close(both(), at_once, rtol=0, atol=1e-13)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_values_are_binned_in_float32(dtype: torch.dtype) -> None:
     values, low, high = case()
@@ -191,6 +210,21 @@ def test_constant_units_are_unusable_and_stay_finite() -> None:
     assert bool(torch.isfinite(counts).all())
     assert bool(torch.isfinite(values.grad).all())
     assert values.grad[:, :2].abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "usable"),
+    [
+        (1e4, 1e4 + 2.0, True),
+        (1e4, 1e4 + 0.5, False),  # rounding would shape its bins
+        (-1e4 - 0.5, -1e4, False),
+        (1e-7, 2e-7, True),  # small, but not beside its own magnitude
+        (0.0, 1e-25, True),
+        (0.0, 1e-31, False),  # one over such a range, times a gradient, would be infinite
+    ],
+)
+def test_a_range_is_judged_by_the_magnitude_of_its_unit(low: float, high: float, usable: bool) -> None:
+    assert usable_units(torch.tensor([low]), torch.tensor([high])).tolist() == [usable]
 
 
 def test_nan_values_show_in_the_counts_instead_of_crashing() -> None:
@@ -287,6 +321,7 @@ def test_the_sampling_floor_is_what_chance_gives() -> None:
     )
     floor = sampling_floor(Bins(), 400, 400)
     assert 0.5 * floor < measured < 1.1 * floor
+    assert sampling_floor(Bins(6, "paper"), 400, 1000) == pytest.approx(5 * (1 / 400 + 1 / 1000) / math.log(6))
 
 
 @pytest.mark.gpu
@@ -303,17 +338,24 @@ def test_the_same_on_a_gpu() -> None:
     ("wrong", "sentence"),
     [
         ({"count": "8"}, "the number of bins in the reference layout must be a whole number from 1 to 1024, got '8'"),
-        ({"count": 2000}, "from 1 to 1024, got 2000"),
+        ({"count": 1025}, "from 1 to 1024, got 1025"),
         ({"count": 2, "layout": "paper"}, "in the paper layout must be a whole number from 3 to 1026, got 2"),
         ({"layout": ["paper"]}, r"unknown bin layout \['paper'\], expected one of reference, paper"),
         ({"temperature": "0.1"}, "the temperature must be a positive number, got '0.1'"),
         ({"temperature": None}, "the temperature must be a positive number, got None"),
+        ({"temperature": True}, "the temperature must be a positive number, got True"),
+        ({"temperature": math.inf}, "the temperature must be a positive number, got inf"),
         ({"temperature": np.zeros(3)}, "the temperature must be a positive number, got a ndarray"),
     ],
 )
 def test_bins_say_what_they_expect(wrong: dict[str, object], sentence: str) -> None:
     with pytest.raises(ShiftmendError, match=sentence):
         Bins(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", ["reference", "paper"])
+def test_the_most_bins_that_are_named_are_taken(layout: str) -> None:
+    assert Bins(1024 if layout == "reference" else 1026, layout).inner == 1024  # type: ignore[arg-type]
 
 
 def test_bins_take_numbers_of_numpy() -> None:

@@ -357,7 +357,9 @@ def test_regression_equals_sklearn(samples: int, offset: float, seed: int, data:
     predictions = targets + random.normal(0, 0.5, samples)
     cut = data.draw(st.integers(0, samples))
     left, right = RegressionMetrics(), RegressionMetrics()
-    left.update(torch.from_numpy(predictions[:cut]), torch.from_numpy(targets[:cut]))
+    for start in range(0, cut, 17):  # the mean of the first two batches counts from the third on
+        part = slice(start, min(cut, start + 17))
+        left.update(torch.from_numpy(predictions[part]), torch.from_numpy(targets[part]))
     right.update(torch.from_numpy(predictions[cut:, None]), torch.from_numpy(targets[cut:, None]))
     left.merge(right)
     scores = left.compute()
@@ -369,10 +371,15 @@ def test_regression_equals_sklearn(samples: int, offset: float, seed: int, data:
 
 
 def test_regression_edges() -> None:
-    constant = RegressionMetrics()
-    for _ in range(3):
-        constant.update(torch.arange(7.0), torch.full((7,), 0.1, dtype=torch.float64))
-    assert constant.compute().r2 is None
+    for value in (0.1, 1e9 / 7):
+        constant = RegressionMetrics()
+        for _ in range(3):
+            constant.update(torch.arange(7.0), torch.full((7,), value, dtype=torch.float64))
+        assert constant.compute().r2 is None
+    close = RegressionMetrics()  # targets that differ little beside their mean, but do
+    targets = 1e3 + 1e-7 * torch.arange(7.0, dtype=torch.float64)
+    close.update(targets.flip(0), targets)
+    assert close.compute().r2 == pytest.approx(-3, abs=0.01)
     with pytest.raises(DataError, match=r"both of shape \[N, 1\], got float32 \[4, 1\] and float32 \[4\]"):
         RegressionMetrics().update(torch.zeros(4, 1), torch.zeros(4))
     with pytest.raises(DataError, match=r"float32 \[4, 2\]"):

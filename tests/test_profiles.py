@@ -65,6 +65,25 @@ def test_save_load_round_trip_and_summary(tmp_path) -> None:  # type: ignore[no-
     assert "64 source samples" in repr(back)
 
 
+def test_a_profile_says_what_it_holds() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    with torch.no_grad():
+        model[0].bias.copy_(torch.tensor([9.0, -9.0, 9.0, -9.0]))  # two units that are silent on all of the source
+    inputs = torch.linspace(-1, 1, 3000).reshape(1000, 3)
+    made = shiftmend.profile(model, inputs, progress=False)
+    assert made.unusable == {"features": 2, "logits": 0}
+    assert repr(made).splitlines() == [
+        f"Profile of 1,000 source samples, preset 'reference', shiftmend {shiftmend.__version__}",
+        "  bins        8 inner + 2 outer, temperature 0.01",
+        "  inputs      [3] float32 in [-1, 1]",
+        "  features    4 units at '2:input', 2 constant and left out",
+        "  logits      2 units at '2'",
+        "  moments     marginal-gaussian of the features",
+        "  slices      128 for verification",
+        f"  model       architecture {made.architecture[:12]}, weights {made.weights[:12]}",
+    ]
+
+
 def test_the_profile_notices_another_model(caplog: pytest.LogCaptureFixture) -> None:
     case = ZOO["tabular"]
     made = shiftmend.profile(case.model(), case.inputs())
@@ -189,6 +208,8 @@ def test_a_mixture_has_the_distributions_of_its_parts_in_the_given_shares(gaussi
     mixed = Profile.mixture(parts, [9, 1])
     size = round(1 / (0.9**2 / 80 + 0.1**2 / 160))
     assert mixed.samples == size
+    assert "\n  mixture     90 %, 10 %\n" in repr(mixed)
+    assert "mixture" not in repr(whole)
     assert problems(mixed) == []
     for histograms in ([one.taps[name] for one in (mixed, *parts)] for name in ("features", "logits")):
         rows, *own = ((one.counts / one.samples).double().numpy() for one in histograms)
@@ -209,6 +230,10 @@ def test_parts_in_their_own_shares_are_the_whole() -> None:
         assert mixed.samples == 240
         for name, tap in whole.taps.items():
             torch.testing.assert_close(mixed.taps[name].counts, tap.counts, rtol=1e-4, atol=1e-3)
+        assert (mixed.inputs.low, mixed.inputs.high) == (whole.inputs.low, whole.inputs.high)
+        assert mixed.inputs.mean == pytest.approx(whole.inputs.mean, abs=1e-4)
+        assert mixed.inputs.deviation == pytest.approx(whole.inputs.deviation, abs=1e-4)
+    assert Profile.mixture(parts, [80, 160]).merge(parts[0]).shares == ()  # no longer in the shares that were given
 
 
 def test_a_share_of_nothing_leaves_a_part_out(tmp_path: Path) -> None:
@@ -218,7 +243,11 @@ def test_a_share_of_nothing_leaves_a_part_out(tmp_path: Path) -> None:
     for number, part in enumerate(parts):
         part.save(tmp_path / f"{number}.profile")
     files = [tmp_path / "0.profile", str(tmp_path / "1.profile")]
-    assert same(Profile.mixture(files, [0, 5]), parts[1])
+    for shares, part in (((1, 0), parts[0]), ((0, 1), parts[1])):
+        mixed = Profile.mixture(files, [5 * share for share in shares])
+        assert same(mixed, part)
+        assert mixed.inputs == part.inputs
+        assert mixed.shares == shares
 
 
 def test_units_that_are_silent_for_a_class_are_no_fault_of_its_profile(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ def test_the_lowest_divergence_wins() -> None:
     assert chosen(5.0, 3.0, 1.0, 2.0) == 2
     assert chosen(1.0, 3.0, 5.0) == 0  # the model as it was is a candidate
     assert chosen(5.0, 3.0, 1.0) == 2
+    assert chosen(1.0, 1.0) == 0  # nothing to choose: what came first stays
+    assert chosen(1.0, (None, 0.1)) == 0  # what was not judged does not replace what was
 
 
 def test_entropy_decides_between_equally_good_ones() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shiftmend
 from shiftmend.feeds import Feed
-from shiftmend.signals import Watch, observe
+from shiftmend.signals import Watch, class_logits, observe
 from worlds import sensors
 from zoo import ZOO
 
@@ -120,6 +120,8 @@ def test_classes_of_feature_maps_and_of_tokens() -> None:
     with torch.no_grad():
         maps = dense(inputs).permute(0, 2, 3, 1).reshape(-1, 3).numpy()
     assert (seen.entropy, seen.confidence) == pytest.approx(certainty_in_numpy(maps), rel=1e-5)
+    alone = observe(dense, Feed(inputs), None)
+    assert (alone.entropy, alone.confidence) == (seen.entropy, seen.confidence)
 
     tokens = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
     inputs = torch.randn(40, 5, 4)
@@ -127,6 +129,23 @@ def test_classes_of_feature_maps_and_of_tokens() -> None:
     with torch.no_grad():
         each = tokens(inputs).reshape(-1, 3).numpy()
     assert (seen.entropy, seen.confidence) == pytest.approx(certainty_in_numpy(each), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "brought"),
+    [
+        ((5, 2), 1, (5, 2)),  # two classes are classes
+        ((5, 2, 3, 4), -1, (5, 4, 2, 3)),
+        ((5, 3), 2, (5, 3)),  # fewer axes than the tap has
+        ((5, 3), -3, (5, 3)),
+    ],
+)
+def test_classes_are_brought_to_the_first_axis_behind_the_samples(
+    shape: tuple[int, ...], axis: int, brought: tuple[int, ...]
+) -> None:
+    logits = class_logits(torch.randn(shape), None, axis)
+    assert logits is not None
+    assert logits.shape == brought
 
 
 class Fixed(nn.Module):

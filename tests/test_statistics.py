@@ -147,6 +147,13 @@ def test_counts_do_not_depend_on_batches_or_order(sizes: list[int], seed: int) -
     torch.testing.assert_close(tracker.histogram().counts, whole.counts, rtol=1e-5, atol=1e-4)
 
 
+def test_a_single_sample_still_counts_after_very_many() -> None:
+    tracker = CountTracker(torch.zeros(1), torch.ones(1), Bins())
+    tracker.counts += 2**25  # from which on float32 leaves out odd numbers
+    tracker.update(torch.tensor([[0.55]]))
+    assert float((tracker.counts - 2**25).sum()) == pytest.approx(1, abs=1e-3)
+
+
 def test_neither_tracker_holds_on_to_a_graph() -> None:
     values = sample().requires_grad_()
     tracker = RangeTracker()
@@ -205,6 +212,9 @@ def test_mean_divergence_against_numpy() -> None:
     np.testing.assert_allclose(home.per_unit(exact).numpy(), each, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(float(home.mean_divergence(exact)), each.mean(), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(float(home.mean_divergence(home.of(target))), each.mean(), rtol=5e-3, atol=1e-5)
+    for kind, one, other in (("kl-source-target", p, q), ("kl-target-source", q, p)):
+        each = (one * (np.log(one + 1e-8) - np.log(other + 1e-8))).sum(1)
+        np.testing.assert_allclose(home.per_unit(exact, kind).numpy(), each, rtol=1e-4, atol=1e-6)
 
 
 def test_constant_units_take_no_part() -> None:
@@ -236,6 +246,9 @@ def test_moving_a_histogram_keeps_it_whole() -> None:
     moved = home.to(torch.device("cpu"))
     assert moved.usable_count == home.usable_count == UNITS
     assert torch.equal(moved.probabilities, home.probabilities)
+    away = home.to(torch.device("meta"))  # where nothing can be read, so that it must be known already
+    assert {value.device.type for value in (away.counts, away.low, away.high, away.scale)} == {"meta"}
+    assert (away.usable_count, away.samples, away.bins) == (UNITS, home.samples, home.bins)
 
 
 # --- directions and slices -------------------------------------------------------------------------------------------

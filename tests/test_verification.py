@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shiftmend
-from shiftmend.errors import ProfileError
+from shiftmend.errors import DataError, ProfileError
 from shiftmend.histograms import Bins, sampling_floor
 from shiftmend.verification import FAILED, RESTORED, Verification, measure
 from worlds import sensors
@@ -32,6 +32,8 @@ def test_verdicts(excess: float, verdict: str) -> None:
 @pytest.mark.parametrize(
     ("divergence", "floor", "verdict"),
     [
+        (RESTORED, 0.0, "partly restored"),
+        (FAILED, 0.0, "not restored"),
         (0.0080, 0.008, "restored"),  # lies between 0 and 0.0040
         (0.0091, 0.008, "undecided"),  # 0 and 0.0051: nothing, or a little
         (0.0139, 0.008, "partly restored"),  # 0.0019 and 0.0099
@@ -185,6 +187,14 @@ def test_marginals_take_back_what_is_restored_and_nothing_else(
     assert ("but marginals" in str(judged)) == (judged.verdict != without.verdict)
 
 
+def test_what_chance_does_not_explain() -> None:
+    assert Verification(0.01, 0.004, 500).excess == pytest.approx(0.006)
+    assert Verification(0.003, 0.004, 500).excess == 0
+    for worst in (float("nan"), float("inf")):
+        assert Verification(worst, 0.004, 500).excess == float("inf")
+        assert Verification(worst, 0.004, 500).bounds == (float("inf"), float("inf"))
+
+
 def test_features_that_are_not_finite_are_never_called_restored() -> None:
     assert Verification(float("nan"), 0.001, 10_000).verdict == "not restored"
     assert Verification(float("inf"), 0.02, 100).verdict == "not restored"
@@ -231,9 +241,19 @@ def test_verification_leaves_the_model_alone() -> None:
     model = case.model().train()
     made = shiftmend.profile(model, case.inputs())
     state = {k: v.clone() for k, v in model.state_dict().items()}
-    shiftmend.verify(model, case.inputs(), made)
+    judged = shiftmend.verify(model, case.inputs(40, seed=3), made, batch_size=8)
     assert model.training
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert judged.divergence == pytest.approx(shiftmend.verify(model.eval(), case.inputs(40, seed=3), made).divergence)
+
+
+def test_what_cannot_be_verified_is_refused() -> None:
+    case = ZOO["signal"]
+    made = shiftmend.profile(case.model(), case.inputs())
+    with pytest.raises(ProfileError, match="a model with other layers"):
+        shiftmend.verify(ZOO["tabular"].model(), ZOO["tabular"].inputs(), made)
+    with pytest.raises(DataError, match=r"the model does not take inputs of shape \[3, 64\]"):
+        shiftmend.verify(case.model(), torch.randn(20, 3, 64), made)
 
 
 def test_the_profile_may_be_named_by_its_file(tmp_path: Path) -> None:

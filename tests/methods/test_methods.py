@@ -106,6 +106,11 @@ def test_many_blocks_keep_the_published_total_decay() -> None:
     rates = [stage.learning_rate for stage in BUFR().stages(many, profile)]
     assert len(rates) == 12
     assert rates[0] / rates[-1] == pytest.approx(1.5**3)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)) for _ in range(8)), nn.Linear(6, 2))
+    staged = Network(model, split(model, trace(model, torch.randn(2, 6))))
+    rates = [stage.learning_rate for stage in BUFR().stages(staged, profile)]
+    assert len(rates) == 8
+    assert rates[0] / rates[-1] == pytest.approx(5.0**4)
 
 
 def reference_terms(world, profile, kind: str, reduction: str) -> dict[str, float]:  # type: ignore[no-untyped-def]
@@ -173,6 +178,39 @@ def test_the_sliced_preset_aligns_slices_that_do_not_judge() -> None:
     assert set(result.history[1].losses) == {"logits", "slices"}
     assert result.history[-1].losses["slices"] < result.history[1].losses["slices"] / 2
     assert result.after.divergence < result.before.divergence
+
+
+def test_the_weight_of_the_slices_is_a_factor_of_their_term() -> None:
+    world = sensors()
+    profile = world.profile("sliced")
+    with torch.no_grad():
+        features = world.model[:6](world.target)
+        seen = {"features": features, "logits": world.model[6](features)}
+        one, three = (FR(slice_weight=w).objective(profile, torch.device("cpu"))(seen) for w in (1.0, 3.0))
+    expected = float(profile.slices["alignment"].divergence(features))
+    assert float(one["slices"]) == pytest.approx(expected, rel=1e-5)
+    assert float(three["slices"]) == pytest.approx(3 * expected, rel=1e-5)
+    assert (three["features"], three["logits"]) == (one["features"], one["logits"])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("bufr", {"epochs_per_block": 0}, "epochs_per_block must be a whole number of at least 1, got 0"),
+        ("bufr", {"decay": 0.0}, "the decay of the learning rate must be a positive number, got 0.0"),
+        ("fr", {"epochs": 1.5}, "epochs must be a whole number of at least 1, got 1.5"),
+        ("fr", {"learning_rate": math.inf}, "the learning rate must be a positive number, got inf"),
+        ("fr", {"align": ()}, "align names no tap"),
+        ("fr", {"align": 3}, "align names no tap: it is 3"),
+        ("fr", {"align": ("features", 3)}, "align names no tap"),
+        ("tent", {"learning_rate": 0.0}, "the learning rate must be a positive number, got 0.0"),
+        ("bnm-im", {"weight": 0.0}, "the weight of the moments must be a positive number, got 0.0"),
+        ("adabn", {"passes": 0}, "passes must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(name: str, options: dict[str, object], sentence: str) -> None:
+    with pytest.raises(AdaptationError, match=sentence):
+        method(name, **options)
 
 
 def test_the_paper_preset_translates_the_published_rate() -> None:

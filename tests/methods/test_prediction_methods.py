@@ -12,7 +12,7 @@ from torch import nn
 import shiftmend
 from shiftmend.errors import AdaptationError
 from shiftmend.gaussians import MarginalGaussian
-from shiftmend.methods import BNM, BNMIM, PL, SHOTIM, TENT, Network
+from shiftmend.methods import BNM, BNMIM, METHODS, PL, SHOTIM, TENT, Network
 from worlds import sensors
 from zoo import ZOO
 
@@ -69,6 +69,32 @@ def test_the_moments_loss_is_zero_at_home_and_finite_for_dead_units() -> None:
     loss.backward()
     assert bool(torch.isfinite(loss))
     assert bool(torch.isfinite(dead.grad).all())
+
+
+@pytest.mark.parametrize("name", ["bnm", "full-gauss"])
+def test_units_that_hardly_varied_at_home_are_in_no_moment(name: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(3))
+        model[0].bias.copy_(torch.tensor([0.0, 1e4, 0.0]))
+    inputs = torch.randn(200, 3) * torch.tensor([1.0, 0.05, 1.0])
+    profile = shiftmend.profile(model, inputs, gaussian="full", progress=False)
+    assert profile.taps["features"].usable.tolist() == [True, False, True]
+    assert float(profile.gaussian.variance[1]) > 0
+    features = model[0](inputs).detach()
+    losses = METHODS[name]().objective(profile, CPU)
+    assert losses is not None
+    home, constant_moved, other_moved = (
+        float(losses({"features": features + torch.tensor(step)})["features"])
+        for step in ([0.0, 0.0, 0.0], [0.0, 500.0, 0.0], [0.0, 0.0, 1.0])
+    )
+    assert constant_moved == home < other_moved
+
+
+def test_the_moments_need_two_samples_unless_features_are_maps() -> None:
+    assert BNM().smallest_batch(sensors().profile()) == 2
+    maps = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    assert BNM().smallest_batch(shiftmend.profile(maps, torch.randn(8, 1, 6, 6), progress=False)) == 1
 
 
 def test_bnm_im_is_the_sum_of_its_parts() -> None:

@@ -151,6 +151,7 @@ def test_labels_are_copied() -> None:
         (torch.zeros(4, 3, dtype=torch.long), r"one class number a sample, got int64 \[4, 3\]"),
         (torch.tensor(3), r"one class number a sample, got int64 \[\]"),
         ([], r"one class number a sample, got float64 \[0\]"),
+        (torch.zeros(0, dtype=torch.long), r"one class number a sample, got int64 \[0\]"),
         (["cat", "dog"], "one class number a sample, got a list"),
         (np.array(["cat"]), "one class number a sample, got an array of <U3"),
         ([[1, 2], [3]], "one class number a sample, got a list"),
