@@ -339,6 +339,8 @@ def test_what_is_not_known_is_missing():
     results = [result("bufr", "fog", restoration_distance=1.0), result("bufr", "sky")]
     table = summarise(results, methods=("bufr",), shifts=("fog", "sky"), groups=None, metric="restoration_distance")
     assert table.rows[0].entries[0].text == "1/2"
+    unmeasured = summarise(results[1:], methods=("bufr",), shifts=("sky",), groups=None, metric="restoration_distance")
+    assert unmeasured.rows[0].entries[0].text == ""  # nothing failed: there is nothing to count
 
 
 def test_the_ece_of_a_stream_is_compared_batch_by_batch():
@@ -546,6 +548,11 @@ def test_a_part_of_the_columns_keeps_its_own_count():
     assert [row.label for row in without_means(shifts).rows] == [*SHIFTS, "seeds"]
     fewer = only(shifts, lambda column: column.title != "adabn")
     assert [cell.text for cell in fewer.rows[-1].entries] == ["1", "2 to 3"]
+    # what is published has no seeds of ours, and a table without anything of ours none to count
+    published = by_shift(uneven()[1], published=lambda *_, source: Figure(0.5))
+    assert [cell.text for cell in published.rows[-1].entries] == ["1", "", "", "1", "", "", "2 to 3", "", ""]
+    differences = only(published, lambda column: column.kind == "difference")
+    assert [row.label for row in differences.rows] == [*SHIFTS, "all 4 shifts"]
     two = beside_both(
         *(summarise(uneven()[1], published=lambda *_, source: Figure(0.5), beside=side) for side in ("paper", "re-run"))
     )
@@ -564,13 +571,21 @@ def test_long_lists_of_fewer_seeds_are_cut_short():
     assert said.endswith("; bufr has 3 for shift-0, shift-1, shift-2 and 1 more")
 
 
+def test_seeds_that_depend_on_the_shift_alone_are_told_by_shift():
+    results = [r for r in grid()[1] if r.cell.seed != 345 or r.cell.shift == "fog"]
+    assert note(by_shift(results), "deviation") == "mean ± standard deviation over 2 seeds, 3 for fog"
+    # a single one has no deviation, which only the row of seeds tells
+    single = [r for r in results if r.cell.seed != 234 or r.cell.shift == "fog"]
+    assert note(by_shift(single), "deviation").startswith("mean ± standard deviation over 1 to 3 seeds, see the row")
+
+
 def test_other_results_are_passed_over():
     _, results = grid()
     other = [
         replace(results[0], cell=replace(results[0].cell, benchmark="mnist-c")),
         replace(results[0], cell=replace(results[0].cell, protocol="online"), error="failed there"),
-        result("tent", "fog"),
-        result("bufr", "grass", seed=999),
+        result("tent", "fog", error="failed there"),
+        result("bufr", "grass", seed=999, error="failed there"),
     ]
     assert summarise(results + other) == summarise(results)
 
