@@ -339,6 +339,9 @@ def test_what_is_not_known_is_missing():
     results = [result("bufr", "fog", restoration_distance=1.0), result("bufr", "sky")]
     table = summarise(results, methods=("bufr",), shifts=("fog", "sky"), groups=None, metric="restoration_distance")
     assert table.rows[0].entries[0].text == "1/2"
+    chosen = [result("bufr", "fog"), result("bufr", "sky", selected=None)]
+    table = summarise(chosen, methods=("bufr",), shifts=("fog", "sky"), groups=None, which="selected")
+    assert table.rows[0].entries[0].text == "1/2"
     unmeasured = summarise(results[1:], methods=("bufr",), shifts=("sky",), groups=None, metric="restoration_distance")
     assert unmeasured.rows[0].entries[0].text == ""  # nothing failed: there is nothing to count
 
