@@ -75,6 +75,14 @@ def test_every_figure_of_the_signals() -> None:
         "slices and marginals": [None, "slices ≤ 0.00325 and marginals ≤ 0.0325", 100.0, *held_out],
     }
     assert isinstance(near, Table)
+    assert [(column.heading, column.title, column.digits) for column in near.columns] == [
+        ("", "AUC", 2),
+        ("", "accept if", 1),
+        ("", "balanced accuracy", 1),
+        ("held-out shifts", "balanced accuracy", 1),
+        ("held-out shifts", "bad ones accepted", 1),
+        ("held-out shifts", "good ones rejected", 1),
+    ]
     meaning = "accuracy at most 10 points below that of the source model on clean images"
     said = f"good: {meaning} (left out: 1 cells that start from another model)"
     assert near.notes[0] == f"{said}; cells that are: 3, that are not: 3"
@@ -85,6 +93,14 @@ def test_every_figure_of_the_signals() -> None:
     assert shown(verdicts) == {"restored": [3, 1], "not restored": [0, 2]}
     assert isinstance(verdicts, Table)
     assert verdicts.notes == (said,)
+
+
+def test_a_signal_that_was_not_measured_judges_nothing() -> None:
+    made = [result(*cell) for cell in CELLS]
+    near = signals(part([replace(one, signals={"slices": one.signals["slices"]}) for one in made]))[1]
+    assert {name: row for name, row in shown(near).items() if name != "slices"} == dict.fromkeys(
+        ("marginals", "entropy", "confidence", "slices and marginals"), [None] * 6
+    )
 
 
 def test_ten_cells_of_a_kind_need_no_warning() -> None:
@@ -141,4 +157,10 @@ def test_few_images_are_judged_by_the_methods_that_restore_features() -> None:
     (table,) = few_verdicts(parts)
     assert isinstance(table, Table)
     assert [(column.heading, column.title) for column in table.columns] == [("5 a class", "good"), ("5 a class", "bad")]
+    said = "good: accuracy at most 10 points below that of the source model plain (of dim, inverse) on clean images"
+    assert table.notes == (f"{said} (left out: 1 cells that start from another model)",)
     assert shown(table) == {"restored": [2, 1], "partly restored": [1, 0], "not restored": [0, 1]}
+    near = [one for one in few if one.cell.shift != "apart"]
+    (table,) = few_verdicts(parts | {"few-shot-5": part(near, "few-shot-5", clean=(), **changes)})
+    assert isinstance(table, Table)
+    assert table.notes == (said,)
