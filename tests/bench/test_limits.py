@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tiny import TINY
 
+from shiftmend.bench.base import Setting
 from shiftmend.bench.limits import TimeLimit
 from shiftmend.bench.planning import plan
 from shiftmend.bench.runner import preparations
@@ -64,13 +67,16 @@ def test_the_slowest_of_a_kind_counts_not_the_last() -> None:
 
 
 def test_cells_whose_source_model_there_was_no_time_for_are_left() -> None:
+    """Whichever of the model's profiles they start from."""
+    methods = {"adabn": Setting("adabn"), "sliced": Setting("fr", preset="sliced")}
+    two_profiles = replace(TINY, settings={"offline": methods})
     clock = Clock()
-    limit = TimeLimit(TINY, 1.0, clock)
-    cells = plan(TINY, "offline", methods=["adabn"], seeds=[1, 2])
-    needed = preparations(TINY, cells)
-    assert [one.seed for one in needed] == [1, 2]
+    limit = TimeLimit(two_profiles, 1.0, clock)
+    cells = plan(two_profiles, "offline", methods=["adabn", "sliced"], seeds=[1, 2])
+    needed = preparations(two_profiles, cells)
+    assert [(one.seed, len(one.presets)) for one in needed] == [(1, 2), (2, 2)]
     assert work_off(limit, clock, list(needed), {"source": 40.0}) == needed[:1]
-    begun = work_off(limit, clock, list(cells), {"adabn": 1.0})
+    begun = work_off(limit, clock, list(cells), {"adabn": 1.0, "sliced": 1.0})
     assert begun == [cell for cell in cells if cell.seed == 1]
     assert limit.left == [cell for cell in cells if cell.seed == 2]
 

@@ -287,6 +287,7 @@ def test_errors_are_told_without_folders(tmp_path: Path, error: str, said: str) 
     (tmp_path / "one.json").write_text(to_compact(results))
     text = page("digits", tmp_path / "one.json")
     assert f"cells failed: fr on stripe, seed 123: {said}\n" in text
+    assert "same images" not in text  # of those of a failed cell nothing is known
     assert "me/data" not in text
     assert "Users" not in text
     assert str(tmp_path) not in text
@@ -353,6 +354,8 @@ def test_two_tables_become_one() -> None:
     both = tabular.beside_both(paper, again)
     assert [column.title for column in both.columns] == ["ours", "paper", "ours - paper", "re-run", "ours - re-run"]
     assert both.rows[0].entries == (*paper.rows[0].entries, *again.rows[0].entries[1:])
+    assert set(both.notes) == {*paper.notes, *again.notes}
+    assert len(both.notes) == len(set(both.notes)) > len(paper.notes) > 1
     assert [column.title for column in tabular.beside_both(paper, none).columns] == ["ours", "paper", "ours - paper"]
     assert [column.title for column in tabular.beside_both(none, again).columns] == ["ours", "re-run", "ours - re-run"]
     with pytest.raises(DataError, match="at least one"):

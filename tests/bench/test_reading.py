@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from shiftmend.bench import reading
 from shiftmend.bench.base import Benchmark
-from shiftmend.bench.cells import Cell, Outcome, Result
+from shiftmend.bench.cells import Cell, Origin, Outcome, Result
 from shiftmend.bench.compact import to_compact
 from shiftmend.bench.planning import plan
 from shiftmend.bench.reading import read, stored
@@ -29,7 +31,8 @@ def test_cells_of_other_settings_are_counted_but_not_read(tmp_path: Path) -> Non
     digits = find("digits")
     now = plan(digits, methods=["fr", "source-only"])
     before = [replace(cell, recipe="before") for cell in now[:3]]
-    record(tmp_path, digits, [*now, *before, *plan(digits, "online", methods=["adabn"])])
+    elsewhere = [replace(cell, benchmark="usps") for cell in now[:2]]
+    record(tmp_path, digits, [*now, *before, *elsewhere, *plan(digits, "online", methods=["adabn"])])
     found = read("digits", tmp_path, methods=["fr", "source-only"])
     assert {result.cell for result in found.results} == set(now)
     assert found.others == 3
@@ -37,7 +40,8 @@ def test_cells_of_other_settings_are_counted_but_not_read(tmp_path: Path) -> Non
     assert sorted(result.cell.seed for result in found.clean) == [123, 234]
     # each choice narrows what is counted as well
     assert read("digits", tmp_path, methods=["bufr"]).others == 0
-    assert len(read("digits", tmp_path, methods=["fr"], seeds=[234]).results) == 3
+    second = read("digits", tmp_path, methods=["fr"], seeds=[234])
+    assert (len(second.results), second.others, {cell.seed for cell in before}) == (3, 0, {123})
     # with learning rates of one's own, those of the benchmark's are other results
     tried = read("digits", tmp_path, methods=["fr"], rates=[0.1, 1.0])
     assert (tried.results, tried.others) == ([], 6 + sum(cell.method == "fr" for cell in before))
@@ -64,6 +68,31 @@ def test_the_origin_is_that_of_the_store_where_a_run_here_has_another(tmp_path: 
     found = {result.cell.shift: result for result in read("emnist-da", tmp_path, methods=["fr"]).results}
     assert found["sky"].cell == rebuilt[0]
     assert found["fog"].origin == "published"
+
+
+@pytest.mark.parametrize("latest", ["published", "regenerated"])
+def test_of_several_origins_the_one_done_last_counts(tmp_path: Path, latest: Origin) -> None:
+    """A failure, however late, has nothing to show."""
+    here = find("emnist-da")
+    outcome = Outcome(1, 0.5, 0.1, 0.2, 1.0, 0.3)
+    with Store(tmp_path / STORE) as store:
+        for origin in get_args(Origin):
+            if origin == here.origin("sky", None):
+                continue
+            there = replace(here, origin=lambda shift, root, origin=origin: origin)
+            (cell,) = plan(there, methods=["fr"], shifts=["sky"], seeds=[123])
+            done = Result(cell, origin, outcome, finished="2022-02" if origin == latest else "2022-01")
+            store.record(replace(done, last=None, error="full", finished="2022-03") if origin == "own" else done)
+    assert [result.origin for result in read("emnist-da", tmp_path, methods=["fr"]).results] == [latest]
+
+
+def test_the_data_folder_decides_which_cells_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = replace(find("digits"), origin=lambda shift, root: "own" if root is None else "published")
+    monkeypatch.setattr(reading, "find", lambda name: places)
+    record(tmp_path, places, [])
+    for root in (None, tmp_path):
+        assert read("digits", tmp_path, methods=["fr"], root=root).cells == plan(places, methods=["fr"], root=root)
+    assert plan(places, methods=["fr"]) != plan(places, methods=["fr"], root=tmp_path)
 
 
 def test_a_compact_export_is_read_as_the_store_it_was_made_from(tmp_path: Path) -> None:

@@ -285,6 +285,14 @@ def overwritten(path: Path) -> None:
     path.write_bytes(content)
 
 
+def one_row_less(path: Path) -> None:
+    """Each page can be read, but the one with the rows counts one of them less."""
+    content = bytearray(filled(path, *seeds(2)).read_bytes())
+    assert content[4096:4101] == b"\x0d\0\0\0\x02", "expected a leaf of two rows"
+    content[4100] = 1
+    path.write_bytes(content)
+
+
 def truncated(path: Path) -> None:
     filled(path, *(replace(result, manifest={"long": "x" * 3000}) for result in seeds(40)))
     os.truncate(path, path.stat().st_size // 2)
@@ -305,6 +313,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         "has version 2, expected 1; open it with the shiftmend that wrote it",
     ),
     "overwritten pages": (overwritten, "is damaged; go back to a copy"),
+    "a row less": (one_row_less, "is damaged; go back to a copy"),
     "half the file": (truncated, "is damaged; go back to a copy"),
     "a folder": (Path.mkdir, "is a folder, expected the name of a store"),
 }

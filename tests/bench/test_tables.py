@@ -339,6 +339,11 @@ def test_what_is_not_known_is_missing():
     results = [result("bufr", "fog", restoration_distance=1.0), result("bufr", "sky")]
     table = summarise(results, methods=("bufr",), shifts=("fog", "sky"), groups=None, metric="restoration_distance")
     assert table.rows[0].entries[0].text == "1/2"
+    chosen = [result("bufr", "fog"), result("bufr", "sky", selected=None)]
+    table = summarise(chosen, methods=("bufr",), shifts=("fog", "sky"), groups=None, which="selected")
+    assert table.rows[0].entries[0].text == "1/2"
+    unmeasured = summarise(results[1:], methods=("bufr",), shifts=("sky",), groups=None, metric="restoration_distance")
+    assert unmeasured.rows[0].entries[0].text == ""  # nothing failed: there is nothing to count
 
 
 def test_the_ece_of_a_stream_is_compared_batch_by_batch():
@@ -393,6 +398,7 @@ def test_selection_says_what_it_costs_and_gains():
             per_seed = 100 * values[i].mean(axis=0)
             assert cell.value == pytest.approx(per_seed.mean(), abs=1e-9)
             assert cell.deviation == pytest.approx(per_seed.std(ddof=1), abs=1e-9)
+    assert table.title == "emnist-da, offline: accuracy by choice of epoch, all 4 shifts"
     assert note(table, "oracle")
     highest = [METHODS[values.mean(axis=(1, 2)).argmax()] for values in (last, selected)]
     assert best(table) == {(method, index) for index, method in enumerate(highest)}  # and none in the oracle's column
@@ -461,10 +467,15 @@ def test_a_method_that_was_not_run_has_no_row_and_takes_nothing_from_the_others(
         chosen = selection(without, **NAMES, methods=which, shifts=SHIFTS)
         assert [row.label for row in chosen.rows] == ["source-only", "bufr"]
         assert {index for _, index in best(chosen)} == {0, 1}
+        assert ("not run: adabn" in chosen.notes) == (which is METHODS)
     several = across([*without, *online("adabn")], methods=METHODS, **ACROSS)
     assert [row.label for row in several.rows] == list(METHODS)  # run under one of the protocols
     assert not [text for text in several.notes if "not run" in text]
     assert [row.label for row in across(without, methods=METHODS, **ACROSS).rows] == ["source-only", "bufr"]
+    assert note(several, "deviation") == "mean ± standard deviation over 3 seeds"
+    failing = [replace(one, last=None, error="out of memory") for one in online("bufr")[:1]]
+    told = note(across([*without, *failing], methods=METHODS, **ACROSS), "failed")  # of whichever protocol
+    assert told.startswith("1 of 1 cells failed: bufr")
     unseen = summarise(without, methods=(*METHODS, "target-supervised"))
     assert unseen.marked == "highest of its column"
     assert note(unseen, "not run") == "not run: adabn, target-supervised"
@@ -517,6 +528,14 @@ def test_means_of_an_uneven_store_are_over_whole_seeds_only():
     assert note(chosen, "left out").endswith("345 of bufr")
 
 
+def test_seeds_are_counted_where_there_is_a_mean():
+    results = [r for r in grid()[1] if r.cell.method == "bufr" or (r.cell.method, r.cell.shift) == ("adabn", "sky")]
+    table = summarise([*results[:-1], result("source-only", "fog")])
+    assert [entry(table, method, "seeds").text for method in METHODS] == ["", "3", "2 to 3"]
+    means = {method: [cell.text for cell in row.entries[1:]] for method, row in zip(METHODS, table.rows, strict=True)}
+    assert means == {"source-only": ["1/12", "1/9", ""], "adabn": ["3/12", "", ""], "bufr": ["", "", ""]}
+
+
 def test_a_seed_that_was_begun_does_not_keep_the_best_from_being_marked():
     accuracies, results = grid(seeds=(123, 234))
     first = METHODS[accuracies.mean(axis=(1, 2)).argmax()]
@@ -544,8 +563,14 @@ def test_a_part_of_the_columns_keeps_its_own_count():
     assert only(table, lambda column: column.kind == "difference").columns[0].kind == "difference"
     shifts = by_shift(uneven()[1], groups=GROUPS)
     assert [row.label for row in without_means(shifts).rows] == [*SHIFTS, "seeds"]
+    assert shifts.rows[-1].summary  # set apart from the shifts, as the means are
     fewer = only(shifts, lambda column: column.title != "adabn")
     assert [cell.text for cell in fewer.rows[-1].entries] == ["1", "2 to 3"]
+    # what is published has no seeds of ours, and a table without anything of ours none to count
+    published = by_shift(uneven()[1], published=lambda *_, source: Figure(0.5))
+    assert [cell.text for cell in published.rows[-1].entries] == ["1", "", "", "1", "", "", "2 to 3", "", ""]
+    differences = only(published, lambda column: column.kind == "difference")
+    assert [row.label for row in differences.rows] == [*SHIFTS, "all 4 shifts"]
     two = beside_both(
         *(summarise(uneven()[1], published=lambda *_, source: Figure(0.5), beside=side) for side in ("paper", "re-run"))
     )
@@ -564,13 +589,23 @@ def test_long_lists_of_fewer_seeds_are_cut_short():
     assert said.endswith("; bufr has 3 for shift-0, shift-1, shift-2 and 1 more")
 
 
+def test_seeds_that_depend_on_the_shift_alone_are_told_by_shift():
+    results = [r for r in grid()[1] if r.cell.seed != 345 or r.cell.shift == "fog"]
+    assert note(by_shift(results), "deviation") == "mean ± standard deviation over 2 seeds, 3 for fog"
+    fewer = [r for r in grid()[1] if r.cell.seed != 345 or r.cell.shift != "fog"]
+    assert note(by_shift(fewer), "deviation") == "mean ± standard deviation over 3 seeds, 2 for fog, all"
+    # a single one has no deviation, which only the row of seeds tells
+    single = [r for r in results if r.cell.seed != 234 or r.cell.shift == "fog"]
+    assert note(by_shift(single), "deviation").startswith("mean ± standard deviation over 1 to 3 seeds, see the row")
+
+
 def test_other_results_are_passed_over():
     _, results = grid()
     other = [
         replace(results[0], cell=replace(results[0].cell, benchmark="mnist-c")),
         replace(results[0], cell=replace(results[0].cell, protocol="online"), error="failed there"),
-        result("tent", "fog"),
-        result("bufr", "grass", seed=999),
+        result("tent", "fog", error="failed there"),
+        result("bufr", "grass", seed=999, error="failed there"),
     ]
     assert summarise(results + other) == summarise(results)
 

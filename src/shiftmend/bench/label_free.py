@@ -158,9 +158,10 @@ def few_verdicts(parts: Mapping[str, Part]) -> list[Block]:
     """The same for methods that restore features, from few samples: what they were adapted to is what is judged."""
     few = {protocol: part for protocol, part in parts.items() if protocol.startswith("few-shot-") and part.results}
     clean = parts["offline"].reading.clean if "offline" in parts else []  # no other protocol has clean images
-    counts = []
+    counts, left_out = [], 0
     for part in few.values():
-        restoring = [r for r in _with_the_clean_source(part) if _method(r) in RESTORING]
+        restoring = [result for result in _with_the_clean_source(part) if _method(result) in RESTORING]
+        left_out += sum(_method(result) in RESTORING for result in part.unsupervised) - len(restoring)
         counts.append(_counted(restoring, thresholds.near_clean(restoring, clean)))
     if not any(counts):
         return []
@@ -168,7 +169,7 @@ def few_verdicts(parts: Mapping[str, Part]) -> list[Block]:
     columns = tuple(Column(kind, name, digits=0) for name in names for kind in ("good", "bad"))
     first = next(iter(few.values()))
     title = f"{first.benchmark.name}, few-shot: the library's own verdict on {' and '.join(RESTORING)}, in cells"
-    return [Table(title, "verdict", columns, _rows(counts), (f"good: {_near_clean(first, 0)}",))]
+    return [Table(title, "verdict", columns, _rows(counts), (f"good: {_near_clean(first, left_out)}",))]
 
 
 def _counted(results: Sequence[Result], good: Mapping[Cell, bool]) -> dict[str, Counter[bool]]:

@@ -109,7 +109,7 @@ def _with_counts(table: Table) -> Table:
         rows = [
             replace(row, entries=(_count([row.entries[index] for index in ours]), *row.entries)) for row in table.rows
         ]
-        return replace(table, columns=(Column("seeds", kind="seeds", digits=0), *table.columns), rows=tuple(rows))
+        return replace(table, columns=(Column("seeds", kind="seeds"), *table.columns), rows=tuple(rows))
     counts = [
         _count([row.entries[index] for row in table.rows]) if index in ours else Entry()
         for index in range(len(table.columns))
