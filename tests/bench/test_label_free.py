@@ -32,7 +32,7 @@ def result(
     method: str, shift: str, accuracy: float, slices: float, seed: int = 1, protocol: str = "offline", **after: Any
 ) -> Result:
     """Confidence tells the accuracy, entropy tells the opposite of what it should."""
-    told = {"slices": slices, "marginals": 10 * slices, "entropy": accuracy, "confidence": accuracy}
+    told = {"slices": slices, "marginals": 2 * slices, "entropy": accuracy, "confidence": accuracy}
     manifest = {"method": {"name": method.removesuffix("-sliced")}, "verification": {"after": JUDGED | after}}
     cell = Cell("small", protocol, method, shift, seed, method)
     return Result(cell, "own", Outcome(1, accuracy, 0.1, 0.1, 0.1, 0.1), signals=told, manifest=manifest)
@@ -69,10 +69,10 @@ def test_every_figure_of_the_signals() -> None:
     held_out = [83.33, 33.33, 0.0]
     assert shown(near) == {
         "slices": [1.0, "≤ 0.00325", 100.0, *held_out],
-        "marginals": [1.0, "≤ 0.0325", 100.0, *held_out],
+        "marginals": [1.0, "≤ 0.0065", 100.0, *held_out],
         "entropy": [0.0, "never", 50.0, 50.0, 0.0, 100.0],
         "confidence": [1.0, "≥ 0.8", 100.0, *held_out],
-        "slices and marginals": [None, "slices ≤ 0.00325 and marginals ≤ 0.0325", 100.0, *held_out],
+        "slices and marginals": [None, "slices ≤ 0.00325 and marginals ≤ 0.0065", 100.0, *held_out],
     }
     assert isinstance(near, Table)
     assert [(column.heading, column.title, column.digits) for column in near.columns] == [
@@ -130,6 +130,16 @@ def test_a_cell_is_judged_by_whether_its_model_was_adapted(method: str, after: d
     judged = verification(result(method, "dim", 0.5, 0.006, source_samples=70, **after))
     assert judged is not None
     assert (judged.verdict, judged.samples, judged.source_samples) == (expected, 1000, 70)
+
+
+@pytest.mark.parametrize(
+    ("marginals", "expected"),
+    [({}, "restored"), ({"marginals": 0.009}, "restored"), ({"marginals": 0.03}, "partly restored")],
+)
+def test_a_cell_is_judged_by_its_marginals_too(marginals: dict[str, float], expected: str) -> None:
+    judged = verification(replace(result("full-gauss", "dim", 0.5, 0.003), signals={"slices": 0.003} | marginals))
+    assert judged is not None
+    assert (judged.divergence, judged.marginals, judged.verdict) == (0.003, marginals.get("marginals"), expected)
 
 
 def test_a_cell_that_was_not_measured_is_not_judged() -> None:

@@ -105,14 +105,6 @@ def test_commands_machines_and_source_are_said(emnist: str) -> None:
     assert "`ab12ab12ab12ab12`" in section(emnist, "Data")
 
 
-def test_what_the_library_says_of_a_cell_follows_its_marginals_too() -> None:
-    result = made(Cell("emnist-da", "offline", "full-gauss", "fog", 123, "r"), "rebuilt", 0.8)
-    for marginals, verdict in ((0.0021, "restored"), (0.0345, "partly restored")):
-        found = label_free.verification(replace(result, signals={"slices": 0.003, "marginals": marginals}))
-        assert found is not None
-        assert (found.divergence, found.marginals, found.verdict) == (0.003, marginals, verdict)
-
-
 def test_few_images_without_clean_ones_to_compare_with_have_no_verdicts(tmp_path: Path) -> None:
     cells = plan(find("emnist-da"), "few-shot-5", seeds=[123])
     file = write(tmp_path, "emnist-da", cells, rerun)
