@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shiftmend.adapting import enter_adapting_modes, fresh_optimiser, settle, steady, tensors_of
+from shiftmend.adapting import enter_adapting_modes, fresh_optimiser, settle, steady, still_finite, tensors_of
 from shiftmend.methods import Stage
 from shiftmend.models import build
 
@@ -73,6 +73,22 @@ def test_a_settled_model_is_in_eval_mode_with_the_gradient_flags_of_another() ->
     assert not any(module.training for module in settled.modules())
     assert [p.requires_grad for p in settled.parameters()] == [p.requires_grad for p in like.parameters()]
     assert all(parameter.grad is None for parameter in settled.parameters())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_has_gone_bad_is_noticed_and_what_never_was_finite_is_not(bad: float) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    model.register_buffer("waves", torch.ones(2, dtype=torch.complex64))
+    model.register_buffer("nothing", torch.empty(0))
+    before = tensors_of(model)
+    assert still_finite(model, before)
+    for value in (model.weight.data[0], model.mask, model.waves):
+        good = value[0].clone()
+        value[0] = bad
+        assert not still_finite(model, before)
+        value[0] = good
+    assert still_finite(model, before)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 import shiftmend
+from shiftmend import checkpoints
+from shiftmend.adaptations import Epoch
 from shiftmend.errors import AdaptationError
 from worlds import sensors
 from zoo import ZOO
@@ -44,6 +46,24 @@ def command(tmp_path: Path, slow: float) -> list[str]:
         here=str(HERE), slow=slow, checkpoint=str(tmp_path / "run.ckpt"), options=OPTIONS, out=str(tmp_path / "out")
     )
     return [sys.executable, "-c", text]
+
+
+def test_a_checkpoint_holds_weights_momentum_and_what_would_be_kept(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    optimiser = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(5, 2)).sum().backward()
+    optimiser.step()
+    kept = {name: value + 1 for name, value in model.state_dict().items()}
+    history = [Epoch(0, "", 0.0, {}, 0.5, 0.0), Epoch(1, "first", 0.1, {"features": 0.25}, None, 1.5, entropy=0.75)]
+    checkpoints.save(tmp_path / "c", "run", 1, 2, history, model, optimiser, kept)
+    found = checkpoints.load(tmp_path / "c", "run")
+    assert found is not None
+    assert (found.stage, found.epoch, found.history) == (1, 2, history)
+    buffers = {f"0.{name}": optimiser.state[p]["momentum_buffer"] for name, p in model[0].named_parameters()}
+    for ours, theirs in ((found.state, model.state_dict()), (found.momentum, buffers), (found.selected, kept)):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert checkpoints.load(tmp_path / "elsewhere", "run") is None
 
 
 def test_a_run_killed_without_warning_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:

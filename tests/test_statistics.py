@@ -378,6 +378,20 @@ def test_slices_see_what_marginals_cannot() -> None:
     torch.testing.assert_close(moved.divergence(target), slices.divergence(target))
 
 
+def test_slices_in_other_directions_do_not_merge_and_move_whole() -> None:
+    values = sample()
+    projector = projector_of(values)
+    histogram = histogram_of(projector(values))
+    slices = Slices(histogram, 3, projector)
+    assert Slices.mixed([slices, Slices(histogram, 3, projector_of(values))], [1, 1]).samples == 800
+    for other in (Slices(histogram, 4, projector), Slices(histogram, 3, projector_of(2 * values))):
+        with pytest.raises(ProfileError, match="different directions"):
+            Slices.mixed([slices, other], [1, 1])
+    away = slices.to(torch.device("meta"))
+    assert {away.histogram.counts.device.type, away.projector.weight.device.type} == {"meta"}
+    assert (away.projector.weight.shape, away.projector.offset.shape) == (projector.weight.shape, (16,))
+
+
 def test_gradients_pass_through_slices() -> None:
     home = sample(500)
     projector = projector_of(home)
