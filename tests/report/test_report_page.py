@@ -287,6 +287,15 @@ def test_the_documentation_runs_as_written(tmp_path: Path, monkeypatch: pytest.M
     assert list(Page.read(tmp_path / "report.html").sections) == [part for part in ORDER if part != "scores"]
 
 
+def test_the_line_is_not_green_where_the_verdict_is_not() -> None:
+    near = Verification(0.002, 0.001, 600, marginals=0.0345)
+    drawn, green = (str(charts.gauge(Verification(0.8, 0.001, 600), replace(near, marginals=m))) for m in (0.0345, 0.0))
+    assert "zone-good" not in drawn
+    assert ">partly as at home<" in drawn
+    assert "zone-good" in green
+    assert ">as at home<" in green
+
+
 @pytest.mark.parametrize(
     ("divergence", "floor", "words"),
     [

@@ -47,7 +47,7 @@ def verdict(facts: Facts) -> Markup:
                     "p",
                     f"The judge is {facts.slices} random mixtures of the features (the numbers that the model’s "
                     "last layer reads), whose distribution at home was stored and which mending never adjusts. "
-                    + ("What mending did adjust does not vote. " if facts.after is not None else "")
+                    + "Single features have no say but a veto, since mending may adjust them. "
                     + "The line is logarithmic: left is home.",
                     class_="note",
                 ),
