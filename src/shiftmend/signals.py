@@ -16,7 +16,7 @@ from shiftmend.feeds import Feed
 from shiftmend.joined_batch_norm import synchronised
 from shiftmend.profiles import Profile
 from shiftmend.taps import Entry, modes, pick, tapped
-from shiftmend.verification import Tally, Verification, judged
+from shiftmend.verification import VERIFIED, Tally, Verification, judged
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Watch:
     def _pass(self, batches: Iterable[Tensor]) -> _Seen:
         model, profile = self.model, self.profile
         tally = Tally(profile) if profile is not None else None
-        specs = {name: profile.specs[name] for name in ("features", "logits")} if profile is not None else {}
+        specs = {name: profile.specs[name] for name in VERIFIED} if profile is not None else {}
         axis = specs["logits"].channel_axis if specs else 1
         certainty: Tensor | None = None
         predictions = 0

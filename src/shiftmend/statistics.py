@@ -115,6 +115,10 @@ class Histogram:
         """One over the range of each usable unit, 0 for the others."""
         return scales(self.low, self.high)
 
+    def counter(self) -> CountTracker:
+        """Counts other values over the same ranges and bins."""
+        return CountTracker(self.low, self.high, self.bins, self.scale)
+
     @classmethod
     def mixed(cls, parts: Sequence[Histogram], times: Sequence[float]) -> Histogram:
         """See `Statistic`. Ranges and bins must be the same."""

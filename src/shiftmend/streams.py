@@ -157,7 +157,7 @@ class Stream:
     def _count(self, features: Tensor) -> None:
         assert self._judge is not None
         home = self._judge.histogram
-        counter = CountTracker(home.low, home.high, home.bins)
+        counter = home.counter()
         counter.update(self._judge.projector(features))
         self._seen.append(counter)
 
@@ -172,7 +172,7 @@ class Stream:
         if self._judge is None or self.profile is None or not seen:
             return None
         home = self._judge.histogram
-        every = CountTracker(home.low, home.high, home.bins, home.scale)
+        every = home.counter()
         every.counts = torch.stack([counter.counts for counter in seen]).sum(0)
         every.samples = sum(counter.samples for counter in seen)
         return judged(float(every.divergence(home)), None, every.samples, self.profile)

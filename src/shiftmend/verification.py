@@ -24,11 +24,12 @@ from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
 from shiftmend.histograms import sampling_floor
 from shiftmend.profiles import Profile, as_profile
-from shiftmend.statistics import CountTracker, Histogram
 from shiftmend.taps import check_takes, modes, tapped, unwrap
 
 RESTORED = 0.005
 FAILED = 0.01
+VERIFIED = ("features", "logits")
+"""The taps whose marginals count."""
 
 Verdict = Literal["restored", "partly restored", "not restored", "undecided"]
 
@@ -119,27 +120,27 @@ class Verification:
 class Tally:
     """What a verification rests on, gathered over batches: soft counts of features, logits and verification slices."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, taps: Iterable[str] = VERIFIED) -> None:
         self.profile = profile
-        self.projector = profile.slices["verification"].projector
-        self.counters = {
-            name: CountTracker(home.low, home.high, home.bins, home.scale) for name, home in self._homes().items()
-        }
-
-    def _homes(self) -> dict[str, Histogram]:
-        single = {name: self.profile.taps[name] for name in ("features", "logits")}
-        return {"slices": self.profile.slices["verification"].histogram, **single}
+        self.slices = profile.slices["verification"].histogram.counter()
+        self.taps = {name: profile.taps[name].counter() for name in taps}
 
     def update(self, activations: Mapping[str, Tensor]) -> None:
         """Activations `[samples, units]` by tap."""
-        for name, counter in self.counters.items():
-            counter.update(self.projector(activations["features"]) if name == "slices" else activations[name])
+        self.slices.update(self.profile.slices["verification"].projector(activations["features"]))
+        for name, counter in self.taps.items():
+            counter.update(activations[name])
 
     def joined(self) -> tuple[Tensor, Tensor, int]:
         """Over all processes: divergence of the slices, that of the marginals, and samples of the former."""
-        counters = {name: counter.joined() for name, counter in self.counters.items()}
-        away = {name: counters[name].divergence(home) for name, home in self._homes().items()}
-        return away["slices"], away["features"] + away["logits"], counters["slices"].samples
+        slices = self.slices.joined()
+        features, logits = (self.taps[name].joined().divergence(self.profile.taps[name]) for name in VERIFIED)
+        return slices.divergence(self.profile.slices["verification"].histogram), features + logits, slices.samples
+
+    def verification(self) -> Verification:
+        *divergences, samples = self.joined()
+        slices, marginals = torch.stack(divergences).tolist()
+        return judged(slices, marginals, samples, self.profile)
 
 
 def measure(activations: Iterable[Mapping[str, Tensor]], profile: Profile) -> Verification:
@@ -149,9 +150,7 @@ def measure(activations: Iterable[Mapping[str, Tensor]], profile: Profile) -> Ve
         tally = tally or Tally(profile.to(values["features"].device))
         tally.update(values)
     assert tally is not None, "feeds refuse empty data"
-    *divergences, samples = tally.joined()
-    slices, marginals = torch.stack(divergences).tolist()
-    return judged(slices, marginals, samples, profile)
+    return tally.verification()
 
 
 def judged(slices: float, marginals: float | None, samples: int, profile: Profile) -> Verification:
@@ -186,7 +185,7 @@ def verify(
     profile.check_inputs(InputSummary.of(feed.batches()))
     with placed(model, place):
         check_takes(model, feed.first(2))
-        taps = {name: profile.specs[name] for name in ("features", "logits")}
+        taps = {name: profile.specs[name] for name in VERIFIED}
         with modes(model), torch.no_grad(), tapped(model, taps) as recorder:
             model.eval()
 

@@ -140,10 +140,7 @@ def adapt(
     from shiftmend.distributed import rank
     from shiftmend.methods import TargetSupervised
 
-    check_folder(out)
-    result_file = out / "model.safetensors"
-    if weights is not None and result_file.exists() and weights.exists() and result_file.samefile(weights):
-        raise DataError(f"--out {out} would replace the file of the weights, {weights}; name another folder")
+    _check_place(out, weights)
     net, inputs, labels, preprocess = gather(
         model, weights, model_option, allow_pickle, data, size, channels, mean, std
     )
@@ -194,6 +191,14 @@ def adapt(
             console.print(f"{name}: {found}{seen}", markup=False)
     if result.interrupted:  # what was reached is saved, but nobody should go on with it unasked
         raise typer.Exit(130)
+
+
+def _check_place(out: Path, weights: Path | None) -> None:
+    """The result may replace an earlier one, but not what it started from."""
+    check_folder(out)
+    result = out / "model.safetensors"
+    if weights is not None and result.exists() and weights.exists() and result.samefile(weights):
+        raise DataError(f"--out {out} would replace the file of the weights, {weights}; name another folder")
 
 
 def _method_options(texts: list[str] | None) -> dict[str, Any]:

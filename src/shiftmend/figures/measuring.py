@@ -13,7 +13,6 @@ from shiftmend.devices import placed, resolve_device
 from shiftmend.errors import DataError, ProfileError, TapError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.profiles import Profile
-from shiftmend.statistics import CountTracker
 from shiftmend.taps import Recorder, Tap, check_takes, eager, modes, tapped, unwrap
 from shiftmend.tracing import trace
 
@@ -50,7 +49,7 @@ def shares(
     place = resolve_device(device, plain)
     feed = Feed(data, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
     homes = {name: profile.taps[name].to(place) for name in names}
-    counters = {name: CountTracker(home.low, home.high, home.bins, home.scale) for name, home in homes.items()}
+    counters = {name: home.counter() for name, home in homes.items()}
     with placed(plain, place):
         check_takes(plain, feed.first(2))
     with watched(plain, place, {name: profile.specs[name] for name in names}) as (running, recorder):

@@ -106,10 +106,10 @@ def gauge(before: Verification, after: Verification | None) -> Markup:
         (place(restored), place(failed), "zone-unsure", "between"),
         (place(failed), WIDTH - 10, "zone-bad", "not as at home"),
     ]
-    if last.strayed:  # which no slices, however near, would undo
-        zones = [(10, place(failed), "zone-unsure", "partly as at home"), zones[-1]]
-    if last.verdict == "undecided" or restored == 0:  # so few samples would never be called as at home
-        zones = [(10, place(failed), "zone-unsure", "too few samples to tell"), zones[-1]]
+    few = last.verdict == "undecided" or restored == 0  # so few samples would never be called as at home
+    if few or last.strayed:  # which no slices, however near, would undo
+        word = "too few samples to tell" if few else "partly as at home"
+        zones = [(10, place(failed), "zone-unsure", word), zones[-1]]
     parts = [_rectangle(x1, y, x2 - x1, thick, kind) for x1, x2, kind, _ in zones]
     for x1, x2, _, word in zones:
         if x2 - x1 > 6.2 * len(word):

@@ -15,7 +15,7 @@ from shiftmend.scores import RegressionScores, Scores
 from shiftmend.signals import class_logits
 from shiftmend.statistics import CountTracker, Histogram
 from shiftmend.taps import Entry, pick
-from shiftmend.verification import FAILED, Verification, judged
+from shiftmend.verification import FAILED, Tally, Verification
 
 WORST = 30
 """Units of a tap that are listed: so many of the worst before, and as many of the worst after."""
@@ -29,9 +29,7 @@ class Look:
 
     def __init__(self, profile: Profile, output: Entry) -> None:
         self.profile, self.output = profile, output
-        self.slices = profile.slices["verification"]
-        homes = {**profile.taps, "": self.slices.histogram}
-        self.counters = {name: CountTracker(home.low, home.high, home.bins, home.scale) for name, home in homes.items()}
+        self.tally = Tally(profile, profile.taps)
         self.axis = profile.specs["logits"].channel_axis
         self.chosen: Tensor | None = None
         self.counts: Tensor | None = None
@@ -42,8 +40,7 @@ class Look:
         self.metrics: ClassificationMetrics | RegressionMetrics | None = None
 
     def update(self, returned: Any, values: dict[str, Tensor], labels: Tensor | None) -> None:
-        for name, counter in self.counters.items():
-            counter.update(self.slices.projector(values["features"]) if name == "" else values[name])
+        self.tally.update(values)
         logits = class_logits(returned, self.output, self.axis)
         self.chosen = None if logits is None else logits.argmax(1).flatten()
         if logits is not None and self.chosen is not None:
@@ -74,9 +71,7 @@ class Look:
             self.moves = _added(self.moves, pairs)
 
     def verification(self) -> Verification:
-        seen, taps = self.counters[""], self.profile.taps
-        marginals = sum(float(self.counters[name].divergence(taps[name])) for name in ("features", "logits"))
-        return judged(float(seen.divergence(self.slices.histogram)), marginals, seen.samples, self.profile)
+        return self.tally.verification()
 
     def scores(self) -> Scores | RegressionScores | None:
         return None if self.metrics is None else self.metrics.compute()
@@ -132,8 +127,8 @@ def tap_shifts(before: Look, after: Look | None, profile: Profile, samples: int)
             str(profile.specs[name]),
             profile.taps[name],
             floor,
-            _shares(before.counters[name]),
-            None if after is None else _shares(after.counters[name]),
+            _shares(before.tally.taps[name]),
+            None if after is None else _shares(after.tally.taps[name]),
         )
         for name in profile.taps
     )
