@@ -121,7 +121,7 @@ def _alone(found: Verification) -> str:
         return ""
     assert found.marginals is not None
     return (
-        "mixtures of features, which this distance compares, are as at home, but features and logits one by one are "
+        "mixtures of features, which this distance compares, are as at home, but features and outputs one by one are "
         f"not ({number(found.marginals)})."
     )
 
