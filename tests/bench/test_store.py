@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 
 from shiftmend.bench import store as store_module
 from shiftmend.bench.cells import SIGNALS, Cell, Origin, Outcome, Result
+from shiftmend.bench.compact import to_compact
 from shiftmend.bench.exports import COLUMNS
+from shiftmend.bench.reading import stored
 from shiftmend.bench.store import Store
 from shiftmend.errors import DataError
 
@@ -225,8 +227,8 @@ def test_merging_is_idempotent_and_knows_no_order_of_what_is_done(parts: list[li
             with Store(Path(folder, f"from {order[0].name}")) as store:
                 before = 0
                 for path in order:
-                    store.merge(path)
-                    assert store.merge(path) == 0
+                    store.merge(stored(path))
+                    assert store.merge(stored(path)) == 0
                     assert len(store.cells()) >= before
                     before = len(store.cells())
                 merged.append((store.results(status="done"), [result.cell for result in store.results()]))
@@ -251,20 +253,21 @@ def test_who_wins_a_merge(here: Result, there: Result, winner: str, tmp_path: Pa
     other = filled(tmp_path / "other", there, done(cell=replace(CELL, seed=1)))
     untouched = other.read_bytes()
     with Store(filled(tmp_path / "store", here)) as store:
-        assert store.merge(other) == (2 if winner == "there" else 1)
+        assert store.merge(stored(other)) == (2 if winner == "there" else 1)
         assert store.results(seed=123) == [there if winner == "there" else here]
-        assert store.merge(tmp_path / "store") == 0  # with itself
+        assert store.merge(store.results()) == 0  # with itself
     assert other.read_bytes() == untouched
 
 
-def test_merging_what_is_no_store_changes_nothing(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("not a database")
-    with Store(filled(tmp_path / "store", done())) as store:
-        for name, message in (("text", "no SQLite database"), ("missing", "no store of benchmark results at")):
-            with pytest.raises(DataError, match=message):
-                store.merge(tmp_path / name)
-        assert store.results() == [done()]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["store", "text"]
+def test_an_export_is_merged_like_the_store_it_was_made_from(tmp_path: Path) -> None:
+    known = [done(0.25), done(0.5, replace(CELL, seed=1)), failed("it broke", replace(CELL, seed=2))]
+    (tmp_path / "export.json").write_text(to_compact(known))
+    with Store(filled(tmp_path / "store", known[0])) as store:
+        assert store.merge(stored(tmp_path / "export.json")) == 2
+        assert [(found.cell, found.error) for found in store.results()] == [
+            (result.cell, result.error) for result in sorted(known, key=lambda result: result.cell)
+        ]
+        assert store.cells() == {known[0].cell, known[1].cell}
 
 
 # Opening what is not a good store

@@ -320,12 +320,16 @@ def test_a_mean_over_some_shifts_is_not_called_one_over_all(tmp_path: Path, caps
     [
         ({"target": {"sha256": "other"}}, "not every cell was run on the same images of stripe; run"),
         ({"source": {"name": "plain", "file": "other"}}, "source model plain was not trained on the same images for"),
+        (
+            {"source_weights": "other"},
+            "starts from the same training of the source model plain of seed 234; run",
+        ),
     ],
 )
-def test_results_on_other_images_are_not_mixed_in_silently(
+def test_results_on_other_images_or_models_are_not_mixed_in_silently(
     tmp_path: Path, facts: dict[str, object], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    manifest = {"target": {"sha256": "one"}, "source": {"name": "plain", "file": "one"}}
+    manifest = {"target": {"sha256": "one"}, "source": {"name": "plain", "file": "one"}, "source_weights": "one"}
     fill(tmp_path, find("digits"), known, methods=["bufr", "fr"])
     commands = (["table", "digits"], ["compare", "digits", "bufr", "fr"], ["correlate", "digits"])
     for changed in ({}, facts):
@@ -372,6 +376,11 @@ def test_merge(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert json.loads(ok(capsys, "merge", digits, "-f", here, "--json")) == {str(digits / STORE): 0}
     twice = json.loads(ok(capsys, "merge", digits, digits / STORE, "-f", tmp_path / "twice", "--json"))
     assert twice == {str(digits / STORE): 32}
+    ok(capsys, "export", "-f", here, "--format", "compact", "-o", tmp_path / "all.json")
+    again = json.loads(ok(capsys, "merge", tmp_path / "all.json", "-f", tmp_path / "again", "--json"))
+    assert again == {str(tmp_path / "all.json"): 35}
+    ok(capsys, "export", "-f", tmp_path / "again" / STORE, "--format", "compact", "-o", tmp_path / "second.json")
+    assert (tmp_path / "second.json").read_text() == (tmp_path / "all.json").read_text()
     assert "with itself" in refused(capsys, "merge", here, "-f", here)
     assert "there is no store" in refused(capsys, "merge", digits, tmp_path / "nowhere", "-f", tmp_path / "fresh")
     assert not (tmp_path / "fresh").exists()
@@ -479,6 +488,7 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["merge", "{tmp}/nowhere", "-f", "{tmp}/new"], "there is no store"),
     (["merge", "{tmp}/folder", "-f", "{tmp}/new"], "there is no store"),
     (["merge", "{tmp}/junk", "-f", "{tmp}/new"], "no SQLite database"),
+    (["merge", "{tmp}/file", "-f", "{tmp}/new"], "cannot be used as results"),
     (["merge", "{digits}", "-f", "{tmp}/file"], "cannot be written"),
 ]  # fmt: skip
 

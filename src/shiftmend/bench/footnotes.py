@@ -52,13 +52,14 @@ def about_data(grid: Grid) -> list[str]:
 
 
 def about_mixtures(results: Iterable[Result]) -> list[str]:
-    """Whether cells that stand side by side are of different images, which no recipe of a cell can know.
+    """Whether cells that stand side by side are of different images or models, which no recipe of a cell can know.
 
     The code that reads or makes images may have been changed between two runs, or the files be others on another
-    machine.
+    machine. A source model that was lost is trained again, and on a GPU never to quite the same weights.
     """
     inputs: dict[tuple[str, int | None], set[str]] = {}
     models: dict[tuple[str, int], set[str]] = {}
+    trained: dict[tuple[str, int], set[str]] = {}
     for result in results:
         cell, manifest = result.cell, result.manifest
         source, digest = manifest.get("source") or {}, (manifest.get("target") or {}).get("sha256")
@@ -67,10 +68,15 @@ def about_mixtures(results: Iterable[Result]) -> list[str]:
             inputs.setdefault((cell.shift, cell.seed if drawn else None), set()).add(digest)
         if source.get("file"):
             models.setdefault((source["name"], cell.seed), set()).add(source["file"])
+        if weights := manifest.get("source_weights"):
+            trained.setdefault((source.get("name", ""), cell.seed), set()).add(weights)
     shifts = sorted({shift for (shift, _), digests in inputs.items() if len(digests) > 1})
     names = sorted({name for (name, _), files in models.items() if len(files) > 1})
     notes = [f"not every cell was run on the same images of {listed(shifts, 4)}"] if shifts else []
     notes += [f"the source model {name} was not trained on the same images for every cell" for name in names]
+    again = sorted(f"{name} of seed {seed}" for (name, seed), weights in trained.items() if len(weights) > 1)
+    if again and not names:
+        notes.append(f"not every cell starts from the same training of the source model {listed(again, 4)}")
     return [f"{note}; run the benchmark again in another folder" for note in notes]
 
 

@@ -12,7 +12,7 @@ from shiftmend.bench.base import CLEAN, Benchmark, Root
 from shiftmend.bench.cells import Cell, Origin, Result
 from shiftmend.bench.planning import plan
 from shiftmend.bench.runner import STORE
-from shiftmend.bench.store import Store
+from shiftmend.bench.store import Store, is_database
 from shiftmend.bench.suite import find
 
 
@@ -69,11 +69,11 @@ def read(
 
 
 def stored(folder: str | os.PathLike[str], benchmark: str | None = None) -> list[Result]:
-    """Everything in the store of a folder, or in a compact export of one."""
-    home = Path(folder)
-    if home.is_file():
-        return [result for result in compact.read_file(home) if benchmark in (None, result.cell.benchmark)]
-    with Store(home / STORE, read_only=True) as store:
+    """Everything in the store of a folder, which may be named itself, or in a compact export of one."""
+    place = Path(folder)
+    if place.is_file() and not is_database(place):
+        return [result for result in compact.read_file(place) if benchmark in (None, result.cell.benchmark)]
+    with Store(place if place.is_file() else place / STORE, read_only=True) as store:
         return store.results(benchmark=benchmark)
 
 

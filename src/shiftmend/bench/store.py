@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ VERSION = 1
 PATIENCE = 60.0
 """Seconds to wait for another process that is writing."""
 
+_SQLITE = b"SQLite format 3\0"
 _STORED = (*COLUMNS, "not_a_number")
 _SCHEMA = "CREATE TABLE cells ({}, CHECK (status IN ('done', 'failed')), PRIMARY KEY ({}))".format(
     ", ".join(
@@ -124,14 +125,13 @@ class Store:
         with self._transaction():
             return self._connection.execute(_PUT, row).rowcount == 1
 
-    def merge(self, other: str | os.PathLike[str]) -> int:
-        """Take over the results of another store; returns how many came in.
+    def merge(self, results: Iterable[Result]) -> int:
+        """Take over results from elsewhere; returns how many came in.
 
-        As with `record`, finished cells stay as they are, so where both stores have finished the same cell the row of
-        this one stays. A failure is replaced by a success, whenever that was, and by a later failure.
+        As with `record`, finished cells stay as they are, so where a cell was finished in both places the row of this
+        store stays. A failure is replaced by a success, whenever that was, and by a later failure.
         """
-        with Store(other, read_only=True) as opened:
-            rows = [_bindable(result) for result in opened.results()]
+        rows = [_bindable(result) for result in results]
         with self._transaction():
             return sum(self._connection.execute(_PUT_IF_BETTER, row).rowcount for row in rows)
 
@@ -196,6 +196,12 @@ def _check_place(path: Path, read_only: bool) -> None:
         raise DataError(f"the store {path} or its folder is write-protected; permit writing or name another place")
 
 
+def is_database(path: Path) -> bool:
+    """Whether a file is one of SQLite's, by how it begins."""
+    with path.open("rb") as file:
+        return file.read(len(_SQLITE)) == _SQLITE
+
+
 def _check_header(path: Path) -> None:
     """Refuse a file that is not ours before SQLite opens it, which may change it: to mend what its owner left open."""
     try:
@@ -205,7 +211,7 @@ def _check_header(path: Path) -> None:
         raise DataError(f"the store {path} cannot be read: {error.strerror}; permit it or name another file") from None
     if not header:
         return  # its first process has come no further yet
-    if not header.startswith(b"SQLite format 3\0"):
+    if not header.startswith(_SQLITE):
         raise DataError(f"{path} is no SQLite database, expected a store of benchmark results; name another file")
     if header[68:72] != APPLICATION:
         raise DataError(f"{path} is an SQLite database but no store of benchmark results; name another file")

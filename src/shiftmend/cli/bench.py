@@ -198,25 +198,27 @@ def export(
 
 
 def merge(
-    others: Annotated[list[Path], typer.Argument(help="Stores (results.sqlite) of other machines, or their folders.")],
+    others: Annotated[list[Path], typer.Argument(help="Stores of other machines, their folders, or compact exports.")],
     folder: Folder = HOME,
     as_json: Json = False,
 ) -> None:
     """Take over the results of other machines. What is done here stays as it is."""
+    from shiftmend.bench.reading import stored
     from shiftmend.bench.runner import STORE
     from shiftmend.bench.store import Store
 
-    files = list(dict.fromkeys(other / STORE if other.is_dir() else other for other in others))
-    for file in files:
+    places = {other / STORE if other.is_dir() else other: other for other in others}
+    for file in places:
         if not file.exists():
-            raise DataError(f"there is no store of benchmark results at {file}; name a results.sqlite or its folder")
+            raise DataError(f"there is no store of benchmark results at {file}; name one, its folder or an export")
         if (folder / STORE).exists() and file.samefile(folder / STORE):
             raise DataError(f"{file} cannot be merged with itself; name the store of another machine")
-        Store(file, read_only=True).close()  # all of them are looked at before anything is changed
+    # all of them are read before anything is changed
+    found = {str(file): stored(place) for file, place in places.items()}
     with said_where(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with Store(folder / STORE) as store:
-        taken = {str(file): store.merge(file) for file in files}
+        taken = {name: store.merge(results) for name, results in found.items()}
     if as_json:
         print_json(taken)
         return
