@@ -21,7 +21,7 @@ def case(samples: int, units: int, bins: Bins) -> tuple[torch.Tensor, ...]:
     high[0] = low[0]  # a unit that was constant
     spread = torch.rand(samples, units, generator=generator) * 1.6 - 0.3
     values = low + (high - low) * spread
-    home = histograms.soft_histogram(low + (high - low) * spread.square().clamp(0, 1), low, high, bins, form="exact")
+    home = histograms.soft_histogram(low + (high - low) * spread.square().clamp(0, 1), low, high, bins)
     return values, low, high, home
 
 
@@ -36,7 +36,7 @@ def test_counts_divergences_and_slopes_against_float64(samples: int, temperature
     scale = histograms.scales(low, high)
     on = [tensor.cuda() for tensor in (values, low, scale, home)]
     exact = values.double().requires_grad_()
-    counts = histograms.soft_histogram(exact, low.double(), high.double(), bins, form="exact")
+    counts = histograms.soft_histogram(exact, low.double(), high.double(), bins)
     got = kernels.soft_histogram(*on[:3], bins)
     np.testing.assert_allclose(got[1:].cpu(), counts[1:].detach(), rtol=1e-3, atol=1e-8)
     weights = torch.rand(19, generator=torch.Generator().manual_seed(1))
@@ -62,7 +62,7 @@ def test_half_precision_values_are_binned_in_full_precision(dtype: torch.dtype) 
     values, low, high, _ = case(300, 11, Bins())
     half = values.to("cuda", dtype)
     got = kernels.soft_histogram(half, low.cuda(), histograms.scales(low, high).cuda(), Bins())
-    expected = histograms.soft_histogram(half.double().cpu(), low.double(), high.double(), Bins(), form="exact")
+    expected = histograms.soft_histogram(half.double().cpu(), low.double(), high.double(), Bins())
     np.testing.assert_allclose(got[1:].cpu(), expected[1:], atol=1e-5)
 
 
@@ -129,9 +129,7 @@ def test_backward_in_a_thread_of_its_own_and_first_use_while_capturing() -> None
     counts.backward(weights)
     torch.testing.assert_close(captured, counts.detach())
     exact = values.double().cpu().requires_grad_()
-    histograms.soft_histogram(exact, low.double().cpu(), high.double().cpu(), bins, form="exact").backward(
-        weights.double().cpu()
-    )
+    histograms.soft_histogram(exact, low.double().cpu(), high.double().cpu(), bins).backward(weights.double().cpu())
     assert leaf.grad is not None
     assert exact.grad is not None
     np.testing.assert_allclose(

@@ -6,7 +6,6 @@ bin count, (2) the alignment loss, (3) the KL divergence and (4) the soft-binnin
 
 from __future__ import annotations
 
-import functools
 import math
 import numbers
 from dataclasses import dataclass
@@ -14,26 +13,24 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from shiftmend.checks import brief, check_known, is_whole
 from shiftmend.errors import ShiftmendError
 
 Layout = Literal["reference", "paper"]
-Form = Literal["auto", "exact", "logistic"]
 Divergence = Literal["psi", "symmetric-kl", "kl-source-target", "kl-target-source"]
 
 MOST_INNER = 1024
 EPSILON = 1e-8
 """Added to every probability inside a logarithm, as the public reference implementation does."""
 
-FORM_TOLERANCE = 1e-4
-"""`form="auto"` takes the logistic form only where each bin probability is this close to the exact one."""
-
 RELATIVE_RANGE = 1e-4
 """A unit whose range is below this share of its magnitude counts as constant: rounding would shape its bins."""
 
-_SMALL_ON_GPU = 1 << 22
-_CHUNK = {"cpu": 1 << 17, "other": 1 << 26}  # elements worked on at once: a CPU core's cache, a share of a GPU
+_FAR = 80.0
+"""Weights stay within exp(-80) and exp(80), 1e35: beyond, none would count, and the processor be slow."""
+_CHUNK = {"cpu": 1 << 20, "other": 1 << 26}  # shares worked on at once: a CPU core's cache, a part of a GPU
 
 
 @dataclass(frozen=True)
@@ -111,18 +108,12 @@ def scales(low: Tensor, high: Tensor) -> Tensor:
     return torch.where(usable, 1 / torch.where(usable, high - low, 1.0), 0.0)
 
 
-def soft_histogram(
-    values: Tensor, low: Tensor, high: Tensor, bins: Bins, *, form: Form = "auto", scale: Tensor | None = None
-) -> Tensor:
+def soft_histogram(values: Tensor, low: Tensor, high: Tensor, bins: Bins, *, scale: Tensor | None = None) -> Tensor:
     """Normalised soft bin counts `[D, B]` of `values` `[N, D]`: equations (1) and (4).
 
     `low` and `high` `[D]` are the source range of each unit. Computed in float32, or in float64 for float64 values,
-    also under autocast and for half-precision values. Two forms give it. `exact` is the softmax of the paper.
-    `logistic` uses that neighbouring bin logits differ by (x - c) / temperature at the cut c between them: where bins
-    are wide against the temperature, a value shares its mass with its nearest neighbours only and the mass beyond a
-    cut is the logistic function of that difference. No `N x D x B` tensor is built, forward or backward.
-    `auto` chooses the second only where it is within `FORM_TOLERANCE` (and not for small batches on a GPU). On CUDA
-    it takes kernels of our own instead, see `kernels.py`.
+    also under autocast and for half-precision values. Of the shares `N x D x B` only some rows exist at a time, forward
+    and backward; on CUDA none do, see `kernels.py`.
     Units that are not usable get a finite, meaningless row. `scale` is what `scales` gives, for those who have it.
     """
     if values.ndim != 2 or values.shape[0] == 0:
@@ -131,41 +122,75 @@ def soft_histogram(
         raise ShiftmendError(
             f"the ranges are of {low.shape[0] if low.ndim else 0} units but the values have {values.shape[1]}"
         )
-    check_known(form, get_args(Form), "form")
-    if form == "auto":
-        from shiftmend import kernels
+    from shiftmend import kernels
 
-        if kernels.fit(values, bins):
-            low, high = (given.to(values.device, torch.float32) for given in (low, high))
-            scale = scales(low, high) if scale is None else scale.to(low)
-            return kernels.soft_histogram(values, low, scale, bins)
-        form = _choose(values, bins)
+    if kernels.fit(values, bins):
+        low, high = (given.to(values.device, torch.float32) for given in (low, high))
+        scale = scales(low, high) if scale is None else scale.to(low)
+        return kernels.soft_histogram(values, low, scale, bins)
     with torch.autocast(device_type=values.device.type, enabled=False):
         work = values if values.dtype in (torch.float32, torch.float64) else values.float()
         low, high = low.to(work), high.to(work)
         scale = scales(low, high) if scale is None else scale.to(work)
-        if form == "exact":
-            return _exact(work, low, scale, bins)
-        counts: Tensor = _Logistic.apply(work, low, scale, bins)
+        counts: Tensor = _Counts.apply(work, low, scale, bins)
         return counts
 
 
-def _choose(values: Tensor, bins: Bins) -> Form:
-    """The logistic form where it is close enough, except for small batches on a GPU, where launches are what costs."""
-    few_launches = values.device.type == "cuda" and values.numel() * bins.total <= _SMALL_ON_GPU
-    return "exact" if few_launches or logistic_error(bins) > FORM_TOLERANCE else "logistic"
-
-
 def soft_assignment(unit_values: Tensor, bins: Bins) -> Tensor:
-    """u(x) of equation (4) for values already scaled to [0, 1]: a new last axis of B bin probabilities."""
-    cuts = _cuts(bins, unit_values)
+    """u(x) of equation (4) as the paper has it, for values scaled to [0, 1]: a new last axis of B bin probabilities."""
+    cuts = torch.arange(bins.inner + 1, dtype=unit_values.dtype, device=unit_values.device) / bins.inner
     weights = torch.arange(1, bins.total + 1, dtype=unit_values.dtype, device=unit_values.device)
     offsets = torch.cat([cuts.new_zeros(1), -cuts.cumsum(0)])
     return torch.softmax((unit_values.unsqueeze(-1) * weights + offsets) / bins.temperature, dim=-1)
 
 
-def _cuts(bins: Bins, like: Tensor) -> Tensor:
-    return torch.arange(bins.inner + 1, dtype=like.dtype, device=like.device) / bins.inner
+class _Counts(torch.autograd.Function):
+    """The sum of all shares; keeps only its input for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
+        counts = values.new_zeros(bins.total, values.shape[1])
+        for rows in values.split(_rows_at_once(values, bins)):
+            counts += _shares(rows, low, scale, bins).sum(1)
+        ctx.save_for_backward(values, low, scale)
+        ctx.bins = bins
+        return counts.div_(values.shape[0]).T.contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        values, low, scale = ctx.saved_tensors
+        bins: Bins = ctx.bins
+        gradient = gradients[0].T.contiguous()
+        result = torch.zeros_like(values)
+        size = _rows_at_once(values, bins)
+        for rows, out in zip(values.split(size), result.split(size), strict=True):
+            # Raising a value by dx raises the share of a bin by share x (bin - mean bin) dx / temperature.
+            shares = _shares(rows, low, scale, bins)
+            mean = torch.zeros_like(rows)
+            for number, share in enumerate(shares):
+                mean.add_(share, alpha=number)
+            for number, share in enumerate(shares):
+                out.addcmul_(share.mul_(number - mean), gradient[number])
+        return result.mul_(scale / (bins.temperature * values.shape[0])), None, None, None
+
+
+def _shares(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
+    """u(x) of equation (4) `[B, N, D]`, from the cut next to each value, as in `kernels.py`.
+
+    The weight of the bin i places above the one below that cut is exp(i t - i (i - 1) s / 2) times its own, with t the
+    distance from the cut and s the width of a bin, both in temperatures. Unlike the logits of a softmax these numbers
+    are small where they count, and lose no digits.
+    """
+    width = 1 / (bins.inner * bins.temperature)
+    position = _unit(values, low, scale).mul_(bins.inner)
+    cut = position.round().clamp_(0, bins.inner)
+    away = position.sub_(cut).mul_(width).clamp_(-_FAR, _FAR).add_(width / 2)
+    shares = values.new_empty(bins.total, *values.shape)
+    for number, share in enumerate(shares):
+        steps = number - cut
+        torch.add(away, steps, alpha=-width / 2, out=share).mul_(steps).clamp_(min=-_FAR).exp_()
+    return shares.mul_(shares.sum(0).reciprocal_())
 
 
 def _unit(values: Tensor, low: Tensor, scale: Tensor) -> Tensor:
@@ -173,71 +198,8 @@ def _unit(values: Tensor, low: Tensor, scale: Tensor) -> Tensor:
     return ((values - low) * scale).clamp(-1e3, 1e3)
 
 
-def _rows_at_once(values: Tensor, width: int) -> int:
-    return max(1, _CHUNK["cpu" if values.device.type == "cpu" else "other"] // max(1, width))
-
-
-def _exact(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
-    total = values.new_zeros(values.shape[1], bins.total)
-    for rows in values.split(_rows_at_once(values, values.shape[1] * bins.total)):
-        total = total + soft_assignment(_unit(rows, low, scale), bins).sum(0)
-    return total / values.shape[0]
-
-
-class _Logistic(torch.autograd.Function):
-    """Bin masses as products of logistic functions; keeps only its input for the backward pass.
-
-    With s(c) the logistic function of (x - c) / temperature, the mass between neighbouring cuts a < b is
-    s(a) - s(b) = s(a) (1 - s(b)) (1 - exp(-(b - a) / temperature)). The product is what is computed: the difference
-    would lose the small masses, inside the logarithm of a divergence, to cancellation.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
-        masses = values.new_zeros(bins.total, values.shape[1])
-        between = -math.expm1(-1 / (bins.inner * bins.temperature))
-        for rows in values.split(_rows_at_once(values, values.shape[1])):
-            logits = _unit(rows, low, scale).div_(bins.temperature)
-            above = torch.ones((), dtype=values.dtype, device=values.device)  # everything lies above minus infinity
-            for cut, position in enumerate(_positions(bins)):
-                beyond = torch.sigmoid(logits - position)
-                masses[cut] += torch.addcmul(above, above, beyond, value=-1).sum(0)
-                above = beyond
-            masses[-1] += above.sum(0)
-        masses[1:-1] *= between
-        ctx.save_for_backward(values, low, scale)
-        ctx.bins = bins
-        return masses.div_(values.shape[0]).T.contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        values, low, scale = ctx.saved_tensors
-        bins: Bins = ctx.bins
-        (gradient,) = gradients
-        # Raising a value by dx moves mass sigmoid'(.) dx / temperature across each cut, from the bin below it.
-        steps = (gradient[:, 1:] - gradient[:, :-1]).T * (scale / (bins.temperature * values.shape[0]))
-        result = torch.zeros_like(values)
-        size = _rows_at_once(values, values.shape[1])
-        for rows, out in zip(values.split(size), result.split(size), strict=True):
-            logits = _unit(rows, low, scale).div_(bins.temperature)
-            for cut, position in enumerate(_positions(bins)):
-                mass = torch.sigmoid(logits - position)
-                out.addcmul_(mass.sub_(mass * mass), steps[cut])
-        return result, None, None, None
-
-
-@functools.cache
-def _positions(bins: Bins) -> tuple[float, ...]:
-    return tuple(cut / bins.inner / bins.temperature for cut in range(bins.inner + 1))
-
-
-@functools.cache
-def logistic_error(bins: Bins) -> float:
-    """Largest error of a bin probability in the logistic form, over a fine grid of values, in float64."""
-    grid = torch.linspace(-0.5, 1.5, 64 * bins.inner + 1, dtype=torch.float64)
-    above = torch.sigmoid((grid.unsqueeze(1) - _cuts(bins, grid)) / bins.temperature)
-    edges = torch.cat([torch.ones_like(above[:, :1]), above, torch.zeros_like(above[:, :1])], dim=1)
-    return float((edges[:, :-1] - edges[:, 1:] - soft_assignment(grid, bins)).abs().max())
+def _rows_at_once(values: Tensor, bins: Bins) -> int:
+    return max(1, _CHUNK["cpu" if values.device.type == "cpu" else "other"] // max(1, values.shape[1] * bins.total))
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from shiftmend import kernels
 from shiftmend.distributed import active, all_sum, joined_moments, joined_range
 from shiftmend.errors import ProfileError
 from shiftmend.gaussians import MarginalGaussian
-from shiftmend.histograms import Bins, Divergence, Form, divergence, scales, soft_histogram, usable_units
+from shiftmend.histograms import Bins, Divergence, divergence, scales, soft_histogram, usable_units
 
 _NUMBERS_AT_ONCE = 1 << 20
 _TOGETHER = "collect the others with like= the first, or all of them with like= one profile"
@@ -90,9 +90,9 @@ class Histogram:
         moved.__dict__["usable_count"] = self.usable_count  # known already: spares a wait for the device
         return moved
 
-    def of(self, values: Tensor, form: Form = "auto") -> Tensor:
+    def of(self, values: Tensor) -> Tensor:
         """The normalised counts of other values `[N, D]` in the bins of this histogram."""
-        return soft_histogram(values, self.low, self.high, self.bins, form=form, scale=self.scale)
+        return soft_histogram(values, self.low, self.high, self.bins, scale=self.scale)
 
     def per_unit(self, target: Tensor, kind: Divergence = "psi") -> Tensor:
         """Divergence of each unit to normalised `target` counts; zero, without a gradient, where unusable."""

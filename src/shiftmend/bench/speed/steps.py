@@ -95,7 +95,7 @@ def plain(stage: Scene) -> Objective:
         return {
             name: histograms.divergence(
                 home.probabilities,
-                histograms.soft_histogram(activations[name], home.low, home.high, home.bins, form="exact"),
+                histograms.soft_assignment((activations[name].float() - home.low) * home.scale, home.bins).mean(0),
             ).mean()
             for name, home in stage.homes.items()
         }
