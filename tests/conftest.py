@@ -1,7 +1,8 @@
-"""What every test shares: few threads, and the same seed at the start of each."""
+"""What every test shares: few threads, the same seed at the start of each, and a GPU only for those that ask for it."""
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
@@ -13,6 +14,20 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of
     signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("shiftmend", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("shiftmend")
+
+IS_AVAILABLE, DEVICE_COUNT = torch.cuda.is_available, torch.cuda.device_count
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+SHOWN = {VISIBLE: os.environ[VISIBLE]} if VISIBLE in os.environ else {}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests without the mark `gpu` expect what a CPU gives, also where `auto` would be a GPU, and in new processes."""
+    shown = item.get_closest_marker("gpu") is not None
+    torch.cuda.is_available = IS_AVAILABLE if shown else lambda: False
+    torch.cuda.device_count = DEVICE_COUNT if shown else lambda: 0
+    os.environ.pop(VISIBLE, None)
+    os.environ.update(SHOWN if shown else {VISIBLE: ""})
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -14,8 +17,19 @@ def test_names_and_devices_are_resolved() -> None:
     assert resolve_device("cpu") == CPU
     assert resolve_device(CPU, nn.Linear(1, 1)) == CPU
     assert device_of(nn.ReLU()) == CPU
-    if not torch.cuda.is_available():
-        assert resolve_device("auto") == resolve_device("auto", nn.Linear(1, 1)) == CPU
+
+
+def test_auto_is_cuda_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_device("auto") == resolve_device("auto", nn.Linear(1, 1)) == CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert resolve_device("auto") == resolve_device(None, nn.Linear(1, 1)) == torch.device("cuda", 3)
+
+
+def test_a_gpu_is_hidden_from_tests_that_are_not_marked() -> None:
+    hidden = "import os, torch; print(os.environ['CUDA_VISIBLE_DEVICES'] == '', torch.cuda.is_available())"
+    told = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, check=True).stdout
+    assert told.split() == ["True", "False"]
 
 
 def test_auto_follows_a_model_that_lies_on_an_accelerator() -> None:
