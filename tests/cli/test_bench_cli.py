@@ -315,6 +315,13 @@ def test_a_mean_over_some_shifts_is_not_called_one_over_all(tmp_path: Path, caps
     assert re.search(r"^all shifts +2 +\+11\.0 ± 1\.4 ", ok(capsys, *asked), re.MULTILINE)
 
 
+def test_a_remark_on_many_shifts_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path, find("digits"), known, methods=["bufr", "fr"], seeds=[123])
+    text = ok(capsys, "compare", "digits", "bufr", "fr", "-f", tmp_path)
+    assert text.count("too few seeds") == 4
+    assert re.search(r"^only one seed done by both: .* and 1 more$", text, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("facts", "said"),
     [

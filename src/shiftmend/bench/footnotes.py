@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from shiftmend.bench.base import CLEAN, Benchmark
 from shiftmend.bench.cells import Result, Which
+from shiftmend.bench.comparisons import Comparison
 from shiftmend.bench.grids import METRICS, SUPERVISED, Beside, Entry, Grid
 
 ORIGINS = {
@@ -78,6 +79,15 @@ def about_mixtures(results: Iterable[Result]) -> list[str]:
     if again and not names:
         notes.append(f"not every cell starts from the same training of the source model {listed(again, 4)}")
     return [f"{note}; run the benchmark again in another folder" for note in notes]
+
+
+def about_comparisons(compared: Iterable[Comparison], known: int) -> list[str]:
+    """Each remark once, with what it is about; `known` is how many shifts the benchmark has."""
+    remarks: dict[str, list[str]] = {}
+    for one in compared:
+        if one.remark:
+            remarks.setdefault(one.remark, []).append(one.over(known))
+    return [f"{remark}: {listed(shifts, 3)}" for remark, shifts in remarks.items()]
 
 
 def source_remarks(results: Iterable[Result]) -> list[str]:

@@ -135,11 +135,7 @@ def slices(part: Part) -> list[Block]:
             Column("corrected p", digits=3),
             Column("verdict"),
         )
-        remarks: dict[str, list[str]] = {}
-        for one in compared:
-            if one.remark:
-                remarks.setdefault(one.remark, []).append(one.over(len(part.benchmark.shifts)))
-        said = [f"{remark}: {footnotes.listed(shifts, 3)}" for remark, shifts in remarks.items()]
+        said = footnotes.about_comparisons(compared, len(part.benchmark.shifts))
         title = f"{part.benchmark.name}, {part.protocol}: {base} with slices and without"
         notes = (
             "difference in points of accuracy (last); two-sided paired t-test over seeds, Holm's correction for the "

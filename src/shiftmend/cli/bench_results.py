@@ -136,6 +136,7 @@ def compare(
 ) -> None:
     """Which of two methods is better on each shift: a paired test over seeds."""
     from shiftmend.bench.comparisons import compare as compare_methods
+    from shiftmend.bench.footnotes import about_comparisons
     from shiftmend.bench.grids import METRICS
 
     found = _read(benchmark, folder, protocol, [first, second], seeds, learning_rates, data_root, needed=True)
@@ -155,9 +156,11 @@ def compare(
             "–" if row.difference is None else f"{unit.scale * row.difference:+.{unit.digits}f}{spread}",
             "–" if row.p is None else f"{row.p:.2g}",
             "–" if row.corrected is None else f"{row.corrected:.2g}",
-            f"{row.verdict} ({row.remark})" if row.remark else row.verdict,
+            row.verdict,
         )
     show(shown)
+    for remark in about_comparisons(rows, len(found.benchmark.shifts)):
+        say(remark)
     measure = f"{unit.title} in {unit.unit}" if unit.unit else unit.title
     say(f"{measure}, {which}; two-sided paired t-test over seeds, Holm's correction for the number of shifts")
     _say_remarks(compared)
