@@ -249,12 +249,11 @@ def test_one_sample() -> None:
     with_norm, without = sensors(), sensors(norm=False)
     with pytest.raises(AdaptationError, match="one target sample"):
         shiftmend.adapt(with_norm.model, with_norm.target[:1], with_norm.profile(), "fr")
-    for method in ("fr", "bufr", "bnm", "bnm-im"):
-        with pytest.raises(
-            AdaptationError, match=f"one target sample is too few to compare .* by {method}; use at least"
-        ):
+    for method in ("fr", "bufr", "bnm", "bnm-im", "shot-im"):
+        said = f"one target sample is too few to be a distribution that {method} can learn from; use at least"
+        with pytest.raises(AdaptationError, match=said):
             shiftmend.adapt(without.model, without.target[:1], without.profile(), method)
-        with pytest.raises(AdaptationError, match="a batch size of one is too few to compare"):
+        with pytest.raises(AdaptationError, match="a batch size of one is too few to be a distribution"):
             shiftmend.adapt(without.model, without.target[:9], without.profile(), method, batch_size=1)
     shiftmend.adapt(without.model, without.target[:1], method="pl", epochs=1, progress=False)
 

@@ -196,9 +196,7 @@ def _refuse_unfit(method: Method, feed: Feed, normalises: bool, profile: Profile
     size = min(feed.batch_size, feed.samples)
     if size < max(2 if normalises else 1, method.smallest_batch(profile)):
         one = "one target sample is" if feed.samples < 2 else "a batch size of one is"
-        purpose = (
-            "adapt BatchNorm with" if normalises else f"compare its distribution with the source's by {method.name}"
-        )
+        purpose = "adapt BatchNorm with" if normalises else f"be a distribution that {method.name} can learn from"
         raise AdaptationError(f"{one} too few to {purpose}; use at least two, better 256")
     if size < world_size():
         raise AdaptationError(

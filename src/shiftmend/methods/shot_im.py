@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shiftmend.methods.base import Activations, Network, Objective, Stage
+from shiftmend.methods.base import Activations, Network, Objective, Stage, distributed_over_inputs
 from shiftmend.methods.entropies import Prediction, information_maximisation
 from shiftmend.profiles import Profile
 
@@ -26,6 +26,10 @@ class SHOTIM(Prediction):
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         return [Stage("all blocks", self.epochs, self.rate(network), network.below_features)]
+
+    def smallest_batch(self, profile: Profile | None) -> int:
+        """Of a single prediction both terms are the same, and nothing is left to learn from."""
+        return 2 if distributed_over_inputs(("logits",), profile) else 1
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:
         def losses(activations: Activations) -> dict[str, Tensor]:
