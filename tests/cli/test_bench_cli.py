@@ -319,6 +319,9 @@ def test_a_remark_on_many_shifts_is_made_once(tmp_path: Path, capsys: pytest.Cap
     fill(tmp_path, find("digits"), known, methods=["bufr", "fr"], seeds=[123])
     text = ok(capsys, "compare", "digits", "bufr", "fr", "-f", tmp_path)
     assert text.count("too few seeds") == 4
+    assert "bufr is better on 3 of 3 shifts, fr on 0" in text
+    lower = ok(capsys, "compare", "digits", "fr", "bufr", "-f", tmp_path, "--metric", "ece")
+    assert "fr is better on 0 of 3 shifts, bufr on 3" in lower
     assert re.search(r"^only one seed done by both: .* and 1 more$", text, re.MULTILINE)
 
 

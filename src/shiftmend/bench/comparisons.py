@@ -94,6 +94,13 @@ def compare(
     ]
 
 
+def leads(compared: Iterable[Comparison], metric: str) -> tuple[int, int]:
+    """In how many comparisons the first and the second are better, whether that is shown or not."""
+    sign = 1 if metric in HIGHER_IS_BETTER else -1
+    ahead = [sign * one.difference for one in compared if one.difference is not None]
+    return sum(lead > 0 for lead in ahead), sum(lead < 0 for lead in ahead)
+
+
 def by_place(results: Iterable[Result]) -> dict[Cell, Result]:
     """The results that did not fail by their cells, whose recipes are left empty: methods differ in them by nature.
 
@@ -188,5 +195,5 @@ def _verdict(comparison: Comparison, metric: str, level: float) -> str:
         return "too few seeds"
     if comparison.corrected is None or comparison.difference is None or comparison.corrected >= level:
         return "no difference shown"
-    first_is_better = (comparison.difference > 0) == (metric in HIGHER_IS_BETTER)
-    return f"{comparison.first if first_is_better else comparison.second} better"
+    better = comparison.first if leads([comparison], metric) == (1, 0) else comparison.second
+    return f"{better} better"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from shiftmend.bench.base import CLEAN, Benchmark
 from shiftmend.bench.cells import Result, Which
-from shiftmend.bench.comparisons import Comparison
+from shiftmend.bench.comparisons import Comparison, leads
 from shiftmend.bench.grids import METRICS, SUPERVISED, Beside, Entry, Grid
 
 ORIGINS = {
@@ -81,13 +81,19 @@ def about_mixtures(results: Iterable[Result]) -> list[str]:
     return [f"{note}; run the benchmark again in another folder" for note in notes]
 
 
-def about_comparisons(compared: Iterable[Comparison], known: int) -> list[str]:
-    """Each remark once, with what it is about; `known` is how many shifts the benchmark has."""
+def about_comparisons(compared: Sequence[Comparison], known: int, metric: str = "accuracy") -> list[str]:
+    """On how many shifts the first is better, then each remark once; `known` is how many shifts the benchmark has."""
+    *each, overall = compared
+    first, second = leads(each, metric)
+    counts = f"{overall.first} is better on {first} of {len(each)} shifts, {overall.second} on {second}"
     remarks: dict[str, list[str]] = {}
     for one in compared:
         if one.remark:
             remarks.setdefault(one.remark, []).append(one.over(known))
-    return [f"{remark}: {listed(shifts, 3)}" for remark, shifts in remarks.items()]
+    return [
+        *([counts] if len(each) > 1 else []),
+        *(f"{remark}: {listed(shifts, 3)}" for remark, shifts in remarks.items()),
+    ]
 
 
 def source_remarks(results: Iterable[Result]) -> list[str]:

@@ -159,7 +159,7 @@ def compare(
             row.verdict,
         )
     show(shown)
-    for remark in about_comparisons(rows, len(found.benchmark.shifts)):
+    for remark in about_comparisons(rows, len(found.benchmark.shifts), metric):
         say(remark)
     measure = f"{unit.title} in {unit.unit}" if unit.unit else unit.title
     say(f"{measure}, {which}; two-sided paired t-test over seeds, Holm's correction for the number of shifts")
