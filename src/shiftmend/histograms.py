@@ -22,6 +22,8 @@ Layout = Literal["reference", "paper"]
 Divergence = Literal["psi", "symmetric-kl", "kl-source-target", "kl-target-source"]
 
 MOST_INNER = 1024
+COLDEST, HOTTEST = 1e-30, 1e30
+"""Temperatures that float32 can reckon with; these are as good as hard bins and as no bins at all."""
 EPSILON = 1e-8
 """Added to every probability inside a logarithm, as the public reference implementation does."""
 
@@ -29,8 +31,8 @@ RELATIVE_RANGE = 1e-4
 """A unit whose range is below this share of its magnitude counts as constant: rounding would shape its bins."""
 
 _FAR = 80.0
-"""Weights stay within exp(-80) and exp(80), 1e35: beyond, none would count, and the processor be slow."""
-_CHUNK = {"cpu": 1 << 20, "other": 1 << 26}  # shares worked on at once: a CPU core's cache, a part of a GPU
+"""Weights below exp(-80), 1e-35, are taken for that: none would count, and denormal numbers are slow."""
+_CHUNK = {"cpu": 1 << 18, "other": 1 << 24}  # shares worked on at once: a CPU core's cache, a part of a GPU
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,10 @@ class Bins:
             )
         given: Any = self.temperature
         real = isinstance(given, numbers.Real) and not isinstance(given, bool)
-        if not (real and math.isfinite(given) and given > 0):
-            raise ShiftmendError(f"the temperature must be a positive number, got {brief(given)}")
+        if not (real and COLDEST <= given <= HOTTEST):
+            raise ShiftmendError(
+                f"the temperature must be a number from {COLDEST:g} to {HOTTEST:g}, got {brief(given)}"
+            )
         object.__setattr__(self, "count", int(self.count))
         object.__setattr__(self, "temperature", float(given))
 
@@ -151,7 +155,7 @@ class _Counts(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
         counts = values.new_zeros(bins.total, values.shape[1])
         for rows in values.split(_rows_at_once(values, bins)):
-            counts += _shares(rows, low, scale, bins).sum(1)
+            counts += _shares(rows, low, scale, bins)[0].sum(1)
         ctx.save_for_backward(values, low, scale)
         ctx.bins = bins
         return counts.div_(values.shape[0]).T.contiguous()
@@ -161,41 +165,34 @@ class _Counts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         values, low, scale = ctx.saved_tensors
         bins: Bins = ctx.bins
-        gradient = gradients[0].T.contiguous()
-        result = torch.zeros_like(values)
+        gradient = gradients[0].T.unsqueeze(1)
+        result = torch.empty_like(values)
         size = _rows_at_once(values, bins)
         for rows, out in zip(values.split(size), result.split(size), strict=True):
             # Raising a value by dx raises the share of a bin by share x (bin - mean bin) dx / temperature.
-            shares = _shares(rows, low, scale, bins)
-            mean = torch.zeros_like(rows)
-            for number, share in enumerate(shares):
-                mean.add_(share, alpha=number)
-            for number, share in enumerate(shares):
-                out.addcmul_(share.mul_(number - mean), gradient[number])
+            shares, steps = _shares(rows, low, scale, bins)
+            mean = (shares * steps).sum(0)
+            shares.mul_(gradient)
+            torch.addcmul(steps.mul_(shares).sum(0), mean, shares.sum(0), value=-1, out=out)
         return result.mul_(scale / (bins.temperature * values.shape[0])), None, None, None
 
 
-def _shares(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
-    """u(x) of equation (4) `[B, N, D]`, from the cut next to each value, as in `kernels.py`.
+def _shares(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> tuple[Tensor, Tensor]:
+    """u(x) of equation (4) `[B, N, D]`, and how many places above the bin that its value lies in each bin is.
 
-    The weight of the bin i places above the one below that cut is exp(i t - i (i - 1) s / 2) times its own, with t the
-    distance from the cut and s the width of a bin, both in temperatures. Unlike the logits of a softmax these numbers
-    are small where they count, and lose no digits.
+    The weight of the bin i places above is exp(i t - i i s / 2) times that of the value's own, with t the distance of
+    the value from the middle of its bin and s the width of a bin, both in temperatures. Unlike the logits of a softmax
+    these numbers are small where they count, and lose no digits; nor do means over such places, unlike over the bins'
+    own numbers: far outside the range the gradient is as small as it should be.
     """
     width = 1 / (bins.inner * bins.temperature)
-    position = _unit(values, low, scale).mul_(bins.inner)
-    cut = position.round().clamp_(0, bins.inner)
-    away = position.sub_(cut).mul_(width).clamp_(-_FAR, _FAR).add_(width / 2)
-    shares = values.new_empty(bins.total, *values.shape)
-    for number, share in enumerate(shares):
-        steps = number - cut
-        torch.add(away, steps, alpha=-width / 2, out=share).mul_(steps).clamp_(min=-_FAR).exp_()
-    return shares.mul_(shares.sum(0).reciprocal_())
-
-
-def _unit(values: Tensor, low: Tensor, scale: Tensor) -> Tensor:
-    """Scale to the source range; far outside it all mass is in an outer bin, so the clamp changes nothing."""
-    return ((values - low) * scale).clamp(-1e3, 1e3)
+    far = 1 + _FAR / width
+    position = ((values.contiguous() - low) * (scale * bins.inner)).clamp_(-far, bins.inner + far)
+    own = position.ceil().clamp_(0, bins.inner + 1)
+    away = position.sub_(own).add_(0.5).mul_(width)
+    steps = torch.arange(bins.total, dtype=values.dtype, device=values.device).view(-1, 1, 1) - own
+    shares = torch.add(away, steps, alpha=-width / 2).mul_(steps).clamp_(min=-_FAR).exp_()
+    return shares.mul_(shares.sum(0).reciprocal_()), steps
 
 
 def _rows_at_once(values: Tensor, bins: Bins) -> int:

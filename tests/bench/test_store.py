@@ -407,6 +407,18 @@ def test_a_write_protected_place_is_named(tmp_path: Path) -> None:
             protected.chmod(before)
 
 
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = filled(tmp_path / "store", done())
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    for look in (stored, Store):
+        with pytest.raises(DataError, match="store cannot be read: Permission denied; permit it or name another file"):
+            look(path)
+
+
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder in which nobody can make files")
 def test_a_folder_that_takes_no_files_is_named() -> None:
     with pytest.raises(DataError, match="/proc/shiftmend"):

@@ -419,6 +419,18 @@ def test_other_source_images_than_the_published_are_named_under_every_table():
     assert remark not in summarise(grid()[1]).notes
 
 
+def test_a_model_trained_on_other_images_hides_no_other_that_was_trained_twice():
+    def trained(name, file, weights, seed):
+        return result(seed=seed, manifest={"source": {"name": name, "file": file}, "source_weights": weights})
+
+    given = [("plain", "a", "1", 234), ("plain", "b", "2", 234), ("shot", "a", "3", 99), ("shot", "a", "4", 99)]
+    told = footnotes.about_mixtures([trained(*facts) for facts in (*given, ("shot", "a", "5", 7))])
+    assert [note.partition(";")[0] for note in told] == [
+        "the source model plain was not trained on the same images for every cell",
+        "not every cell starts from the same training of the source model shot of seed 99",
+    ]
+
+
 def test_the_origin_of_data_is_marked():
     origins = {"fog": "regenerated", "sky": "rebuilt", "stripe": "published", "zigzag": "rebuilt"}
     results = [replace(r, origin=origins[r.cell.shift]) for r in grid()[1]]

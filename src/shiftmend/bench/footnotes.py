@@ -75,8 +75,8 @@ def about_mixtures(results: Iterable[Result]) -> list[str]:
     names = sorted({name for (name, _), files in models.items() if len(files) > 1})
     notes = [f"not every cell was run on the same images of {listed(shifts, 4)}"] if shifts else []
     notes += [f"the source model {name} was not trained on the same images for every cell" for name in names]
-    again = sorted(f"{name} of seed {seed}" for (name, seed), weights in trained.items() if len(weights) > 1)
-    if again and not names:
+    retrained = sorted(key for key, weights in trained.items() if len(weights) > 1)
+    if again := [f"{name} of seed {seed}" for name, seed in retrained if name not in names]:
         notes.append(f"not every cell starts from the same training of the source model {listed(again, 4)}")
     return [f"{note}; run the benchmark again in another folder" for note in notes]
 

@@ -198,17 +198,20 @@ def _check_place(path: Path, read_only: bool) -> None:
 
 def is_database(path: Path) -> bool:
     """Whether a file is one of SQLite's, by how it begins."""
-    with path.open("rb") as file:
-        return file.read(len(_SQLITE)) == _SQLITE
+    return _header(path).startswith(_SQLITE)
+
+
+def _header(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(100)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; permit it or name another file") from None
 
 
 def _check_header(path: Path) -> None:
     """Refuse a file that is not ours before SQLite opens it, which may change it: to mend what its owner left open."""
-    try:
-        with path.open("rb") as file:
-            header = file.read(100)
-    except OSError as error:
-        raise DataError(f"the store {path} cannot be read: {error.strerror}; permit it or name another file") from None
+    header = _header(path)
     if not header:
         return  # its first process has come no further yet
     if not header.startswith(_SQLITE):
