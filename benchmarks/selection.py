@@ -26,7 +26,7 @@ NOTICEABLE = 0.05
 def gains(path: Path, method: str) -> dict[Cell, float]:
     """Points that the selected epoch is better than the last, by cell."""
     return {
-        result.cell: 100 * (result.selected.accuracy - result.last.accuracy)
+        result.cell: round(100 * (result.selected.accuracy - result.last.accuracy), 4)  # exactly 0.05 is not more
         for result in stored(path)
         if result.selected is not None and result.last is not None
         if (result.cell.method, result.cell.protocol) == (method, "offline") and result.cell.shift != CLEAN
