@@ -135,6 +135,8 @@ def test_damage_is_told_in_one_sentence(tmp_path: Path) -> None:
 
     images.write_bytes(whole[:-100])  # an interrupted download
     assert "t10k-images" in complaint()
+    images.write_bytes(whole[:10] + bytes([whole[10] | 7]) + whole[11:])  # a kind of block that does not exist
+    assert "t10k-images-idx3-ubyte.gz cannot be read whole" in complaint()
     images.write_bytes(b"<html>not found</html>")
     assert "t10k-images" in complaint()
     images.write_bytes(gzip.compress(idx_bytes(IMAGES)[:-1]))  # whole gzip, too little in it
