@@ -66,6 +66,7 @@ def test_listing_has_a_row_for_each() -> None:
     rows = {row.dataset: row for row in listing()}
     assert list(rows) == list(CATALOGUE)
     assert rows["mnist"].download_bytes == 9_912_422 + 28_881 + 1_648_877 + 4_542
+    assert rows["usps"].download_bytes is None  # not 0: its sizes are not known
     assert rows["mnist"].fetchable
     assert not rows["emnist-da"].fetchable
     assert rows["emnist-da"].download_bytes is None
