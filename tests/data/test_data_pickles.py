@@ -110,14 +110,28 @@ def test_instructions_beyond_arrays_are_refused(content: bytes) -> None:
         read_pickled_arrays(content, PATH)
 
 
-def test_arrays_of_objects_are_refused() -> None:
+def test_keys_may_be_bytes() -> None:
+    assert read_pickled_arrays(pickle.dumps({b"data": 1}, 3), PATH) == {"data": 1}
+
+
+def test_arrays_of_objects_or_text_are_refused() -> None:
+    with pytest.raises(DataError, match=r"was not read: it holds an array of type \|S3"):
+        read_pickled_arrays(python2_pickle({"data": np.array([b"abc"])}), PATH)
     with pytest.raises(DataError, match="was not read"):
         read_pickled_arrays(pickle.dumps({"data": np.array([{}, []], dtype=object)}, 2), PATH)
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\x80\x02}", b"nonsense", pickle.dumps([1, 2], 2), pickle.dumps({1: 2}, 2), python2_pickle({"a": 1})[:-2]],
+    [
+        b"",
+        b"\x80\x02}",
+        b"nonsense",
+        pickle.dumps([1, 2], 2),
+        pickle.dumps({1: 2}, 2),
+        python2_pickle({"a": 1})[:-2],
+        b"\x80\x02}(U\x01aK\x01U\x01bu.",  # a key without a value
+    ],
 )
 def test_damage_is_a_data_error(content: bytes) -> None:
     with pytest.raises(DataError, match="data_batch_1"):
