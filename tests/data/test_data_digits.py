@@ -34,21 +34,26 @@ def test_mnist_compressed_or_not_in_raw_or_beside_it(tmp_path: Path, folder: str
 
 
 def test_the_relatives_have_folders_and_classes_of_their_own(tmp_path: Path) -> None:
-    lay_out_mnist(tmp_path, "FashionMNIST/raw", prefix="train")
-    lay_out_mnist(tmp_path, "KMNIST/raw", prefix="train")
+    for folder in ("FashionMNIST/raw", "KMNIST/raw"):
+        lay_out_mnist(tmp_path, folder, prefix="train")
+        lay_out_mnist(tmp_path, folder, prefix="t10k")
     for split, name, sign in (
         (fashion_mnist(root=tmp_path), "fashion-mnist-train", "Dress"),
+        (fashion_mnist("test", tmp_path), "fashion-mnist-test", "Dress"),
         (kmnist(root=tmp_path), "kmnist-train", "tsu"),
+        (kmnist("test", tmp_path), "kmnist-test", "tsu"),
     ):
         assert split.labels is not None
         np.testing.assert_array_equal(split.labels.numpy(), LABELS)
         assert (split.name, split.classes[3]) == (name, sign)
 
 
-def test_emnist_is_turned_upright(tmp_path: Path) -> None:
-    write_idx(tmp_path / "EMNIST/raw/emnist-balanced-train-images-idx3-ubyte.gz", IMAGES.transpose(0, 2, 1))
-    write_idx(tmp_path / "EMNIST/raw/emnist-balanced-train-labels-idx1-ubyte.gz", LABELS + 41)
-    split = emnist("train", tmp_path)
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_emnist_is_turned_upright(tmp_path: Path, part: str) -> None:
+    write_idx(tmp_path / f"EMNIST/raw/emnist-balanced-{part}-images-idx3-ubyte.gz", IMAGES.transpose(0, 2, 1))
+    write_idx(tmp_path / f"EMNIST/raw/emnist-balanced-{part}-labels-idx1-ubyte.gz", LABELS + 41)
+    split = emnist(part, tmp_path)
+    assert split.name == f"emnist-{part}"
     np.testing.assert_array_equal(split.images.numpy(), IMAGES[:, None])
     assert split.images.is_contiguous()
     assert split.labels is not None
@@ -163,11 +168,16 @@ def test_damage_is_told_in_one_sentence(tmp_path: Path) -> None:
         assert "expected it to begin with 00 00 08" in complaint()
     images.write_bytes(labels.read_bytes())  # the wrong file under the right name
     assert "expected N x 28 x 28" in complaint()
+    for wrong in (random_images(5, 28, 30), IMAGES[:0]):
+        write_idx(images, wrong)
+        assert "expected N x 28 x 28" in complaint()
+    images.write_bytes(gzip.compress(b"\0\0"))
+    assert "expected it to begin with 00 00 08" in complaint()
     images.write_bytes(whole)
     write_idx(labels, LABELS[:-1])
     assert "one label for each of the 5 images" in complaint()
-    write_idx(labels, LABELS + 20)
-    assert "labels up to 25; expected 0 to 9" in complaint()
+    write_idx(labels, LABELS + 5)
+    assert "labels-idx1-ubyte.gz holds labels up to 10; expected 0 to 9" in complaint()
 
 
 @pytest.mark.parametrize(
