@@ -75,13 +75,22 @@ def test_a_failure_leaves_everything_as_it_was(
     assert not existing or path.read_bytes() == b"old"
 
 
-def test_is_on_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[str] = []
+def test_is_whole_on_the_disk_it_is_for_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[tuple[str, Any]] = []
     synchronise, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda handle: (steps.append("fsync"), synchronise(handle))[1])
-    monkeypatch.setattr(os, "replace", lambda a, b: (steps.append("replace"), replace(a, b))[1])
+
+    def fsync(handle: int) -> None:
+        steps.append(("fsync", os.fstat(handle).st_size))
+        synchronise(handle)
+
+    def put(temporary: str, target: Path) -> None:
+        steps.append(("replace", Path(temporary).parent))
+        replace(temporary, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", put)
     write_atomically(tmp_path / "file", b"content")
-    assert steps == ["fsync", "replace"]
+    assert steps == [("fsync", len(b"content")), ("replace", tmp_path)]
 
 
 def test_a_reader_of_the_old_file_is_not_disturbed(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ FILES = {"set/a.txt": b"alpha", "set/sub/b.txt": b"beta" * 1000, "other/c.txt": 
 
 def make_tar(path: Path, files: dict[str, bytes], mode: str = "w:gz") -> None:
     with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+        folder = tarfile.TarInfo("set")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
         for name, content in files.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)
@@ -24,6 +27,7 @@ def make_tar(path: Path, files: dict[str, bytes], mode: str = "w:gz") -> None:
 
 def make_zip(path: Path, files: dict[str, bytes]) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("set/", b"")
         for name, content in files.items():
             archive.writestr(name, content)
 
@@ -51,6 +55,9 @@ def test_some_of_it_without_its_folder(archive: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out/a.txt").read_bytes() == b"alpha"
     assert (tmp_path / "out/sub/b.txt").read_bytes() == FILES["set/sub/b.txt"]
     assert not (tmp_path / "out/c.txt").exists()
+    assert unpack(archive, tmp_path / "deep", only="set/sub/", drop=2) == 1
+    assert unpack(archive, tmp_path / "deep", drop=2) == 1  # of the others nothing is left
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["b.txt"]
     with pytest.raises(DataError, match=r"holds no file absent/\*"):
         unpack(archive, tmp_path / "out", only="absent/")
 
@@ -64,7 +71,7 @@ def test_again_over_what_is_there(archive: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["tar", "zip"])
 @pytest.mark.parametrize(
-    "name", ["../escaped.txt", "set/../../escaped.txt", "/tmp/escaped.txt", "..\\escaped.txt", "C:\\x.txt"]
+    "name", ["../escaped.txt", "set/../../escaped.txt", "/tmp/escaped.txt", "..\\escaped.txt", "C:\\x.txt", "."]
 )
 def test_names_that_lead_out_are_refused(tmp_path: Path, name: str, kind: str) -> None:
     path = tmp_path / f"bad.{kind}"
@@ -96,8 +103,15 @@ def test_links_and_encryption_in_zip_are_refused(tmp_path: Path) -> None:
         info = zipfile.ZipInfo("link")
         info.external_attr = (stat.S_IFLNK | 0o777) << 16
         archive.writestr(info, "/etc/passwd")
-    with pytest.raises(DataError, match="is a link or a device"):
+    with pytest.raises(DataError, match="'link' is a link or a device"):
         unpack(path, tmp_path / "out")
+    make_zip(path, {"secret.txt": b"x"})
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"PK\1\2") + 8] |= 1  # its flags in the list of members
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"'secret\.txt' is encrypted"):
+        unpack(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_archive(archive: Path, tmp_path: Path) -> None:
@@ -109,3 +123,14 @@ def test_a_damaged_archive(archive: Path, tmp_path: Path) -> None:
     archive.write_bytes(b"no archive at all")
     with pytest.raises(DataError, match="could not be unpacked"):
         unpack(archive, tmp_path / "out")
+
+
+def test_a_damaged_member_is_not_put_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "bad.zip"
+    make_zip(path, {"set/a.txt": b"alpha"})
+    content = bytearray(path.read_bytes())
+    content[content.index(b"set/a.txt") + len("set/a.txt")] ^= 255
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"bad\.zip could not be unpacked"):
+        unpack(path, tmp_path / "out")
+    assert list((tmp_path / "out/set").iterdir()) == []

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import os
+import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from data_layouts import random_images
 
 from shiftmend.data import npz_file
+from shiftmend.data.arrays import map_npy
 from shiftmend.errors import DataError
 
 GREY = random_images(4, 8, 9)
@@ -18,6 +22,7 @@ def test_grey_colour_first_or_last(tmp_path: Path) -> None:
     for stored, expected in (
         (GREY, GREY[:, None]),
         (GREY[..., None], GREY[:, None]),
+        (GREY[:, None], GREY[:, None]),
         (COLOUR, COLOUR.transpose(0, 3, 1, 2)),
         (COLOUR.transpose(0, 3, 1, 2), COLOUR.transpose(0, 3, 1, 2)),
     ):
@@ -32,7 +37,8 @@ def test_grey_colour_first_or_last(tmp_path: Path) -> None:
 def test_other_names_and_no_labels(tmp_path: Path) -> None:
     path = tmp_path / "site.npz"
     np.savez_compressed(path, pictures=GREY)
-    assert npz_file(path, images="pictures").labels is None
+    split = npz_file(path, images="pictures", name="office")
+    assert (split.labels, split.name) == (None, "office")
     with pytest.raises(DataError, match="has no array 'images'; expected it beside pictures"):
         npz_file(path)
 
@@ -73,6 +79,26 @@ def test_bad_archives(tmp_path: Path) -> None:
         np.save(handle, GREY)
     with pytest.raises(DataError, match="holds a single array"):
         npz_file(path)
+
+
+class RunMe:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_what_is_no_single_array_is_refused_and_not_run(tmp_path: Path) -> None:
+    path, mark = tmp_path / "fog.npy", tmp_path / "was-run"
+    path.write_bytes(pickle.dumps(RunMe(mark)))
+    with pytest.raises(DataError, match=r"fog\.npy is truncated or no \.npy file .*: expected images; fetch it"):
+        map_npy(path, "images", "fetch it")
+    assert not mark.exists()
+    with path.open("wb") as handle:
+        np.savez(handle, images=GREY)
+    with pytest.raises(DataError, match=r"fog\.npy is an archive of arrays: expected images as a single"):
+        map_npy(path, "images", "fetch it")
 
 
 def test_a_damaged_stream_and_a_foreign_file_are_refused_in_one_sentence(tmp_path: Path) -> None:

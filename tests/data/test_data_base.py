@@ -37,7 +37,8 @@ def test_take_keeps_order_and_names() -> None:
     assert part.labels is not None
     assert part.labels.tolist() == [1, 0, 1]
     assert (part.name, part.classes, len(part)) == ("part", ("a", "b", "c"), 3)
-    assert Split(images, None, "unlabelled").take(torch.tensor([1])).labels is None
+    rest = Split(images, None, "unlabelled").take(torch.tensor([1]))
+    assert (rest.labels, rest.name) == (None, "unlabelled")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,8 @@ def test_what_is_no_set_of_images_is_refused(images: torch.Tensor, labels: torch
         Split(images, labels, "set", ("a", "b"))
 
 
-def test_negative_labels_of_a_set_without_class_names() -> None:
+def test_labels_of_a_set_without_class_names_are_any_class_numbers() -> None:
+    assert len(Split(IMAGES, torch.tensor([0, 1, 8, 0]), "set")) == 4
     with pytest.raises(DataError, match="labels from -1 to 8; expected class numbers from 0: "):
         Split(IMAGES, torch.tensor([0, -1, 8, 0]), "set")
 

@@ -55,6 +55,34 @@ def test_what_is_downloaded_alone_is_what_is_looked_for() -> None:
                 assert contents[download.path].md5 == download.md5
 
 
+def test_good_files_have_the_shapes_they_are_held_against() -> None:
+    contents = {content.path: content for entry in CATALOGUE.values() for part in entry.layouts for content in part}
+    for path, shape in {
+        "MNIST/raw/train-images-idx3-ubyte.gz": (60_000, 28, 28),
+        "MNIST/raw/t10k-labels-idx1-ubyte.gz": (10_000,),
+        "EMNIST/raw/emnist-balanced-train-labels-idx1-ubyte.gz": (112_800,),
+        "EMNIST/raw/emnist-balanced-test-images-idx3-ubyte.gz": (18_800, 28, 28),
+        "CIFAR-10-C/fog.npy": (50_000, 32, 32, 3),
+        "CIFAR-100-C/labels.npy": (50_000,),
+        "mnist_c/fog/train_images.npy": (60_000, 28, 28, 1),
+        "mnist_c/fog/test_labels.npy": (10_000,),
+    }.items():
+        assert contents[path].shape == shape
+        assert contents[path].exact_count != path.startswith("EMNIST")  # which is in use in other sizes
+    for path in ("MNIST/raw/train-images-idx3-ubyte.gz", "FashionMNIST/raw/t10k-labels-idx1-ubyte.gz"):
+        assert contents[path].md5_unpacked is not None
+
+
+def test_an_archive_is_unpacked_to_where_its_contents_are_looked_for() -> None:
+    for name in ("cifar-10", "cifar-100", "cifar-10-c", "cifar-100-c", "mnist-c"):
+        (archive,) = CATALOGUE[name].downloads
+        assert archive.md5 is not None
+        assert archive.unpack is not None
+        assert (archive.unpack.into, archive.unpack.drop) == (".", 0)
+        assert all(content.path.startswith(archive.unpack.only) for content in CATALOGUE[name].layouts[0])
+        assert archive.unpack.only.endswith("/")
+
+
 def test_names_are_found_however_they_are_written() -> None:
     for name in ("cifar-10-c", "CIFAR-10-C", "cifar10c", "cifar10_c"):
         assert find_entry(name).name == "cifar-10-c"
@@ -66,6 +94,7 @@ def test_listing_has_a_row_for_each() -> None:
     rows = {row.dataset: row for row in listing()}
     assert list(rows) == list(CATALOGUE)
     assert rows["mnist"].download_bytes == 9_912_422 + 28_881 + 1_648_877 + 4_542
+    assert rows["usps"].download_bytes is None  # not 0: its sizes are not known
     assert rows["mnist"].fetchable
     assert not rows["emnist-da"].fetchable
     assert rows["emnist-da"].download_bytes is None

@@ -34,16 +34,26 @@ def test_mnist_compressed_or_not_in_raw_or_beside_it(tmp_path: Path, folder: str
 
 
 def test_the_relatives_have_folders_and_classes_of_their_own(tmp_path: Path) -> None:
-    lay_out_mnist(tmp_path, "FashionMNIST/raw", prefix="train")
-    lay_out_mnist(tmp_path, "KMNIST/raw", prefix="train")
-    assert fashion_mnist("train", tmp_path).classes[3] == "Dress"
-    assert kmnist("train", tmp_path).classes[1] == "ki"
+    for folder in ("FashionMNIST/raw", "KMNIST/raw"):
+        lay_out_mnist(tmp_path, folder, prefix="train")
+        lay_out_mnist(tmp_path, folder, prefix="t10k")
+    for split, name, sign in (
+        (fashion_mnist(root=tmp_path), "fashion-mnist-train", "Dress"),
+        (fashion_mnist("test", tmp_path), "fashion-mnist-test", "Dress"),
+        (kmnist(root=tmp_path), "kmnist-train", "tsu"),
+        (kmnist("test", tmp_path), "kmnist-test", "tsu"),
+    ):
+        assert split.labels is not None
+        np.testing.assert_array_equal(split.labels.numpy(), LABELS)
+        assert (split.name, split.classes[3]) == (name, sign)
 
 
-def test_emnist_is_turned_upright(tmp_path: Path) -> None:
-    write_idx(tmp_path / "EMNIST/raw/emnist-balanced-train-images-idx3-ubyte.gz", IMAGES.transpose(0, 2, 1))
-    write_idx(tmp_path / "EMNIST/raw/emnist-balanced-train-labels-idx1-ubyte.gz", LABELS + 41)
-    split = emnist("train", tmp_path)
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_emnist_is_turned_upright(tmp_path: Path, part: str) -> None:
+    write_idx(tmp_path / f"EMNIST/raw/emnist-balanced-{part}-images-idx3-ubyte.gz", IMAGES.transpose(0, 2, 1))
+    write_idx(tmp_path / f"EMNIST/raw/emnist-balanced-{part}-labels-idx1-ubyte.gz", LABELS + 41)
+    split = emnist(part, tmp_path)
+    assert split.name == f"emnist-{part}"
     np.testing.assert_array_equal(split.images.numpy(), IMAGES[:, None])
     assert split.images.is_contiguous()
     assert split.labels is not None
@@ -103,7 +113,15 @@ def test_usps_from_npz(tmp_path: Path) -> None:
     images = random_images(5, 16, 16)
     np.savez(tmp_path / "USPS/usps.npz", x_train=images, y_train=LABELS, x_test=images[:2], y_test=LABELS[:2])
     np.testing.assert_array_equal(usps("train", tmp_path).images.numpy(), images[:, None])
-    assert len(usps("test", tmp_path)) == 2
+    test = usps("test", tmp_path)
+    assert test.labels is not None
+    assert (test.name, test.labels.tolist()) == ("usps-test", [3, 1])
+    with pytest.raises(DataError, match="USPS has no split called 'valid'"):
+        usps("valid", tmp_path)
+    for wrong, labels in ((images[:, :8], LABELS), (images, LABELS[:, None])):
+        np.savez(tmp_path / "USPS/usps.npz", x_train=wrong, y_train=labels)
+        with pytest.raises(DataError, match=r"expected uint8 \[N, 16, 16\] and one label each"):
+            usps("train", tmp_path)
     np.savez(tmp_path / "USPS/usps.npz", x_train=images.astype(float), y_train=LABELS)
     with pytest.raises(DataError, match=r"usps\.npz holds float64 .*expected uint8"):
         usps("train", tmp_path)
@@ -135,27 +153,52 @@ def test_damage_is_told_in_one_sentence(tmp_path: Path) -> None:
 
     images.write_bytes(whole[:-100])  # an interrupted download
     assert "t10k-images" in complaint()
+    images.write_bytes(whole[:10] + bytes([whole[10] | 7]) + whole[11:])  # a kind of block that does not exist
+    assert "t10k-images-idx3-ubyte.gz cannot be read whole" in complaint()
     images.write_bytes(b"<html>not found</html>")
     assert "t10k-images" in complaint()
     images.write_bytes(gzip.compress(idx_bytes(IMAGES)[:-1]))  # whole gzip, too little in it
     assert "announces 5 x 28 x 28" in complaint()
     images.write_bytes(gzip.compress(idx_bytes(IMAGES)[:9]))
     assert "inside its header" in complaint()
+    for place in range(3):  # no idx file, or one of larger numbers
+        other = bytearray(idx_bytes(IMAGES))
+        other[place] ^= 1
+        images.write_bytes(gzip.compress(other))
+        assert "expected it to begin with 00 00 08" in complaint()
     images.write_bytes(labels.read_bytes())  # the wrong file under the right name
     assert "expected N x 28 x 28" in complaint()
+    for wrong in (random_images(5, 28, 30), IMAGES[:0]):
+        write_idx(images, wrong)
+        assert "expected N x 28 x 28" in complaint()
+    images.write_bytes(gzip.compress(b"\0\0"))
+    assert "expected it to begin with 00 00 08" in complaint()
     images.write_bytes(whole)
     write_idx(labels, LABELS[:-1])
     assert "one label for each of the 5 images" in complaint()
-    write_idx(labels, LABELS + 20)
-    assert "labels up to 25; expected 0 to 9" in complaint()
+    write_idx(labels, LABELS + 5)
+    assert "labels-idx1-ubyte.gz holds labels up to 10; expected 0 to 9" in complaint()
 
 
-@pytest.mark.parametrize("line", ["3 257:0.1", "3 1;0.1", "eleven 1:0.1", "11 1:0.1", "3 1:7"])
-def test_text_that_is_not_usps_is_refused(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("3 1:1\n3 257:0.1", r"no LIBSVM file \(line 2 has pixel 257\)"),
+        ("3 0:0.1", "line 1 has pixel 0"),
+        ("3 1;0.1", "no LIBSVM file"),
+        ("eleven 1:0.1", "no LIBSVM file"),
+        ("0 1:0.1", "no USPS file"),
+        ("11 1:0.1", "no USPS file"),
+        ("3 1:7", "no USPS file"),
+        ("3 1:-7", "no USPS file"),
+        ("", "no USPS file"),
+    ],
+)
+def test_text_that_is_not_usps_is_refused(tmp_path: Path, line: str, sentence: str) -> None:
     (tmp_path / "USPS").mkdir()
     path = tmp_path / "USPS/usps.bz2"
     path.write_bytes(bz2.compress(line.encode()))
-    with pytest.raises(DataError, match=r"usps\.bz2"):
+    with pytest.raises(DataError, match=sentence):
         usps("train", tmp_path)
     path.write_bytes(bz2.compress(b"3 1:0.5\n" * 1000)[:-10])
     with pytest.raises(DataError, match=r"usps\.bz2 cannot be read whole"):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from shiftmend.data import Content, Download, Entry, Progress, Unpack, VerifyRow, fetch
+from shiftmend.data import Content, Download, Entry, Progress, Unpack, VerifyRow, download, fetch
 from shiftmend.errors import DataError
 
 BODY = bytes(range(256)) * 3000
@@ -48,7 +48,7 @@ class Site:
             request.send_error(404)
             return
         start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked and self.ranges else 0
-        if start >= len(content):
+        if start and start >= len(content):
             request.send_response(416)
             request.send_header("Content-Range", f"bytes */{len(content)}")
             request.end_headers()
@@ -121,14 +121,15 @@ def get(root: Path, catalogue: dict[str, Entry], told: list[Progress] | None = N
 def test_a_file_is_fetched_once(site: Site, tmp_path: Path) -> None:
     site.files["/file.bin"] = BODY
     told: list[Progress] = []
-    catalogue = one_file(f"{site.address}/file.bin")
-    row = get(tmp_path, catalogue, told)
+    catalogue, root = one_file(f"{site.address}/file.bin"), tmp_path / "not yet there"
+    row = get(root, catalogue, told)
     assert row.state == "complete"
-    assert (tmp_path / "SET/file.bin").read_bytes() == BODY
-    assert [p.name for p in (tmp_path / "SET").iterdir()] == ["file.bin"]
-    assert told[-1].done == told[-1].total == len(BODY)
+    assert (root / "SET/file.bin").read_bytes() == BODY
+    assert [p.name for p in (root / "SET").iterdir()] == ["file.bin"]
+    assert {(p.dataset, p.file, p.total) for p in told} == {("set", "SET/file.bin", len(BODY))}
+    assert told[-1].done == len(BODY)
     assert [p.done for p in told] == sorted(p.done for p in told)
-    assert get(tmp_path, catalogue).state == "complete"
+    assert get(root, catalogue).state == "complete"
     assert len(site.requests) == 1
     assert all(agent.startswith("shiftmend/") for agent in site.agents)
 
@@ -172,13 +173,26 @@ def test_a_whole_partial_file_needs_no_more_than_its_checksum(site: Site, tmp_pa
     assert len(site.requests) == 1
 
 
-@pytest.mark.parametrize("left", [b"of another file", BODY + b"too long"])
-def test_a_partial_file_that_does_not_fit_is_dropped(site: Site, tmp_path: Path, left: bytes) -> None:
+def test_a_partial_file_outlives_a_busy_server_also_without_a_checksum(site: Site, tmp_path: Path) -> None:
+    site.files["/file.bin"] = BODY
+    site.failures = [503]
+    partial = tmp_path / "SET/file.bin.partial"
+    partial.parent.mkdir()
+    partial.write_bytes(BODY[:1000])
+    get(tmp_path, one_file(f"{site.address}/file.bin", md5=None))
+    assert [asked for _, asked in site.requests] == ["bytes=1000-", "bytes=1000-"]
+    assert (tmp_path / "SET/file.bin").read_bytes() == BODY
+
+
+@pytest.mark.parametrize(
+    ("left", "md5"), [(b"of another file", MD5), (BODY + b"too long", MD5), (BODY + b"too long", None)]
+)
+def test_a_partial_file_that_does_not_fit_is_dropped(site: Site, tmp_path: Path, left: bytes, md5: str | None) -> None:
     site.files["/file.bin"] = BODY
     partial = tmp_path / "SET/file.bin.partial"
     partial.parent.mkdir()
     partial.write_bytes(left)
-    get(tmp_path, one_file(f"{site.address}/file.bin"))
+    get(tmp_path, one_file(f"{site.address}/file.bin", md5=md5))
     assert (tmp_path / "SET/file.bin").read_bytes() == BODY
     assert [asked for _, asked in site.requests] == [f"bytes={len(left)}-", None]
 
@@ -222,6 +236,10 @@ def test_a_wrong_checksum_is_not_put_in_place(site: Site, tmp_path: Path) -> Non
         get(tmp_path, one_file(f"{site.address}/file.bin"))
     assert list((tmp_path / "SET").iterdir()) == []
     assert len(site.requests) == 1  # the same again would not help
+    site.files["/file.bin"] = b""
+    with pytest.raises(DataError, match="sent a file with no content"):
+        get(tmp_path, one_file(f"{site.address}/file.bin", md5=None))
+    assert list((tmp_path / "SET").iterdir()) == []
 
 
 def test_sha256_is_checked_too(site: Site, tmp_path: Path) -> None:
@@ -275,6 +293,15 @@ def test_a_busy_server_is_asked_again(site: Site, tmp_path: Path) -> None:
     (tmp_path / "SET/file.bin").unlink()
     with pytest.raises(DataError, match="answered 503"):
         get(tmp_path, one_file(f"{site.address}/file.bin"))
+
+
+def test_it_waits_twice_as_long_each_time(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(download.time, "sleep", waited.append)
+    site.failures = [503] * 4
+    with pytest.raises(DataError, match="answered 503"):
+        fetch("set", tmp_path, catalogue=one_file(f"{site.address}/file.bin"), attempts=4, pause=3)
+    assert waited == [3, 6, 12]
 
 
 def test_a_refusal_is_not_repeated(site: Site, tmp_path: Path) -> None:
@@ -333,13 +360,15 @@ def archive_entry(content: bytes, url: str, name: str) -> dict[str, Entry]:
 
 @pytest.mark.parametrize("kind", ["zip", "tar.gz"])
 def test_an_archive_is_unpacked_and_removed(site: Site, tmp_path: Path, kind: str) -> None:
-    content = archive_bytes(kind, {"inner/a.bin": b"aaa", "inner/b.bin": b"bbb", "readme.txt": b"unwanted"})
+    content = archive_bytes(kind, {"inner/a.bin": b"aaa", "inner/b.bin": b"bbb", "other/c.bin": b"unwanted"})
     site.files["/set"] = content
     catalogue = archive_entry(content, f"{site.address}/set", f"set.{kind}")
     told: list[Progress] = []
     assert get(tmp_path, catalogue, told).state == "complete"
     assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")) == ["SET", "SET/a.bin", "SET/b.bin"]
     assert told[-1].message == "unpacking"
+    assert get(tmp_path, catalogue).state == "complete"
+    assert len(site.requests) == 1  # the archive is gone, and not needed
     (tmp_path / "SET/b.bin").unlink()
     fetch("set", tmp_path, catalogue=catalogue, keep_archives=True)
     assert (tmp_path / f"set.{kind}").exists()

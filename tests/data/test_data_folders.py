@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 
@@ -33,6 +34,8 @@ def test_numeric_classes_are_ordered_by_value(tmp_path: Path) -> None:
 def test_names_that_are_no_numbers_are_ordered_as_text(tmp_path: Path) -> None:
     lay_out(tmp_path, ["b", "a", "10"])
     assert image_folder(tmp_path).classes == ("10", "a", "b")
+    lay_out(tmp_path / "dotted", ["10.a", "2.b"])
+    assert image_folder(tmp_path / "dotted").classes == ("10.a", "2.b")
 
 
 def test_files_with_numbers_are_ordered_by_value(tmp_path: Path) -> None:
@@ -115,6 +118,27 @@ def test_a_damaged_image_is_named(tmp_path: Path, size: int | None) -> None:
         image_folder(tmp_path, size=size)
 
 
+def test_a_wrong_byte_anywhere_leaves_an_image_or_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    write_png(path, random_images(1, 6, 6)[0])
+    whole, reasons = path.read_bytes(), []
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        try:
+            assert len(image_folder(tmp_path)) == 1
+        except DataError as refusal:
+            reasons.append(str(refusal))
+    assert reasons
+    assert all(reason.startswith(str(path)) for reason in reasons)
+
+
+def test_a_picture_too_large_to_be_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_png(tmp_path / "bomb.png", np.zeros((10, 10), np.uint8))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40)
+    with pytest.raises(DataError, match=r"bomb\.png is no whole image \(Image size \(100 pixels\) exceeds limit"):
+        image_folder(tmp_path)
+
+
 def test_the_cache_is_used_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, cache = tmp_path / "images", tmp_path / "cache"
     lay_out(images, ["0", "1"])
@@ -152,8 +176,13 @@ def test_the_cache_is_used_until_a_file_changes(tmp_path: Path, monkeypatch: pyt
     assert decoded == 17
     image_folder(images, cache=cache, size=8)  # another size is another array, and does not displace the first
     assert decoded == 22
-    assert image_folder(images, cache=cache).images.shape[2:] == (4, 5)
+    assert image_folder(images, cache=cache).images.shape[1:] == (1, 4, 5)
     assert decoded == 22
+    assert image_folder(images, cache=cache, channels=3).images.shape[1:] == (3, 4, 5)
+    assert decoded == 27
+    image_folder(images, cache=cache, name="../a site")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "images"]
+    assert len(list(cache.glob(".._a_site-*.npy"))) == 1
 
 
 def test_a_damaged_cache_is_made_anew(tmp_path: Path) -> None:
@@ -162,7 +191,11 @@ def test_a_damaged_cache_is_made_anew(tmp_path: Path) -> None:
     first = image_folder(images, cache=cache)
     (kept,) = cache.glob("*.npy")
     whole = kept.read_bytes()
-    for damage in (whole[:-1], b"", b"nonsense"):
+    others = [io.BytesIO() for _ in range(4)]
+    for buffer, array in zip(others, (first.images[:5], first.images[:, 0], first.images / 255), strict=False):
+        np.save(buffer, array.numpy())
+    np.savez(others[3], images=first.images.numpy())
+    for damage in (whole[:-1], b"", b"nonsense", *(buffer.getvalue() for buffer in others)):
         kept.write_bytes(damage)
         assert (image_folder(images, cache=cache).images == first.images).all()
         assert kept.read_bytes() == whole

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from data_layouts import idx_bytes, random_images, write_idx, write_png
 
-from shiftmend.data import CATALOGUE, Content, Entry, Progress, VerifyRow, verify
+from shiftmend.data import CATALOGUE, Content, Entry, Progress, VerifyRow, integrity, verify
 from shiftmend.errors import DataError
 
 
@@ -26,8 +26,8 @@ def entry(*layouts: tuple[Content, ...]) -> dict[str, Entry]:
     return {"set": Entry("set", "a set", "https://example.org", layouts, arrangement="SET/...")}
 
 
-def state(root: Path, *layouts: tuple[Content, ...], checksums: bool = True) -> VerifyRow:
-    (row,) = verify(root, catalogue=entry(*layouts), checksums=checksums)
+def state(root: Path, *layouts: tuple[Content, ...], **options: bool) -> VerifyRow:
+    (row,) = verify(root, catalogue=entry(*layouts), **options)
     return row
 
 
@@ -36,6 +36,8 @@ def test_nothing_there_is_missing_everywhere(tmp_path: Path) -> None:
     assert [row.dataset for row in rows] == list(CATALOGUE)
     assert {row.state for row in rows} == {"missing"}
     assert "MNIST/raw/train-images-idx3-ubyte.gz and 3 more" in rows[0].detail
+    with pytest.raises(DataError, match=r"there is no folder .*/absent; expected the one that holds the datasets"):
+        verify(tmp_path / "absent")
 
 
 def test_only_those_named_and_progress(tmp_path: Path) -> None:
@@ -97,13 +99,15 @@ def test_another_edition_is_complete_with_a_note(tmp_path: Path) -> None:
 
 def test_sizes_shapes_and_checksums_of_other_files(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"12345")
-    assert state(tmp_path, (Content("a.bin", size=5, md5=md5(b"12345")),)).state == "complete"
+    good = Content("a.bin", size=5, md5=md5(b"12345"))
+    assert state(tmp_path, (good,)) == VerifyRow("set", "complete", "1 item in place")
     assert "5 bytes long; expected 6" in state(tmp_path, (Content("a.bin", size=6),)).detail
     assert "published MD5" in state(tmp_path, (Content("a.bin", md5=md5(b"other")),)).detail
     assert state(tmp_path, (Content("a.bin", md5=md5(b"other")),), checksums=False).state == "complete"
     np.save(tmp_path / "a.npy", np.zeros((2, 3), np.uint8))
     assert state(tmp_path, (Content("a.npy", shape=(2, 3)),)).state == "complete"
     assert state(tmp_path, (Content("a.npy", shape=(2, 3, 1)),)).state == "complete"
+    assert state(tmp_path, (Content("a.npy"), Content("a.bin"))).detail == "2 items in place"
     assert state(tmp_path, (Content("a.npy", shape=(3, 3)),)).state == "damaged"
     whole = (tmp_path / "a.npy").read_bytes()
     (tmp_path / "a.npy").write_bytes(whole[:-1])
@@ -122,7 +126,7 @@ def test_folders_are_counted(tmp_path: Path) -> None:
     for number in range(3):
         write_png(tmp_path / f"set/{number}/a.png", np.zeros((2, 2), np.uint8))
     (tmp_path / "set/cache.npy").write_bytes(b"not an image")
-    assert state(tmp_path, (Content("set", images=3),)).state == "complete"
+    assert state(tmp_path, (Content("set", images=3),)).detail == "1 item in place"
     assert "holds 3 images; expected 4" in state(tmp_path, (Content("set", images=4),)).detail
     assert "3 images, the release has 4" in state(tmp_path, (Content("set", images=4, exact_count=False),)).detail
     (tmp_path / "empty").mkdir()
@@ -142,3 +146,17 @@ def test_one_whole_layout_is_enough_and_the_nearest_is_told(tmp_path: Path) -> N
     row = state(tmp_path, first, second)
     assert row.state == "damaged"
     assert "a.bin" in row.detail
+    assert "more" not in row.detail
+    (tmp_path / "b.bin").write_bytes(b"")
+    assert state(tmp_path, first).detail.endswith("delete it and fetch it again (and 1 more)")
+
+
+def test_a_file_that_cannot_be_read_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(integrity, "file_digest", refuse)
+    (tmp_path / "a.bin").write_bytes(b"12345")
+    row = state(tmp_path, (Content("a.bin", md5=md5(b"12345")), Content("b.bin")))
+    assert row.state == "damaged"
+    assert "a.bin cannot be read ([Errno 13] Permission denied); look at its permissions" in row.detail

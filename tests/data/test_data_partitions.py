@@ -17,8 +17,8 @@ def test_mnist_is_divided_into_54000_and_6000() -> None:
     train, validation = held_out(60_000)
     assert (len(train), len(validation)) == (54_000, 6_000)
     assert torch.cat([train, validation]).sort().values.equal(torch.arange(60_000))
-    again = held_out(60_000)
-    assert train.equal(again[0])
+    order = torch.randperm(60_000, generator=torch.Generator().manual_seed(12345))
+    assert validation.equal(order[:6_000].sort().values)  # other digits would make results incomparable
     assert not train.equal(held_out(60_000, seed=1)[0])
 
 
@@ -45,6 +45,9 @@ def test_emnist_with_nothing_to_spare_has_no_validation() -> None:
     assert validation is None
     with pytest.raises(DataError, match="class 0 has 20 samples; expected at least 21"):
         emnist_source(labels, train=21)
+    assert emnist_source(labels, train=10, validation=0)[1] is None
+    with pytest.raises(DataError, match="class 3 has 19 samples; expected at least 20"):
+        emnist_source(labels[torch.arange(940) != 79], train=20)
 
 
 def test_emnist_defaults_are_those_of_the_paper() -> None:
@@ -72,6 +75,7 @@ def test_fractions_have_to_add_up(parts: tuple[float, ...]) -> None:
 
 
 def test_parts_that_would_be_empty() -> None:
+    assert [len(part) for part in fractions(10)] == [8, 1, 1]
     with pytest.raises(DataError, match="would be empty"):
         fractions(5)
     for size in (0, 10):
@@ -103,15 +107,21 @@ def test_balanced_repeats_no_sample_needlessly(values: list[int], per_class: int
     assert chosen.equal(balanced(labels, per_class, seed))
 
 
-def test_seeds_differ() -> None:
+def test_the_seed_alone_decides_and_is_0_if_none_is_given() -> None:
     labels = torch.zeros(100, dtype=torch.int64)
-    assert not few_shot(labels, 10, 0).equal(few_shot(labels, 10, 1))
-    assert not balanced(labels, 10, 0).equal(balanced(labels, 10, 1))
+    for drawn, again, other in (
+        (few_shot(labels, 10), few_shot(labels, 10, 0), few_shot(labels, 10, 1)),
+        (balanced(labels, 10), balanced(labels, 10, 0), balanced(labels, 10, 1)),
+        (fractions(100)[2], fractions(100, seed=0)[2], fractions(100, seed=1)[2]),
+    ):
+        assert drawn.equal(again)
+        assert not drawn.equal(other)
 
 
 def test_nonsense_is_refused() -> None:
     for function in (few_shot, balanced):
         with pytest.raises(DataError, match="at least one sample"):
             function(torch.zeros(3, dtype=torch.int64), 0)
-        with pytest.raises(DataError, match="at least one label"):
-            function(torch.zeros(0, dtype=torch.int64), 1)
+        for labels in (torch.zeros(0, dtype=torch.int64), torch.eye(3, dtype=torch.int64)):
+            with pytest.raises(DataError, match="a vector of at least one label"):
+                function(labels, 1)

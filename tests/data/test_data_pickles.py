@@ -44,6 +44,23 @@ def test_arrays_as_python_3_writes_them(protocol: int) -> None:
     assert read["name"] == "näme"
 
 
+@pytest.mark.parametrize("protocol", range(6))
+def test_every_protocol_builds_what_python_builds(protocol: int) -> None:
+    names = [f"{number}.png" for number in range(300)]  # more than one byte can number
+    tuples = [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)]
+    value = {"names": names, "again": [*names[::-1]], "tuples": tuples, "one": [{"key": -0.5}], "flags": [True, None]}
+    content = pickle.dumps(value, protocol)
+    assert pickle.loads(content) == value
+    assert read_pickled_arrays(content, PATH) == value
+
+
+def test_a_dictionary_written_all_at_once() -> None:
+    content = b"(S'a'\nI1\nS'b'\n(I2\nI3\nld."
+    assert read_pickled_arrays(content, PATH) == pickle.loads(content) == {"a": 1, "b": [2, 3]}
+    with pytest.raises(DataError, match="is truncated or damaged"):
+        read_pickled_arrays(b"(S'a'\nI1\nS'b'\nd.", PATH)
+
+
 def test_one_array_named_twice_is_read_once() -> None:
     array = random_images(2, 2)
     read = read_pickled_arrays(pickle.dumps({"a": array, "b": array}, 3), PATH)
@@ -93,14 +110,28 @@ def test_instructions_beyond_arrays_are_refused(content: bytes) -> None:
         read_pickled_arrays(content, PATH)
 
 
-def test_arrays_of_objects_are_refused() -> None:
+def test_keys_may_be_bytes() -> None:
+    assert read_pickled_arrays(pickle.dumps({b"data": 1}, 3), PATH) == {"data": 1}
+
+
+def test_arrays_of_objects_or_text_are_refused() -> None:
+    with pytest.raises(DataError, match=r"was not read: it holds an array of type \|S3"):
+        read_pickled_arrays(python2_pickle({"data": np.array([b"abc"])}), PATH)
     with pytest.raises(DataError, match="was not read"):
         read_pickled_arrays(pickle.dumps({"data": np.array([{}, []], dtype=object)}, 2), PATH)
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\x80\x02}", b"nonsense", pickle.dumps([1, 2], 2), pickle.dumps({1: 2}, 2), python2_pickle({"a": 1})[:-2]],
+    [
+        b"",
+        b"\x80\x02}",
+        b"nonsense",
+        pickle.dumps([1, 2], 2),
+        pickle.dumps({1: 2}, 2),
+        python2_pickle({"a": 1})[:-2],
+        b"\x80\x02}(U\x01aK\x01U\x01bu.",  # a key without a value
+    ],
 )
 def test_damage_is_a_data_error(content: bytes) -> None:
     with pytest.raises(DataError, match="data_batch_1"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from data_layouts import random_images, write_png
 from torch.utils.data import DataLoader
 
-from shiftmend.data import HOSPITALS, SOURCE_HOSPITAL, VISDA_PER_CLASS, camelyon17, few_shot, visda_c
+from shiftmend.data import HOSPITALS, SOURCE_HOSPITAL, VISDA_PER_CLASS, ImageFiles, camelyon17, few_shot, visda_c
 from shiftmend.errors import DataError
 
 PER_HOSPITAL = 6
@@ -67,6 +68,10 @@ def test_few_shots_of_a_hospital(tmp_path: Path) -> None:
     assert sorted(part.labels.tolist()) == [0, 0, 1, 1]
     assert [part.path(i) for i in range(4)] == [hospital.path(int(i)) for i in chosen]
     assert len({part.path(i) for i in range(4)}) == 4
+    assert (part.name, part.classes) == ("camelyon17-hospital-1", ("normal", "tumour"))
+    write_png(part.path(0), random_images(1, 50, 96, 3)[0])
+    with pytest.raises(DataError, match="is 50 x 96 pixels; expected 96 x 96"):
+        part[0]
 
 
 def test_a_transform_is_applied(tmp_path: Path) -> None:
@@ -103,9 +108,15 @@ def test_camelyon_damage(tmp_path: Path) -> None:
     table.write_text(whole.splitlines()[0])
     with pytest.raises(DataError, match="lists no patch of hospital 3"):
         camelyon17(3, tmp_path)
-    table.write_text(whole.replace(",1,30,3,0", ",2,30,3,0"))
-    with pytest.raises(DataError, match="labels from 0 to 2"):
+    table.write_text(whole.replace(",3,0\n", ",three,0\n", 1))
+    with pytest.raises(DataError, match=r"metadata\.csv is damaged in line 5"):
         camelyon17(3, tmp_path)
+    for label, found in ((2, "0 to 2"), (-1, "-1 to 0")):
+        table.write_text(whole.replace(",1,30,3,0", f",{label},30,3,0"))
+        with pytest.raises(DataError, match=f"labels from {found}"):
+            camelyon17(3, tmp_path)
+    with pytest.raises(DataError, match="lists 1 images and 2 labels; expected some, and as many"):
+        ImageFiles(tmp_path, ["a.png"], torch.tensor([0, 1]), "set", ("a", "b"))
 
 
 def lay_out_visda(root: Path, split: str = "train") -> list[int]:
@@ -130,11 +141,24 @@ def test_visda_reads_the_list_and_scales(tmp_path: Path) -> None:
         assert image.shape == (3, 16, 24)
         assert (image == label * 10).all()
     assert visda_c("validation", tmp_path, size=None)[0][0].shape == (3, 10, 20)
+    scaled = visda_c("validation", tmp_path, transform=lambda image: image.float() / 255)[0][0]
+    assert (scaled.shape, scaled.dtype) == ((3, 256, 256), torch.float32)
+
+
+def test_visda_in_small_letters_and_names_of_any_bytes(tmp_path: Path) -> None:
+    (tmp_path / "visda-c/train").mkdir(parents=True)
+    (tmp_path / "visda-c/train/image_list.txt").write_bytes(b"truck/\xff.png 11\n\nbus/\xc3\xa9.png 2\n")
+    rendered = visda_c(root=tmp_path)
+    assert (rendered.name, rendered.labels.tolist()) == ("visda-c-train", [11, 2])
+    assert os.fsencode(rendered.path(0)) == os.fsencode(tmp_path) + b"/visda-c/train/truck/\xff.png"
+    assert rendered.path(1) == tmp_path / "visda-c/train/bus/é.png"
 
 
 def test_visda_without_label_shift(tmp_path: Path) -> None:
     lay_out_visda(tmp_path)
-    level = visda_c("train", tmp_path, per_class=4, seed=3)
+    level = visda_c("train", tmp_path, per_class=4, seed=3, size=(16, 24))
+    assert level.name == "visda-c-train-4-per-class"
+    assert level[0][0].shape == (3, 16, 24)
     assert torch.bincount(level.labels).tolist() == [4] * 12
     kept = [level.path(index) for index in range(len(level)) if int(level.labels[index]) == 1]
     assert len(set(kept)) == 4  # dropped, not repeated, where there are enough
