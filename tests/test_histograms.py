@@ -234,6 +234,7 @@ def test_constant_units_are_unusable_and_stay_finite() -> None:
         (1e-7, 2e-7, True),  # small, but not beside its own magnitude
         (0.0, 1e-25, True),
         (0.0, 1e-31, False),  # one over such a range, times a gradient, would be infinite
+        (-3e38, 3e38, False),  # its extent is no number
     ],
 )
 def test_a_range_is_judged_by_the_magnitude_of_its_unit(low: float, high: float, usable: bool) -> None:
