@@ -100,7 +100,7 @@ def as_samples(activations: Tensor, channel_axis: int = 1) -> Tensor:
 
 
 def usable_units(low: Tensor, high: Tensor) -> Tensor:
-    """Which units varied enough on the source to have a histogram, and not beyond all numbers; constant ones did not."""
+    """Which units varied enough on the source to have a histogram; constant ones, and infinite ranges, did not."""
     extent = high - low
     magnitude = torch.maximum(low.abs(), high.abs())
     return (extent > RELATIVE_RANGE * magnitude) & (extent > torch.finfo(low.dtype).tiny / EPSILON) & extent.isfinite()
