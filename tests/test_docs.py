@@ -79,7 +79,7 @@ def test_the_page_of_when_it_works_runs_as_written(capsys: pytest.CaptureFixture
 
 
 def test_the_methods_page_runs_as_written() -> None:
-    calls, selection, online, _, history = code_blocks(ROOT / "docs/methods.md")  # torchrun's is in test_torchrun.py
+    calls, selection, online, own, _, history = code_blocks(ROOT / "docs/methods.md")  # _ is in test_torchrun.py
     world = sensors()
     made = world.profile()
     assert calls.count("shiftmend.adapt(") == 4
@@ -90,6 +90,9 @@ def test_the_methods_page_runs_as_written() -> None:
     exec(quick, names)
     exec(selection, names)
     exec(online, names | {"batches": world.target.split(100)})
+    exec(own, found := names | {"__name__": __name__})
+    assert len(found["result"].manifest["learning_rates_tried"]) == 2
+    assert found["online"].method.learning_rate == 0.02
     exec(history, {"result": shiftmend.adapt(world.model, world.target, made, "fr", epochs=1, progress=False)})
 
 
