@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 import sqlite3
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shiftmend
+from shiftmend.bench.runner import run
 from shiftmend.cli import main
+from shiftmend.methods import METHODS
+from shiftmend.models import MODELS
 from shiftmend.toys import offset_toy
 from worlds import sensors
 
@@ -79,7 +83,7 @@ def test_the_page_of_when_it_works_runs_as_written(capsys: pytest.CaptureFixture
 
 
 def test_the_methods_page_runs_as_written() -> None:
-    calls, selection, online, _, history = code_blocks(ROOT / "docs/methods.md")  # torchrun's is in test_torchrun.py
+    calls, selection, online, own, _, history = code_blocks(ROOT / "docs/methods.md")  # _ is in test_torchrun.py
     world = sensors()
     made = world.profile()
     assert calls.count("shiftmend.adapt(") == 4
@@ -90,6 +94,9 @@ def test_the_methods_page_runs_as_written() -> None:
     exec(quick, names)
     exec(selection, names)
     exec(online, names | {"batches": world.target.split(100)})
+    exec(own, found := names | {"__name__": __name__})
+    assert len(found["result"].manifest["learning_rates_tried"]) == 2
+    assert found["online"].method.learning_rate == 0.02
     exec(history, {"result": shiftmend.adapt(world.model, world.target, made, "fr", epochs=1, progress=False)})
 
 
@@ -126,7 +133,7 @@ def test_the_benchmarks_page_runs_as_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     page = ROOT / "docs/benchmarks.md"
-    benchmark, use = code_blocks(page)
+    benchmark, use, own = code_blocks(page)
     quick = re.sub(r"epochs=\d+", "epochs=2", re.sub(r'"epochs": \d+', '"epochs": 1', benchmark))
     for many, few in (
         ("order[:900]", "order[:200]"),
@@ -146,6 +153,14 @@ def test_the_benchmarks_page_runs_as_written(
         rows = connection.execute(query[1].replace("'digits'", "'scanner'").replace("'oranges'", "'stripe'")).fetchall()
     assert [row[0] for row in rows] == ["fr", "fr-features", "source-only"]
     assert all(0 <= accuracy <= 100 and seconds >= 0 for _, accuracy, seconds in rows)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for names, name in ((METHODS, "centred"), (MODELS, "perceptron")):
+        monkeypatch.setitem(names, name, None)  # type: ignore[arg-type] # the file puts its own there for this test
+    method = code_blocks(ROOT / "docs/methods.md")[3].partition("\n\n\nresult =")[0]
+    (tmp_path / "centred.py").write_text(method)
+    (tmp_path / "perceptron.py").write_text(own.replace("epochs=20", "epochs=2").replace('"epochs": 8', '"epochs": 1'))
+    report = run("perceptron.py:PLAIN", "results", workers=1, progress=False)
+    assert (report.done, report.failed) == (5, ())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=in_the_repository)

@@ -710,7 +710,7 @@ def test_a_loader_with_its_own_generator_is_reproducible_and_left_as_it_was() ->
         ({"align": ("features", 1)}, "align names no tap"),
         ({"divergence": ["psi"]}, r"unknown divergence \['psi'\], expected one of psi"),
         ({"method": ["fr"]}, r"unknown method \['fr'\], expected one of source-only"),
-        ({"method": FR}, "unknown method the class FR, expected one of source-only"),
+        ({"method": nn.ReLU}, "unknown method the class ReLU, expected one of source-only"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_refused_before_anything_is_done(

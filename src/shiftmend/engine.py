@@ -23,8 +23,9 @@ from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
 from shiftmend.layouts import channels_last
 from shiftmend.loop import Run
-from shiftmend.methods import METHODS, Method, Network
+from shiftmend.methods import METHODS, Method, Network, kind_of
 from shiftmend.methods import method as make_method
+from shiftmend.methods.contract import facts_of, stages_of, taps_of
 from shiftmend.profiles import Profile, as_profile
 from shiftmend.progress import Progress
 from shiftmend.rates import best_rate
@@ -41,7 +42,7 @@ def adapt(
     model: nn.Module,
     target: Any,
     profile: Profile | str | os.PathLike[str] | None = None,
-    method: str | Method = "bufr",
+    method: str | Method | type[Method] = "bufr",
     *,
     batch_size: int | None = None,
     seed: int = 0,
@@ -107,7 +108,8 @@ def adapt(
 
     if profile is None:
         raise AdaptationError("several learning rates need a judge between them: a profile of the source")
-    return best_rate(rates, attempt, settings)
+    entropy_may_decide = isinstance(method, Method) or not kind_of(method).minimises_entropy
+    return best_rate(rates, attempt, settings, entropy_may_decide=entropy_may_decide)
 
 
 def _once(
@@ -118,6 +120,7 @@ def _once(
     settings: Settings,
 ) -> Adaptation:
     warn_if_apart()
+    facts = facts_of(method)
     if world_size() > 1 and not method.several_processes:
         able = ", ".join(name for name, kind in METHODS.items() if kind.several_processes)
         raise AdaptationError(
@@ -146,10 +149,10 @@ def _once(
         works = method.trains and _can_be_compiled(adapted, feed, settings.capture)
         settings = replace(settings, compile=works)
     network, taps = examine(adapted, feed, profile, method, settings.blocks, settings.output)
-    stages = method.stages(network, profile)
+    stages = stages_of(method, network, profile)
     _refuse_unfit(method, feed, bool(stages) and bool(batch_norms(adapted)), profile)
     manifest = {
-        "method": {"name": method.name, **method.hyperparameters()},
+        "method": facts,
         "stages": [{k: v for k, v in asdict(stage).items() if k != "parameters"} for stage in stages],
         "preset": profile.preset if profile else None,
         "learning_rate_chosen": _how_chosen(method),
@@ -194,7 +197,10 @@ def _can_be_compiled(model: nn.Module, feed: Feed, capture: bool) -> bool:
 def _refuse_unfit(method: Method, feed: Feed, normalises: bool, profile: Profile | None) -> None:
     """Refuse data that this method cannot work with, before anything is trained; `normalises`: BatchNorm is moved."""
     size = min(feed.batch_size, feed.samples)
-    if size < max(2 if normalises else 1, method.smallest_batch(profile)):
+    smallest = method.smallest_batch(profile)
+    if smallest > 2 and size < smallest:
+        raise AdaptationError(f"batches of {size} are too small for {method.name}; it needs at least {smallest}")
+    if size < max(2 if normalises else 1, smallest):
         one = "one target sample is" if feed.samples < 2 else "a batch size of one is"
         purpose = "adapt BatchNorm with" if normalises else f"be a distribution that {method.name} can learn from"
         raise AdaptationError(f"{one} too few to {purpose}; use at least two, better 256")
@@ -256,11 +262,12 @@ def examine(
     if not method.trains:
         return Network(model, ()), {}
     found = trace(model, feed.first(2), taps=profile.specs if profile else None, output=output)
-    missing = [name for name in method.taps(profile) if name not in found.taps]
+    names = taps_of(method, profile)
+    missing = [name for name in names if name not in found.taps]
     if missing:
         raise AdaptationError(f"the profile has no tap {missing[0]!r}; it has {', '.join(found.taps)}")
     network = Network(model, split(model, found, blocks), found.taps, found.head)
-    return network, {name: found.taps[name] for name in method.taps(profile)}
+    return network, {name: found.taps[name] for name in names}
 
 
 def _data_digest(feed: Feed) -> str | None:

@@ -17,12 +17,14 @@ from torch import Tensor, optim
 from shiftmend import checkpoints, fingerprints
 from shiftmend.adaptations import Adaptation, Epoch
 from shiftmend.adapting import enter_adapting_modes, fresh_optimiser, steady, still_finite, tensors_of
+from shiftmend.checks import brief
 from shiftmend.distributed import of_first_process, rank, same_everywhere, world_size
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
 from shiftmend.halves import in_bfloat16
 from shiftmend.looks import Looker
 from shiftmend.methods import Method, Network, Stage
+from shiftmend.methods.contract import check_objective
 from shiftmend.profiles import Profile
 from shiftmend.progress import progress_bar
 from shiftmend.selection import Choice
@@ -183,6 +185,7 @@ class Run:
             self._keep()
             logger.info("going on from %s after epoch %d", self.path, self._epochs())
         objective = self.method.objective(self.profile, self.feed.device)
+        check_objective(objective, self.method, self.stages)
         total = sum(stage.epochs for stage in self.stages)
         with progress_bar(self.settings.progress, self.method.name, total) as bar:
             bar.advance(self._epochs())
@@ -252,7 +255,9 @@ class Run:
 
     def _targets(self) -> Tensor:
         """What the method knows of each sample, in the order of the feed and where its indices lie."""
-        targets = self.method.targets(self.network, self.look)
+        targets: Any = self.method.targets(self.network, self.look)
+        if not isinstance(targets, Tensor):
+            raise AdaptationError(f"`targets` of {self.method.name} gave {brief(targets)}, expected a tensor")
         assert self.feed.inputs is not None, "adapt refuses streamed data for such a method"
         if len(targets) != self.feed.samples:
             raise AdaptationError(

@@ -10,14 +10,17 @@ from typing import Any
 from shiftmend.adaptations import Adaptation
 from shiftmend.errors import AdaptationError
 from shiftmend.loop import DivergedError
-from shiftmend.methods import METHODS
 from shiftmend.methods.base import check_positive
 from shiftmend.selection import Choice
 from shiftmend.settings import Settings
 
 
 def best_rate(
-    rates: Sequence[float], attempt: Callable[[float, Settings], Adaptation], settings: Settings
+    rates: Sequence[float],
+    attempt: Callable[[float, Settings], Adaptation],
+    settings: Settings,
+    *,
+    entropy_may_decide: bool = True,
 ) -> Adaptation:
     """One run for each learning rate; the one whose kept epoch the verification slices prefer is the result."""
     if not rates:
@@ -46,8 +49,7 @@ def best_rate(
             | ({"interrupted": True} if stopped else {})
         )
         if choice is None:
-            kind = METHODS[result.manifest["method"]["name"]]
-            choice = Choice(entropy_may_decide=not kind.minimises_entropy)
+            choice = Choice(entropy_may_decide=entropy_may_decide)
         if choice.consider(kept):
             chosen = result
         if stopped:

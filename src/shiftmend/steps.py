@@ -13,10 +13,10 @@ from torch import Tensor, nn, optim
 from shiftmend.captures import CapturedEpoch, Sums, captured_epoch, kept_in_place
 from shiftmend.dice import Dice
 from shiftmend.distributed import active, backward, together
-from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
 from shiftmend.joined_batch_norm import synchronised
 from shiftmend.methods import Objective
+from shiftmend.methods.contract import loss_of
 from shiftmend.taps import Recorder, Tap, eager, tapped
 
 Precision = Callable[[], AbstractContextManager[Any]]
@@ -117,9 +117,7 @@ class Steps:
             return {}
         if targets is not None:
             activations["targets"] = targets
-        terms = self.objective(activations)
-        total = functools.reduce(torch.add, terms.values())
-        refuse_cut_off(total, self.what)
+        terms, total = loss_of(self.objective, activations, self.what)
         self.optimiser.zero_grad(set_to_none=True)
         backward(total, self.model.parameters())
         recorder.forget()
@@ -152,15 +150,6 @@ class Steps:
             size = min(feed.batch_size, len(inputs))
             what = "compiled steps" if compiled else "steps"
             return captured_epoch(once, self.model, optimiser, inputs.device, len(inputs), size, what)
-
-
-def refuse_cut_off(total: Tensor, what: str) -> None:
-    """Refuse a loss that nothing can be learnt from."""
-    if not total.requires_grad:
-        raise AdaptationError(
-            f"what the loss reads does not depend on the parameters of {what!r}: the model cuts the gradient off "
-            "(no_grad, detach or a reentrant checkpoint in its forward?)"
-        )
 
 
 @contextmanager

@@ -29,9 +29,9 @@ from shiftmend.errors import AdaptationError, DataError, ShiftmendError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.methods import METHODS, Method
 from shiftmend.methods import method as make_method
+from shiftmend.methods.contract import check_objective, facts_of, loss_of, stages_of
 from shiftmend.profiles import Profile
 from shiftmend.statistics import CountTracker, Slices
-from shiftmend.steps import refuse_cut_off
 from shiftmend.taps import Entry, Tap, check_takes, pick, tapped, unwrap
 from shiftmend.verification import Verification, judged
 
@@ -83,10 +83,12 @@ class Stream:
         inputs = self._inputs(batch)
         if self._taps is None:
             self._prepare(inputs)
-        alone = len(inputs) < 2 and (bool(batch_norms(self._model)) or self.method.smallest_batch(self.profile) > 1)
-        adapts = self.method.name != "source-only" and not alone
-        if alone and self.method.name != "source-only":
-            logger.warning("a single sample has no distribution to learn from: predicted with what was learnt so far")
+        smallest = max(2 if batch_norms(self._model) else 1, self.method.smallest_batch(self.profile))
+        learns = self.method.name != "source-only"
+        adapts = learns and len(inputs) >= smallest
+        if learns and not adapts:
+            few = "a single sample has no distribution" if len(inputs) < 2 else f"{len(inputs)} samples are too few"
+            logger.warning("%s to learn from: predicted with what was learnt so far", few)
         before = tensors_of(self._model) if adapts else {}
         self._model.eval()
         if adapts:
@@ -131,7 +133,13 @@ class Stream:
         sample = Feed(inputs[:2], device=self.device, what="batch")
         check_takes(self._model, inputs[:2], self.output)
         network, taps = examine(self._model, sample, self.profile, self.method, None, self.output)
-        stages = self.method.stages(network, self.profile)
+        stages = stages_of(self.method, network, self.profile)
+        if len(stages) > 1:
+            raise AdaptationError(
+                f"{self.method.name} has {len(stages)} stages, and a stream never comes to the second; use "
+                "shiftmend.adapt, or give it a single stage"
+            )
+        check_objective(self._objective, self.method, stages)
         if stages:
             self._optimiser = fresh_optimiser(self._model, stages[0], self.method.momentum)
             self._what = stages[0].name
@@ -143,9 +151,7 @@ class Stream:
         """One step; False, and nothing done, if the loss is not finite."""
         assert self._objective is not None
         assert self._optimiser is not None
-        terms = self._objective(activations)
-        total = torch.stack(list(terms.values())).sum()
-        refuse_cut_off(total, self._what)
+        terms, total = loss_of(self._objective, activations, self._what)
         if not bool(torch.isfinite(total)):
             return False
         self._optimiser.zero_grad(set_to_none=True)
@@ -188,7 +194,7 @@ class Stream:
 def stream(
     model: nn.Module,
     profile: Profile | str | os.PathLike[str] | None = None,
-    method: str | Method = "fr",
+    method: str | Method | type[Method] = "fr",
     *,
     preprocess: Preprocess | None = None,
     output: Entry = None,
@@ -203,7 +209,8 @@ def stream(
     number of batches behind `verification`.
     """
     chosen = make_method(method, **options)
-    if not chosen.online:
+    facts_of(chosen)
+    if not chosen.online or chosen.by_sample:
         able = ", ".join(name for name, kind in METHODS.items() if kind.online)
         raise AdaptationError(f"{chosen.name} needs the whole of the data, which a stream never is; use one of {able}")
     if not is_whole(window) or window < 1:

@@ -115,6 +115,15 @@ def test_a_function_of_another_name_is_the_same_preprocessing() -> None:
     assert identity(data(), renamed) == identity(data(), preprocess)
 
 
+def test_a_preprocessing_may_flatten_images_and_must_keep_their_number() -> None:
+    black, white = identity(data(), lambda images: images.flatten(1) / 255)["preprocess"][2]
+    assert (black, white) == ([0.0] * 100, [1.0] * 100)
+    with pytest.raises(DataError, match="preprocess gave None for two images, expected a tensor of two inputs"):
+        identity(data(), lambda images: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(DataError, match=r"preprocess gave \[1, 1, 10, 10\] for two images"):
+        identity(data(), lambda images: images[:1])
+
+
 def test_image_files_are_known_by_name_number_and_labels(tmp_path: Path) -> None:
     def listing(**changes: Any) -> ImageFiles:
         facts = {"files": ["a.png", "b.png"], "labels": torch.tensor([0, 1]), "name": "pair"} | changes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import sys
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -354,6 +355,15 @@ PROTOCOLS = {"offline": Offline()}
             "'x' of protocol 'offline' has the preset 'slices', expected one of reference, paper, sliced",
         ),
         ("OTHER = replace(MINE, source_for=lambda setting, shift: 'other')", "starts from 'other', expected one of"),
+        ("raise SystemExit(3)", "could not be run: SystemExit: 3"),
+        ("OTHER = replace(MINE, shifts='snow')", "shifts is 'snow', expected a tuple of names"),
+        ("OTHER = replace(MINE, shifts=('fog', 'fog'))", "expected each name once"),
+        ("OTHER = replace(MINE, shifts=('fog', 'clean'))", "'clean', which is always there, not among them"),
+        ("OTHER = replace(MINE, seeds=1)", "seeds is 1, expected a tuple of whole numbers"),
+        ("OTHER = replace(MINE, origin='own')", "origin is 'own', expected a function"),
+        ("OTHER = replace(MINE, protocols={'offline': 128})", "protocol, 'offline' is 128, expected a Protocol"),
+        ("OTHER = replace(MINE, settings={'offline': {'fr': 'fr'}})", "'fr' is 'fr', expected a Setting"),
+        ("OTHER = replace(MINE, settings={'offline': {'fr': Setting(print)}})", "expected a name: put one of your own"),
     ],
 )
 def test_a_broken_file_is_one_sentence(tmp_path: Path, code: str, message: str) -> None:
@@ -366,9 +376,11 @@ def test_a_broken_file_is_one_sentence(tmp_path: Path, code: str, message: str) 
     assert str(file) in str(caught.value)
 
 
-def test_a_file_of_ones_own(tmp_path: Path) -> None:
+def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
     file = tmp_path / "own.py"
-    file.write_text(OWN)
+    (tmp_path / "beside_it.py").write_text("")
+    file.write_text(f"import beside_it\n{OWN}")
     mine = find(f"{file}:MINE")
     assert isinstance(mine, Benchmark)
     assert mine.name == "mine"

@@ -20,7 +20,7 @@ from shiftmend.data.base import Split
 from shiftmend.data.streamed import ImageFiles
 from shiftmend.demo import preprocess
 from shiftmend.errors import DataError, ShiftmendError
-from shiftmend.models import DigitCNN
+from shiftmend.models import MODELS, DigitCNN
 
 TINY = {"classes": 3, "width": 4, "image_size": 12}
 
@@ -522,3 +522,29 @@ def test_nothing_waits_for_a_gpu_within_an_epoch(augmentation: str, monkeypatch:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(epochs) == 2
+
+
+@pytest.mark.parametrize(
+    ("last", "ready", "sentence"),
+    [
+        (nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), lambda images: images, "does not take inputs of shape .* uint8"),
+        (nn.Flatten(1, 2), torch.Tensor.float, r"own gave \[4, 2, 2\], expected logits of shape \[images, classes\]"),
+    ],
+)
+def test_a_network_of_ones_own_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, last: nn.Module, ready: Any, sentence: str
+) -> None:
+    monkeypatch.setitem(MODELS, "own", lambda: nn.Sequential(nn.Conv2d(1, 1, 1), last))
+    images = Split(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 1, 0, 1]), "four")
+    with pytest.raises(DataError, match=sentence):
+        train(Recipe(network="own", epochs=1, batch_size=4), images, ready, seed=0, device="cpu")
+
+
+def test_flat_inputs_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "own", lambda: nn.Linear(4, 2))
+    labels = torch.arange(64) % 2
+    images = Split((labels[:, None, None, None] * 255).to(torch.uint8).expand(64, 1, 2, 2), labels, "flat")
+    recipe = Recipe(network="own", epochs=5, batch_size=16)
+    model = train(recipe, images, lambda images: images.flatten(1) / 255, seed=0, device="cpu")
+    with torch.no_grad():
+        assert torch.equal(model(images.images.flatten(1) / 255).argmax(1), labels)

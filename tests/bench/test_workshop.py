@@ -337,3 +337,15 @@ def test_missing_data_are_an_error_of_the_data(tmp_path: Path) -> None:
 
 def test_nothing_is_compiled_for_a_cpu(tmp_path: Path) -> None:
     assert not Workshop(BENCHMARK, tmp_path, None, "cpu", compile=True).compile
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (None, "gave None for 'dark', expected a Target of Splits"),
+        (Target(torch.zeros(2), torch.zeros(2)), "`adapt` of the Target for 'dark' is a Tensor, expected a Split"),  # type: ignore[arg-type]
+    ],
+)
+def test_data_of_another_form_is_one_sentence(home: Path, given: Any, sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence):
+        fresh(home, replace(BENCHMARK, load_target=lambda shift, root: given)).target("dark")

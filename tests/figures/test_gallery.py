@@ -93,6 +93,8 @@ def test_what_cannot_be_drawn_is_one_sentence(home: Path, tmp_path: Path) -> Non
         drawn("dots", home, shifts=["sideways"])
     with pytest.raises(DataError, match="no method 'bufr'"):
         drawn("activations", home, methods=["bufr"])
+    with pytest.raises(DataError, match="no method 'bufr'"):
+        drawn("patches", home, methods=["bufr"])
     with pytest.raises(DataError, match="source model of its own"):
         drawn("moved", home, methods=["shot"])
     with pytest.raises(DataError, match="no store of benchmark results"):
@@ -107,6 +109,26 @@ def test_what_cannot_be_drawn_is_one_sentence(home: Path, tmp_path: Path) -> Non
         drawn("reliability", home, methods=None, seed=77)
     with pytest.raises(DataError, match="no finished result of shot on noisy"):
         drawn("curves", home, methods=["shot"])
+
+
+@pytest.mark.parametrize("name", ["curves", "moved", "affected", "activations"])
+def test_without_the_usual_methods_a_benchmarks_own_are_drawn(name: str, home: Path) -> None:
+    """There is no BUFR in this benchmark."""
+    assert drawn(name, home, methods=None).axes
+
+
+def test_what_came_from_an_export_has_no_curves(home: Path, tmp_path: Path) -> None:
+    file, merged = str(tmp_path / "tiny.json"), tmp_path / "merged"
+    for command in (
+        ["export", "--folder", str(home), "--format", "compact", "--out", file],
+        ["merge", file, "--folder", str(merged)],
+    ):
+        with pytest.raises(SystemExit, match="0"):
+            main(["bench", *command])
+    with pytest.raises(DataError, match="no result of fr on noisy has a history, which streams and compact exports"):
+        drawn("curves", merged, root=home)
+    run(TINY, merged, methods=["fr"], seeds=[3], root=home, device="cpu", workers=1, progress=False)
+    assert "seed 3" in str(drawn("curves", merged, root=home).get_suptitle())
 
 
 def test_the_command_writes_what_it_says(

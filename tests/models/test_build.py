@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from shiftmend.errors import DataError
 from shiftmend.models import MODELS, build
@@ -44,7 +45,22 @@ def test_missing_option_is_named() -> None:
 @pytest.mark.parametrize("value", [0, -3, 2.0, "10", True, None])
 def test_option_of_the_wrong_kind(value: object) -> None:
     with pytest.raises(DataError, match=r"option classes of model resnet18 must be a whole number above 0"):
-        build("resnet18", classes=value)  # type: ignore[arg-type]
+        build("resnet18", classes=value)
+
+
+def test_a_network_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(classes: int, slope: float = 0.1, **more: object) -> nn.Module:
+        return nn.Sequential(nn.LeakyReLU(slope), nn.Linear(4, classes, **more))  # type: ignore[arg-type]
+
+    monkeypatch.setitem(MODELS, "own", own)
+    model = build("own", classes=3, slope=0.2, bias=False)
+    assert model[0].negative_slope == 0.2  # type: ignore[index]
+    assert model[1].bias is None  # type: ignore[index]
+    with pytest.raises(DataError, match="option classes of model own must be a whole number above 0"):
+        build("own", classes=0.5)
+    monkeypatch.setitem(MODELS, "own", lambda: print)
+    with pytest.raises(DataError, match=r"MODELS\['own'\] gave a builtin_function.*, expected a torch.nn.Module"):
+        build("own")
 
 
 def test_switches_are_true_or_false() -> None:
@@ -53,4 +69,4 @@ def test_switches_are_true_or_false() -> None:
     assert "head.parametrizations.weight.original0" in normed.state_dict()
     for value in (1, 0, "true", None):
         with pytest.raises(DataError, match=r"option weight_norm of model digit-cnn must be true or false"):
-            build("digit-cnn", weight_norm=value)  # type: ignore[arg-type]
+            build("digit-cnn", weight_norm=value)

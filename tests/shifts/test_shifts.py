@@ -177,3 +177,20 @@ def test_arguments_of_the_wrong_kind_are_one_sentence(wrong, message, images):
 def test_numbers_of_numpy_are_taken(images):
     given = apply("emnist-da/fog", images, severity=np.int64(2), seed=np.int64(3))
     assert torch.equal(given, apply("emnist-da/fog", images, severity=2, seed=3))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda images, generator: None, "shift own gave None, expected a tensor"),
+        (lambda images, generator: images[..., :4], "shift own made uint8 .* expected the same type, number and size"),
+        (lambda images, generator: images[:1], "shift own made uint8 .* expected the same type, number and size"),
+        (lambda images, generator: images / 2, "shift own made float32 .* of uint8"),
+    ],
+)
+def test_a_shift_of_ones_own_gives_images_of_the_same_size(function, message, images, monkeypatch):
+    monkeypatch.setitem(SHIFTS, "own", Shift("own", function, ({},), 1, "wrong"))
+    with pytest.raises(DataError, match=message):
+        apply("own", images)
+    monkeypatch.setitem(SHIFTS, "own", Shift("own", lambda images, generator: 255 - images, ({},), 1, "negative"))
+    assert torch.equal(apply("own", images), 255 - images)

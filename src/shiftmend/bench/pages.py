@@ -65,7 +65,7 @@ def page(
         )
     main = run.get("offline") or next(iter(run.values()))
     stories: list[tuple[str, list[Block]]] = [
-        ("", [_headline(parts), *_missing(parts), *_made_by(parts)]),
+        ("", [_headline(parts), *_missing(parts), *_made_by(benchmark, parts)]),
         ("Notes", [notes.strip()] if notes.strip() else []),  # first, since tables are long: what to make of them
         ("Accuracy and calibration", [ONCE, *_clean(main), *sections.averages(main)]),
         ("Each shift", sections.by_shift(main)),
@@ -169,14 +169,15 @@ def _lacking(what: str, known: Iterable[Any], there: set[Any]) -> str:
     return f"nothing of the {what}{'s' if len(names) > 1 else ''} {', '.join(map(_code, names))}" if names else ""
 
 
-def _made_by(parts: Mapping[str, Part]) -> list[Block]:
+def _made_by(benchmark: str, parts: Mapping[str, Part]) -> list[Block]:
     """Commands, machines, and how the source models were trained."""
+    called = _without_folders(benchmark) if ":" in benchmark else benchmark  # one of your own is no name
     run = {protocol: part for protocol, part in parts.items() if part.results}
     name = next(iter(parts.values())).benchmark.name
-    commands = [f"shiftmend bench run {name}" + ("" if p == "offline" else f" --protocol {p}") for p in run]
+    commands = [f"shiftmend bench run {called}" + ("" if p == "offline" else f" --protocol {p}") for p in run]
     commands += [
-        f"shiftmend bench export {name} --format compact --out results/{name}.json",
-        f"shiftmend bench page {name} --folder results/{name}.json --out docs/results/{name}.md",
+        f"shiftmend bench export {called} --format compact --out results/{name}.json",
+        f"shiftmend bench page {called} --folder results/{name}.json --out docs/results/{name}.md",
     ]
     results = [result for part in run.values() for result in part.reading.results]
     lines = [f"- {line}" for line in (*_machines(results), *_sources(results), *map(_protocol, run.values()))]

@@ -10,11 +10,12 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shiftmend import fingerprints
 from shiftmend.__about__ import __version__
 from shiftmend.bench.training import Recipe, train, untrained
+from shiftmend.checks import kind
 from shiftmend.data.base import PathLike, Split
 from shiftmend.data.streamed import ImageFiles
 from shiftmend.errors import DataError
@@ -82,8 +83,11 @@ def identity(data: Split | ImageFiles, preprocess: Preprocess) -> dict[str, Any]
 def _response(preprocess: Preprocess, shape: tuple[int, ...]) -> list[Any]:
     """What becomes of a black and of a white image: another normalisation or layout shows here, a new name does not."""
     black = torch.zeros(shape, dtype=torch.uint8)
-    seen = preprocess(torch.stack([black, black + 255]))
-    levels = seen.double().flatten(2).mean(2)
+    seen: Any = preprocess(torch.stack([black, black + 255]))
+    if not isinstance(seen, Tensor) or seen.ndim < 2 or len(seen) != 2:
+        given = list(seen.shape) if isinstance(seen, Tensor) else kind(seen)
+        raise DataError(f"preprocess gave {given} for two images, expected a tensor of two inputs")
+    levels = seen.double().reshape(*seen.shape[:2], -1).mean(2)
     return [list(seen.shape[1:]), str(seen.dtype), [[round(level, 4) for level in row] for row in levels.tolist()]]
 
 

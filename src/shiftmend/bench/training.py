@@ -25,6 +25,7 @@ from shiftmend.bench.augmentations import AUGMENTATIONS
 from shiftmend.bench.batches import ResidentBatches, batches_of
 from shiftmend.bench.pretrained import load_pretrained
 from shiftmend.captures import captured_epoch
+from shiftmend.checks import is_whole, kind
 from shiftmend.data.base import PathLike, Split
 from shiftmend.data.streamed import ImageFiles
 from shiftmend.devices import resolve_device
@@ -33,6 +34,7 @@ from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.feeds import Preprocess
 from shiftmend.halves import in_bfloat16
 from shiftmend.models import MODELS, build
+from shiftmend.taps import check_takes
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +76,11 @@ class Recipe:
             object.__setattr__(self, name, bool(getattr(self, name)))
         for name, holds, expected in (
             ("network", self.network in MODELS, f"one of {', '.join(MODELS)}"),
-            ("epochs", self.epochs >= 1, "at least 1"),
+            ("epochs", is_whole(self.epochs) and self.epochs >= 1, "a whole number of at least 1"),
             ("learning_rate", 0 < self.learning_rate < math.inf, "above 0"),
             ("momentum", 0 <= self.momentum < 1, "at least 0 and below 1"),
             ("weight_decay", 0 <= self.weight_decay < math.inf, "at least 0"),
-            ("batch_size", self.batch_size >= 2, "at least 2, for BatchNorm"),
+            ("batch_size", is_whole(self.batch_size) and self.batch_size >= 2, "at least 2, for BatchNorm"),
             ("label_smoothing", 0 <= self.label_smoothing < 1, "at least 0 and below 1"),
             ("augmentation", self.augmentation in AUGMENTATIONS, f"one of {', '.join(AUGMENTATIONS)}"),
             ("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
@@ -233,9 +235,17 @@ class _Taught:
         return total
 
     def step(self, batch: Tensor, labels: Tensor, generator: Generator) -> Tensor:
-        ready = self.preprocess(self.augment(batch, generator)).contiguous(memory_format=torch.channels_last)
-        with in_bfloat16(self.model, self.device) if self.half else nullcontext():
-            logits = self.model(ready)
+        ready = self.preprocess(self.augment(batch, generator))
+        ready = ready.contiguous(memory_format=torch.channels_last) if ready.ndim == 4 else ready
+        try:
+            with in_bfloat16(self.model, self.device) if self.half else nullcontext():
+                logits: Any = self.model(ready)
+        except (RuntimeError, TypeError, ValueError):
+            check_takes(self.model, ready[:2])  # which says it in a sentence, if it is for the inputs
+            raise
+        if not isinstance(logits, Tensor) or logits.ndim != 2:
+            given = list(logits.shape) if isinstance(logits, Tensor) else kind(logits)
+            raise DataError(f"{self.recipe.network} gave {given}, expected logits of shape [images, classes]")
         logits = logits.float() if self.half else logits
         if logits.shape[1] <= self.highest:  # which a GPU would report as an unreadable crash
             raise DataError(

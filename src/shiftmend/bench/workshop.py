@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Hashable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,10 +17,11 @@ import shiftmend
 from shiftmend import checkpoints, fingerprints
 from shiftmend.bench import sources
 from shiftmend.bench.base import USUAL_PRESET, Benchmark, Images, Source, Target
+from shiftmend.checks import kind
 from shiftmend.data.base import Split
 from shiftmend.data.streamed import ImageFiles
 from shiftmend.devices import resolve_device
-from shiftmend.errors import ProfileError
+from shiftmend.errors import DataError, ProfileError
 from shiftmend.histograms import Bins
 from shiftmend.presets import preset as find_preset
 from shiftmend.profiles import Profile
@@ -54,12 +56,13 @@ class Workshop:
         self._gaussian: shiftmend.profiling.Gaussian = "full" if full else "marginal"
 
     def source(self, name: str) -> Source:
-        return self._data.keep("source", name, lambda: self.benchmark.load_source(name, self.root))
+        return self._data.keep("source", name, lambda: _loaded(self.benchmark.load_source, name, self.root, Source))
 
     def target(self, shift: str) -> Target:
         """The data of a shift; images in memory lie on the device, so that no epoch has to bring them there."""
         with others_may_go():  # reading files and making shifts again is work for the CPU alone
-            loaded = self._data.keep("loaded", shift, lambda: self.benchmark.load_target(shift, self.root))
+            load = self.benchmark.load_target
+            loaded = self._data.keep("loaded", shift, lambda: _loaded(load, shift, self.root, Target))
         return self._data.keep("target", shift, lambda: self._on_device(loaded))
 
     def model(self, source: str, seed: int, tick: Callable[[], None] | None = None) -> tuple[nn.Module, Path]:
@@ -89,8 +92,8 @@ class Workshop:
         model, path = self.model(source, seed)
         data = self.source(source).profiled
         identity = sources.identity(data, self.benchmark.preprocess)
-        kind = self._gaussian if preset == USUAL_PRESET else f"{preset}-{self._gaussian}"
-        name = f"{path.stem}-{temperature:g}-{kind}-{checkpoints.identify(identity)}.safetensors"
+        form = self._gaussian if preset == USUAL_PRESET else f"{preset}-{self._gaussian}"
+        name = f"{path.stem}-{temperature:g}-{form}-{checkpoints.identify(identity)}.safetensors"
         file = self.home / "profiles" / name
         found = _usable(file, model)
         if found is not None:
@@ -161,6 +164,21 @@ class Shelf:
             with self._lock:
                 kept[key] = made
             return made
+
+
+def _loaded(load: Callable[[str, Path | None], T], name: str, root: Path | None, form: type[T]) -> T:
+    """What a benchmark's function gives, which may be anybody's own."""
+    given: Any = load(name, root)
+    if not isinstance(given, form):
+        raise DataError(f"the benchmark gave {kind(given)} for {name!r}, expected a {form.__name__} of Splits")
+    for field in fields(given):  # type: ignore[arg-type]
+        images = getattr(given, field.name)
+        if not isinstance(images, Split | ImageFiles) and not (images is None and field.name == "clean"):
+            raise DataError(
+                f"`{field.name}` of the {form.__name__} for {name!r} is {kind(images)}, expected a Split: "
+                "Split(images, labels, name)"
+            )
+    return given
 
 
 def _usable(file: Path, model: nn.Module) -> Profile | None:

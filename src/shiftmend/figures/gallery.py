@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shiftmend.bench.base import CLEAN, Images
 from shiftmend.bench.cells import Result
-from shiftmend.bench.planning import chosen
+from shiftmend.bench.planning import chosen, settings_of
 from shiftmend.bench.reading import read
 from shiftmend.bench.suite import find
 from shiftmend.bench.workshop import inputs_of, labelled
@@ -59,13 +59,24 @@ class Wanted:
         """The one shift of a figure that shows one: the first that is named, or the benchmark's first."""
         return self.shifts[0] if self.shifts else find(self.benchmark).shifts[0]
 
-    def scene(self, *methods: str) -> Scene:
+    def rows(self, *usual: str) -> list[str]:
+        """The methods asked for; else the usual ones of a figure, or where a benchmark has none of them its first."""
+        benchmark = find(self.benchmark)
+        known = settings_of(benchmark, self.protocol)
+        if self.methods:
+            chosen(self.methods, known, "method", f"{benchmark.name}, {self.protocol}")
+            return list(self.methods)
+        first = [name for name, row in known.items() if row.method not in ("source-only", "target-supervised")]
+        return [name for name in usual if name in known] or first[: len(usual)] or list(known)[:1]
+
+    def scene(self, *usual: str) -> Scene:
+        """With models adapted by the methods asked for or the usual ones of a figure, if it has any."""
         check_folder(self.folder)  # a source model may have to be trained
         return stage(
             self.benchmark,
             self.folder,
             self.shift(),
-            self.methods or methods,
+            self.rows(*usual) if usual else (),
             seed=self.seed,
             root=self.root,
             device=self.device,
@@ -117,7 +128,7 @@ def _curves(wanted: Wanted) -> Figure:
     from shiftmend.bench.footnotes import source_remarks
     from shiftmend.figures import curves
 
-    methods, shift = wanted.methods or ("bufr",), wanted.shift()
+    methods, shift = wanted.rows("bufr"), wanted.shift()
     results = [
         result
         for result in wanted.results()
@@ -125,8 +136,14 @@ def _curves(wanted: Wanted) -> Figure:
     ]
     if not results:
         raise DataError(f"there is no finished result of {', '.join(methods)} on {shift}; run the benchmark first")
-    seed = min(result.cell.seed for result in results)
-    own = {result.cell.method: result.history for result in results if result.cell.seed == seed}
+    seeds = [result.cell.seed for result in results if result.history]
+    if not seeds:
+        raise DataError(
+            f"no result of {', '.join(methods)} on {shift} has a history, which streams and compact exports lack; "
+            "draw it where the benchmark was run"
+        )
+    seed = min(seeds)
+    own = {result.cell.method: result.history for result in results if result.cell.seed == seed and result.history}
     notes = source_remarks(results)
     return curves.draw(own if len(own) > 1 else next(iter(own.values())), f"{shift}, seed {seed}", notes=notes)
 
@@ -178,8 +195,7 @@ def _patches(wanted: Wanted) -> Figure:
         device=scene.device,
         progress=False,
     )
-    method = (wanted.methods or ("bufr",))[0]
-    adapted = scene.adapt(method, profile, align=("early",)).model
+    adapted = scene.adapt(wanted.rows("bufr")[0], profile, align=("early",)).model
     return patches.draw(
         scene.model,
         inputs_of(scene.source),
@@ -210,7 +226,7 @@ def _affected(wanted: Wanted) -> Figure:
         scene.model,
         inputs_of(scene.target.adapt),
         profile,
-        after_each_block(scene, (wanted.methods or ("bufr",))[0], profile),
+        after_each_block(scene, wanted.rows("bufr")[0], profile),
         preprocess=scene.preprocess,
         device=scene.device,
     )

@@ -92,7 +92,8 @@ def pool(results: Sequence[Result]) -> Bins:
     if without:
         raise DataError(
             f"{len(without)} of {len(results)} results have no reliability bins (the first is {without[0].cell}), "
-            "which older versions did not store; run these cells again"
+            "which compact exports and older versions do not hold; name a seed or methods that were run here, or merge "
+            "the store that they come from into a new folder"
         )
     tables = [result.manifest["reliability"] for result in results]
     edges = {(*(part["lower"] for part in table), table[-1]["upper"]) for table in tables}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
-from shiftmend.checks import check_known
+from shiftmend.checks import brief, check_known
 from shiftmend.errors import AdaptationError
 from shiftmend.methods.adabn import AdaBN
 from shiftmend.methods.base import Method, Network, Objective, Stage
@@ -26,14 +26,24 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
-def method(name: str | Method, **options: Any) -> Method:
-    """A method by name with its options, or one made before, as it is."""
+def kind_of(name: str | type[Method]) -> type[Method]:
+    """The class of a method; one of your own may stand in `METHODS` as well."""
+    if not isinstance(name, type) or not issubclass(name, Method):
+        check_known(name, METHODS, "method", AdaptationError)
+    kind: Any = METHODS[name] if isinstance(name, str) else name
+    if not isinstance(kind, type) or not issubclass(kind, Method):
+        raise AdaptationError(f"METHODS has {brief(kind)} for {name!r}, expected a class made from Method")
+    return kind
+
+
+def method(name: str | Method | type[Method], **options: Any) -> Method:
+    """A method by name or by its class, with its options, or one made before, as it is."""
     if isinstance(name, Method):
         if options:
-            raise AdaptationError(f"give the options of {name.name} when making it, not beside it")
+            raise AdaptationError(f"give the options of {name.name} when making it, not beside it; or give its class")
         return name
-    check_known(name, METHODS, "method", AdaptationError)
-    kind = METHODS[name]
+    kind = kind_of(name)
+    name = name if isinstance(name, str) else getattr(kind, "name", kind.__name__)
     known = [field.name for field in fields(kind)]
     unknown = [option for option in options if option not in known]
     if unknown:

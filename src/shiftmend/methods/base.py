@@ -99,7 +99,7 @@ class Method:
     """Whether several processes may adapt together: its loss joins what it computes from their shares of a batch."""
     takes_labels: ClassVar[bool] = False
     dropout: ClassVar[bool] = False
-    """Whether dropout is on while it trains."""
+    """Whether dropout is on while it trains; on a stream it never is."""
     minimises_entropy: ClassVar[bool] = False
     """Whether it makes predictions certain by itself, so that their certainty says nothing about its success."""
 
@@ -132,7 +132,7 @@ class Method:
 
     @contextmanager
     def prepared(self, model: nn.Module) -> Iterator[None]:
-        """Change the model for the length of the adaptation, beyond what is trained."""
+        """Change the model for the length of the adaptation, beyond what is trained; not on a stream."""
         yield
 
     def hyperparameters(self) -> dict[str, Any]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
+from shiftmend.checks import kind
 from shiftmend.errors import DataError
 from shiftmend.models.digit_cnn import DigitCNN
 from shiftmend.models.resnets import ResNet, resnet18, resnet18_cifar, resnet101
@@ -24,8 +26,11 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def build(name: str, **options: int) -> nn.Module:
-    """A freshly initialised network, for example `build("digit-cnn", classes=47)`."""
+def build(name: str, **options: Any) -> nn.Module:
+    """A freshly initialised network, for example `build("digit-cnn", classes=47)`.
+
+    One of your own, put into `MODELS`, may have options of other kinds: fractions and text by their defaults.
+    """
     factory = MODELS.get(name)
     if factory is None:
         raise DataError(f"there is no model named {name!r}, the known ones are {', '.join(MODELS)}")
@@ -37,9 +42,15 @@ def build(name: str, **options: int) -> nn.Module:
         raise DataError(f"wrong options for model {name}: {error}; it takes {accepted}") from error
     for option, value in options.items():
         # Command lines and manifests also deliver text, floats and booleans.
-        if isinstance(signature.parameters[option].default, bool):
+        default = signature.parameters[option].default if option in signature.parameters else None
+        if default is None or isinstance(default, float | str):
+            continue
+        if isinstance(default, bool):
             if not isinstance(value, bool):
                 raise DataError(f"option {option} of model {name} must be true or false, got {value!r}")
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise DataError(f"option {option} of model {name} must be a whole number above 0, got {value!r}")
-    return factory(**options)
+    model: Any = factory(**options)
+    if not isinstance(model, nn.Module):
+        raise DataError(f"MODELS[{name!r}] gave {kind(model)}, expected a torch.nn.Module")
+    return model

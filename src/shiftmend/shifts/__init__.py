@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shiftmend.checks import brief, is_whole
+from shiftmend.checks import brief, is_whole, kind
 from shiftmend.errors import DataError
 from shiftmend.shifts import cifar_c, emnist_da, mnist_c, mnist_m, sensor, signal
 from shiftmend.shifts.base import Shift, check_images, check_signals
@@ -81,7 +81,21 @@ def apply(
         raise DataError(f"a seed is a whole number of at most 64 bits, got {brief(seed)}")
     generator = torch.Generator(images.device).manual_seed(int(seed))
     parts = [shift.function(part, generator=generator, **parameters) for part in images.split(CHUNK)]
+    for part, given in zip(parts, images.split(CHUNK), strict=True):
+        _check_shifted(shift, part, given)
     return torch.cat(parts)
+
+
+def _check_shifted(shift: Shift, made: Any, given: Tensor) -> None:
+    """A shift of somebody's own may give anything; channels alone may change."""
+    if not isinstance(made, Tensor):
+        raise DataError(f"shift {shift.name} gave {kind(made)}, expected a tensor")
+    kept = (made.is_floating_point() if shift.domain == "signal" else made.dtype == given.dtype) and (
+        made.ndim == given.ndim and len(made) == len(given) and made.shape[2:] == given.shape[2:]
+    )
+    if not kept:
+        ours, theirs = (f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for one in (made, given))
+        raise DataError(f"shift {shift.name} made {ours} of {theirs}, expected the same type, number and size")
 
 
 def _check_parameters(shift: Shift, overrides: dict[str, Any]) -> None:

@@ -8,10 +8,14 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from shiftmend.bench.base import CLEAN, Benchmark
+from shiftmend.bench.base import CLEAN, Benchmark, Setting
+from shiftmend.bench.protocols import Protocol
+from shiftmend.bench.training import Recipe
+from shiftmend.checks import brief, is_whole
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.methods import method
 from shiftmend.presets import PRESETS
@@ -41,10 +45,14 @@ def _from_file(file: Path, attribute: str) -> Benchmark:
     assert spec is not None and spec.loader is not None  # noqa: PT018
     module = importlib.util.module_from_spec(spec)
     sys.modules[title] = module  # dataclasses defined there look themselves up
+    before, folder = list(sys.path), str(file.resolve().parent)
+    if folder not in sys.path:  # as for a script that lies there; it stays, for what its functions import later
+        sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[title]
+        sys.path[:] = before
         text = " ".join(str(error).split())
         raise DataError(f"{file} could not be run: {type(error).__name__}: {text}") from error
     found = getattr(module, attribute, None)
@@ -58,8 +66,34 @@ def _from_file(file: Path, attribute: str) -> Benchmark:
     return found
 
 
+def _of_the_wrong_kind(benchmark: Benchmark) -> Iterator[str]:
+    given: Any = benchmark  # nobody has checked the types of a file of somebody's own
+    names = given.shifts
+    if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
+        yield f'shifts is {brief(names)}, expected a tuple of names: ("dim", "bright")'
+    elif len(set(names)) < len(names) or CLEAN in names:
+        yield f"shifts is {brief(names)}, expected each name once, and {CLEAN!r}, which is always there, not among them"
+    if not isinstance(given.seeds, tuple | list) or not given.seeds or not all(map(is_whole, given.seeds)):
+        yield f"seeds is {brief(given.seeds)}, expected a tuple of whole numbers: (1, 2)"
+    for name in ("load_source", "load_target", "origin", "preprocess", "source_remark", "source_for"):
+        if not callable(getattr(given, name)):
+            yield f"{name} is {brief(getattr(given, name))}, expected a function"
+    parts: list[tuple[str, Any, Any]] = [("source", given.sources, Recipe), ("protocol", given.protocols, Protocol)]
+    parts += [(f"row of protocol {name!r}", rows, Setting) for name, rows in given.settings.items()]
+    for what, entries, form in parts:
+        for name, entry in entries.items():
+            if not isinstance(entry, form):
+                yield f"{what}, {name!r} is {brief(entry)}, expected a {form.__name__}"
+            elif form is Setting and not isinstance(entry.method, str):
+                yield (
+                    f"{what}, {name!r} has the method {brief(entry.method)}, expected a name: put one of your own into "
+                    "shiftmend.methods.METHODS"
+                )
+
+
 def faults(benchmark: Benchmark) -> Iterator[str]:
-    """What in a definition refers to something that is not there."""
+    """What in a definition is of the wrong kind, or refers to something that is not there."""
+    yield from _of_the_wrong_kind(benchmark)
     shifts = (*benchmark.shifts, CLEAN)
     for group, members in benchmark.groups.items():
         for shift in members:

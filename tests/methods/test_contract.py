@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import shiftmend
+from shiftmend.errors import AdaptationError
+from shiftmend.methods import METHODS, Method, Network, Stage, method
+from shiftmend.methods.base import Activations, Objective
+from shiftmend.profiles import Profile
+from worlds import sensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Centred(Method):
+    """What somebody may write: it pulls the mean of each feature to that of the source."""
+
+    name: ClassVar[str] = "centred"
+    needs_profile: ClassVar[bool] = True
+    epochs: int = 2
+    learning_rate: float = 0.01
+
+    def taps(self, profile: Profile | None) -> tuple[str, ...]:
+        return ("features",)
+
+    def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
+        return [Stage("all blocks", self.epochs, self.learning_rate, network.below_features)]
+
+    def objective(self, profile: Profile | None, device: torch.device) -> Objective:
+        assert profile is not None
+        home = profile.gaussian.mean.to(device)
+
+        def losses(activations: Activations) -> dict[str, Tensor]:
+            return {"features": (activations["features"].mean(0) - home).pow(2).mean()}
+
+        return losses
+
+
+def changed(**members: Any) -> Method:
+    made: Method = type("Changed", (Centred,), members)()
+    return made
+
+
+def with_loss(loss: Any) -> Method:
+    return changed(objective=lambda self, profile, device: loss)
+
+
+def with_stage(*arguments: Any) -> Method:
+    return changed(stages=lambda self, network, profile: [Stage("some", *arguments)])
+
+
+def test_a_method_by_its_class_takes_options_and_several_rates() -> None:
+    world = sensors()
+    result = shiftmend.adapt(
+        world.model, world.target, world.profile(), Centred, epochs=3, learning_rate=[0.001, 0.01], progress=False
+    )
+    assert result.manifest["method"]["name"] == "centred"
+    assert [row["learning_rate"] for row in result.manifest["learning_rates_tried"]] == [0.001, 0.01]
+    losses = [row.losses["features"] for row in result.history[1:]]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    online = shiftmend.stream(world.model, world.profile(), Centred, learning_rate=0.02)
+    online.step(world.target[:50])
+    assert set(online.losses) == {"features"}
+
+
+def test_what_is_no_method_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AdaptationError, match="unknown method the class int"):
+        method(int)  # type: ignore[arg-type]
+    with pytest.raises(AdaptationError, match="centred' has no option 'rate'; it has epochs, learning_rate"):
+        method(Centred, rate=1)
+    monkeypatch.setitem(METHODS, "centred", Centred())
+    with pytest.raises(AdaptationError, match=r"METHODS has Centred.* for 'centred', expected a class"):
+        method("centred")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (with_loss(None), "`objective` of centred gave None, expected a function"),
+        (with_loss(lambda seen: seen["features"].mean()), "gave a Tensor, expected its terms by name"),
+        (with_loss(lambda seen: {}), "gave nothing, expected its terms by name"),
+        (with_loss(lambda seen: {"x": 1.0}), "term 'x' of the loss of 'all blocks' is 1.0, expected a tensor of one"),
+        (with_loss(lambda seen: {"x": seen["features"].mean()[None]}), r"is float32 \[1\], expected a tensor of one"),
+        (with_loss(lambda seen: {"x": seen["features"].argmax()}), r"is int64 \[\], expected a tensor of one"),
+        (with_loss(lambda seen: {"x": seen["features"].mean().detach()}), "or the loss does"),
+        (with_stage(1, 0.1, ("nowhere.weight",)), "trains 'nowhere.weight', which is no parameter of the model"),
+        (with_stage(1, 0.1, "0.weight"), "trains '0.weight', which is no parameter .* expected a tuple of names"),
+        (with_stage(1, 0.0, ("0.weight",)), "learning rate of stage 'some' of centred must be a positive number"),
+        (with_stage(0, 0.1, ("0.weight",)), "epochs of stage 'some' of centred must be a whole number of at least 1"),
+        (changed(stages=lambda self, network, profile: iter(())), "`stages` of centred gave .*, expected a list"),
+        (changed(taps=lambda self, profile: "features"), "`taps` of centred gave 'features', expected a tuple"),
+        (changed(hyperparameters=lambda self: {"home": torch.zeros(2)}), "centred cannot be written into a manifest"),
+        (changed(name=None), "Changed has no name"),
+    ],
+)
+def test_what_a_method_of_ones_own_gets_wrong_is_one_sentence(wrong: Method, sentence: str) -> None:
+    world = sensors()
+    with pytest.raises(AdaptationError, match=sentence):
+        shiftmend.adapt(world.model, world.target, world.profile(), wrong, progress=False)
+    with pytest.raises(AdaptationError, match=sentence):
+        shiftmend.stream(world.model, world.profile(), wrong).step(world.target[:50])
+
+
+def test_what_only_the_whole_data_can_give_is_refused_on_a_stream() -> None:
+    world = sensors()
+    staged = changed(stages=lambda self, network, profile: [Stage("some", 1, 0.1, network.below_features)] * 2)
+    with pytest.raises(AdaptationError, match="centred has 2 stages, and a stream never comes to the second"):
+        shiftmend.stream(world.model, world.profile(), staged).step(world.target[:50])
+    with pytest.raises(AdaptationError, match="centred needs the whole of the data"):
+        shiftmend.stream(world.model, world.profile(), changed(by_sample=True))
+
+
+def test_targets_that_are_no_tensor() -> None:
+    world = sensors()
+    wrong = changed(by_sample=True, targets=lambda self, network, look: None)
+    with pytest.raises(AdaptationError, match="`targets` of centred gave None, expected a tensor"):
+        shiftmend.adapt(world.model, world.target, world.profile(), wrong, progress=False)
+
+
+def test_batches_smaller_than_the_method_needs(caplog: pytest.LogCaptureFixture) -> None:
+    world = sensors()
+    hungry = changed(smallest_batch=lambda self, profile: 100)
+    with pytest.raises(AdaptationError, match="batches of 50 are too small for centred; it needs at least 100"):
+        shiftmend.adapt(world.model, world.target, world.profile(), hungry, batch_size=50, progress=False)
+    online = shiftmend.stream(world.model, world.profile(), hungry)
+    online.step(world.target[:50])
+    assert online.losses == {}
+    assert "50 samples are too few to learn from" in caplog.text
+    online.step(world.target[:100])
+    assert set(online.losses) == {"features"}
