@@ -176,7 +176,8 @@ def test_full_batches_only_in_a_new_order_each_epoch(monkeypatch: pytest.MonkeyP
 
     class Spy(Scoreboard):
         def forward(self, images: Tensor) -> Tensor:
-            seen.append(images[:, 0, 0, 0].clone())
+            if self.training:  # it is tried with two images before
+                seen.append(images[:, 0, 0, 0].clone())
             return super().forward(images)
 
     monkeypatch.setitem(training.MODELS, "spy", Spy)

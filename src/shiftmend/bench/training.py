@@ -156,6 +156,8 @@ def train(
     written = time.monotonic()
     dice = Dice(place)
     batches, captured = batches_of(images, size, place, dice.generator, workers), None
+    if isinstance(images, Split):
+        check_takes(model, preprocess(images.images[:2].to(place)))
     model.train()
     if isinstance(batches, ResidentBatches) and place.type == "cuda" and recipe.schedule == "cosine":
         at, generator = batches.at, dice.generator
@@ -237,12 +239,8 @@ class _Taught:
     def step(self, batch: Tensor, labels: Tensor, generator: Generator) -> Tensor:
         ready = self.preprocess(self.augment(batch, generator))
         ready = ready.contiguous(memory_format=torch.channels_last) if ready.ndim == 4 else ready
-        try:
-            with in_bfloat16(self.model, self.device) if self.half else nullcontext():
-                logits: Any = self.model(ready)
-        except (RuntimeError, TypeError, ValueError):
-            check_takes(self.model, ready[:2])  # which says it in a sentence, if it is for the inputs
-            raise
+        with in_bfloat16(self.model, self.device) if self.half else nullcontext():
+            logits: Any = self.model(ready)
         if not isinstance(logits, Tensor) or logits.ndim != 2:
             given = list(logits.shape) if isinstance(logits, Tensor) else kind(logits)
             raise DataError(f"{self.recipe.network} gave {given}, expected logits of shape [images, classes]")
