@@ -88,6 +88,11 @@ def test_what_is_no_method_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
         (with_loss(lambda seen: {"x": seen["features"].mean()[None]}), r"is float32 \[1\], expected a tensor of one"),
         (with_loss(lambda seen: {"x": seen["features"].argmax()}), r"is int64 \[\], expected a tensor of one"),
         (with_loss(lambda seen: {"x": seen["features"].mean().detach()}), "or the loss does"),
+        (
+            with_loss(lambda seen: {"x": seen["logits"].mean()}),
+            "reads 'logits', which its method does not name in `taps`",
+        ),
+        (with_loss(lambda seen: {"x": seen["targets"].mean()}), "which no method has without `by_sample`"),
         (with_stage(1, 0.1, ("nowhere.weight",)), "trains 'nowhere.weight', which is no parameter of the model"),
         (with_stage(1, 0.1, "0.weight"), "trains '0.weight', which is no parameter .* expected a tuple of names"),
         (with_stage(1, 0.0, ("0.weight",)), "learning rate of stage 'some' of centred must be a positive number"),

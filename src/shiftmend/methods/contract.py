@@ -78,7 +78,14 @@ def check_objective(objective: Any, method: Method, stages: list[Stage]) -> None
 
 def loss_of(objective: Objective, activations: Activations, what: str) -> tuple[dict[str, Tensor], Tensor]:
     """The terms of the loss on a batch, and their sum."""
-    terms: Any = objective(activations)
+    try:
+        terms: Any = objective(activations)
+    except KeyError as error:
+        [name, *_] = error.args or ("",)
+        if name not in ("features", "logits", "targets") or name in activations:
+            raise
+        unsaid = "no method has without `by_sample`" if name == "targets" else "its method does not name in `taps`"
+        raise AdaptationError(f"the loss of {what!r} reads {name!r}, which {unsaid}") from error
     if not isinstance(terms, Mapping) or not terms:
         given = kind(terms) if not isinstance(terms, Mapping) else "nothing"
         raise AdaptationError(f"the loss of {what!r} gave {given}, expected its terms by name: {{'features': loss}}")
