@@ -90,7 +90,7 @@ def test_what_is_no_method_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
         (with_loss(lambda seen: {"x": seen["features"].mean().detach()}), "or the loss does"),
         (
             with_loss(lambda seen: {"x": seen["logits"].mean()}),
-            "reads 'logits', which its method does not name in `taps`",
+            "reads 'logits', which its method does not name",
         ),
         (with_loss(lambda seen: {"x": seen["targets"].mean()}), "which no method has without `by_sample`"),
         (with_stage(1, 0.1, ("nowhere.weight",)), "trains 'nowhere.weight', which is no parameter of the model"),
