@@ -191,6 +191,28 @@ def test_adapt_writes_everything_and_says_what_changed(
     assert verified["divergence"] == pytest.approx(result["manifest"]["verification"]["after"]["divergence"], rel=1e-4)
 
 
+def test_adapt_by_a_method_of_ones_own(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "gentle.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from typing import ClassVar\n"
+        "from shiftmend.methods import FR\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class Gentle(FR):\n"
+        "    name: ClassVar[str] = 'gentle'\n"
+        "    epochs: int = 2\n"
+    )
+    arguments = ["adapt", *common(site), "-d", site / "target.npz", "-p", site / "p.safetensors", "-o", tmp_path / "a"]
+    ok(capsys, *arguments, "-m", f"{tmp_path}/gentle.py:Gentle", "--option", "learning_rate=0.001")
+    manifest = json.loads((tmp_path / "a/manifest.json").read_text())
+    assert (manifest["method"]["name"], manifest["method"]["epochs"]) == ("gentle", 2)
+    for wrong, said in (
+        (f"{tmp_path}/gentle.py:Rough", "has no 'Rough'"),
+        (f"{tmp_path}/nowhere.py:Gentle", "method '{}' could not be found: there is no file"),
+        (f"{tmp_path}/gentle.py:dataclass", "unknown method"),
+    ):
+        assert said.format(wrong) in refused(capsys, *arguments, "-m", wrong)
+
+
 def test_adapt_chooses_among_rates_and_epochs(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["adapt", *common(site), "-d", site / "target.npz", "-p", site / "p.safetensors", "-m", "fr"]
     rates = ("--option", "epochs=2", "--option", "learning_rate=0.01,1", "--keep", "selected")

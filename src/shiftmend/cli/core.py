@@ -109,7 +109,9 @@ def adapt(
     data: Data,
     profile: ProfileFile,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the adapted model, history and manifest.")],
-    method: Annotated[str, typer.Option("--method", "-m", help="bufr, fr, adabn, ...; see docs/methods.md.")] = "bufr",
+    method: Annotated[
+        str, typer.Option("--method", "-m", help="bufr, fr, adabn, ..., or file.py:Class of your own.")
+    ] = "bufr",
     option: Annotated[
         list[str] | None,
         typer.Option(help="name=value for the method; repeatable. Of learning_rate=0.01,0.1 the better is chosen."),
@@ -137,10 +139,12 @@ def adapt(
     Labels are not looked at but by the method target-supervised; where there are any, they score the model afterwards.
     """
     import shiftmend
+    from shiftmend.cli.loading import load_method
     from shiftmend.distributed import rank
     from shiftmend.methods import TargetSupervised
 
     _check_place(out, weights)
+    chosen = load_method(method)
     net, inputs, labels, preprocess = gather(
         model, weights, model_option, allow_pickle, data, size, channels, mean, std
     )
@@ -164,7 +168,7 @@ def adapt(
         net,
         inputs,
         home,
-        method,
+        chosen,
         batch_size=batch_size,
         seed=seed,
         preprocess=preprocess,

@@ -1,4 +1,4 @@
-"""Turn what stands on the command line into a model."""
+"""Turn what stands on the command line into a model, or a method."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from shiftmend.errors import DataError, ShiftmendError
+from shiftmend.methods import METHODS
 from shiftmend.models import MODELS, build
 
 
@@ -36,22 +37,18 @@ def _option(text: str) -> tuple[str, Any]:
     return key, int(value) if value.lstrip("-").isdigit() else value
 
 
+def load_method(name: str) -> Any:
+    """A built-in method by name, as it is, or the class that `package.module:Class` or `file.py:Class` names."""
+    if ":" not in name:
+        return name
+    with _found("method", name, METHODS, "Class") as found:
+        return found
+
+
 def _call_factory(name: str, settings: dict[str, Any]) -> nn.Module:
-    where, colon, attribute = name.rpartition(":")
-    if not colon or not where:
-        raise ShiftmendError(
-            f"model {name!r} is neither built in ({', '.join(MODELS)}) nor of the form package.module:factory or "
-            "file.py:factory"
-        )
-    of_file = where.endswith(".py")
-    if of_file and not Path(where).is_file():
-        raise ShiftmendError(f"model {name!r} could not be found: there is no file {where}")
-    with _first_on_path(Path(where).resolve().parent if of_file else Path.cwd()):
-        module = _imported(name, where, of_file)
-        if not hasattr(module, attribute):
-            raise ShiftmendError(f"model {name!r} could not be found: {where} has no {attribute!r}")
+    with _found("model", name, MODELS, "factory") as factory:
         try:
-            model = getattr(module, attribute)(**settings)
+            model = factory(**settings)
         except (Exception, SystemExit) as error:
             if isinstance(error, TypeError) and not _frames(error):  # the call itself, not what it ran
                 raise ShiftmendError(f"{name} could not be called with {settings or 'no options'}: {error}") from error
@@ -62,6 +59,25 @@ def _call_factory(name: str, settings: dict[str, Any]) -> nn.Module:
         if not isinstance(model, nn.Module):
             raise ShiftmendError(f"{name} gave a {type(model).__name__}, expected a torch.nn.Module")
     return model
+
+
+@contextmanager
+def _found(what: str, name: str, known: Iterable[str], attributes: str) -> Iterator[Any]:
+    """What `package.module:attribute` or `file.py:attribute` names; inside, imports find what lies beside it."""
+    where, colon, attribute = name.rpartition(":")
+    if not colon or not where:
+        raise ShiftmendError(
+            f"{what} {name!r} is neither built in ({', '.join(known)}) nor of the form package.module:{attributes} or "
+            f"file.py:{attributes}"
+        )
+    of_file = where.endswith(".py")
+    if of_file and not Path(where).is_file():
+        raise ShiftmendError(f"{what} {name!r} could not be found: there is no file {where}")
+    with _first_on_path(Path(where).resolve().parent if of_file else Path.cwd()):
+        module = _imported(f"{what} {name!r}", where, of_file, what)
+        if not hasattr(module, attribute):
+            raise ShiftmendError(f"{what} {name!r} could not be found: {where} has no {attribute!r}")
+        yield getattr(module, attribute)
 
 
 @contextmanager
@@ -80,18 +96,17 @@ def _first_on_path(folder: Path) -> Iterator[None]:
         raise
 
 
-def _imported(name: str, where: str, of_file: bool) -> ModuleType:
+def _imported(named: str, where: str, of_file: bool, what: str) -> ModuleType:
     try:
         return _import_file(Path(where)) if of_file else importlib.import_module(where)
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and not of_file and f"{where}.".startswith(f"{missing}."):
             raise ShiftmendError(
-                f"model {name!r} could not be found: {error}; expected a module that is installed or in the current "
-                "folder"
+                f"{named} could not be found: {error}; expected a module that is installed or in the current folder"
             ) from error
-        remedy = "install it, or put it beside the model" if missing else "mend it there"
-        raise ShiftmendError(f"model {name!r} could not be imported: {_reason(error)}; {remedy}") from error
+        remedy = f"install it, or put it beside the {what}" if missing else "mend it there"
+        raise ShiftmendError(f"{named} could not be imported: {_reason(error)}; {remedy}") from error
 
 
 def _import_file(path: Path) -> ModuleType:
