@@ -238,3 +238,21 @@ def test_two_processes_at_once_agree(tmp_path: Path) -> None:
     model, path = got(tmp_path)
     assert answers == [shiftmend.fingerprints.weights(model)] * 2
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_weights_are_not_taken_for_a_network_whose_code_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def perceptron(activation: type[nn.Module]) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(300, 8), activation(), nn.Linear(8, 2))
+
+    monkeypatch.setitem(training.MODELS, "own", lambda: perceptron(nn.ReLU))
+    recipe = Recipe(network="own", epochs=1, batch_size=32)
+    first, _ = got(tmp_path, recipe)
+    second, path = got(tmp_path, recipe)
+    assert same(first, second)
+    kept = path.read_bytes()
+    monkeypatch.setitem(training.MODELS, "own", lambda: perceptron(nn.Tanh))
+    with pytest.raises(DataError, match=r"the code of its network has changed.*delete it to train again"):
+        got(tmp_path, recipe)
+    assert path.read_bytes() == kept

@@ -42,6 +42,7 @@ def obtain(
     processes that train the same model at once, both end up with the file of the one that finished first.
     """
     digest = recipe.digest(identity(data, preprocess))
+    probe = preprocess(data.images[:2]) if isinstance(data, Split) else None
     path = home / "sources" / f"{recipe.network}-{digest}-{seed}.safetensors"
     if not path.exists():
         checkpoint = path.with_suffix(".checkpoint")
@@ -56,10 +57,11 @@ def obtain(
             root=root,
         )
         if not path.exists():
-            _write(path, model, {"digest": digest, "recipe": json.dumps(recipe.facts()), "data": data.name}, seed)
+            facts = {"digest": digest, "recipe": json.dumps(recipe.facts()), "data": data.name}
+            _write(path, model, facts | _answers(model, probe), seed)
         checkpoint.unlink(missing_ok=True)
     # Read back even when just written: whoever asks, now or later, gets the model that is on the disk.
-    return _read(path, recipe, digest, seed), path
+    return _read(path, recipe, digest, seed, probe), path
 
 
 def identity(data: Split | ImageFiles, preprocess: Preprocess) -> dict[str, Any]:
@@ -103,7 +105,19 @@ def _write(path: Path, model: nn.Module, facts: dict[str, str], seed: int) -> No
     write_atomically(path, safetensors.torch.save(tensors, metadata))
 
 
-def _read(path: Path, recipe: Recipe, digest: str, seed: int) -> nn.Module:
+@torch.no_grad()
+def _answers(model: nn.Module, probe: Tensor | None) -> dict[str, str]:
+    """What the model makes of two images: the same weights in other code would give something else."""
+    return {} if probe is None else {"answers": json.dumps(model.eval()(probe).flatten().tolist())}
+
+
+def _alike(answers: str, others: str | None) -> bool:
+    """But for what two machines round differently."""
+    first, second = (torch.tensor(json.loads(text or "[]")) for text in (answers, others))
+    return first.shape == second.shape and torch.allclose(first, second, rtol=1e-2, atol=1e-2, equal_nan=True)
+
+
+def _read(path: Path, recipe: Recipe, digest: str, seed: int, probe: Tensor | None) -> nn.Module:
     model = untrained(recipe)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
@@ -116,6 +130,8 @@ def _read(path: Path, recipe: Recipe, digest: str, seed: int) -> nn.Module:
         raise _unfit(path, "it was written for something else")
     if metadata.get("weights") != fingerprints.weights(model):
         raise _unfit(path, "its weights have changed")
+    if "answers" in metadata and not _alike(metadata["answers"], _answers(model, probe).get("answers")):
+        raise _unfit(path, "the code of its network has changed")
     return model.eval()
 
 
