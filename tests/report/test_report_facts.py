@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from report_worlds import Page, mended
 from torch import nn
+from torch.utils.data import Dataset
 
 import shiftmend
 from shiftmend import report
@@ -165,6 +166,28 @@ def test_streams_and_batches_give_the_same() -> None:
     assert parts.predictions is not None
     assert whole.predictions is not None
     assert parts.predictions.changed == whole.predictions.changed
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """No two passes give the same, as behind an augmentation."""
+
+    def __len__(self) -> int:
+        return 600
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return mended()[0].target[index] + torch.as_tensor(np.random.default_rng().normal(size=6), dtype=torch.float32)
+
+
+def test_the_inputs_shown_of_a_stream_are_those_that_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, profile, _ = mended()
+    monkeypatch.setattr("shiftmend.feeds.room_on", lambda _: 0)
+    found = report.facts(world.model, Noisy(), profile, samples=5)
+    for sample in found.inputs:
+        with torch.no_grad():
+            probabilities = world.model(torch.as_tensor(sample.values)[None]).softmax(1)
+        assert sample.before == (int(probabilities.argmax()), pytest.approx(float(probabilities.max()), rel=1e-4))
+    assert [sample.number for sample in found.inputs] == [0, 1, 2, 3, 4]
+    assert "5 of 600 inputs, the first." in Page(render(found)).sections["inputs"]
 
 
 def test_cautions_say_what_does_not_belong_together() -> None:

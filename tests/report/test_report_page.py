@@ -85,6 +85,114 @@ def test_numbers_are_those_computed_elsewhere(page: Page) -> None:
         assert block in page.sections["training"]
 
 
+def test_before_and_after_stand_under_their_own_heads(page: Page, found: report.Facts) -> None:
+    assert found.predictions is not None
+    assert found.predictions.after is not None
+    assert found.after is not None
+    shift, verdict, said = page.sections["shift"], page.sections["verdict"], page.sections["predictions"]
+    assert "tapunitsmean distance beforeafterclearly shifted beforeafter" in shift
+    for tap in found.taps:
+        assert tap.mean_after is not None
+        assert tap.mean_before == pytest.approx(np.mean(tap.before))
+        assert tap.mean_after == pytest.approx(np.mean(tap.after or ()))
+        means = f"{number(tap.mean_before)}{number(tap.mean_after)}"
+        assert f"{tap.name}{tap.units}{means}{tap.clear_before}{tap.clear_after}" in shift
+        unit = tap.worst[0]
+        assert unit.after is not None
+        distances = [number(seen.divergence) for seen in (unit.before, unit.after)]
+        assert f"Unit {unit.number}. Distance {distances[0]} before, {distances[1]} after. Before: values are " in shift
+        outside = "".join(f"{100 * seen.outside:.1f}\u00a0%" for seen in (unit.before, unit.after))
+        moved = "".join(f"{100 * seen.moved:+.0f}\u00a0% of range" for seen in (unit.before, unit.after))
+        assert f"{unit.number}{distances[0]}{distances[1]}{outside}{moved}" in shift
+    assert f"distance of about {number(found.taps[0].floor)}." in shift
+    ends = [number(one.divergence) for one in (found.before, found.after)]
+    assert f"distance from home{ends[0]} → {ends[1]}" in verdict
+    assert f", of 12{found.taps[0].clear_before} → {found.taps[0].clear_after}" in verdict
+    made = found.predictions
+    assert made.after is not None
+    assert f"predictions that changed{100 * (made.changed or 0) / 600:.0f}\u00a0%" in verdict
+    sure = [f"{100 * one.confidence:.1f}\u00a0%" for one in (made.before, made.after)]
+    assert f"is {sure[0]} before and {sure[1]} after" in said
+    titles = [attributes.get("title") for _, attributes in page.elements if "bar " in (attributes.get("class") or "")]
+    pairs = zip(made.before.counts, made.after.counts, strict=True)
+    assert titles == [text for a, b in pairs for text in (f"before: {a}", f"after: {b}")]
+    one, other, count = made.moves[0]
+    assert f"“{one}” became “{other}”: {count}" in said
+    gauge = next(attributes["aria-label"] for tag, attributes in page.elements if tag == "svg")
+    assert gauge == f"Distance from home: before {ends[0]}, after {ends[1]}"
+    sample = found.inputs[1]
+    assert sample.before is not None
+    assert sample.after is not None
+    told = [f"{guess} ({100 * p:.0f}\u00a0%)" for guess, p in (sample.before, sample.after)]
+    values = "".join(f"{value:.3g}" for value in sample.values.tolist())
+    assert f"{sample.number}{values}before {told[0]}after {told[1]}label {sample.label}" in page.sections["inputs"]
+
+
+def test_scores_stand_beside_their_names_and_say_what_labels_were_used_for(page: Page, found: report.Facts) -> None:
+    before, after = found.scores_before, found.scores_after
+    assert isinstance(before, shiftmend.Scores)
+    assert isinstance(after, shiftmend.Scores)
+    assert "600 inputs came with labels. The labels were used for these scores alone" in page.sections["scores"]
+    for name, one, two in (
+        ("beforeafteraccuracy: right answers", before.accuracy, after.accuracy),
+        ("on average", before.ece, after.ece),
+        ("the same at its worst", before.mce, after.mce),
+    ):
+        assert f"{name}{100 * one:.1f}\u00a0%{100 * two:.1f}\u00a0%" in page.sections["scores"]
+    assert found.mending is not None
+    manifest = found.mending.manifest | {"method": {"name": "target-supervised"}}
+    trained = Page(render(replace(found, mending=replace(found.mending, manifest=manifest)))).sections["scores"]
+    assert "an upper bound and not a test" in trained
+    assert "never for adapting" not in trained
+    numbers = shiftmend.RegressionScores(600, mean_absolute_error=0.25, root_mean_square_error=0.5, r2=None)
+    regression = Page(render(replace(found, scores_before=numbers, scores_after=None))).sections["scores"]
+    assert "heremean absolute error0.25root mean square error0.5" in regression
+
+
+@pytest.mark.parametrize(
+    ("moved", "spread", "outside", "words"),
+    [
+        (0.2, 1.0, 0.0, "values are higher."),
+        (-0.2, 1.5, 0.25, "values are lower and spread wider, 25\u00a0% beyond the range at home."),
+        (0.0, 0.5, 0.0, "values are bunched together."),
+        (0.04, 1.1, 0.005, "values are about where they were, in another shape."),
+    ],
+)
+def test_words_say_which_way_a_unit_went(
+    found: report.Facts, moved: float, spread: float, outside: float, words: str
+) -> None:
+    tap = found.taps[0]
+    seen = replace(tap.worst[0].before, moved=moved, spread=spread, outside=outside)
+    only = replace(tap, worst=(replace(tap.worst[0], before=seen),), constant=4)
+    shift = Page(render(replace(found, taps=(only,)))).sections["shift"]
+    assert f"Before: {words}" in shift
+    assert "12 units are compared. 4 more never varied at home" in shift
+
+
+def test_the_protocol_says_what_was_judged_and_kept(page: Page, found: report.Facts) -> None:
+    assert found.mending is not None
+    assert "judged onthe very inputs that were adapted to" in page.sections["run"]
+    last = found.mending.history[-1].epoch
+    assert f"keptepoch {last}, the last one" in page.sections["run"]
+    assert f"ran {last} epochs" in page.sections["training"]
+    changes = {"kept": "selected", "selected_epoch": 2, "status": "interrupted", "target": {"samples": 1234}}
+    other = replace(found.mending, manifest=found.mending.manifest | changes, same_data=False)
+    shown = Page(render(replace(found, mending=other, cautions=("Mind the gap.",))))
+    for words in (
+        *("keptepoch 2, chosen without labels", "endedinterrupted", "adapted to1,234 inputs"),
+        "judged onother inputs than those that were adapted to",
+    ):
+        assert words in shown.sections["run"]
+    assert "Mind the gap." in shown.sections["verdict"]
+    assert "before and after mending" in page.text
+    home = found.home
+    tap = {"features": ("6", 12, 5)}
+    stored = Page(render(replace(found, home=replace(home, taps=tap)))).sections["stored"]
+    assert "12 units at 6, 5 of them constant" in stored
+    assert f"preset{home.preset}" in stored
+    assert "their mean and variance," in stored
+
+
 def test_nothing_is_loaded_from_anywhere(found: report.Facts) -> None:
     text = render(found)
     for tag, attributes in Page(text).elements:
@@ -228,6 +336,13 @@ def test_no_inputs_where_none_may_leave(found: report.Facts) -> None:
     page = Page(render(report.facts(world.model, world.target, profile, result, samples=0)))
     assert "No inputs are shown" in page.sections["inputs"]
     assert "value 0" not in page.sections["inputs"]
+
+
+def test_shown_inputs_are_said_to_be_in_the_file() -> None:
+    world, profile, _ = mended()
+    whole = Page(render(report.facts(world.model, world.target, profile, samples=5))).sections["inputs"]
+    assert "5 of 600 inputs, from all over the data." in whole
+    assert "pass it on only to those who may see them" in whole
 
 
 def test_large_models_give_small_pages() -> None:
