@@ -60,6 +60,13 @@ def test_before_only_has_no_word_of_mending_in_its_verdict() -> None:
     assert list(page.sections) == ["verdict", "inputs", "shift", "predictions", "stored", "run", "undo"]
     assert page.headings[1][1].endswith("Shifted")
     assert "nothing to undo" in page.sections["undo"]
+    assert "tapunitsmean distance hereclearly shiftedfeatures12" in page.sections["shift"]
+    assert "seen by the model as it came" in page.text
+    assert "mending" not in page.sections["predictions"] + page.sections["shift"]
+    scored = Page(render(report.facts(world.model, world.target, profile, labels=world.labels)))
+    assert (
+        f"hereaccuracy: right answers{100 * world.accuracy(world.model):.1f}\u00a0%calib" in scored.sections["scores"]
+    )
 
 
 def test_numbers_are_those_computed_elsewhere(page: Page) -> None:
@@ -117,7 +124,9 @@ def test_before_and_after_stand_under_their_own_heads(page: Page, found: report.
     pairs = zip(made.before.counts, made.after.counts, strict=True)
     assert titles == [text for a, b in pairs for text in (f"before: {a}", f"after: {b}")]
     one, other, count = made.moves[0]
-    assert f"“{one}” became “{other}”: {count}" in said
+    assert f"Most frequent changes“{one}” became “{other}”: {count}" in said
+    assert "here, before mendinghere, after mending" in said
+    assert "at home (source)" not in said
     gauge = next(attributes["aria-label"] for tag, attributes in page.elements if tag == "svg")
     assert gauge == f"Distance from home: before {ends[0]}, after {ends[1]}"
     sample = found.inputs[1]
@@ -147,6 +156,25 @@ def test_scores_stand_beside_their_names_and_say_what_labels_were_used_for(page:
     numbers = shiftmend.RegressionScores(600, mean_absolute_error=0.25, root_mean_square_error=0.5, r2=None)
     regression = Page(render(replace(found, scores_before=numbers, scores_after=None))).sections["scores"]
     assert "heremean absolute error0.25root mean square error0.5" in regression
+
+
+def test_of_many_classes_the_most_frequent_are_shown(found: report.Facts) -> None:
+    made = found.predictions
+    assert made is not None
+    before = tuple(range(25))  # of these the first five are the rarest, and with what became of them the middle ones
+    after = tuple(100 if k < 5 else 0 for k in range(25))
+    names = tuple(f"kind {k}" for k in range(25))
+    for last, shown in ((None, range(5, 25)), (after, [*range(5), *range(10, 25)])):
+        guesses = [None if counts is None else replace(made.before, counts=counts) for counts in (before, last)]
+        assert guesses[0] is not None
+        changed = replace(made, before=guesses[0], after=guesses[1], changed=None if last is None else 7, moves=())
+        page = Page(render(replace(found, predictions=changed, classes=names, inputs=())))
+        said = page.sections["predictions"]
+        assert [k for k in range(25) if f"kind {k}{100 * k / 300:.1f}\u00a0%" in said] == list(shown)
+        assert "The 5 rarest classes are not shown." in said
+        assert "Most frequent changes" not in said
+        bars = [float((a["style"] or "").removeprefix("--share:")) for tag, a in page.elements if "style" in a]
+        assert max(bars) == 1.0
 
 
 @pytest.mark.parametrize(
