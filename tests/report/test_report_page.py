@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ import shiftmend
 from shiftmend import report
 from shiftmend.adaptations import Adaptation, Epoch
 from shiftmend.report import charts
+from shiftmend.report.contents import Unit
 from shiftmend.report.markup import Markup, element, escaped
 from shiftmend.report.page import render
 from shiftmend.report.verdicts import number
@@ -256,6 +258,31 @@ def test_without_scripts_only_controls_are_hidden(page: Page) -> None:
     assert values == sorted(values, reverse=True)
 
 
+def test_units_are_sorted_by_their_own_numbers_and_what_is_not_finite_is_worst(found: report.Facts) -> None:
+    tap = found.taps[0]
+    nothing = [replace(unit, after=unit.after and replace(unit.after, divergence=float("nan"))) for unit in tap.worst]
+    for worst in (tap.worst, nothing):
+        page = Page(render(replace(found, taps=(replace(tap, worst=tuple(worst)),))))
+        rows = {a["data-row"]: a for tag, a in page.elements if tag == "tr" and "data-row" in a}
+        assert len(rows) == len(tap.worst)
+        for unit in worst:
+            assert unit.after is not None
+            row, gain = rows[str(unit.number)], unit.before.divergence - unit.after.divergence
+            keys = [float(row[f"data-{name}"] or "nan") for name in ("before", "after", "gain", "outside")]
+            ends = [1e308, -1e308] if worst is nothing else [unit.after.divergence, gain]
+            assert keys == pytest.approx([unit.before.divergence, *ends, unit.after.outside], rel=1e-4)
+    page = Page(render(replace(found, taps=(tap,))))
+    ways: list[Callable[[Unit], float]] = [
+        lambda unit: unit.before.divergence,
+        lambda unit: unit.after.divergence if unit.after else 0,
+        lambda unit: unit.before.divergence - (unit.after.divergence if unit.after else 0),
+    ]
+    drawn = {a["data-row"] for tag, a in page.elements if tag == "figure" and "data-row" in a}
+    assert drawn == {str(unit.number) for way in ways for unit in sorted(tap.worst, key=way)[-6:]}
+    pressed = [a["data-sort"] for tag, a in page.elements if tag == "button" and a["aria-pressed"] == "true"]
+    assert pressed == ["before", "before"]
+
+
 def test_the_same_facts_give_the_same_bytes(found: report.Facts, tmp_path: Path) -> None:
     world, profile, result = mended()
     again = report.facts(world.model, world.target, profile, result, labels=world.labels, original="home.safetensors")
@@ -403,6 +430,18 @@ def test_many_taps_and_noisy_pictures_stay_small() -> None:
     assert sum(tag == "img" for tag, _ in page.elements) == 100
 
 
+def test_of_many_taps_those_far_from_home_are_shown(found: report.Facts) -> None:
+    own, tap = found.taps[:2], found.taps[0]
+    many = [replace(tap, name=f"tap {n}", before=(float(n),), after=(float(-n),)) for n in range(20)]
+    for after, shown in ((found.after, range(10)), (None, range(10, 20))):
+        taps = [one if after is not None else replace(one, after=None, clear_after=None) for one in many]
+        mending = found.mending if after is not None else None
+        page = Page(render(replace(found, after=after, mending=mending, taps=(*own, *taps))))
+        names = [text.removeprefix("Tap ").strip("“”") for _, text in page.headings if text.startswith("Tap ")]
+        assert names == ["features", "logits", *(f"tap {n}" for n in shown)]
+        assert "10 more taps, nearer to home" in page.sections["shift"]
+
+
 def test_features_that_are_not_finite_are_called_so() -> None:
     world, profile, result = mended()
     broken = replace(result, model=_broken(result.model))
@@ -410,6 +449,8 @@ def test_features_that_are_not_finite_are_called_so() -> None:
     page = Page(render(found))
     assert page.headings[1][1].endswith("Not restored")
     assert "no finite numbers" in page.sections["verdict"]
+    assert [tap.clear_after for tap in found.taps] == [tap.units for tap in found.taps]
+    assert "infinite after. Before: " in page.sections["shift"]
 
 
 def _broken(model: nn.Module) -> nn.Module:
