@@ -250,6 +250,35 @@ def test_a_model_of_one_number_has_no_predictions() -> None:
     assert f"{error:.4g}" in page
 
 
+def test_a_model_with_a_prediction_for_every_pixel() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 1)).eval()
+    images = torch.randn(60, 1, 5, 6)
+    profile = shiftmend.profile(model, images, progress=False)
+    found = report.facts(model, images[:40], profile)
+    assert found.predictions is not None
+    assert found.predictions.total == 40 * 12
+    assert all(sample.before is None for sample in found.inputs)
+    assert {tap.floor for tap in found.taps} == {sampling_floor(profile.bins, 60, 40)}, "pixels are not independent"
+
+
+class InPlace(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.mul_(0.5)
+
+
+def test_a_model_that_works_in_place_does_not_change_what_the_other_sees() -> None:
+    torch.manual_seed(0)
+    model, data = nn.Sequential(InPlace(), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).eval(), torch.randn(300, 6)
+    profile = shiftmend.profile(model, data.clone(), progress=False)
+    untouched = shiftmend.adapt(model, data.clone(), profile, "source-only", progress=False)
+    found = report.facts(model, data.clone(), profile, untouched)
+    assert found.after == found.before
+    assert found.predictions is not None
+    assert found.predictions.changed == 0
+    assert all(sample.after == sample.before for sample in found.inputs)
+
+
 @pytest.mark.parametrize("adapted", [False, True])
 @given(st.integers(50, 100_000))
 def test_enough_samples_are_just_enough(adapted: bool, source: int) -> None:

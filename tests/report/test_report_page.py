@@ -131,12 +131,13 @@ def test_before_and_after_stand_under_their_own_heads(page: Page, found: report.
     assert "at home (source)" not in said
     gauge = next(attributes["aria-label"] for tag, attributes in page.elements if tag == "svg")
     assert gauge == f"Distance from home: before {ends[0]}, after {ends[1]}"
-    sample = found.inputs[1]
-    assert sample.before is not None
-    assert sample.after is not None
-    told = [f"{guess} ({100 * p:.0f}\u00a0%)" for guess, p in (sample.before, sample.after)]
-    values = "".join(f"{value:.3g}" for value in sample.values.tolist())
-    assert f"{sample.number}{values}before {told[0]}after {told[1]}label {sample.label}" in page.sections["inputs"]
+    assert any(sample.before != sample.after and sample.label for sample in found.inputs)
+    for sample in found.inputs:
+        assert sample.before is not None
+        assert sample.after is not None
+        told = [f"{guess} ({100 * p:.0f}\u00a0%)" for guess, p in (sample.before, sample.after)]
+        values = "".join(f"{value:.3g}" for value in sample.values.tolist())
+        assert f"{sample.number}{values}before {told[0]}after {told[1]}label {sample.label}" in page.sections["inputs"]
 
 
 def test_scores_stand_beside_their_names_and_say_what_labels_were_used_for(page: Page, found: report.Facts) -> None:
@@ -203,13 +204,19 @@ def test_the_protocol_says_what_was_judged_and_kept(page: Page, found: report.Fa
     assert found.mending is not None
     assert "judged onthe very inputs that were adapted to" in page.sections["run"]
     last = found.mending.history[-1].epoch
+    ring = [float(a["cx"] or "nan") for _, a in page.elements if a.get("class") == "kept"]
+    assert ring == [charts.WIDTH - charts.RIGHT], "of the last epoch, at the end of the line"
+    assert "The judge is 128 random mixtures" in page.sections["verdict"]
+    assert str(found.mending.manifest["environment"]["platform"]) not in page.sections["run"].split("The whole")[0]
     assert f"keptepoch {last}, the last one" in page.sections["run"]
     assert f"ran {last} epochs" in page.sections["training"]
     changes = {"kept": "selected", "selected_epoch": 2, "status": "interrupted", "target": {"samples": 1234}}
+    changes |= {"learning_rate_chosen": "from several", "seed": 77}
     other = replace(found.mending, manifest=found.mending.manifest | changes, same_data=False)
     shown = Page(render(replace(found, mending=other, cautions=("Mind the gap.",))))
     for words in (
         *("keptepoch 2, chosen without labels", "endedinterrupted", "adapted to1,234 inputs"),
+        *("learning rate chosenfrom several", "seed77"),
         "judged onother inputs than those that were adapted to",
     ):
         assert words in shown.sections["run"]
@@ -219,7 +226,8 @@ def test_the_protocol_says_what_was_judged_and_kept(page: Page, found: report.Fa
     tap = {"features": ("6", 12, 5)}
     stored = Page(render(replace(found, home=replace(home, taps=tap)))).sections["stored"]
     assert "12 units at 6, 5 of them constant" in stored
-    assert f"preset{home.preset}" in stored
+    assert "6, float32, values from -6.08 to 6" in stored
+    assert "presetreference" in stored
     assert "their mean and variance," in stored
 
 
@@ -355,16 +363,21 @@ def test_inputs_are_shown_in_the_way_that_suits_them(shape: tuple[int, ...], kin
     model = nn.Sequential(nn.Flatten(), nn.Linear(size, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
     data = torch.randn(20, *shape)
     profile = shiftmend.profile(model, data, progress=False)
-    text = render(report.facts(model, data, profile))
+    found = report.facts(model, data, profile)
+    text = render(found)
     page = Page(text)
     pictures = [attributes["src"] for tag, attributes in page.elements if tag == "img"]
     assert len(pictures) == (12 if kind == "images" else 0)
-    for source in pictures:
+    every = np.stack([sample.values for sample in found.inputs])
+    for source, values in zip(pictures, every, strict=False):
         assert source is not None
         image = Image.open(io.BytesIO(base64.b64decode(source.removeprefix("data:image/png;base64,"))))
         assert max(image.size) <= 192
         assert image.size[0] / image.size[1] == pytest.approx(shape[2] / shape[1], rel=0.02)
         assert image.mode == ("RGB" if shape[0] == 3 else "L")
+        if image.mode == "L":
+            expected = 255 * (values[0] - every.min()) / (every.max() - every.min())
+            assert np.allclose(np.asarray(image), expected, atol=0.51)
     labels = [attributes.get("aria-label") or "" for tag, attributes in page.elements if tag == "svg"]
     assert sum(label.startswith("Input ") for label in labels) == (12 if kind == "signals" else 0)
     assert ("value 5" in page.sections["inputs"]) == (kind == "table")
@@ -451,6 +464,9 @@ def test_features_that_are_not_finite_are_called_so() -> None:
     assert "no finite numbers" in page.sections["verdict"]
     assert [tap.clear_after for tap in found.taps] == [tap.units for tap in found.taps]
     assert "infinite after. Before: " in page.sections["shift"]
+    assert found.predictions is not None
+    assert found.predictions.after is not None
+    assert found.predictions.after.histogram == (600, *[0] * 9), "sure of nothing"
 
 
 def _broken(model: nn.Module) -> nn.Module:

@@ -116,7 +116,7 @@ def test_a_manifest_or_a_history_that_was_changed_is_refused(folder: Path) -> No
         (folder / name).write_text(content)
     rows = json.loads((folder / "history.json").read_text())
     # without its rows the model would pass for one that was adapted to nothing, which is judged more mildly
-    for some in ([], rows[:-1], rows[1:], [rows[0], *rows[2:]]):
+    for some in ([], rows[:-1], rows[1:], [rows[0], *rows[:-1]]):
         (folder / "history.json").write_text(json.dumps(some))
         refused("history.json is not the file that manifest.json", None, None, None, folder)
 
