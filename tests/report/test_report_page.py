@@ -151,6 +151,10 @@ def test_scores_stand_beside_their_names_and_say_what_labels_were_used_for(page:
         ("the same at its worst", before.mce, after.mce),
     ):
         assert f"{name}{100 * one:.1f}\u00a0%{100 * two:.1f}\u00a0%" in page.sections["scores"]
+    for kind, scores in (("before", before), ("after", after)):
+        drawn = sum(a.get("class") == f"dot {kind} layer-{kind}" for _, a in page.elements)
+        assert drawn == sum(one.accuracy is not None for one in scores.reliability)
+    assert str(charts.reliability(before.reliability, after.reliability)) in render(found)
     assert found.mending is not None
     manifest = found.mending.manifest | {"method": {"name": "target-supervised"}}
     trained = Page(render(replace(found, mending=replace(found.mending, manifest=manifest)))).sections["scores"]

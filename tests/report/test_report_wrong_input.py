@@ -96,6 +96,7 @@ def test_a_manifest_or_a_history_that_was_changed_is_refused(folder: Path) -> No
                 {"method": {"name": 3}},
                 {"selected_epoch": True},
                 {"selected_epoch": 99},
+                {"selected_epoch": -1},
             ],
         ),
         (
