@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from report_worlds import mended
+from report_worlds import Page, mended
 from torch import nn
+from torch.utils.data import Dataset
 
 import shiftmend
 from shiftmend import report
@@ -167,6 +168,28 @@ def test_streams_and_batches_give_the_same() -> None:
     assert parts.predictions.changed == whole.predictions.changed
 
 
+class Noisy(Dataset[torch.Tensor]):
+    """No two passes give the same, as behind an augmentation."""
+
+    def __len__(self) -> int:
+        return 600
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return mended()[0].target[index] + torch.as_tensor(np.random.default_rng().normal(size=6), dtype=torch.float32)
+
+
+def test_the_inputs_shown_of_a_stream_are_those_that_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, profile, _ = mended()
+    monkeypatch.setattr("shiftmend.feeds.room_on", lambda _: 0)
+    found = report.facts(world.model, Noisy(), profile, samples=5)
+    for sample in found.inputs:
+        with torch.no_grad():
+            probabilities = world.model(torch.as_tensor(sample.values)[None]).softmax(1)
+        assert sample.before == (int(probabilities.argmax()), pytest.approx(float(probabilities.max()), rel=1e-4))
+    assert [sample.number for sample in found.inputs] == [0, 1, 2, 3, 4]
+    assert "5 of 600 inputs, the first." in Page(render(found)).sections["inputs"]
+
+
 def test_cautions_say_what_does_not_belong_together() -> None:
     world, profile, result = mended()
     assert report.facts(world.model, world.source, profile, result).cautions == ()
@@ -177,6 +200,10 @@ def test_cautions_say_what_does_not_belong_together() -> None:
     )
     assert "did not run to its end" in _one(replace(result, manifest=result.manifest | {"status": "interrupted"}))
     assert "other weights" in _one(replace(result, manifest=result.manifest | {"source_weights": "0"}))
+    gauss = result.manifest | {"method": result.manifest["method"] | {"name": "full-gauss"}}
+    assert "says less than usual" in _one(replace(result, manifest=gauss))
+    (weights,) = report.facts(world.model, world.source, replace(profile, weights="0")).cautions
+    assert "weights are not those that the profile was made with" in weights
     assert "another profile" in _one(replace(result, manifest=result.manifest | {"profile_sha256": "0"}))
 
 
@@ -223,6 +250,35 @@ def test_a_model_of_one_number_has_no_predictions() -> None:
     assert f"{error:.4g}" in page
 
 
+def test_a_model_with_a_prediction_for_every_pixel() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 1)).eval()
+    images = torch.randn(60, 1, 5, 6)
+    profile = shiftmend.profile(model, images, progress=False)
+    found = report.facts(model, images[:40], profile)
+    assert found.predictions is not None
+    assert found.predictions.total == 40 * 12
+    assert all(sample.before is None for sample in found.inputs)
+    assert {tap.floor for tap in found.taps} == {sampling_floor(profile.bins, 60, 40)}, "pixels are not independent"
+
+
+class InPlace(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.mul_(0.5)
+
+
+def test_a_model_that_works_in_place_does_not_change_what_the_other_sees() -> None:
+    torch.manual_seed(0)
+    model, data = nn.Sequential(InPlace(), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).eval(), torch.randn(300, 6)
+    profile = shiftmend.profile(model, data.clone(), progress=False)
+    untouched = shiftmend.adapt(model, data.clone(), profile, "source-only", progress=False)
+    found = report.facts(model, data.clone(), profile, untouched)
+    assert found.after == found.before
+    assert found.predictions is not None
+    assert found.predictions.changed == 0
+    assert all(sample.after == sample.before for sample in found.inputs)
+
+
 @pytest.mark.parametrize("adapted", [False, True])
 @given(st.integers(50, 100_000))
 def test_enough_samples_are_just_enough(adapted: bool, source: int) -> None:
@@ -259,9 +315,10 @@ def test_a_model_that_was_left_as_it_came_was_not_adapted_to_anything() -> None:
     assert not any("was adapted to" in step for step in state(found).next_steps)
 
 
-@given(st.floats(0, 1e6, allow_nan=False))
+@given(st.floats(0, 1e6, allow_nan=False) | st.just(0.0))
 def test_numbers_for_people_are_near_the_truth(value: float) -> None:
     text = number(value)
+    assert (text == "0") == (value == 0)
     if text == "below 0.0005":
         assert 0 < value < 0.0005
     else:
@@ -279,13 +336,66 @@ def test_the_sentence_says_what_happened() -> None:
     assert verdict_of(0.404, 0.044)[0] == "Not restored"
     assert "90\u00a0%" in verdict_of(0.404, 0.044)[1]
     assert "more than 99\u00a0%" in verdict_of(2.6, 0.012)[1], "what remains is not nothing"
-    assert "made it worse" in verdict_of(0.1, 0.4)[1]
-    assert "as near as chance allows" in verdict_of(0.003, 0.002)[1]
+    assert "100\u00a0%" in verdict_of(2.6, 0.003)[1]
+    assert "made it worse, and they now lie at 0.400" in verdict_of(0.1, 0.4)[1]
+    assert "lay 0.003 from home; as near as chance allows" in verdict_of(0.003, 0.002)[1]
+    assert "they lie at 0.002" in verdict_of(0.003, 0.002)[1]
     assert "no finite numbers" in verdict_of(0.1, math.nan)[1]
     assert verdict_of(0.1, math.nan)[0] == "Not restored"
     assert "finite again" in verdict_of(math.nan, 0.005)[1]
     assert verdict_of(0.1, 0.05, floor=0.04)[0] == "Undecided"
     assert verdict_of(0.1, 0.005)[0] == "Restored"
+
+
+@pytest.mark.parametrize(
+    ("mended_to", "divergence", "floor", "level", "headline", "first"),
+    [
+        (True, 0.005, 0.004, "good", "Restored", "Label a few dozen samples"),
+        (True, 0.0125, 0.004, "unsure", "Partly restored", "Look at the sample inputs below"),
+        (True, 0.05, 0.04, "unsure", "Undecided", "Collect at least 7,000 samples at this site (here are 600)"),
+        (True, 0.044, 0.004, "bad", "Not restored", "Do not rely on the mended model."),
+        (False, 0.005, 0.004, "good", "As at home", "There is nothing to mend."),
+        (False, 0.0125, 0.004, "unsure", "Slightly shifted", "Do not rely on the model’s answers"),
+        (False, 0.05, 0.04, "unsure", "Undecided", "Collect at least 7,000 samples at this site (here are 600)"),
+        (False, 0.044, 0.004, "bad", "Shifted", "Do not rely on the model’s answers"),
+    ],
+)
+def test_colour_sign_and_first_advice_are_those_of_the_verdict(
+    mended_to: bool, divergence: float, floor: float, level: str, headline: str, first: str
+) -> None:
+    world, profile, result = mended()
+    found = report.facts(world.model, world.target, profile, result if mended_to else None, samples=0)
+    seen = Verification(divergence, floor, 600)
+    found = replace(found, enough=7000, **{"after" if mended_to else "before": seen})
+    made = state(found)
+    assert (made.level, made.headline) == (level, headline)
+    assert made.next_steps[0].startswith(first)
+    page = Page(render(found))
+    assert page.headings[1][1] == {"good": "✓", "unsure": "?", "bad": "✕"}[level] + headline
+    assert ("div", {"class": f"verdict {level}"}) in page.elements
+    assert page.text.strip().startswith(f"{found.title}: {headline.lower()}")
+    assert "chance" in made.sentence
+    assert f" {number(floor)}" in made.sentence
+    assert ("a small shift, beyond chance." in made.sentence) == (headline == "Slightly shifted")
+    few = replace(found, enough=None)
+    assert ("profile was made from too few samples" in state(few).next_steps[0]) == (headline == "Undecided")
+
+
+def test_advice_depends_on_what_was_done() -> None:
+    world, profile, result = mended()
+    found = report.facts(world.model, world.target, profile, result, labels=world.labels, samples=0)
+    other = replace(result, manifest=result.manifest | {"method": result.manifest["method"] | {"name": "fr"}})
+    fr = report.facts(world.model, world.target, profile, other, samples=0)
+
+    def told(facts: report.Facts, adapted: bool) -> str:
+        made = state(replace(facts, after=Verification(0.0125, 0.004, 600, adapted=adapted)))
+        return " ".join((made.sentence, *made.next_steps))
+
+    held, label, bufr = "samples that were held back", "Label a few dozen samples", "Try the method bufr"
+    assert [word in told(found, True) for word in (held, label, bufr)] == [True, False, False]
+    assert [word in told(fr, False) for word in (held, label, bufr)] == [False, True, True]
+    assert "0.013 remains, of which chance may explain up to 0.004." in told(found, True)
+    assert "0.013 remains, of which chance alone explains 0.004." in told(found, False)
 
 
 def test_a_report_says_where_mixtures_of_features_came_home_and_single_ones_did_not() -> None:

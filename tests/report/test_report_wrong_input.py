@@ -85,6 +85,43 @@ def test_adaptations_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     refused("is not the file that manifest.json", None, None, None, folder)
 
 
+def test_a_manifest_or_a_history_that_was_changed_is_refused(folder: Path) -> None:
+    for name, what, changes in (
+        (
+            "manifest.json",
+            "no manifest",
+            [
+                {"kept": "best"},
+                {"status": 3},
+                {"method": {"name": 3}},
+                {"selected_epoch": True},
+                {"selected_epoch": 99},
+                {"selected_epoch": -1},
+            ],
+        ),
+        (
+            "history.json",
+            "no history",
+            [
+                *({"epoch": 1.0}, {"block": 3}, {"losses": [1.0]}, {"losses": {"features": "low"}}),
+                *({"verification": "low"}, {"seconds": []}, {"entropy": {}}, {"a word": "too many"}),
+            ],
+        ),
+    ):
+        content = (folder / name).read_text()
+        for change in changes:
+            data = json.loads(content)
+            (data if name == "manifest.json" else data[-1]).update(change)
+            (folder / name).write_text(json.dumps(data))
+            refused(what, None, None, None, folder)
+        (folder / name).write_text(content)
+    rows = json.loads((folder / "history.json").read_text())
+    # without its rows the model would pass for one that was adapted to nothing, which is judged more mildly
+    for some in ([], rows[:-1], rows[1:], [rows[0], *rows[:-1]]):
+        (folder / "history.json").write_text(json.dumps(some))
+        refused("history.json is not the file that manifest.json", None, None, None, folder)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A factory, weights, a profile, a folder of images by class, and what `adapt` wrote for it."""

@@ -181,7 +181,8 @@ def _samples(
     if count == 0:
         return ()
     if feed.inputs is None:
-        raw, ready = feed.first(count).cpu(), feed.first(count)
+        ready = feed.first(count)  # once: another pass may give others
+        raw = ready.cpu()
         places = list(range(len(raw)))
     else:
         places = sorted({round(step) for step in np.linspace(0, feed.samples - 1, min(count, feed.samples))})

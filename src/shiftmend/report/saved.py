@@ -6,7 +6,7 @@ import copy
 import json
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import safetensors.torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation, Epoch
 from shiftmend.errors import AdaptationError, DataError
+from shiftmend.settings import Keep
 
 FILES = ("model.safetensors", "history.json", "manifest.json")
 REMEDY = "adapt again, or name the folder that `shiftmend adapt --out` wrote"
@@ -28,6 +29,9 @@ def load(folder: Path, model: nn.Module) -> Adaptation:
         raise DataError(f"{folder} holds no {missing[0]}; {REMEDY}")
     manifest = _manifest(folder / "manifest.json")
     history = _history(folder / "history.json")
+    epochs = [row.epoch for row in history]
+    if epochs != list(range(len(epochs))) or manifest["epochs"] != max(0, len(epochs) - 1):
+        raise DataError(f"{folder / 'history.json'} is not the file that manifest.json beside it describes; {REMEDY}")
     adapted = copy.deepcopy(model)
     path = folder / "model.safetensors"
     try:
@@ -56,9 +60,15 @@ def _json(path: Path) -> Any:
 
 def _manifest(path: Path) -> dict[str, Any]:
     data = _json(path)
-    needed = {"method": dict, "kept": str, "status": str, "adapted_weights": str, "selected_epoch": int}
-    fits = isinstance(data, dict) and all(isinstance(data.get(name), kind) for name, kind in needed.items())
-    if not fits or not isinstance(data["method"].get("name"), str):
+    needed = {"method": dict, "kept": str, "status": str, "adapted_weights": str, "selected_epoch": int, "epochs": int}
+    fits = (
+        isinstance(data, dict)
+        and all(type(data.get(name)) is kind for name, kind in needed.items())
+        and isinstance(data["method"].get("name"), str)
+        and data["kept"] in get_args(Keep)
+        and 0 <= data["selected_epoch"] <= data["epochs"]
+    )
+    if not fits:
         raise DataError(f"{path} is damaged: it is no manifest of an adaptation; {REMEDY}")
     return dict(data)
 

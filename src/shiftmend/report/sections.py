@@ -101,14 +101,16 @@ def inputs(facts: Facts) -> Markup:
         )
     remark = pictures.remark(facts)
     read = " Below each: what the model took it for, and how sure it was." if facts.predictions is not None else ""
+    whole = facts.inputs[-1].number == facts.samples - 1
     return element(
         "section",
         element("h2", "Sample inputs"),
         element("div", pictures.gallery(facts)),
         element(
             "p",
-            f"{len(facts.inputs)} of {facts.samples:,} inputs, from all over the data. What to look for: do they look "
-            f"as they should at this site: right way up, right colours, nothing cut off?{read} {remark}",
+            f"{len(facts.inputs)} of {facts.samples:,} inputs, {'from all over the data' if whole else 'the first'}. "
+            "What to look for: do they look as they should at this site: right way up, right colours, nothing cut off?"
+            f"{read} {remark}",
             class_="note",
         ),
         element(
