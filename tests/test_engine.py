@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import shiftmend
+from shiftmend.adaptations import Epoch
 from shiftmend.errors import AdaptationError, DataError, ProfileError
 from shiftmend.loop import DivergedError
 from shiftmend.methods import FR
@@ -330,6 +331,29 @@ def test_warns_when_it_does_not_help(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         shiftmend.adapt(world.model, world.source, world.profile(), "fr", epochs=1, learning_rate=20.0, progress=False)
     assert "verification got worse" in caplog.text
+
+
+def test_epochs_are_looked_at_in_the_precision_of_the_steps_and_judged_in_full() -> None:
+    world = sensors()
+
+    def confidence(model: nn.Module, half: bool) -> float:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
+            return float(model(world.target).float().softmax(1).amax(1).mean())
+
+    seen = []
+
+    def look(model: nn.Module, row: Epoch) -> None:
+        seen.append((row.confidence, confidence(model, half=True), confidence(model, half=False)))
+
+    result = shiftmend.adapt(
+        world.model, world.target, world.profile(), "fr", epochs=2, autocast=True, on_epoch=look, progress=False
+    )
+    for given, half, full in seen:
+        assert given == pytest.approx(half, abs=1e-6)
+        assert given != pytest.approx(full, abs=1e-6)
+    assert result.after is not None
+    assert result.after.divergence == shiftmend.verify(result.model, world.target, world.profile()).divergence
+    assert result.after.divergence != pytest.approx(result.history[-1].verification, rel=1e-6)
 
 
 def test_autocast_stays_close_to_full_precision() -> None:

@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
 
 VERIFIED_PER_EPOCH = 4096
-"""Target samples behind the verification of each epoch; before and after adapting it is all of them."""
+"""Target samples behind the verification of each epoch, in the precision of the steps; before and after adapting it is
+all of them, in full precision."""
 
 
 class DivergedError(AdaptationError):
@@ -81,7 +82,9 @@ class Run:
         self.good: dict[str, Tensor] = {}
         self.choice = Choice(entropy_may_decide=not method.minimises_entropy)
         self.selected: dict[str, Tensor] = {}
-        self.watch = Watch(self.model, feed, self.profile, settings.output, VERIFIED_PER_EPOCH, settings.capture)
+        self.watch = Watch(
+            self.model, feed, self.profile, settings.output, VERIFIED_PER_EPOCH, settings.capture, self.precision
+        )
         self.look = Looker(self.model, feed, self.precision, settings.capture)
 
     def go(self) -> Adaptation:

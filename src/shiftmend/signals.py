@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from shiftmend.errors import TapError
 from shiftmend.feeds import Feed
 from shiftmend.joined_batch_norm import synchronised
 from shiftmend.profiles import Profile
+from shiftmend.steps import Precision
 from shiftmend.taps import Entry, modes, pick, tapped
 from shiftmend.verification import VERIFIED, Tally, Verification, judged
 
@@ -46,7 +48,8 @@ def observe(
 class Watch:
     """The same look at one model again and again; on CUDA, where the samples are small, captured as a graph.
 
-    A captured look follows weights that change in their place, as training changes them.
+    A captured look follows weights that change in their place, as training changes them. `precision` is that of the
+    network; histograms are counted in full.
     """
 
     def __init__(
@@ -57,8 +60,9 @@ class Watch:
         output: Entry = None,
         most: int | None = None,
         capture: bool = False,
+        precision: Precision = nullcontext,
     ) -> None:
-        self.model, self.feed, self.output = model, feed, output
+        self.model, self.feed, self.output, self.precision = model, feed, output, precision
         self.profile = profile.to(feed.device) if profile is not None else None
         self.most, self.capture = most, capture
         self._again: Callable[[], _Seen] | None = None
@@ -97,7 +101,9 @@ class Watch:
         with modes(model), torch.no_grad(), tapped(model, specs) as recorder:
             model.eval()
             for batch in batches:
-                logits = class_logits(model(batch), self.output, axis)
+                with self.precision():
+                    returned = model(batch)
+                logits = class_logits(returned, self.output, axis)
                 values = recorder.read()
                 if tally is not None:
                     tally.update(values)

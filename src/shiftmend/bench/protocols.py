@@ -20,7 +20,8 @@ class Protocol:
     score_every: int = 1
     """Epochs between two looks at the labels; the first, the last and the selected state are always scored."""
     autocast: bool = False
-    """Adapt offline in bfloat16 on a GPU; scores, signals and profiles are always taken in full precision."""
+    """Adapt offline in bfloat16 on a GPU, with the looks after each epoch; scores, the signals of a cell and profiles
+    are taken in full precision."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "score_every", "temperature", "per_class"):
