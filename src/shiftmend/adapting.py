@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shiftmend.captures import is_writable
 from shiftmend.devices import device_of
 from shiftmend.errors import AdaptationError
 from shiftmend.layouts import as_in
@@ -88,9 +89,9 @@ def still_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:
 
     A buffer that held infinities before (a mask) may keep them.
     """
-    state = model.state_dict()
-    wanted = (name for name, old in before.items() if trainable(old) and old.numel() and name in state)
-    now = {name: state[name] for name in wanted}
+    own = held(model)
+    wanted = (name for name, old in before.items() if trainable(old) and old.numel() and name in own)
+    now = {name: own[name] for name in wanted if own[name].shape == before[name].shape}
     # the largest magnitude of all, in a few kernels: NaN and infinity come through
     real = [torch.view_as_real(value) if value.is_complex() else value for value in now.values()]
     if not now or bool(torch.isfinite(nn.utils.get_total_norm(real, math.inf))):
@@ -99,9 +100,33 @@ def still_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:
     return bool(torch.stack(flags).all())
 
 
+def held(model: nn.Module) -> dict[str, Tensor]:
+    """All weights and statistics by name. A `state_dict` may leave some out or rename them, as it does for adapters."""
+    return {
+        f"{path}.{name}" if path else name: tensor.detach()
+        for path, module in model.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and not tensor.is_meta
+    }
+
+
+def put_back(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Give a model the values that `tensors_of` had copied, in the same memory wherever they fit there."""
+    with torch.no_grad():
+        for path, module in model.named_modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                value = tensors.get(f"{path}.{name}" if path else name)
+                if value is None or tensor is None:
+                    continue
+                if tensor.shape == value.shape and is_writable(tensor):
+                    tensor.copy_(value)
+                elif name in module._buffers:
+                    module._buffers[name] = value.to(tensor.device, copy=True)
+
+
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all weights and statistics, made by a few kernels."""
-    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    own = held(model)
     copies = {name: torch.empty_like(value) for name, value in own.items()}
     for dtype in {value.dtype for value in own.values()}:  # in one list, some versions of torch mistake their types
         alike = [name for name, value in own.items() if value.dtype == dtype]

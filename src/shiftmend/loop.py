@@ -16,7 +16,7 @@ from torch import Tensor, optim
 
 from shiftmend import checkpoints, fingerprints
 from shiftmend.adaptations import Adaptation, Epoch
-from shiftmend.adapting import enter_adapting_modes, fresh_optimiser, steady, still_finite, tensors_of
+from shiftmend.adapting import enter_adapting_modes, fresh_optimiser, put_back, steady, still_finite, tensors_of
 from shiftmend.checks import brief
 from shiftmend.distributed import of_first_process, rank, same_everywhere, world_size
 from shiftmend.errors import AdaptationError
@@ -103,7 +103,7 @@ class Run:
         except KeyboardInterrupt:
             if world_size() > 1:  # the others may be elsewhere: nothing can be asked of them any more
                 raise
-            self.model.load_state_dict(self.good, strict=False)
+            put_back(self.model, self.good)
             status = "interrupted"
             logger.warning("interrupted after %d epochs; this is the state reached then", self._epochs())
         except DivergedError as error:
@@ -142,7 +142,7 @@ class Run:
     def _result(self, status: str, started: float) -> Adaptation:
         self.model.eval()
         if self.selected:
-            self.model.load_state_dict(self.selected, strict=False)
+            put_back(self.model, self.selected)
         selected = self.choice.kept.epoch if self.choice.kept is not None else 0
         kept = selected if self.selected else self._epochs()
         try:
@@ -181,7 +181,7 @@ class Run:
 
     def _all_stages(self, resumed: checkpoints.Checkpoint | None) -> None:
         if resumed is not None:
-            self.model.load_state_dict(resumed.state, strict=False)
+            put_back(self.model, resumed.state)
             self._keep()
             logger.info("going on from %s after epoch %d", self.path, self._epochs())
         objective = self.method.objective(self.profile, self.feed.device)
@@ -242,7 +242,7 @@ class Run:
         losses: dict[str, float] = dict(zip(sums, means, strict=True))
         finite_losses = all(map(math.isfinite, losses.values()))
         if not finite_losses or not still_finite(self.model, self.good):
-            self.model.load_state_dict(self.good, strict=False)
+            put_back(self.model, self.good)
             advice = "lower the learning rate"
             if self.before is not None and not math.isfinite(self.before.divergence):
                 advice = "the features were so before anything was adapted: look at the inputs and at preprocess"

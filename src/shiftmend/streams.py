@@ -17,6 +17,7 @@ from shiftmend.adapting import (
     enter_adapting_modes,
     fresh_optimiser,
     plain_copy,
+    put_back,
     settle,
     steady,
     still_finite,
@@ -101,14 +102,14 @@ class Stream:
                 activations = recorder.read()
                 good = self._update(activations) if trains else True
         except BaseException as error:  # what the model or the method refuses has moved BatchNorm already
-            self._model.load_state_dict(before, strict=False)
+            put_back(self._model, before)
             self._model.eval()
             if not isinstance(error, ShiftmendError):
                 check_takes(self._model, inputs)  # which says it in a sentence, if it is for the inputs
             raise
         if adapts and not (good and still_finite(self._model, before)):
             good = False
-            self._model.load_state_dict(before, strict=False)
+            put_back(self._model, before)
             if self._optimiser is not None:
                 self._optimiser.state.clear()  # momentum remembers the step that went wrong
             logger.warning("batch %d led to values that are not finite; it was not learnt from", self.steps + 1)
