@@ -70,7 +70,7 @@ class Watch:
         found: dict[str, float] = dict(zip(seen.names, seen.values.tolist(), strict=True))
         verification = None
         if self.profile is not None:
-            verification = judged(found["slices"], found["marginals"], seen.samples, self.profile)
+            verification = judged(found["slices"], found["marginals"], seen.inputs, self.profile)
         return Signals(verification, found.get("marginals"), found.get("entropy"), found.get("confidence"))
 
     def _look(self) -> _Seen:
@@ -100,7 +100,7 @@ class Watch:
                 logits = class_logits(model(batch), self.output, axis)
                 values = recorder.read()
                 if tally is not None:
-                    tally.update(values)
+                    tally.update(values, len(batch))
                 if logits is not None:
                     sums = _certainty(logits)
                     certainty = sums if certainty is None else certainty + sums
@@ -108,10 +108,10 @@ class Watch:
             found: dict[str, Tensor] = {}
             if certainty is not None:
                 found["entropy"], found["confidence"] = joined_mean(certainty / predictions, predictions)
-            samples = 0
+            inputs = 0
             if tally is not None:
-                found["slices"], found["marginals"], samples = tally.joined()
-            return _Seen(tuple(found), torch.stack([*found.values()]) if found else torch.empty(0), samples)
+                found["slices"], found["marginals"], inputs = tally.joined()
+            return _Seen(tuple(found), torch.stack([*found.values()]) if found else torch.empty(0), inputs)
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,7 @@ class _Seen:
 
     names: tuple[str, ...]
     values: Tensor
-    samples: int
-    """Of the slices."""
+    inputs: int
 
 
 def class_logits(returned: Any, output: Entry, axis: int) -> Tensor | None:

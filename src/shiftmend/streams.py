@@ -72,7 +72,7 @@ class Stream:
         self._what = ""
         self._taps: dict[str, Tap] | None = None
         self._judge: Slices | None = profile.slices["verification"].to(device) if profile is not None else None
-        self._seen: deque[CountTracker] = deque(maxlen=window)
+        self._seen: deque[tuple[CountTracker, int]] = deque(maxlen=window)
 
     @torch.inference_mode(False)
     def step(self, batch: Any) -> Tensor:
@@ -114,7 +114,7 @@ class Stream:
                 self._optimiser.state.clear()  # momentum remembers the step that went wrong
             logger.warning("batch %d led to values that are not finite; it was not learnt from", self.steps + 1)
         if self._judge is not None and good:
-            self._count(activations["features"].detach())
+            self._count(activations["features"].detach(), len(inputs))
         self._model.eval()
         self.steps += 1
         return result.detach()
@@ -161,12 +161,12 @@ class Stream:
         self.losses = {name: float(term.detach()) for name, term in terms.items()}
         return True
 
-    def _count(self, features: Tensor) -> None:
+    def _count(self, features: Tensor, inputs: int) -> None:
         assert self._judge is not None
         home = self._judge.histogram
         counter = home.counter()
         counter.update(self._judge.projector(features))
-        self._seen.append(counter)
+        self._seen.append((counter, inputs))
 
     @property
     def verification(self) -> Verification | None:
@@ -180,9 +180,9 @@ class Stream:
             return None
         home = self._judge.histogram
         every = home.counter()
-        every.counts = torch.stack([counter.counts for counter in seen]).sum(0)
-        every.samples = sum(counter.samples for counter in seen)
-        return judged(float(every.divergence(home)), None, every.samples, self.profile)
+        every.counts = torch.stack([counter.counts for counter, _ in seen]).sum(0)
+        every.samples = sum(counter.samples for counter, _ in seen)
+        return judged(float(every.divergence(home)), None, sum(inputs for _, inputs in seen), self.profile)
 
     @torch.inference_mode(False)
     def snapshot(self) -> nn.Module:

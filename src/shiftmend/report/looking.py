@@ -39,8 +39,8 @@ class Look:
         self.changed: Tensor | None = None
         self.metrics: ClassificationMetrics | RegressionMetrics | None = None
 
-    def update(self, returned: Any, values: dict[str, Tensor], labels: Tensor | None) -> None:
-        self.tally.update(values)
+    def update(self, returned: Any, values: dict[str, Tensor], inputs: int, labels: Tensor | None) -> None:
+        self.tally.update(values, inputs)
         logits = class_logits(returned, self.output, self.axis)
         self.chosen = None if logits is None else logits.argmax(1).flatten()
         if logits is not None and self.chosen is not None:
