@@ -249,6 +249,22 @@ def test_it_trains_all_but_the_head() -> None:
     assert {"bn4.weight", "bn4.bias"} <= changed(result.model, model)  # behind the features, before the head
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.middle, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.middle(self.table(tokens).mean(1)).tanh())
+
+
+def test_what_the_head_shares_with_other_layers_stays_as_it_is() -> None:
+    model, tokens = Tied(), torch.randint(5, (64, 3))
+    result = shiftmend.adapt(model, tokens, None, "shot", epochs=1, learning_rate=0.1, progress=False)
+    assert changed(result.model, model) == {"middle.weight", "middle.bias"}
+
+
 def test_clusters_are_looked_for_where_the_model_says() -> None:
     case = ZOO["paper-cnn"]
     model = case.model()
