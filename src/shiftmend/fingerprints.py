@@ -66,12 +66,16 @@ class InputSummary:
 
     @staticmethod
     def of(batches: Iterable[Tensor], most: int = INPUTS_SEEN) -> InputSummary:
-        """Summarise the first `most` samples; channels are on axis 1 where there are few enough of them."""
+        """Summarise the first `most` samples; channels are on axis 1 where there are few enough of them.
+
+        What is infinite, as a logarithm may be, or beyond float32 counts as the largest number there: a file holds no
+        infinities.
+        """
         tracker, seen, first = RangeTracker(), 0, None
         for batch in batches:
             first = batch if first is None else first
             values = batch[: most - seen]
-            values = (torch.view_as_real(values) if values.is_complex() else values).float()
+            values = (torch.view_as_real(values) if values.is_complex() else values).float().nan_to_num()
             by_channel = values.ndim > 2 and values.shape[1] <= _MOST_CHANNELS
             tracker.update(values.movedim(1, -1).flatten(0, -2) if by_channel else values.reshape(-1, 1))
             seen += len(batch)
