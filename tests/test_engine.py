@@ -826,6 +826,31 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
             attempt()
 
 
+class Bound(nn.Module):
+    """A function that it holds refers to itself, and so does that of a copy: to the model that was copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)), nn.Linear(8, 3)
+        self.below = lambda x: self.body(x).relu()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.below(x))
+
+
+def test_a_copy_that_runs_layers_of_the_callers_model_is_refused() -> None:
+    world, model = sensors(), Bound()
+    for attempt in (
+        lambda: shiftmend.adapt(model, world.target, method="adabn", progress=False),
+        lambda: shiftmend.stream(model, method="adabn").step(world.target),
+    ):
+        with pytest.raises(AdaptationError, match=r"still runs 'body' of the caller's own.* make that a method"):
+            attempt()
+    assert model.body[1].num_batches_tracked == 0
+    model(world.target)  # which goes on working
+    assert model.body[1].num_batches_tracked == 1
+
+
 def test_no_memory_for_a_copy_is_not_blamed_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("out of memory")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shiftmend.captures import is_writable
 from shiftmend.devices import device_of
@@ -40,6 +42,35 @@ def plain_copy(model: nn.Module) -> nn.Module:
             f"the model cannot be copied ({error}), and the caller's own is never changed; remove from it what "
             "copy.deepcopy does not take"
         ) from error
+
+
+@contextmanager
+def left_alone(model: nn.Module) -> Iterator[None]:
+    """Refuse what runs inside the block, a copy of the model, if it runs layers of the model itself.
+
+    A function cannot be copied: a lambda or a hook that refers to `self` goes on referring to the caller's model.
+    """
+    if any(hasattr(module, "_orig_mod") for module in model.modules()):  # torch would warn of a hook for all modules
+        yield
+        return
+    names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+    thread, seen = threading.get_ident(), []
+
+    def refuse(module: nn.Module, _: Any) -> None:
+        if id(module) in names and threading.get_ident() == thread:  # others may run the caller's model meanwhile
+            seen.append(names[id(module)])
+            raise AdaptationError("before it can change")
+
+    handle = register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+        if seen:
+            raise AdaptationError(
+                f"a copy of the model still runs {seen[0]!r} of the caller's own, which is never changed: a function "
+                "that the model holds, such as a lambda or a hook, refers to it; make that a method, or a module"
+            )
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:

@@ -16,6 +16,7 @@ from shiftmend.adapting import (
     batch_norms,
     enter_adapting_modes,
     fresh_optimiser,
+    left_alone,
     plain_copy,
     put_back,
     settle,
@@ -132,7 +133,8 @@ class Stream:
     def _prepare(self, inputs: Tensor) -> None:
         """Taps and trained parameters, found with the first batch."""
         sample = Feed(inputs[:2], device=self.device, what="batch")
-        check_takes(self._model, inputs[:2], self.output)
+        with left_alone(self._source):
+            check_takes(self._model, inputs[:2], self.output)
         network, taps = examine(self._model, sample, self.profile, self.method, None, self.output)
         stages = stages_of(self.method, network, self.profile)
         if len(stages) > 1:
