@@ -82,12 +82,16 @@ class Partial(nn.Sequential):
         return {name: value for name, value in super().state_dict(*args, **options).items() if name.startswith("0.")}
 
 
-def test_selected_is_the_whole_state_also_where_the_state_dict_is_a_part_of_it() -> None:
+def test_selected_is_the_whole_state_also_where_the_state_dict_is_a_part_of_it(tmp_path: Path) -> None:
     model = Partial(*copy.deepcopy(sensors().model))
     result = shiftmend.adapt(model, TARGET, profiled(), "fr", keep="selected", **WILD)
     expected = known(keep="selected").model
     assert all(torch.equal(a, b) for a, b in zip(result.model.parameters(), expected.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(result.model.buffers(), expected.buffers(), strict=True))
+    result.save(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored.keys() == expected.state_dict().keys()
+    assert all(torch.equal(stored[name], value) for name, value in expected.state_dict().items())
 
 
 def test_the_last_is_kept_unless_asked_and_the_choice_is_told_anyway() -> None:
