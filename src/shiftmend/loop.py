@@ -81,7 +81,15 @@ class Run:
         self.good: dict[str, Tensor] = {}
         self.choice = Choice(entropy_may_decide=not method.minimises_entropy)
         self.selected: dict[str, Tensor] = {}
-        self.watch = Watch(self.model, feed, self.profile, settings.output, VERIFIED_PER_EPOCH, settings.capture)
+        self.watch = Watch(
+            self.model,
+            feed,
+            self.profile,
+            settings.output,
+            VERIFIED_PER_EPOCH,
+            settings.capture,
+            taps.get("logits"),
+        )
         self.look = Looker(self.model, feed, self.precision, settings.capture)
 
     def go(self) -> Adaptation:

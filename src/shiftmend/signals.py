@@ -15,7 +15,7 @@ from shiftmend.errors import TapError
 from shiftmend.feeds import Feed
 from shiftmend.joined_batch_norm import synchronised
 from shiftmend.profiles import Profile
-from shiftmend.taps import Entry, modes, pick, tapped
+from shiftmend.taps import Entry, Tap, modes, pick, tapped
 from shiftmend.verification import VERIFIED, Tally, Verification, judged
 
 
@@ -46,7 +46,8 @@ def observe(
 class Watch:
     """The same look at one model again and again; on CUDA, where the samples are small, captured as a graph.
 
-    A captured look follows weights that change in their place, as training changes them.
+    A captured look follows weights that change in their place, as training changes them. Without a profile, `logits`
+    says where the model's head is, and so which axis of its output counts classes.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class Watch:
         output: Entry = None,
         most: int | None = None,
         capture: bool = False,
+        logits: Tap | None = None,
     ) -> None:
-        self.model, self.feed, self.output = model, feed, output
+        self.model, self.feed, self.output, self.logits = model, feed, output, logits
         self.profile = profile.to(feed.device) if profile is not None else None
         self.most, self.capture = most, capture
         self._again: Callable[[], _Seen] | None = None
@@ -90,15 +92,17 @@ class Watch:
     def _pass(self, batches: Iterable[Tensor]) -> _Seen:
         model, profile = self.model, self.profile
         tally = Tally(profile) if profile is not None else None
-        specs = {name: profile.specs[name] for name in VERIFIED} if profile is not None else {}
+        specs = {"logits": self.logits} if self.logits is not None else {}
+        if profile is not None:
+            specs = {name: profile.specs[name] for name in VERIFIED}
         axis = specs["logits"].channel_axis if specs else 1
         certainty: Tensor | None = None
         predictions = 0
         with modes(model), torch.no_grad(), tapped(model, specs) as recorder:
             model.eval()
             for batch in batches:
-                logits = class_logits(model(batch), self.output, axis)
-                values = recorder.read()
+                returned, values = model(batch), recorder.read()
+                logits = class_logits(returned, self.output, axis, values["logits"].shape[1] if specs else None)
                 if tally is not None:
                     tally.update(values, len(batch))
                 if logits is not None:
@@ -123,10 +127,11 @@ class _Seen:
     inputs: int
 
 
-def class_logits(returned: Any, output: Entry, axis: int) -> Tensor | None:
+def class_logits(returned: Any, output: Entry, axis: int, classes: int | None = None) -> Tensor | None:
     """What the model says about classes, brought to axis 1; None for a single number, or for what is no tensor.
 
-    A model of tokens has them on its last axis, as its tap says; what it returns may have fewer axes than that.
+    A model of tokens has them on its last axis, as its tap says; what it returns may have fewer axes than that, or
+    have them on axis 1 behind a transposition, as the number of classes tells.
     """
     try:
         result = pick(returned, output, "the model")
@@ -134,7 +139,8 @@ def class_logits(returned: Any, output: Entry, axis: int) -> Tensor | None:
         return None
     if result.ndim < 2 or not result.is_floating_point():
         return None
-    logits = result.movedim(axis, 1) if -result.ndim <= axis < result.ndim else result
+    there = -result.ndim <= axis < result.ndim and (result.shape[axis] == classes or result.shape[1] != classes)
+    logits = result.movedim(axis, 1) if there else result
     return logits.float() if logits.shape[1] > 1 else None
 
 
