@@ -251,12 +251,14 @@ class Run:
         finite_losses = all(map(math.isfinite, losses.values()))
         if not finite_losses or not still_finite(self.model, self.good):
             put_back(self.model, self.good)
-            advice = "lower the learning rate"
+            rate, advice = f", learning rate {stage.learning_rate:g}", "lower the learning rate"
+            if not stage.parameters:  # nothing is trained: it is the inputs that are too large
+                rate, advice = "", "look at the inputs and at preprocess"
             if self.before is not None and not math.isfinite(self.before.divergence):
                 advice = "the features were so before anything was adapted: look at the inputs and at preprocess"
             raise DivergedError(
                 f"{'weights' if finite_losses else 'the loss'} of {self.method.name} became NaN or infinite in epoch "
-                f"{number} ({stage.name}, learning rate {stage.learning_rate:g}); {advice}. The error's "
+                f"{number} ({stage.name}{rate}); {advice}. The error's "
                 "`adaptation` is what had been reached"
             )
         self._row(number, stage.name, stage.learning_rate, losses, started)
