@@ -242,7 +242,7 @@ def _gaussian(facts: dict[str, Any], tensors: dict[str, Tensor], units: int) -> 
     if not full:
         return MarginalGaussian(mean, spread, samples)
     rows, columns = torch.triu_indices(units, units)
-    covariance = torch.empty(units, units)
+    covariance = torch.empty(units, units, dtype=spread.dtype)
     covariance[rows, columns] = spread
     covariance[columns, rows] = spread
     return FullGaussian(mean, covariance, samples)

@@ -64,6 +64,12 @@ def test_labels_against_a_slow_loop(seed: int, classes: int, units: int, certain
         assert (got.numpy() == expected).mean() > 0.9
 
 
+@pytest.mark.usefixtures("other_default_dtype")
+def test_labels_do_not_depend_on_the_precision_that_is_usual_elsewhere() -> None:
+    embedding = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.2, 0.8]], dtype=torch.float32)
+    assert centroid_labels(embedding, 5 * embedding).tolist() == [0, 0, 1, 1]
+
+
 def test_classes_without_a_prediction_get_no_sample() -> None:
     embedding = torch.randn(50, 4)
     logits = embedding @ torch.randn(4, 6)
