@@ -908,3 +908,20 @@ def test_a_model_made_in_inference_mode_is_adapted() -> None:
     profile = shiftmend.profile(model, world.source)
     result = shiftmend.adapt(model, world.target, profile, "fr", epochs=1, progress=False)
     assert not torch.equal(result.model[0].weight, model[0].weight)
+
+
+def test_the_default_device_of_torch_changes_nothing(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    world = sensors()
+
+    def mended() -> nn.Module:
+        shiftmend.profile(world.model, world.source.numpy(), gaussian="full", device="cpu").save(tmp_path / "p")
+        options = {"epochs_per_block": 1, "batch_size": 50, "device": "cpu", "progress": False}
+        return shiftmend.adapt(world.model, world.target, tmp_path / "p", "bufr", **options).model
+
+    expected = mended()
+    torch.set_default_device("meta")  # as good as a GPU: nothing that is made there can be used here
+    try:
+        found = mended()
+    finally:
+        torch.set_default_device(None)
+    assert states_equal(found, expected)

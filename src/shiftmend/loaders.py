@@ -86,7 +86,7 @@ def as_tensor(values: Any, what: str) -> Tensor:
         with warnings.catch_warnings() if read_only else nullcontext():
             if read_only:  # a file mapped for reading: whatever is done to inputs is done to copies of a batch
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return torch.as_tensor(values)
+            return values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         held = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else kind(values)
         raise DataError(f"the {what} holds {held}, which is no tensor of numbers; convert it first") from error
