@@ -588,12 +588,13 @@ def test_a_model_that_cuts_the_gradient_off_is_named() -> None:
 
 
 class Odd(nn.Module):
-    """Whole-number parameters, extra state, and a weight that hangs on the graph of the last training step."""
+    """Parameters of whole numbers and of 8 bits, extra state, and a weight on the graph of the last training step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = torch.nn.utils.weight_norm(nn.Linear(6, 8))
         self.table = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -615,6 +616,7 @@ def test_odd_models_are_adapted_all_the_same(tmp_path) -> None:  # type: ignore[
         model, world.target, profile, "fr", epochs=1, learning_rate=1e-3, checkpoint=tmp_path / "c", progress=False
     )
     assert torch.equal(result.model.table, model.table)
+    assert torch.equal(result.model.scale.float(), model.scale.float())
 
 
 def test_an_output_named_when_profiling_need_not_be_named_again() -> None:

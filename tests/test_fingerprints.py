@@ -80,6 +80,15 @@ def test_a_state_dict_of_ones_own_hides_no_weights() -> None:
         assert value.shape == state["conv" if name == "first.weight" else name].shape
 
 
+def test_sparse_weights_are_refused_with_what_to_do() -> None:
+    model = network()
+    model.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
+    weights(model)
+    model.register_buffer("edges", torch.eye(3).to_sparse())
+    with pytest.raises(ShiftmendError, match=r"^'edges' of the model is a sparse tensor, .* with persistent=False$"):
+        weights(model)
+
+
 def test_weights_do_not_depend_on_memory_or_modes() -> None:
     model = network()
     print_ = weights(model)

@@ -132,12 +132,15 @@ def still_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:
-    """All weights and statistics by name. A `state_dict` may leave some out or rename them, as it does for adapters."""
+    """All weights and statistics by name, but for sparse buffers, which no training changes.
+
+    A model's own `state_dict` may leave some out or rename them, as one of adapters does.
+    """
     return {
         f"{path}.{name}" if path else name: tensor.detach()
         for path, module in model.named_modules()
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None and not tensor.is_meta
+        if tensor is not None and not tensor.is_meta and tensor.layout == torch.strided
     }
 
 

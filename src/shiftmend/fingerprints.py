@@ -28,6 +28,11 @@ def weights(model: nn.Module) -> str:
     """SHA-256 over names and values of parameters and buffers."""
     digest = hashlib.sha256()
     for name, value in sorted(whole_state(model).items()):
+        if value.layout != torch.strided:
+            raise ShiftmendError(
+                f"{name!r} of the model is a sparse tensor, which no file of weights can hold; register it with "
+                "persistent=False"
+            )
         digest.update(name.encode())
         digest.update(tensor_bytes(value))
     return digest.hexdigest()
