@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from shiftmend.adapting import enter_adapting_modes, fresh_optimiser, settle, steady, still_finite, tensors_of
+from shiftmend.adapting import (
+    enter_adapting_modes,
+    fresh_optimiser,
+    put_back,
+    settle,
+    steady,
+    still_finite,
+    tensors_of,
+)
 from shiftmend.methods import Stage
 from shiftmend.models import build
 
@@ -105,3 +113,39 @@ def test_copies_have_the_values_and_types_of_what_they_are_copies_of(device: str
         assert copies[name].dtype == value.dtype
         assert torch.equal(copies[name], value)
         assert copies[name].data_ptr() != value.data_ptr()
+
+
+class Adapter(nn.Module):
+    """Its state dict holds the adapter alone, and it loads nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(2, 3), nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros(1), persistent=False)
+        self.register_buffer("one", torch.ones(1).expand(4))
+        self.register_buffer("seen", torch.zeros(1, 2))
+        self.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {name: value.detach() for name, value in self.named_parameters() if name.startswith("adapter.")}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:  # type: ignore[override]
+        raise AssertionError("the model's own way to load a state cannot be relied on")
+
+
+def test_what_is_put_back_is_all_that_was_there_whatever_the_state_dict_says() -> None:
+    model = Adapter()
+    before = tensors_of(model)
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    model.calls += 1
+    model.one, model.seen = torch.zeros(1).expand(4), torch.zeros(5, 2)  # as some models do in each pass
+    put_back(model, before)
+    now = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert now.keys() == before.keys() | {"graph"}
+    assert all(torch.equal(now[name], before[name]) for name in before)
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
+    model.base.weight.data[0, 0] = torch.nan
+    assert not still_finite(model, before)

@@ -612,12 +612,13 @@ def test_a_model_that_cuts_the_gradient_off_is_named() -> None:
 
 
 class Odd(nn.Module):
-    """Whole-number parameters, extra state, and a weight that hangs on the graph of the last training step."""
+    """Parameters of whole numbers and of 8 bits, extra state, and a weight on the graph of the last training step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = torch.nn.utils.weight_norm(nn.Linear(6, 8))
         self.table = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -639,6 +640,7 @@ def test_odd_models_are_adapted_all_the_same(tmp_path) -> None:  # type: ignore[
         model, world.target, profile, "fr", epochs=1, learning_rate=1e-3, checkpoint=tmp_path / "c", progress=False
     )
     assert torch.equal(result.model.table, model.table)
+    assert torch.equal(result.model.scale.float(), model.scale.float())
 
 
 def test_an_output_named_when_profiling_need_not_be_named_again() -> None:
@@ -850,6 +852,31 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
             attempt()
 
 
+class Bound(nn.Module):
+    """A function that it holds refers to itself, and so does that of a copy: to the model that was copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)), nn.Linear(8, 3)
+        self.below = lambda x: self.body(x).relu()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.below(x))
+
+
+def test_a_copy_that_runs_layers_of_the_callers_model_is_refused() -> None:
+    world, model = sensors(), Bound()
+    for attempt in (
+        lambda: shiftmend.adapt(model, world.target, method="adabn", progress=False),
+        lambda: shiftmend.stream(model, method="adabn").step(world.target),
+    ):
+        with pytest.raises(AdaptationError, match=r"still runs 'body' of the caller's own.* make that a method"):
+            attempt()
+    assert model.body[1].num_batches_tracked == 0
+    model(world.target)  # which goes on working
+    assert model.body[1].num_batches_tracked == 1
+
+
 def test_no_memory_for_a_copy_is_not_blamed_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
@@ -907,3 +934,20 @@ def test_a_model_made_in_inference_mode_is_adapted() -> None:
     profile = shiftmend.profile(model, world.source)
     result = shiftmend.adapt(model, world.target, profile, "fr", epochs=1, progress=False)
     assert not torch.equal(result.model[0].weight, model[0].weight)
+
+
+def test_the_default_device_of_torch_changes_nothing(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    world = sensors()
+
+    def mended() -> nn.Module:
+        shiftmend.profile(world.model, world.source.numpy(), gaussian="full", device="cpu").save(tmp_path / "p")
+        options = {"epochs_per_block": 1, "batch_size": 50, "device": "cpu", "progress": False}
+        return shiftmend.adapt(world.model, world.target, tmp_path / "p", "bufr", **options).model
+
+    expected = mended()
+    torch.set_default_device("meta")  # as good as a GPU: nothing that is made there can be used here
+    try:
+        found = mended()
+    finally:
+        torch.set_default_device(None)
+    assert states_equal(found, expected)

@@ -164,6 +164,8 @@ class Pictures(Uneven):
         ((INPUTS, LABELS[:-1]), "70 inputs but 69 labels"),
         ((INPUTS, torch.tensor(1)), "70 inputs but 1 labels"),
         (np.array([None, "a"], dtype=object), "array of object"),
+        (np.ma.masked_less(np.arange(6.0).reshape(3, 2), 1), r"has masked values; .*filled\(\.\.\.\)"),
+        ([np.ma.masked_less(np.arange(6.0).reshape(3, 2), 1)], r"has masked values; .*filled"),
         ((INPUTS, np.array(["cat", "dog"] * 35)), "no tensor of numbers"),
         (["a", "b"], "batches of type str"),
         (
@@ -483,8 +485,23 @@ def test_work_in_place_changes_neither_the_feed_nor_the_callers_data(way: str, r
         INPUTS.copy_(reference)
 
 
-def test_inputs_need_no_gradient() -> None:
-    assert not next(Feed(INPUTS.clone().requires_grad_()).batches()).requires_grad
+@pytest.mark.parametrize("room", ROOM)
+def test_inputs_need_no_gradient(room: str) -> None:
+    inputs = INPUTS.clone().requires_grad_()
+    for source in (inputs, list(inputs.split(16))):
+        assert not any(batch.requires_grad for batch in Feed(source, **ROOM[room]).batches())
+
+
+class Doubled(TensorDataset):
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        inputs, labels = super().__getitem__(index)
+        return 2 * inputs, labels
+
+
+@pytest.mark.parametrize("room", ROOM)
+def test_a_dataset_is_asked_for_its_samples_also_if_it_holds_tensors(room: str) -> None:
+    feed = Feed(Doubled(INPUTS, LABELS), **ROOM[room])
+    assert torch.equal(torch.cat(list(feed.batches())), 2 * INPUTS)
 
 
 def everything(feed: Feed) -> list[Tensor | None]:

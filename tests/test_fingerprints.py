@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.errors import ShiftmendError
-from shiftmend.fingerprints import InputSummary, architecture, tensor_bytes, weights
+from shiftmend.fingerprints import InputSummary, architecture, tensor_bytes, weights, whole_state
 
 
 def network(width: int = 8, name: str = "first") -> nn.Module:
@@ -56,6 +57,36 @@ def test_weights_follow_every_number() -> None:
         mean -= 1
         bias += 1
     assert weights(swapped) != print_  # the same numbers under other names
+
+
+class Partial(nn.Sequential):
+    """Leaves some of its weights out of its state dict, and calls others otherwise."""
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        return {"conv": self.first.weight.detach(), "version": 3}
+
+
+def test_a_state_dict_of_ones_own_hides_no_weights() -> None:
+    model = network()
+    ordinary = model.state_dict()
+    assert whole_state(model).keys() == ordinary.keys()
+    print_ = weights(Partial(OrderedDict(model.named_children())))
+    for name, value in ordinary.items():
+        changed = Partial(OrderedDict(network().named_children()))
+        state = whole_state(changed)
+        assert state.keys() == ordinary.keys() - {"first.weight"} | {"conv"}
+        state["conv" if name == "first.weight" else name].view(-1)[0] += 1
+        assert weights(changed) != print_, name
+        assert value.shape == state["conv" if name == "first.weight" else name].shape
+
+
+def test_sparse_weights_are_refused_with_what_to_do() -> None:
+    model = network()
+    model.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
+    weights(model)
+    model.register_buffer("edges", torch.eye(3).to_sparse())
+    with pytest.raises(ShiftmendError, match=r"^'edges' of the model is a sparse tensor, .* with persistent=False$"):
+        weights(model)
 
 
 def test_weights_do_not_depend_on_memory_or_modes() -> None:

@@ -75,6 +75,25 @@ def test_selected_is_the_state_of_that_epoch() -> None:
     assert f"kept is epoch {chosen}, chosen without labels" in repr(result)
 
 
+class Partial(nn.Sequential):
+    """Says that its state is the first layer alone, as models with adapters do."""
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict(*args, **options).items() if name.startswith("0.")}
+
+
+def test_selected_is_the_whole_state_also_where_the_state_dict_is_a_part_of_it(tmp_path: Path) -> None:
+    model = Partial(*copy.deepcopy(sensors().model))
+    result = shiftmend.adapt(model, TARGET, profiled(), "fr", keep="selected", **WILD)
+    expected = known(keep="selected").model
+    assert all(torch.equal(a, b) for a, b in zip(result.model.parameters(), expected.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(result.model.buffers(), expected.buffers(), strict=True))
+    result.save(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored.keys() == expected.state_dict().keys()
+    assert all(torch.equal(stored[name], value) for name, value in expected.state_dict().items())
+
+
 def test_the_last_is_kept_unless_asked_and_the_choice_is_told_anyway() -> None:
     result = known()
     assert result.manifest["kept"] == "last"

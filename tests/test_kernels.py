@@ -143,6 +143,22 @@ def test_what_the_kernels_do_not_take_goes_another_way() -> None:
     assert histograms.soft_histogram(values, low, high, Bins()).shape == (7, 10)
 
 
+@pytest.mark.usefixtures("other_default_dtype")
+def test_what_the_kernels_write_into_is_float32_as_they_take_it_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.dtype] = []
+
+    def launch(self: object, name: str, parts: int, *arguments: object) -> None:
+        seen.extend(argument.dtype for argument in arguments if isinstance(argument, torch.Tensor))
+
+    monkeypatch.setattr(kernels._Work, "launch", launch)
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 1)
+    values, low, scale, source = (torch.zeros(size, dtype=torch.float32) for size in ((6, 3), (3,), (3,), (3, 10)))
+    kernels._counts(values, low, scale, Bins())
+    kernels._alone(values, low, scale, source, Bins(), (1.0, 1.0))
+    kernels._per_unit(values, low, scale, source, Bins(), (1.0, 1.0))
+    assert set(seen) == {torch.float32}
+
+
 def test_without_a_compiler_there_is_no_error_and_one_message(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -223,6 +223,18 @@ def test_a_full_gaussian_comes_back_with_every_covariance(preset: str, tmp_path:
     assert {entry["kind"] for entry in facts["slices"].values()} == {"sliced-histogram"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_file_is_read_alike_whatever_precision_is_usual_there(dtype: torch.dtype) -> None:
+    made = make("sliced", "full")
+    content = made.to_bytes()
+    torch.set_default_dtype(dtype)
+    try:
+        loaded = profile_files.decode(content)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert same(loaded, made)
+
+
 def test_a_full_profile_of_128_features_is_at_most_50_kib() -> None:
     """32 of them are the 8,256 covariances: a symmetric matrix, stored once."""
     torch.manual_seed(0)

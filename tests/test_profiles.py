@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import shiftmend
 from same_profiles import same
@@ -63,6 +65,22 @@ def test_save_load_round_trip_and_summary(tmp_path) -> None:  # type: ignore[no-
         assert torch.equal(back.slices[name].projector(features), made.slices[name].projector(features))
     assert repr(made) == repr(back)
     assert "64 source samples" in repr(back)
+
+
+@pytest.mark.parametrize(
+    ("made", "undone"), [(torch.log, torch.exp), (lambda inputs: inputs * 1e300, lambda inputs: inputs / 1e300)]
+)
+def test_infinite_and_enormous_inputs_come_back_from_a_file(
+    tmp_path: Path, made: Callable[[Tensor], Tensor], undone: Callable[[Tensor], Tensor]
+) -> None:
+    class Undoing(torch.nn.Sequential):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(undone(inputs))
+
+    model = Undoing(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).double()
+    profile = shiftmend.profile(model, torch.randn(20, 3, dtype=torch.float64).relu(), preprocess=made)
+    profile.save(tmp_path / "p")
+    assert Profile.load(tmp_path / "p").inputs == profile.inputs
 
 
 def test_a_profile_says_what_it_holds() -> None:

@@ -269,6 +269,10 @@ def test_like_may_name_a_file(tmp_path: Path) -> None:
     expected = shiftmend.profile(model, case.inputs(64, seed=2), like=first)
     for named in (tmp_path / "first.profile", str(tmp_path / "first.profile")):
         assert same(shiftmend.profile(model, case.inputs(64, seed=2), like=named), expected)
+    with pytest.raises(ProfileError, match="the profile was made for a model with other layers"):
+        shiftmend.profile(
+            torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)), torch.randn(20, 3), like=first
+        )
     with pytest.raises(ProfileError, match="what like= names is a Tensor, expected a Profile or the name of its file"):
         shiftmend.profile(model, case.inputs(), like=case.inputs())  # type: ignore[arg-type]
 

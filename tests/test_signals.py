@@ -132,20 +132,45 @@ def test_classes_of_feature_maps_and_of_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "axis", "brought"),
+    ("shape", "axis", "classes", "brought"),
     [
-        ((5, 2), 1, (5, 2)),  # two classes are classes
-        ((5, 2, 3, 4), -1, (5, 4, 2, 3)),
-        ((5, 3), 2, (5, 3)),  # fewer axes than the tap has
-        ((5, 3), -3, (5, 3)),
+        ((5, 2), 1, None, (5, 2)),  # two classes are classes
+        ((5, 2, 3, 4), -1, None, (5, 4, 2, 3)),
+        ((5, 3), 2, None, (5, 3)),  # fewer axes than the tap has
+        ((5, 3), -3, None, (5, 3)),
+        ((5, 2, 3, 4), -1, 4, (5, 4, 2, 3)),
+        ((5, 2, 3, 4), -1, 2, (5, 2, 3, 4)),  # transposed behind the head
+        ((5, 2, 3, 4), -1, 7, (5, 4, 2, 3)),
     ],
 )
 def test_classes_are_brought_to_the_first_axis_behind_the_samples(
-    shape: tuple[int, ...], axis: int, brought: tuple[int, ...]
+    shape: tuple[int, ...], axis: int, classes: int | None, brought: tuple[int, ...]
 ) -> None:
-    logits = class_logits(torch.randn(shape), None, axis)
+    logits = class_logits(torch.randn(shape), None, axis, classes)
     assert logits is not None
     assert logits.shape == brought
+
+
+class Tokens(nn.Module):
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        self.below, self.head, self.transposed = nn.Linear(3, 8), nn.Linear(8, 4), transposed
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.below(x).relu())
+        return logits.mT if self.transposed else logits
+
+
+@pytest.mark.parametrize("profiled", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_predictions_of_tokens_are_over_classes_wherever_they_stand(transposed: bool, profiled: bool) -> None:
+    model, inputs = Tokens(transposed), torch.randn(20, 7, 3)
+    profile = shiftmend.profile(model, inputs) if profiled else None
+    result = shiftmend.adapt(model, inputs, profile, "pl", epochs=1, progress=False)
+    with torch.no_grad():
+        logits = model.head(model.below(inputs).relu()).reshape(-1, 4).numpy()
+    first = result.history[0]
+    assert (first.entropy, first.confidence) == pytest.approx(certainty_in_numpy(logits), rel=1e-5)
 
 
 class Fixed(nn.Module):

@@ -297,6 +297,13 @@ def test_directions_do_not_depend_on_how_many_are_made_at_once(monkeypatch: pyte
         assert torch.equal(random_directions(50, 7, 11), whole)
 
 
+@pytest.mark.usefixtures("other_default_dtype")
+def test_directions_do_not_depend_on_the_precision_that_is_usual_elsewhere() -> None:
+    assert random_directions(3, 4, 20220425).dtype == torch.float32
+    expected = np.array([0.36349046, 0.53867429, 0.44417536, 0.61677623], dtype=np.float32)
+    np.testing.assert_allclose(random_directions(3, 4, 20220425)[0].numpy(), expected, atol=1e-7)
+
+
 def test_directions_are_of_length_one_and_point_everywhere() -> None:
     directions = random_directions(4096, 32, 20220425).double()
     torch.testing.assert_close(directions.norm(dim=1), torch.ones(4096, dtype=torch.float64), atol=1e-6, rtol=0)

@@ -12,7 +12,7 @@ from torch import nn
 
 from shiftmend.errors import DataError, TapError
 from shiftmend.returned import tensors_in
-from shiftmend.taps import Tap, check_takes, pick, tapped, unwrap
+from shiftmend.taps import Tap, check_takes, modes, pick, tapped, unwrap
 from shiftmend.tracing import trace
 from zoo import ZOO, InPlace, hooks
 
@@ -384,3 +384,28 @@ def test_all_tensors_of_a_value_are_found_also_where_it_holds_itself() -> None:
     assert sorted(float(tensor) for tensor in tensors_in(value)) == [0, 1, 2, 3, 4]
     with pytest.raises(TapError, match="returned the class Outputs; expected a tensor"):
         pick(Outputs, None, "the model")
+
+
+class Merging(nn.Module):
+    """Adds its adapter to its weight for inference, and takes it out again to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.adapter = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3, 3))
+
+    def train(self, mode: bool = True) -> Merging:
+        if mode != self.training:
+            self.weight.data += -self.adapter.data if mode else self.adapter.data
+        return super().train(mode)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_a_module_does_to_change_its_mode_is_undone(training: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Merging(), nn.BatchNorm1d(3)).train(training)
+    model[2].train(not training)
+    weight = model[1].weight.clone()
+    with modes(model):
+        model.train(not training)
+        assert not torch.equal(model[1].weight, weight)
+    assert torch.equal(model[1].weight, weight)
+    assert [module.training for module in model.modules()] == [training, training, training, not training]

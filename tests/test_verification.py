@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import shiftmend
 from shiftmend.errors import DataError, ProfileError
 from shiftmend.histograms import Bins, sampling_floor
-from shiftmend.verification import FAILED, RESTORED, Verification, measure
+from shiftmend.verification import FAILED, RESTORED, Tally, Verification
 from worlds import sensors
 from zoo import ZOO
 
@@ -100,7 +100,9 @@ def test_the_divergence_of_many_samples_lies_within_the_bounds_that_few_give(sam
     away = torch.randn(40_000, 64, generator=generator) @ mixed + shift * torch.randn(64, generator=generator)
 
     def of(features: torch.Tensor) -> Verification:
-        return measure([{"features": features, "logits": model[1](features).detach()}], made)
+        tally = Tally(made)
+        tally.update({"features": features, "logits": model[1](features).detach()}, len(features))
+        return tally.verification()
 
     true = of(away).divergence
     parts = [of(part).bounds for part in away[: 40 * samples].split(samples)]
@@ -234,6 +236,14 @@ def test_positions_of_a_feature_map_do_not_count_as_so_many_samples() -> None:
     judged = shiftmend.verify(model, images[:4], made)
     assert judged.samples == 4
     assert judged.verdict == "undecided"
+    larger = images[:4].repeat(1, 1, 3, 3)  # another device may have more pixels, which are no more samples
+    found = shiftmend.verify(model, larger, made)
+    assert (found.samples, found.floor) == (4, judged.floor)
+    result = shiftmend.adapt(model, larger, made, "fr", epochs=1, learning_rate=1e-6, progress=False)
+    assert (result.after.samples, result.after.floor) == (4, judged.floor)
+    stream = shiftmend.stream(model, made, learning_rate=1e-6)
+    stream.step(larger)
+    assert (stream.verification.samples, stream.verification.floor) == (4, judged.floor)
 
 
 def test_verification_leaves_the_model_alone() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from shiftmend.__about__ import __version__
 from shiftmend.errors import AdaptationError
 from shiftmend.files import as_path, check_folder, write_atomically
+from shiftmend.fingerprints import whole_state
 from shiftmend.verification import Verification
 
 
@@ -64,12 +65,13 @@ class Adaptation:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write `model.safetensors`, `manifest.json` and `history.json` into a folder.
 
-        Weights and buffers are stored, but not what a module gives as `get_extra_state`, unless that is a tensor: such
-        a model takes them back with `load_state_dict(..., strict=False)`.
+        Weights and buffers are stored, also those that the model's own `state_dict` leaves out, but not what a module
+        gives as `get_extra_state`, unless that is a tensor: such a model takes them back with
+        `load_state_dict(..., strict=False)`.
         """
         home = as_path(folder, "the folder to write into")
         check_folder(home)
-        tensors = {name: value.contiguous() for name, value in _unshared(self.model.state_dict()).items()}
+        tensors = {name: value.contiguous() for name, value in _unshared(whole_state(self.model)).items()}
         rows = [asdict(row) for row in self.history]
         contents = {
             "model.safetensors": safetensors.torch.save(tensors),
@@ -97,15 +99,14 @@ class Adaptation:
         return "\n".join(lines)
 
 
-def _unshared(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _unshared(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies of tensors that share memory, wholly or in part, which a safetensors file cannot express."""
     seen: set[int] = set()
     result = {}
     for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            memory = value.untyped_storage().data_ptr()
-            result[name] = value.clone() if memory in seen else value
-            seen.add(memory)
+        memory = value.untyped_storage().data_ptr()
+        result[name] = value.clone() if memory in seen else value
+        seen.add(memory)
     return result
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_pre_hook
 
+from shiftmend.captures import is_writable
 from shiftmend.devices import device_of
 from shiftmend.errors import AdaptationError
 from shiftmend.layouts import as_in
@@ -39,6 +42,35 @@ def plain_copy(model: nn.Module) -> nn.Module:
             f"the model cannot be copied ({error}), and the caller's own is never changed; remove from it what "
             "copy.deepcopy does not take"
         ) from error
+
+
+@contextmanager
+def left_alone(model: nn.Module) -> Iterator[None]:
+    """Refuse what runs inside the block, a copy of the model, if it runs layers of the model itself.
+
+    A function cannot be copied: a lambda or a hook that refers to `self` goes on referring to the caller's model.
+    """
+    if any(hasattr(module, "_orig_mod") for module in model.modules()):  # torch would warn of a hook for all modules
+        yield
+        return
+    names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+    thread, seen = threading.get_ident(), []
+
+    def refuse(module: nn.Module, _: Any) -> None:
+        if id(module) in names and threading.get_ident() == thread:  # others may run the caller's model meanwhile
+            seen.append(names[id(module)])
+            raise AdaptationError("before it can change")
+
+    handle = register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+        if seen:
+            raise AdaptationError(
+                f"a copy of the model still runs {seen[0]!r} of the caller's own, which is never changed: a function "
+                "that the model holds, such as a lambda or a hook, refers to it; make that a method, or a module"
+            )
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:
@@ -88,9 +120,9 @@ def still_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:
 
     A buffer that held infinities before (a mask) may keep them.
     """
-    state = model.state_dict()
-    wanted = (name for name, old in before.items() if trainable(old) and old.numel() and name in state)
-    now = {name: state[name] for name in wanted}
+    own = held(model)
+    wanted = (name for name, old in before.items() if trainable(old) and old.numel() and name in own)
+    now = {name: own[name] for name in wanted if own[name].shape == before[name].shape}
     # the largest magnitude of all, in a few kernels: NaN and infinity come through
     real = [torch.view_as_real(value) if value.is_complex() else value for value in now.values()]
     if not now or bool(torch.isfinite(nn.utils.get_total_norm(real, math.inf))):
@@ -99,9 +131,36 @@ def still_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:
     return bool(torch.stack(flags).all())
 
 
+def held(model: nn.Module) -> dict[str, Tensor]:
+    """All weights and statistics by name, but for sparse buffers, which no training changes.
+
+    A model's own `state_dict` may leave some out or rename them, as one of adapters does.
+    """
+    return {
+        f"{path}.{name}" if path else name: tensor.detach()
+        for path, module in model.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and not tensor.is_meta and tensor.layout == torch.strided
+    }
+
+
+def put_back(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Give a model the values that `tensors_of` had copied, in the same memory wherever they fit there."""
+    with torch.no_grad():
+        for path, module in model.named_modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                value = tensors.get(f"{path}.{name}" if path else name)
+                if value is None or tensor is None:
+                    continue
+                if tensor.shape == value.shape and is_writable(tensor):
+                    tensor.copy_(value)
+                elif name in module._buffers:
+                    module._buffers[name] = value.to(tensor.device, copy=True)
+
+
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all weights and statistics, made by a few kernels."""
-    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    own = held(model)
     copies = {name: torch.empty_like(value) for name, value in own.items()}
     for dtype in {value.dtype for value in own.values()}:  # in one list, some versions of torch mistake their types
         alike = [name for name, value in own.items() if value.dtype == dtype]

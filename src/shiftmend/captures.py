@@ -185,7 +185,7 @@ def kept_in_place(model: nn.Module) -> Callable[[], None]:
         (module._buffers, name, tensor)
         for module in model.modules()
         for name, tensor in module._buffers.items()
-        if tensor is not None and _is_writable(tensor)
+        if tensor is not None and is_writable(tensor)
     ]
 
     def bring_back() -> None:
@@ -200,7 +200,7 @@ def kept_in_place(model: nn.Module) -> Callable[[], None]:
     return bring_back
 
 
-def _is_writable(tensor: Tensor) -> bool:
+def is_writable(tensor: Tensor) -> bool:
     """Not one value seen as many, as `expand` gives: nothing can be written there, so nothing has to be put back."""
     return all(stride > 0 or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
@@ -213,7 +213,7 @@ def _undone(model: nn.Module, optimiser: optim.SGD) -> Iterator[None]:
     in the place of buffers are refused: captured, they would go on reading the old ones.
     """
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
-    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if _is_writable(tensor)]
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if is_writable(tensor)]
     before = [tensor.detach().clone() for tensor in tensors]
     momentum = {parameter: state["momentum_buffer"].clone() for parameter, state in optimiser.state.items()}
     finished = False

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from shiftmend.adaptations import Epoch
+from shiftmend.adapting import held
 from shiftmend.errors import AdaptationError
 from shiftmend.files import write_atomically
 
@@ -61,8 +62,7 @@ def save(
     selected: dict[str, Tensor] | None = None,
 ) -> None:
     """Write the state of a run, atomically."""
-    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    tensors = {f"model.{name}": _packed(value) for name, value in state.items()}
+    tensors = {f"model.{name}": _packed(value) for name, value in held(model).items()}
     tensors |= {f"selected.{name}": _packed(value) for name, value in (selected or {}).items()}
     if optimiser is not None:
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}

@@ -110,7 +110,7 @@ class Feed:
             return
         whole = self._inputs
         # indices of the host, which nobody has to wait for
-        parts = shares(torch.arange(start, end) for start, end in self._spans(at_once))
+        parts = shares(torch.arange(start, end, device="cpu") for start, end in self._spans(at_once))
         yield from self._sent_inputs(Rows(whole, slice(int(part[0]), int(part[-1]) + 1)) for part in parts)
 
     @property
@@ -157,8 +157,7 @@ class Feed:
     def some(self, count: int, seed: int) -> Tensor:
         """Which samples `subset` takes, where they lie; a streamed source cannot say."""
         assert self._inputs is not None
-        chosen = torch.randperm(len(self._inputs), generator=torch.Generator().manual_seed(seed))[:count]
-        return chosen.sort().values.to(self._inputs.device)
+        return _permutation(len(self._inputs), seed)[:count].sort().values.to(self._inputs.device)
 
     def _beginning(self, count: int, seed: int) -> Iterator[Tensor]:
         for inputs, _ in self._stream(seed, shuffled=True):
@@ -192,8 +191,8 @@ class Feed:
     def order(self, seed: int, number: int) -> Tensor:
         """The order of all samples in an epoch, where they lie; a streamed source has none."""
         assert self._inputs is not None
-        generator = torch.Generator().manual_seed(_order_seed(seed, number))
-        return torch.randperm(len(self._inputs), generator=generator).to(self._inputs.device, non_blocking=True)
+        order = _permutation(len(self._inputs), _order_seed(seed, number))
+        return order.to(self._inputs.device, non_blocking=True)
 
     @property
     def ordered(self) -> bool:
@@ -294,6 +293,11 @@ class Feed:
         fits = inputs.numel() * inputs.element_size() <= limit
         self._inputs = inputs.detach().to(self.device) if fits else inputs.detach()
         self._labels = None if labels is None else labels.to(self.device)
+
+
+def _permutation(count: int, seed: int) -> Tensor:
+    """The same on every machine: drawn on the host, whatever torch's default device is."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def _order_seed(seed: int, number: int) -> int:

@@ -27,11 +27,31 @@ def architecture(model: nn.Module) -> str:
 def weights(model: nn.Module) -> str:
     """SHA-256 over names and values of parameters and buffers."""
     digest = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        if isinstance(value, Tensor):
-            digest.update(name.encode())
-            digest.update(tensor_bytes(value))
+    for name, value in sorted(whole_state(model).items()):
+        if value.layout != torch.strided:
+            raise ShiftmendError(
+                f"{name!r} of the model is a sparse tensor, which no file of weights can hold; register it with "
+                "persistent=False"
+            )
+        digest.update(name.encode())
+        digest.update(tensor_bytes(value))
     return digest.hexdigest()
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model's `state_dict`, and those that one of its own leaves out, as one of adapters does."""
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    own = {
+        f"{path}.{name}" if path else name: tensor.detach()
+        for path, module in model.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and name not in module._non_persistent_buffers_set
+    }
+    missing = {name: tensor for name, tensor in own.items() if name not in state}
+    if not missing:
+        return state
+    there = {value.data_ptr() for value in state.values()}  # under another name
+    return state | {name: tensor for name, tensor in missing.items() if tensor.data_ptr() not in there}
 
 
 def tensor_bytes(value: Tensor) -> bytes:
@@ -66,12 +86,16 @@ class InputSummary:
 
     @staticmethod
     def of(batches: Iterable[Tensor], most: int = INPUTS_SEEN) -> InputSummary:
-        """Summarise the first `most` samples; channels are on axis 1 where there are few enough of them."""
+        """Summarise the first `most` samples; channels are on axis 1 where there are few enough of them.
+
+        What is infinite, as a logarithm may be, or beyond float32 counts as the largest number there: a file holds no
+        infinities.
+        """
         tracker, seen, first = RangeTracker(), 0, None
         for batch in batches:
             first = batch if first is None else first
             values = batch[: most - seen]
-            values = (torch.view_as_real(values) if values.is_complex() else values).float()
+            values = (torch.view_as_real(values) if values.is_complex() else values).float().nan_to_num()
             by_channel = values.ndim > 2 and values.shape[1] <= _MOST_CHANNELS
             tracker.update(values.movedim(1, -1).flatten(0, -2) if by_channel else values.reshape(-1, 1))
             seen += len(batch)

@@ -234,7 +234,7 @@ class _Work:
 def _alone(
     values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, weights: Weights
 ) -> tuple[Tensor, Tensor]:
-    result = torch.empty(values.shape[1], device=values.device)
+    result = torch.empty(values.shape[1], dtype=torch.float32, device=values.device)
     slopes = torch.empty_like(values)
     _Work.of(values, bins, _COLUMNS_ALONE, _WARPS_ALONE).launch(
         "alone", 1, values, low, scale, source, result, slopes, *values.shape,
@@ -247,14 +247,14 @@ def _partial(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
     """Sums of shares over each part of the samples `[parts, B, D]`."""
     work = _Work.of(values, bins)
     parts, each = work.parts(2 * _AHEAD)
-    partial = torch.empty(parts, bins.total, values.shape[1], device=values.device)
+    partial = torch.empty(parts, bins.total, values.shape[1], dtype=torch.float32, device=values.device)
     work.launch("counts", parts, values, low, scale, partial, *values.shape, each, _sharp(bins))
     return partial
 
 
 def _counts(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
     partial = _partial(values, low, scale, bins)
-    result = torch.empty(values.shape[1], bins.total, device=values.device)
+    result = torch.empty(values.shape[1], bins.total, dtype=torch.float32, device=values.device)
     _Work.of(values, bins).launch(
         "settle", 1, partial, scale, None, result, None, None, *values.shape, len(partial), 0.0, 0.0, EPSILON
     )
@@ -266,7 +266,8 @@ def _per_unit(
 ) -> tuple[Tensor, Tensor]:
     """The divergence of each unit and its derivative by the target's counts."""
     partial = _partial(values, low, scale, bins)
-    result, gradient = torch.empty(values.shape[1], device=values.device), torch.empty_like(source)
+    result = torch.empty(values.shape[1], dtype=torch.float32, device=values.device)
+    gradient = torch.empty_like(source)
     _Work.of(values, bins).launch(
         "settle", 1, partial, scale, source, None, result, gradient, *values.shape, len(partial),
         *weights, EPSILON,

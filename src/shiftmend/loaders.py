@@ -27,7 +27,7 @@ def as_loader(source: Any, batch_size: int | None, what: str) -> tuple[Any, int 
     """A pair of whole tensors, or something to iterate over, with the batch size it brings along."""
     if isinstance(source, Tensor | np.ndarray):
         return (_as_inputs(source, what), None), None
-    if isinstance(source, TensorDataset):
+    if type(source) is TensorDataset:  # a subclass may give something else than it holds
         return (_as_inputs(source.tensors[0], what), source.tensors[1] if len(source.tensors) > 1 else None), None
     if isinstance(source, tuple) and source and isinstance(source[0], Tensor | np.ndarray):
         inputs = _as_inputs(source[0], what)
@@ -75,6 +75,8 @@ def _instead(source: Any) -> str:
 
 def as_tensor(values: Any, what: str) -> Tensor:
     """Inputs or labels, however they are stored, as a tensor."""
+    if np.ma.is_masked(values):  # torch would take what lies behind the mask
+        raise DataError(f"the {what} has masked values; replace them first, e.g. by the array's filled(...)")
     if isinstance(values, np.ndarray) and any(stride < 0 for stride in values.strides):
         values = values.copy()  # a flipped array: torch knows no negative strides
     if isinstance(values, np.ndarray) and not values.dtype.isnative:
@@ -84,7 +86,7 @@ def as_tensor(values: Any, what: str) -> Tensor:
         with warnings.catch_warnings() if read_only else nullcontext():
             if read_only:  # a file mapped for reading: whatever is done to inputs is done to copies of a batch
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return torch.as_tensor(values)
+            return values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         held = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else kind(values)
         raise DataError(f"the {what} holds {held}, which is no tensor of numbers; convert it first") from error
@@ -130,7 +132,7 @@ def split_batch(batch: Any, what: str) -> tuple[Tensor, Tensor | None]:
             f"the {what} gives batches of type {type(batch).__name__}; expected a tensor of inputs, or (inputs, ...)"
             f"{advice}"
         )
-    return _plain(batch, what), labels
+    return _plain(batch, what).detach(), labels
 
 
 def refuse_non_finite(inputs: Tensor, what: str) -> None:

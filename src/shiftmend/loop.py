@@ -16,7 +16,7 @@ from torch import Tensor, optim
 
 from shiftmend import checkpoints, fingerprints
 from shiftmend.adaptations import Adaptation, Epoch
-from shiftmend.adapting import enter_adapting_modes, fresh_optimiser, steady, still_finite, tensors_of
+from shiftmend.adapting import enter_adapting_modes, fresh_optimiser, put_back, steady, still_finite, tensors_of
 from shiftmend.checks import brief
 from shiftmend.distributed import of_first_process, rank, same_everywhere, world_size
 from shiftmend.errors import AdaptationError
@@ -83,7 +83,14 @@ class Run:
         self.choice = Choice(entropy_may_decide=not method.minimises_entropy)
         self.selected: dict[str, Tensor] = {}
         self.watch = Watch(
-            self.model, feed, self.profile, settings.output, VERIFIED_PER_EPOCH, settings.capture, self.precision
+            self.model,
+            feed,
+            self.profile,
+            settings.output,
+            most=VERIFIED_PER_EPOCH,
+            capture=settings.capture,
+            precision=self.precision,
+            logits=taps.get("logits"),
         )
         self.look = Looker(self.model, feed, self.precision, settings.capture)
 
@@ -106,7 +113,7 @@ class Run:
         except KeyboardInterrupt:
             if world_size() > 1:  # the others may be elsewhere: nothing can be asked of them any more
                 raise
-            self.model.load_state_dict(self.good, strict=False)
+            put_back(self.model, self.good)
             status = "interrupted"
             logger.warning("interrupted after %d epochs; this is the state reached then", self._epochs())
         except DivergedError as error:
@@ -145,7 +152,7 @@ class Run:
     def _result(self, status: str, started: float) -> Adaptation:
         self.model.eval()
         if self.selected:
-            self.model.load_state_dict(self.selected, strict=False)
+            put_back(self.model, self.selected)
         selected = self.choice.kept.epoch if self.choice.kept is not None else 0
         kept = selected if self.selected else self._epochs()
         try:
@@ -184,7 +191,7 @@ class Run:
 
     def _all_stages(self, resumed: checkpoints.Checkpoint | None) -> None:
         if resumed is not None:
-            self.model.load_state_dict(resumed.state, strict=False)
+            put_back(self.model, resumed.state)
             self._keep()
             logger.info("going on from %s after epoch %d", self.path, self._epochs())
         objective = self.method.objective(self.profile, self.feed.device)
@@ -245,13 +252,15 @@ class Run:
         losses: dict[str, float] = dict(zip(sums, means, strict=True))
         finite_losses = all(map(math.isfinite, losses.values()))
         if not finite_losses or not still_finite(self.model, self.good):
-            self.model.load_state_dict(self.good, strict=False)
-            advice = "lower the learning rate"
+            put_back(self.model, self.good)
+            rate, advice = f", learning rate {stage.learning_rate:g}", "lower the learning rate"
+            if not stage.parameters:  # nothing is trained: it is the inputs that are too large
+                rate, advice = "", "look at the inputs and at preprocess"
             if self.before is not None and not math.isfinite(self.before.divergence):
                 advice = "the features were so before anything was adapted: look at the inputs and at preprocess"
             raise DivergedError(
                 f"{'weights' if finite_losses else 'the loss'} of {self.method.name} became NaN or infinite in epoch "
-                f"{number} ({stage.name}, learning rate {stage.learning_rate:g}); {advice}. The error's "
+                f"{number} ({stage.name}{rate}); {advice}. The error's "
                 "`adaptation` is what had been reached"
             )
         self._row(number, stage.name, stage.learning_rate, losses, started)

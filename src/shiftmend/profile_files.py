@@ -229,7 +229,7 @@ def _gaussian_tensors(gaussian: MarginalGaussian | FullGaussian) -> dict[str, Te
     """A covariance is symmetric: only its upper triangle is stored, row by row."""
     if isinstance(gaussian, MarginalGaussian):
         return {"gaussian.mean": gaussian.mean.clone(), "gaussian.variance": gaussian.variance.clone()}
-    rows, columns = torch.triu_indices(*gaussian.covariance.shape)
+    rows, columns = torch.triu_indices(*gaussian.covariance.shape, device="cpu")
     return {"gaussian.mean": gaussian.mean.clone(), "gaussian.covariance": gaussian.covariance[rows, columns]}
 
 
@@ -241,8 +241,8 @@ def _gaussian(facts: dict[str, Any], tensors: dict[str, Tensor], units: int) -> 
         raise ProfileError("its Gaussian is not of as many units as the features")
     if not full:
         return MarginalGaussian(mean, spread, samples)
-    rows, columns = torch.triu_indices(units, units)
-    covariance = torch.empty(units, units)
+    rows, columns = torch.triu_indices(units, units, device="cpu")
+    covariance = spread.new_empty(units, units)
     covariance[rows, columns] = spread
     covariance[columns, rows] = spread
     return FullGaussian(mean, covariance, samples)

@@ -80,6 +80,8 @@ def profile(
     if like is not None and any(part is not None for part in (preset, bins, taps, head, gaussian)):
         raise ProfileError("like= brings preset, bins, taps and kind of Gaussian with it; leave them out beside it")
     like = None if like is None else as_profile(like, "what like= names")
+    if like is not None:
+        like.check_architecture(model)
     if gaussian is not None:
         check_known(gaussian, get_args(Gaussian), "kind of Gaussian", ProfileError)
     if not is_whole(keep_bytes):

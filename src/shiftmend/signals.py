@@ -17,7 +17,7 @@ from shiftmend.feeds import Feed
 from shiftmend.joined_batch_norm import synchronised
 from shiftmend.profiles import Profile
 from shiftmend.steps import Precision
-from shiftmend.taps import Entry, modes, pick, tapped
+from shiftmend.taps import Entry, Tap, modes, pick, tapped
 from shiftmend.verification import VERIFIED, Tally, Verification, judged
 
 
@@ -42,14 +42,15 @@ def observe(
 
     Of several processes, all must ask; each looks at its share of the batches, and all get the same answer.
     """
-    return Watch(model, feed, profile, output, most)()
+    return Watch(model, feed, profile, output, most=most)()
 
 
 class Watch:
     """The same look at one model again and again; on CUDA, where the samples are small, captured as a graph.
 
     A captured look follows weights that change in their place, as training changes them. `precision` is that of the
-    network; histograms are counted in full.
+    network; histograms are counted in full. Without a profile, `logits` says where the model's head is, and so which
+    axis of its output counts classes.
     """
 
     def __init__(
@@ -58,11 +59,14 @@ class Watch:
         feed: Feed,
         profile: Profile | None,
         output: Entry = None,
+        *,
         most: int | None = None,
         capture: bool = False,
         precision: Precision = nullcontext,
+        logits: Tap | None = None,
     ) -> None:
-        self.model, self.feed, self.output, self.precision = model, feed, output, precision
+        self.model, self.feed, self.output = model, feed, output
+        self.precision, self.logits = precision, logits
         self.profile = profile.to(feed.device) if profile is not None else None
         self.most, self.capture = most, capture
         self._again: Callable[[], _Seen] | None = None
@@ -74,7 +78,7 @@ class Watch:
         found: dict[str, float] = dict(zip(seen.names, seen.values.tolist(), strict=True))
         verification = None
         if self.profile is not None:
-            verification = judged(found["slices"], found["marginals"], seen.samples, self.profile)
+            verification = judged(found["slices"], found["marginals"], seen.inputs, self.profile)
         return Signals(verification, found.get("marginals"), found.get("entropy"), found.get("confidence"))
 
     def _look(self) -> _Seen:
@@ -94,7 +98,9 @@ class Watch:
     def _pass(self, batches: Iterable[Tensor]) -> _Seen:
         model, profile = self.model, self.profile
         tally = Tally(profile) if profile is not None else None
-        specs = {name: profile.specs[name] for name in VERIFIED} if profile is not None else {}
+        specs = {"logits": self.logits} if self.logits is not None else {}
+        if profile is not None:
+            specs = {name: profile.specs[name] for name in VERIFIED}
         axis = specs["logits"].channel_axis if specs else 1
         certainty: Tensor | None = None
         predictions = 0
@@ -103,10 +109,10 @@ class Watch:
             for batch in batches:
                 with self.precision():
                     returned = model(batch)
-                logits = class_logits(returned, self.output, axis)
                 values = recorder.read()
+                logits = class_logits(returned, self.output, axis, values["logits"].shape[1] if specs else None)
                 if tally is not None:
-                    tally.update(values)
+                    tally.update(values, len(batch))
                 if logits is not None:
                     sums = _certainty(logits)
                     certainty = sums if certainty is None else certainty + sums
@@ -114,10 +120,10 @@ class Watch:
             found: dict[str, Tensor] = {}
             if certainty is not None:
                 found["entropy"], found["confidence"] = joined_mean(certainty / predictions, predictions)
-            samples = 0
+            inputs = 0
             if tally is not None:
-                found["slices"], found["marginals"], samples = tally.joined()
-            return _Seen(tuple(found), torch.stack([*found.values()]) if found else torch.empty(0), samples)
+                found["slices"], found["marginals"], inputs = tally.joined()
+            return _Seen(tuple(found), torch.stack([*found.values()]) if found else torch.empty(0), inputs)
 
 
 @dataclass(frozen=True)
@@ -126,14 +132,14 @@ class _Seen:
 
     names: tuple[str, ...]
     values: Tensor
-    samples: int
-    """Of the slices."""
+    inputs: int
 
 
-def class_logits(returned: Any, output: Entry, axis: int) -> Tensor | None:
+def class_logits(returned: Any, output: Entry, axis: int, classes: int | None = None) -> Tensor | None:
     """What the model says about classes, brought to axis 1; None for a single number, or for what is no tensor.
 
-    A model of tokens has them on its last axis, as its tap says; what it returns may have fewer axes than that.
+    A model of tokens has them on its last axis, as its tap says; what it returns may have fewer axes than that, or
+    have them on axis 1 behind a transposition, as the number of classes tells.
     """
     try:
         result = pick(returned, output, "the model")
@@ -141,7 +147,8 @@ def class_logits(returned: Any, output: Entry, axis: int) -> Tensor | None:
         return None
     if result.ndim < 2 or not result.is_floating_point():
         return None
-    logits = result.movedim(axis, 1) if -result.ndim <= axis < result.ndim else result
+    there = -result.ndim <= axis < result.ndim and (result.shape[axis] == classes or result.shape[1] != classes)
+    logits = result.movedim(axis, 1) if there else result
     return logits.float() if logits.shape[1] > 1 else None
 
 

@@ -222,7 +222,7 @@ def random_directions(count: int, units: int, seed: int) -> Tensor:
     Box-Muller written out here rather than from a library's generator, whose stream may change. A few rows are
     made at a time, so that a file which asks for many costs little more memory than the result.
     """
-    directions = torch.empty(count, units)
+    directions = torch.empty(count, units, dtype=torch.float32, device="cpu")
     rows = max(1, _NUMBERS_AT_ONCE // max(1, units))
     for first in range(0, count, rows):
         index = np.arange(first * units, min(count, first + rows) * units, dtype=np.uint64)

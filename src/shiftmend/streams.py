@@ -16,7 +16,9 @@ from shiftmend.adapting import (
     batch_norms,
     enter_adapting_modes,
     fresh_optimiser,
+    left_alone,
     plain_copy,
+    put_back,
     settle,
     steady,
     still_finite,
@@ -71,7 +73,7 @@ class Stream:
         self._what = ""
         self._taps: dict[str, Tap] | None = None
         self._judge: Slices | None = profile.slices["verification"].to(device) if profile is not None else None
-        self._seen: deque[CountTracker] = deque(maxlen=window)
+        self._seen: deque[tuple[CountTracker, int]] = deque(maxlen=window)
 
     @torch.inference_mode(False)
     def step(self, batch: Any) -> Tensor:
@@ -101,19 +103,19 @@ class Stream:
                 activations = recorder.read()
                 good = self._update(activations) if trains else True
         except BaseException as error:  # what the model or the method refuses has moved BatchNorm already
-            self._model.load_state_dict(before, strict=False)
+            put_back(self._model, before)
             self._model.eval()
             if not isinstance(error, ShiftmendError):
                 check_takes(self._model, inputs)  # which says it in a sentence, if it is for the inputs
             raise
         if adapts and not (good and still_finite(self._model, before)):
             good = False
-            self._model.load_state_dict(before, strict=False)
+            put_back(self._model, before)
             if self._optimiser is not None:
                 self._optimiser.state.clear()  # momentum remembers the step that went wrong
             logger.warning("batch %d led to values that are not finite; it was not learnt from", self.steps + 1)
         if self._judge is not None and good:
-            self._count(activations["features"].detach())
+            self._count(activations["features"].detach(), len(inputs))
         self._model.eval()
         self.steps += 1
         return result.detach()
@@ -131,7 +133,8 @@ class Stream:
     def _prepare(self, inputs: Tensor) -> None:
         """Taps and trained parameters, found with the first batch."""
         sample = Feed(inputs[:2], device=self.device, what="batch")
-        check_takes(self._model, inputs[:2], self.output)
+        with left_alone(self._source):
+            check_takes(self._model, inputs[:2], self.output)
         network, taps = examine(self._model, sample, self.profile, self.method, None, self.output)
         stages = stages_of(self.method, network, self.profile)
         if len(stages) > 1:
@@ -160,12 +163,12 @@ class Stream:
         self.losses = {name: float(term.detach()) for name, term in terms.items()}
         return True
 
-    def _count(self, features: Tensor) -> None:
+    def _count(self, features: Tensor, inputs: int) -> None:
         assert self._judge is not None
         home = self._judge.histogram
         counter = home.counter()
         counter.update(self._judge.projector(features))
-        self._seen.append(counter)
+        self._seen.append((counter, inputs))
 
     @property
     def verification(self) -> Verification | None:
@@ -179,9 +182,9 @@ class Stream:
             return None
         home = self._judge.histogram
         every = home.counter()
-        every.counts = torch.stack([counter.counts for counter in seen]).sum(0)
-        every.samples = sum(counter.samples for counter in seen)
-        return judged(float(every.divergence(home)), None, every.samples, self.profile)
+        every.counts = torch.stack([counter.counts for counter, _ in seen]).sum(0)
+        every.samples = sum(counter.samples for counter, _ in seen)
+        return judged(float(every.divergence(home)), None, sum(inputs for _, inputs in seen), self.profile)
 
     @torch.inference_mode(False)
     def snapshot(self) -> nn.Module:

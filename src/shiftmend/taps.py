@@ -203,11 +203,17 @@ def eager(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def modes(model: nn.Module) -> Iterator[None]:
-    """Give every module its own train or eval mode back at the end of the block."""
+    """Give every module its own train or eval mode back at the end of the block.
+
+    A module that does more than that in its `train`, such as merging weights for inference, is asked to undo it.
+    """
     before = [(module, module.training) for module in model.modules()]
     try:
         yield
     finally:
+        for module, training in before:
+            if module.training != training and type(module).train is not nn.Module.train:
+                module.train(training)
         for module, training in before:
             module.training = training
 

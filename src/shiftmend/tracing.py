@@ -41,8 +41,8 @@ class _Events:
 
 
 def trainable(parameter: Tensor) -> bool:
-    """Whether it can have a gradient; whole numbers cannot."""
-    return parameter.is_floating_point() or parameter.is_complex()
+    """Whether it can be trained; whole numbers cannot, nor those of 8 bits, which torch does not reckon with."""
+    return (parameter.is_floating_point() and parameter.element_size() > 1) or parameter.is_complex()
 
 
 def owners(model: nn.Module) -> list[str]:

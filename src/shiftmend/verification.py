@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.devices import placed, resolve_device
+from shiftmend.distributed import active, all_sum
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
 from shiftmend.histograms import sampling_floor
@@ -124,43 +125,35 @@ class Tally:
         self.profile = profile
         self.slices = profile.slices["verification"].histogram.counter()
         self.taps = {name: profile.taps[name].counter() for name in taps}
+        self.inputs = 0
 
-    def update(self, activations: Mapping[str, Tensor]) -> None:
-        """Activations `[samples, units]` by tap."""
+    def update(self, activations: Mapping[str, Tensor], inputs: int) -> None:
+        """Activations `[samples, units]` by tap, of so many inputs: a feature map has many samples of one."""
+        self.inputs += inputs
         self.slices.update(self.profile.slices["verification"].projector(activations["features"]))
         for name, counter in self.taps.items():
             counter.update(activations[name])
 
     def joined(self) -> tuple[Tensor, Tensor, int]:
-        """Over all processes: divergence of the slices, that of the marginals, and samples of the former."""
+        """Over all processes: divergence of the slices, that of the marginals, and how many inputs they are of."""
         slices = self.slices.joined()
+        inputs = int(all_sum(torch.tensor(self.inputs, device=slices.counts.device))) if active() else self.inputs
         features, logits = (self.taps[name].joined().divergence(self.profile.taps[name]) for name in VERIFIED)
-        return slices.divergence(self.profile.slices["verification"].histogram), features + logits, slices.samples
+        return slices.divergence(self.profile.slices["verification"].histogram), features + logits, inputs
 
     def verification(self) -> Verification:
-        *divergences, samples = self.joined()
+        *divergences, inputs = self.joined()
         slices, marginals = torch.stack(divergences).tolist()
-        return judged(slices, marginals, samples, self.profile)
+        return judged(slices, marginals, inputs, self.profile)
 
 
-def measure(activations: Iterable[Mapping[str, Tensor]], profile: Profile) -> Verification:
-    """Verify from batches of features and logits, each `[samples, units]`; waits for the device once, at the end."""
-    tally: Tally | None = None
-    for values in activations:
-        tally = tally or Tally(profile.to(values["features"].device))
-        tally.update(values)
-    assert tally is not None, "feeds refuse empty data"
-    return tally.verification()
+def judged(slices: float, marginals: float | None, inputs: int, profile: Profile) -> Verification:
+    """What divergences mean that were measured on so many inputs.
 
-
-def judged(slices: float, marginals: float | None, samples: int, profile: Profile) -> Verification:
-    """What divergences mean that were measured on so many samples of the features."""
-    home = profile.slices["verification"].histogram
-    # positions of one feature map are not independent: what counts against chance is the number of inputs
-    positions = home.samples / profile.inputs_seen
-    inputs = samples / positions
-    floor = sampling_floor(home.bins, profile.inputs_seen, inputs)
-    return Verification(slices, floor, round(inputs), profile.inputs_seen, marginals=marginals)
+    Positions of one feature map are not independent: what counts against chance is the number of inputs.
+    """
+    floor = sampling_floor(profile.bins, profile.inputs_seen, inputs)
+    return Verification(slices, floor, inputs, profile.inputs_seen, marginals=marginals)
 
 
 def verify(
@@ -188,9 +181,8 @@ def verify(
         taps = {name: profile.specs[name] for name in VERIFIED}
         with modes(model), torch.no_grad(), tapped(model, taps) as recorder:
             model.eval()
-
-            def seen(batch: Tensor) -> dict[str, Tensor]:
+            tally = Tally(profile.to(place))
+            for batch in feed.batches():
                 model(batch)
-                return recorder.read()
-
-            return measure(map(seen, feed.batches()), profile)
+                tally.update(recorder.read(), len(batch))
+            return tally.verification()

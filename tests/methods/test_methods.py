@@ -60,6 +60,12 @@ def test_adabn_averages_the_statistics_of_all_batches() -> None:
     assert torch.equal(result.model[0].weight, world.model[0].weight)
 
 
+def test_statistics_that_overflow_are_blamed_on_the_inputs_since_nothing_is_trained() -> None:
+    world = sensors()
+    with pytest.raises(AdaptationError, match=r"epoch 1 \(statistics\); look at the inputs and at preprocess"):
+        shiftmend.adapt(world.model, world.target * 1e25, None, "adabn", progress=False)
+
+
 def test_adabn_without_batch_norm_is_the_identity() -> None:
     world = sensors(norm=False)
     result = shiftmend.adapt(world.model, world.target, world.profile(), "adabn")

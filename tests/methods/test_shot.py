@@ -64,6 +64,12 @@ def test_labels_against_a_slow_loop(seed: int, classes: int, units: int, certain
         assert (got.numpy() == expected).mean() > 0.9
 
 
+@pytest.mark.usefixtures("other_default_dtype")
+def test_labels_do_not_depend_on_the_precision_that_is_usual_elsewhere() -> None:
+    embedding = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.2, 0.8]], dtype=torch.float32)
+    assert centroid_labels(embedding, 5 * embedding).tolist() == [0, 0, 1, 1]
+
+
 def test_classes_without_a_prediction_get_no_sample() -> None:
     embedding = torch.randn(50, 4)
     logits = embedding @ torch.randn(4, 6)
@@ -247,6 +253,22 @@ def test_it_trains_all_but_the_head() -> None:
     names = {name for name, _ in model.named_parameters()}
     assert {name for name in names if not name.startswith("head.")} == changed(result.model, model)
     assert {"bn4.weight", "bn4.bias"} <= changed(result.model, model)  # behind the features, before the head
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.middle, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.middle(self.table(tokens).mean(1)).tanh())
+
+
+def test_what_the_head_shares_with_other_layers_stays_as_it_is() -> None:
+    model, tokens = Tied(), torch.randint(5, (64, 3))
+    result = shiftmend.adapt(model, tokens, None, "shot", epochs=1, learning_rate=0.1, progress=False)
+    assert changed(result.model, model) == {"middle.weight", "middle.bias"}
 
 
 def test_clusters_are_looked_for_where_the_model_says() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shiftmend
 from shiftmend.adaptations import Adaptation, Epoch
-from shiftmend.adapting import tensors_of
+from shiftmend.adapting import put_back, tensors_of
 from shiftmend.bench.base import Images, Setting, Target
 from shiftmend.bench.cells import Outcome
 from shiftmend.bench.protocols import Protocol
@@ -101,7 +101,7 @@ class Run:
             self._score(self._scorer_of(self.adaptation.model), self.adaptation.history[-1].epoch)
         if self.kept.epoch not in self.outcomes:
             model = copy.deepcopy(self.adaptation.model)
-            model.load_state_dict(self._unscored, strict=False)
+            put_back(model, self._unscored)
             self._score(self._scorer_of(model), self.kept.epoch)
         self._unscored = {}
 

@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.optim import SGD
 
 from shiftmend import checkpoints
+from shiftmend.adapting import put_back
 from shiftmend.bench.augmentations import AUGMENTATIONS
 from shiftmend.bench.batches import ResidentBatches, batches_of
 from shiftmend.bench.pretrained import load_pretrained
@@ -269,7 +270,7 @@ def _resume(path: Path, run: str, model: nn.Module, optimiser: SGD) -> int:
     kept = checkpoints.load(path, run)
     if kept is None:
         return 0
-    model.load_state_dict(kept.state)
+    put_back(model, kept.state)
     for name, parameter in model.named_parameters():
         if name in kept.momentum:
             buffer = torch.empty_like(parameter, requires_grad=False).copy_(kept.momentum[name])

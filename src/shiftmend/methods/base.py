@@ -43,11 +43,13 @@ class Network:
 
     @property
     def below_head(self) -> tuple[str, ...]:
-        """Parameters of everything but the last layer: with those between the features and it."""
+        """Parameters of everything but the last layer, and what it shares: with those between the features and it."""
+        every = self.model.named_parameters(remove_duplicate=False)
+        of_head = {id(parameter) for name, parameter in every if name.startswith(f"{self.head}.")}
         return tuple(
             name
             for name, parameter in self.model.named_parameters()
-            if trainable(parameter) and not name.startswith(f"{self.head}.")
+            if trainable(parameter) and id(parameter) not in of_head
         )
 
     @property

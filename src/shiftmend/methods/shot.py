@@ -23,8 +23,7 @@ def centroid_labels(embedding: Tensor, logits: Tensor) -> Tensor:
     and so is one that loses all its samples on the way.
     """
     probabilities = torch.softmax(logits.float(), dim=1)
-    ones = torch.ones(len(embedding), 1, device=embedding.device)
-    points = functional.normalize(torch.cat([embedding.float(), ones], dim=1), dim=1)
+    points = functional.normalize(functional.pad(embedding.float(), (0, 1), value=1.0), dim=1)
     classes = probabilities.shape[1]
     present = functional.one_hot(probabilities.argmax(1), classes).sum(0) > 0
     labels = _nearest(points, probabilities, present)

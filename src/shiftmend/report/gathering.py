@@ -163,7 +163,7 @@ def _looks(
             for name, one in models.items():
                 # a copy: a model that works in place must not change what the other sees
                 returned = one(batch.clone())
-                looks[name].update(returned, recorders[name].read(), marks)
+                looks[name].update(returned, recorders[name].read(), len(batch), marks)
             if "after" in looks:
                 looks["after"].compare(looks["before"])
     return looks

@@ -39,9 +39,9 @@ class Look:
         self.changed: Tensor | None = None
         self.metrics: ClassificationMetrics | RegressionMetrics | None = None
 
-    def update(self, returned: Any, values: dict[str, Tensor], labels: Tensor | None) -> None:
-        self.tally.update(values)
-        logits = class_logits(returned, self.output, self.axis)
+    def update(self, returned: Any, values: dict[str, Tensor], inputs: int, labels: Tensor | None) -> None:
+        self.tally.update(values, inputs)
+        logits = class_logits(returned, self.output, self.axis, self.profile.taps["logits"].units)
         self.chosen = None if logits is None else logits.argmax(1).flatten()
         if logits is not None and self.chosen is not None:
             confidence = logits.double().softmax(1).amax(1).flatten()
