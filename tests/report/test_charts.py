@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -16,6 +18,30 @@ from shiftmend.scores import ReliabilityBin
 from shiftmend.verification import Verification
 
 START, END = 44.0, 332.0  # of what lies beside a vertical axis
+STYLED = set(re.findall(r"\.([a-z][\w-]*)", Path(charts.__file__).with_name("page.css").read_text()))
+
+
+def check_that_it_can_be_seen(one: ElementTree.Element, height: float) -> None:
+    """A known shape of a known style that lies inside the drawing; letters are about half as wide as they are high."""
+    assert one.tag in ("circle", "line", "path", "polyline", "rect", "text")
+    styles = set(one.get("class", "").split()) - {"layer-before", "layer-after", "layer-plain"}
+    assert styles
+    assert styles <= STYLED
+    places = {name: float(one.get(name, 0)) for name in ("x", "x1", "x2", "cx", "y", "y1", "y2", "cy")}
+    assert all(0 <= place <= (charts.WIDTH if "x" in name else height) for name, place in places.items())
+    assert places["y"] + float(one.get("height", 0)) <= height
+    assert one.tag != "circle" or float(one.get("r", 0)) > 2
+    assert re.fullmatch(r"[MLHlhz0-9. -]*", one.get("d", ""))
+    for point in one.get("points", "").split():
+        x, y = map(float, point.split(","))
+        assert 0 <= x <= charts.WIDTH
+        assert 0 <= y <= height
+    if one.tag == "text":
+        width = 5.5 * len(one.text or "")
+        left = places["x"] - {"start": 0.0, "middle": 0.5, "end": 1.0}[one.get("text-anchor", "")] * width
+        assert left >= -8
+        assert left + width <= charts.WIDTH + 8
+        assert places["x"] != START - 4 or one.get("text-anchor") == "end", "beside the axis, not across it"
 
 
 class Drawing:
@@ -23,6 +49,10 @@ class Drawing:
 
     def __init__(self, chart: Markup) -> None:
         self.root = ElementTree.fromstring(chart)
+        *corner, width, height = map(float, self.root.get("viewBox", "").split())
+        assert (self.root.tag, self.root.get("role"), *corner, width) == ("svg", "img", 0, 0, charts.WIDTH)
+        for one in self.root:
+            check_that_it_can_be_seen(one, height)
         self.label = self.root.get("aria-label")
         texts = [(one.text or "", float(one.get("x", "")), float(one.get("y", ""))) for one in self.root.iter("text")]
         self.ticks = [(float(text.strip(" %")), y - 4) for text, x, y in texts if x == START - 4]
@@ -39,7 +69,7 @@ class Drawing:
 
     def scale(self, linear: bool = False) -> Callable[[float | np.ndarray], np.ndarray]:
         """Heights to values, from the outermost numbers at the vertical axis; those between have to agree."""
-        assert len(self.ticks) > 1
+        assert 1 < len(self.ticks) < 12
         assert [[y, y] for _, y in self.ticks] == pytest.approx(np.array(self.numbers("grid", "y1", "y2")))
         values, heights = np.array(sorted(self.ticks)).T
         assert (np.diff(heights) < 0).all()
@@ -67,19 +97,31 @@ def test_units_are_drawn_worst_first_beside_what_chance_gives() -> None:
     assert drawing.curve("after")[:, 0] == pytest.approx(np.linspace(START, END, 5)[2:]), "the worst two have no number"
     ((y1, y2),) = drawing.numbers("chance", "y1", "y2")
     assert value(np.array([y1, y2])) == pytest.approx(0.006, rel=0.02)
-    assert {"worst", "5 units", "chance"} < set(drawing.texts)
-    assert drawing.texts["worst"][0] < drawing.texts["5 units"][0]
+    assert y1 - drawing.curve("before")[0, 1] > 120, "most of the height is used"
+    assert drawing.texts["chance"] == (END, pytest.approx(y1 - 4))
+    assert (drawing.texts["worst"], drawing.texts["5 units"]) == ((START, 172), (END, 172))
+    assert "units, sorted by distance from home" in drawing.texts
     assert drawing.label == "Distance of <all>"
 
 
 def test_of_many_units_the_ends_are_kept() -> None:
-    drawing = Drawing(charts.ranks(list(np.geomspace(0.001, 10, 12_345)), None, 0.01, ""))
+    drawing = Drawing(charts.ranks(list(np.geomspace(0.001, 10, 1_234)), None, 0.01, ""))
     curve = drawing.curve("before")
     assert len(curve) == charts.MOST_POINTS
     assert drawing.scale()(curve[[0, -1], 1]) == pytest.approx([10, 0.001], rel=0.03)
     assert curve[[0, -1], 0].tolist() == [START, END]
-    assert np.abs(np.diff(curve, 2, axis=0)).max() < 0.3, "a straight line"
-    assert "12,345 units" in drawing.texts
+    assert np.abs(np.diff(curve, 2, axis=0)).max() < 0.5, "a straight line"
+    assert "1,234 units" in drawing.texts
+
+
+def test_a_single_unit_is_drawn_and_none_that_is_infinite() -> None:
+    drawing = Drawing(charts.ranks([0.5], [math.inf], 0.01, ""))
+    dash = drawing.curve("before")
+    assert drawing.scale()(dash[:, 1]) == pytest.approx(0.5, rel=0.02)
+    assert (dash[:, 0].mean(), np.ptp(dash[:, 0])) == (START, 6)
+    assert drawing.numbers("after") == []
+    course = Drawing(charts.course([charts.Line("after", [(0.0, math.nan), (1.0, math.nan)])], [], 1, None, ""))
+    assert course.numbers("after") == []
 
 
 @pytest.mark.parametrize(
@@ -106,6 +148,7 @@ def test_a_course_can_be_read_back(values: list[float]) -> None:
     assert drawing.numbers("release", "x1", "x2") == uprights
     assert drawing.texts["0"][0] == START
     assert drawing.texts["8"][0] == END
+    assert "epoch (one run through the data)" in drawing.texts
     assert drawing.numbers("chance", "y1") == []
 
 
@@ -113,10 +156,10 @@ def test_a_course_shows_chance_and_a_single_epoch() -> None:
     drawing = Drawing(charts.course([charts.Line("after", [(1.0, 0.3)])], [], 0, 0.02, "Distance"))
     ((y1, y2),) = drawing.numbers("chance", "y1", "y2")
     assert drawing.scale()(np.array([y1, y2])) == pytest.approx(0.02, rel=0.02)
+    assert drawing.texts["chance"] == (END, pytest.approx(y1 - 4))
     dash = drawing.curve("after")
     assert drawing.scale()(dash[:, 1]) == pytest.approx(0.3, rel=0.02)
-    assert dash[:, 0].mean() == END
-    assert np.ptp(dash[:, 0]) > 0
+    assert (dash[:, 0].mean(), np.ptp(dash[:, 0])) == (END, 6)
     assert drawing.numbers("kept", "cx") == []
 
 
@@ -158,11 +201,12 @@ def test_marks_lie_where_their_distance_is_between_the_limits(before: float, aft
         assert texts[word] == pytest.approx(sum(found[kind]) / 2, abs=0.11)
 
 
-def test_what_is_infinite_lies_at_the_far_end_and_a_lone_mark_is_here() -> None:
+def test_what_is_infinite_lies_at_one_end_and_nothing_at_the_other() -> None:
     drawing = Drawing(charts.gauge(Verification(math.nan, 0.002, 5000), None))
     assert marks(drawing) == {"before": charts.WIDTH - 10}
     assert drawing.label == "Distance from home: here infinite"
     assert "here infinite" in drawing.texts
+    assert marks(Drawing(charts.gauge(Verification(0.0, 0.002, 5000), None))) == {"before": 10}
 
 
 def test_words_of_marks_that_are_near_do_not_cover_each_other() -> None:
@@ -188,12 +232,13 @@ def outline(drawing: Drawing, kind: str) -> list[tuple[float, float, float]]:
 
 
 def test_a_distribution_has_the_shares_and_the_range_of_home() -> None:
-    home, before, after = (0.0, 0.3, 0.5, 0.2, 0.0), (0.1, 0.1, 0.2, 0.2, 0.4), (0.05, 0.35, 0.4, 0.2, 0.0)
+    home, before, after = (0.01, 0.3, 0.5, 0.19, 0.0), (0.1, 0.1, 0.2, 0.2, 0.4), (0.05, 0.35, 0.4, 0.2, 0.0)
     drawing = Drawing(charts.distribution(Unit(7, -1.25, 3.5, home, seen(*before), seen(*after)), "unit 7 of <tap>"))
     bars = np.array(drawing.numbers("home-bar", "x", "y", "width", "height"))
     floor = drawing.numbers("axis", "y1")[0][0]
     assert bars[:, 1] + bars[:, 3] == pytest.approx(floor, abs=0.11)
     tallest = bars[2, 3]
+    assert tallest > 100
     assert bars[:, 3] == pytest.approx(np.array(home) / 0.5 * tallest, abs=0.11)
     edges = np.linspace(10, charts.WIDTH - 10, 6)
     assert (bars[:, 0] >= edges[:-1]).all()
@@ -205,10 +250,10 @@ def test_a_distribution_has_the_shares_and_the_range_of_home() -> None:
         assert floor - y == pytest.approx(np.array(shares) / 0.5 * tallest, abs=0.11)
     assert drawing.texts["-1.25"][0] == edges[1], "the outer bins are what home never gave"
     assert drawing.texts["3.5"][0] == edges[4]
-    assert [x1 for (x1,) in drawing.numbers("axis", "x1")[1:]] == [edges[1], edges[4]]
-    assert (
-        drawing.texts["lower than ever"][0] < drawing.texts["range at home"][0] < drawing.texts["higher than ever"][0]
-    )
+    axis = [[10, floor, charts.WIDTH - 10, floor], *([edge, floor, edge, floor + 4] for edge in (edges[1], edges[4]))]
+    assert drawing.numbers("axis", "x1", "y1", "x2", "y2") == axis
+    words = [drawing.texts[word] for word in ("lower than ever", "range at home", "higher than ever")]
+    assert words == [(10, 147), (charts.WIDTH / 2, 147), (charts.WIDTH - 10, 147)]
     assert drawing.label == "Distribution of unit 7 of <tap>"
 
 
@@ -225,9 +270,10 @@ def columns(drawing: Drawing, kind: str) -> np.ndarray:
 
 @pytest.mark.parametrize("after", [None, [5, 0, 0, 0, 0, 0, 0, 0, 15, 20]])
 def test_confidences_are_shares_of_their_own_total(after: Sequence[int] | None) -> None:
-    before = [0, 0, 0, 10, 0, 0, 20, 30, 0, 40]
+    before = [0, 0, 0, 10, 0, 0, 20, 30, 0, 40] if after else [0] * 9 + [7]
     drawing = Drawing(charts.confidences(before, after))
     value = drawing.scale(linear=True)
+    assert max(drawing.ticks)[0] == (50 if after else 100), "as high as the tallest"
     edges = [drawing.texts[f"{percent}"][0] for percent in range(0, 101, 20)]
     assert edges == pytest.approx(np.linspace(START, END, 6), abs=0.11)
     tenths, ends = np.linspace(START, END, 11), []
@@ -243,6 +289,7 @@ def test_confidences_are_shares_of_their_own_total(after: Sequence[int] | None) 
             ends += [x, x + width]
     if after is not None:
         assert (ends[1] <= ends[2] + 0.11).all(), "before stands left of after"
+    assert "confidence of a prediction, %" in drawing.texts
     assert drawing.label == "How confident the predictions were"
 
 
@@ -259,7 +306,9 @@ def test_reliability_is_accuracy_above_confidence() -> None:
     ((x1, y1, x2, y2),) = drawing.numbers("chance", "x1", "y1", "x2", "y2")
     assert ((x1, x2), value(np.array([y1, y2]))) == ((START, END), pytest.approx([0, 100], abs=0.1))
     assert [drawing.texts[f"{percent} %"][0] for percent in (0, 50, 100)] == [START, (START + END) / 2, END]
+    assert "confidence that the model stated" in drawing.texts
     assert drawing.label == "Accuracy by confidence"
+    assert len(Drawing(charts.reliability(bins, None)).numbers("dot")) == 2
 
 
 def test_signals_share_the_scale_that_they_are_given() -> None:
@@ -270,3 +319,8 @@ def test_signals_share_the_scale_that_they_are_given() -> None:
     assert second[[0, -1], 0].tolist() == [8, 332]
     assert len(second) == 400
     assert drawing.label == "Input 3"
+
+
+def test_a_signal_that_never_changes_is_a_level_line() -> None:
+    drawing = Drawing(charts.signal([[2.0, 2.0], [2.0]], 2.0, 2.0, "Input 0"))
+    assert len({*drawing.curve("channel-0")[:, 1], *drawing.curve("channel-1")[:, 1]}) == 1
