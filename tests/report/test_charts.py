@@ -199,6 +199,15 @@ def test_marks_lie_where_their_distance_is_between_the_limits(before: float, aft
     assert texts[f"before {before:.3f}" if before < 1 else f"before {before:.2f}"] == marks(drawing)["before"]
     for word, kind in (("as at home", "good"), ("not as at home", "bad")):
         assert texts[word] == pytest.approx(sum(found[kind]) / 2, abs=0.11)
+    assert "between" not in texts, "for which there is no room"
+
+
+def test_an_undecided_line_has_no_zone_of_home() -> None:
+    last = Verification(0.012, 0.01, 100)
+    assert last.verdict == "undecided"
+    assert last.divergence > last.limits[0] > 0
+    found = zones(Drawing(charts.gauge(Verification(0.8, 0.01, 100), last)))
+    assert found == {"unsure": (10, pytest.approx(found["bad"][0], abs=0.11)), "bad": found["bad"]}
 
 
 def test_what_is_infinite_lies_at_one_end_and_nothing_at_the_other() -> None:
