@@ -332,7 +332,7 @@ PROTOCOLS = {"offline": Offline()}
     [
         ("", "defines no benchmark called OTHER; expected a shiftmend.bench.base.Benchmark"),
         ("OTHER = 3", "defines no benchmark called OTHER"),
-        ("1 / 0", "could not be run: ZeroDivisionError: division by zero"),
+        ("1 / 0", "could not be run: ZeroDivisionError: division by zero ("),
         ("import nothing_of_the_kind", "could not be run: ModuleNotFoundError"),
         ("def (", "could not be run: SyntaxError"),
         (

@@ -94,3 +94,13 @@ def test_a_failed_import_inside_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     said = refusal(f"{file}:make")
     assert "cannot import name 'nothing_of_that_name' from 'json'" in said
     assert f"({file}, line 1)" in said
+
+
+def test_the_line_to_blame_is_not_one_of_a_library_in_the_same_folder(tmp_path: Path) -> None:
+    written(tmp_path / "site-packages/some_library.py", "def make(): raise ValueError('no')\n")
+    file = written(
+        tmp_path / "beside_its_libraries.py",
+        f"import sys\nsys.path.append('{tmp_path}/site-packages')\nfrom some_library import make as made\n"
+        "def make(): made()\n",
+    )
+    assert f"ValueError: no ({file}, line 4)" in refusal(f"{file}:make")

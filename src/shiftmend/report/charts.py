@@ -56,32 +56,48 @@ def _finite(values: Sequence[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
 
+def _round_numbers(low: float, high: float) -> list[float]:
+    """Four to ten of them in a range."""
+    step = 10.0 ** math.floor(math.log10(high - low))
+    step /= 5 if high - low < 2 * step else 2 if high - low < 5 * step else 1
+    return [number_ * step for number_ in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
 class _Axis:
-    """A vertical axis, logarithmic, over the values it is given."""
+    """A vertical axis over the values it is given: logarithmic, unless one of them (some losses) is below nought."""
 
     def __init__(self, values: Sequence[float], height: float) -> None:
-        known = [max(value, SMALLEST) for value in _finite(values)] or [SMALLEST, 1.0]
-        low, high = math.log10(min(known)), math.log10(max(known))
-        room = 0.06 * max(high - low, 0.5)
+        known = _finite(values) or [SMALLEST, 1.0]
+        self.linear = min(known) < 0
+        low, high = self._level(min(known)), self._level(max(known))
+        room = 0.06 * max(high - low, max(abs(low), abs(high)) if self.linear else 0.5)
         self.low, self.high, self.height = low - room, high + room, height
 
+    def _level(self, value: float) -> float:
+        return value if self.linear else math.log10(max(value, SMALLEST))
+
     def __call__(self, value: float) -> float:
-        share = (math.log10(max(value, SMALLEST)) - self.low) / (self.high - self.low)
+        share = (self._level(value) - self.low) / (self.high - self.low)
         return TOP + (self.height - TOP - BOTTOM) * (1 - min(1.0, max(0.0, share)))
 
-    def drawn(self) -> Markup:
+    def _ticks(self) -> list[float]:
+        """Powers of ten and what lies between them; steps of one size where these would be fewer than two."""
+        if self.linear:
+            return _round_numbers(self.low, self.high)
         steps = (1, 2, 5) if self.high - self.low < 1.2 else (1, 3) if self.high - self.low < 2.2 else (1,)
-        ticks = [
-            step * 10.0**power for power in range(math.floor(self.low), math.ceil(self.high) + 1) for step in steps
-        ]
+        powers = range(math.floor(self.low), math.ceil(self.high) + 1)
+        ticks = [step * 10.0**power for power in powers for step in steps]
         shown = [tick for tick in ticks if self.low <= math.log10(tick) <= self.high]
+        return shown if len(shown) > 1 else _round_numbers(10**self.low, 10**self.high)
+
+    def drawn(self) -> Markup:
         return join(
             *(
                 join(
                     _segment(LEFT, self(tick), WIDTH - RIGHT, self(tick), "grid"),
                     _text(LEFT - 4, self(tick) + 4, f"{tick:g}", anchor="end"),
                 )
-                for tick in shown
+                for tick in self._ticks()
             )
         )
 
@@ -162,17 +178,17 @@ def distribution(unit: Unit, name: str) -> Markup:
 
 
 def ranks(before: Sequence[float], after: Sequence[float] | None, floor: float, label: str) -> Markup:
-    """Distance of every unit, worst first, each curve sorted by itself."""
+    """Distance of every unit, worst first, each curve sorted by itself; what is infinite leaves its place empty."""
     height = 190
     curves = {"before": before} | ({"after": after} if after is not None else {})
-    curves = {kind: sorted(_finite(values), reverse=True) for kind, values in curves.items()}
     axis = _Axis([floor, *(value for values in curves.values() for value in values)], height)
     parts: list[Part] = [axis.drawn(), _segment(LEFT, axis(floor), WIDTH - RIGHT, axis(floor), "chance")]
     parts.append(_text(WIDTH - RIGHT, axis(floor) - 4, "chance", "label chance-label", "end"))
     longest = max(map(len, curves.values()), default=0)
     for kind, values in curves.items():
-        places = _thinned(len(values))
-        points = [(_across(place, longest - 1), axis(values[place])) for place in places]
+        known = sorted(_finite(values), reverse=True)
+        first = len(values) - len(known)
+        points = [(_across(first + place, longest - 1), axis(known[place])) for place in _thinned(len(known))]
         parts.append(_polyline(points, kind))
     parts.append(_text(LEFT, height - 18, "worst", anchor="start"))
     parts.append(_text(WIDTH - RIGHT, height - 18, f"{longest:,} units", anchor="end"))
@@ -290,6 +306,8 @@ def _across(place: float, last: float) -> float:
 def _polyline(points: Sequence[tuple[float, float]], kind: str, layer: bool = True) -> Markup:
     if not points:
         return Markup("")
+    if len(points) == 1:  # of which a line would show nothing
+        points = [(points[0][0] - 3, points[0][1]), (points[0][0] + 3, points[0][1])]
     text = " ".join(f"{_place(x)},{_place(y)}" for x, y in points)
     return element("polyline", points=text, class_=f"curve {kind} layer-{kind}" if layer else f"curve {kind}")
 

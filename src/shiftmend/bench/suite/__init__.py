@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from shiftmend.checks import brief, is_whole
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.methods import method
 from shiftmend.presets import PRESETS
+from shiftmend.user_files import first_on_path, import_file, reason
 
 BENCHMARKS = ("digits", "mnist-c", "mnist-m", "usps", "emnist-da", "cifar-10-c", "cifar-100-c", "camelyon17", "visda-c")
 
@@ -40,29 +39,18 @@ def find(name: str) -> Benchmark:
 def _from_file(file: Path, attribute: str) -> Benchmark:
     if not file.is_file():
         raise DataError(f"{file} is missing: expected a Python file that defines the benchmark {attribute}")
-    title = f"shiftmend_benchmark_{file.stem}"
-    spec = importlib.util.spec_from_file_location(title, file)
-    assert spec is not None and spec.loader is not None  # noqa: PT018
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[title] = module  # dataclasses defined there look themselves up
-    before, folder = list(sys.path), str(file.resolve().parent)
-    if folder not in sys.path:  # as for a script that lies there; it stays, for what its functions import later
-        sys.path.insert(0, folder)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[title]
-        sys.path[:] = before
-        text = " ".join(str(error).split())
-        raise DataError(f"{file} could not be run: {type(error).__name__}: {text}") from error
-    found = getattr(module, attribute, None)
-    if not isinstance(found, Benchmark):
-        raise DataError(
-            f"{file} defines no benchmark called {attribute or '(nothing)'}; expected a shiftmend.bench.base.Benchmark "
-            "of the name behind the colon"
-        )
-    for fault in faults(found):
-        raise DataError(f"the benchmark {attribute} in {file} does not add up: {fault}")
+    with first_on_path(file.resolve().parent):
+        try:
+            found = getattr(import_file(file), attribute, None)
+        except (Exception, SystemExit) as error:
+            raise DataError(f"{file} could not be run: {reason(error)}") from error
+        if not isinstance(found, Benchmark):
+            raise DataError(
+                f"{file} defines no benchmark called {attribute or '(nothing)'}; expected a "
+                "shiftmend.bench.base.Benchmark of the name behind the colon"
+            )
+        for fault in faults(found):
+            raise DataError(f"the benchmark {attribute} in {file} does not add up: {fault}")
     return found
 
 

@@ -1,0 +1,42 @@
+"""Files that a user names: where their imports look, and which module they become."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from shiftmend.user_files import first_on_path, import_file
+
+
+def test_a_folder_comes_first_and_once_and_goes_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["other", str(tmp_path), "third"])
+    (tmp_path / "stopped.py").write_text("import sys\nsys.path.append('its own')\nraise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt), first_on_path(tmp_path):
+        import_file(tmp_path / "stopped.py")
+    assert sys.path == ["other", str(tmp_path), "third"]
+    for _ in range(2):
+        with first_on_path(tmp_path):
+            pass
+        assert sys.path == [str(tmp_path), "other", "third"]
+
+
+def test_a_file_is_run_again_but_takes_no_name_of_another_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "twice_run", None)  # type: ignore[arg-type] # so that it goes with this test
+    file = tmp_path / "twice_run.py"
+    for count in (1, 22):
+        file.write_text(f"count = {count}\n")
+        assert import_file(file).count == count
+        assert sys.modules["twice_run"].count == count
+    file.write_text("1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        import_file(file)
+    assert "twice_run" not in sys.modules
+    for name in ("json", "time"):  # `time` has no file
+        held, other = sys.modules[name], tmp_path / f"{name}.py"
+        other.write_text("count = 3\n")
+        assert import_file(other).count == 3
+        assert sys.modules[name] is held
