@@ -32,7 +32,8 @@ RELATIVE_RANGE = 1e-4
 
 _FAR = 80.0
 """Weights below exp(-80), 1e-35, are taken for that: none would count, and denormal numbers are slow."""
-_CHUNK = {"cpu": 1 << 18, "other": 1 << 24}  # shares worked on at once: a CPU core's cache, a part of a GPU
+_CHUNK = {"cpu": 1 << 18, "other": 1 << 24}
+"""Shares worked on at once: by each thread, in the cache of its core; by a GPU."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,8 @@ def _shares(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> tuple[Ten
 
 
 def _rows_at_once(values: Tensor, bins: Bins) -> int:
-    return max(1, _CHUNK["cpu" if values.device.type == "cpu" else "other"] // max(1, values.shape[1] * bins.total))
+    shares = _CHUNK["cpu"] * torch.get_num_threads() if values.device.type == "cpu" else _CHUNK["other"]
+    return max(1, shares // max(1, values.shape[1] * bins.total))
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
