@@ -1,4 +1,4 @@
-"""The modes of a model while it is adapted, what is trained, and copies of its state."""
+"""The modes of a model while it is adapted, and what is trained."""
 
 from __future__ import annotations
 
@@ -6,25 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from shiftmend.adapting import (
-    enter_adapting_modes,
-    fresh_optimiser,
-    put_back,
-    settle,
-    steady,
-    still_finite,
-    tensors_of,
-)
+from shiftmend.adapting import enter_adapting_modes, fresh_optimiser, settle, steady, still_finite
 from shiftmend.methods import Stage
-from shiftmend.models import build
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-    ),
-]
+from shiftmend.states import tensors_of
 
 
 def small() -> nn.Sequential:
@@ -97,55 +81,3 @@ def test_what_has_gone_bad_is_noticed_and_what_never_was_finite_is_not(bad: floa
         assert not still_finite(model, before)
         value[0] = good
     assert still_finite(model, before)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_copies_have_the_values_and_types_of_what_they_are_copies_of(device: str) -> None:
-    model = nn.Sequential(build("digit-cnn", classes=3, width=4), nn.Linear(3, 2).half()).to(device)
-    with torch.no_grad():
-        for number, value in enumerate(model.state_dict().values()):
-            value.copy_(torch.arange(value.numel(), device=device).view_as(value) % 50 + number)
-    copies = tensors_of(model)
-    state = model.state_dict()
-    assert list(copies) == list(state)
-    assert len({value.dtype for value in state.values()}) == 3
-    for name, value in state.items():
-        assert copies[name].dtype == value.dtype
-        assert torch.equal(copies[name], value)
-        assert copies[name].data_ptr() != value.data_ptr()
-
-
-class Adapter(nn.Module):
-    """Its state dict holds the adapter alone, and it loads nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.adapter = nn.Linear(2, 3), nn.Linear(3, 3)
-        self.register_buffer("calls", torch.zeros(1), persistent=False)
-        self.register_buffer("one", torch.ones(1).expand(4))
-        self.register_buffer("seen", torch.zeros(1, 2))
-        self.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        return {name: value.detach() for name, value in self.named_parameters() if name.startswith("adapter.")}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:  # type: ignore[override]
-        raise AssertionError("the model's own way to load a state cannot be relied on")
-
-
-def test_what_is_put_back_is_all_that_was_there_whatever_the_state_dict_says() -> None:
-    model = Adapter()
-    before = tensors_of(model)
-    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 1
-    model.calls += 1
-    model.one, model.seen = torch.zeros(1).expand(4), torch.zeros(5, 2)  # as some models do in each pass
-    put_back(model, before)
-    now = dict(model.named_parameters()) | dict(model.named_buffers())
-    assert now.keys() == before.keys() | {"graph"}
-    assert all(torch.equal(now[name], before[name]) for name in before)
-    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
-    model.base.weight.data[0, 0] = torch.nan
-    assert not still_finite(model, before)

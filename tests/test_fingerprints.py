@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.errors import ShiftmendError
-from shiftmend.fingerprints import InputSummary, architecture, tensor_bytes, weights, whole_state
+from shiftmend.fingerprints import InputSummary, architecture, tensor_bytes, weights
+from shiftmend.states import whole_state
 
 
 def network(width: int = 8, name: str = "first") -> nn.Module:

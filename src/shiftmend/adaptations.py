@@ -15,7 +15,7 @@ from torch import nn
 from shiftmend.__about__ import __version__
 from shiftmend.errors import AdaptationError
 from shiftmend.files import as_path, check_folder, write_atomically
-from shiftmend.fingerprints import whole_state
+from shiftmend.states import whole_state
 from shiftmend.verification import Verification
 
 

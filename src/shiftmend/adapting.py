@@ -14,12 +14,12 @@ from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from shiftmend.captures import is_writable
 from shiftmend.devices import device_of
 from shiftmend.errors import AdaptationError
 from shiftmend.layouts import as_in
 from shiftmend.methods import Stage
 from shiftmend.returned import tensors_in
+from shiftmend.states import held
 from shiftmend.tracing import trainable
 
 
@@ -129,43 +129,6 @@ def still_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:
         return True
     flags = [(torch.isfinite(value) | ~torch.isfinite(before[name])).all() for name, value in now.items()]
     return bool(torch.stack(flags).all())
-
-
-def held(model: nn.Module) -> dict[str, Tensor]:
-    """All weights and statistics by name, but for sparse buffers, which no training changes.
-
-    A model's own `state_dict` may leave some out or rename them, as one of adapters does.
-    """
-    return {
-        f"{path}.{name}" if path else name: tensor.detach()
-        for path, module in model.named_modules()
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None and not tensor.is_meta and tensor.layout == torch.strided
-    }
-
-
-def put_back(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Give a model the values that `tensors_of` had copied, in the same memory wherever they fit there."""
-    with torch.no_grad():
-        for path, module in model.named_modules():
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                value = tensors.get(f"{path}.{name}" if path else name)
-                if value is None or tensor is None:
-                    continue
-                if tensor.shape == value.shape and is_writable(tensor):
-                    tensor.copy_(value)
-                elif name in module._buffers:
-                    module._buffers[name] = value.to(tensor.device, copy=True)
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all weights and statistics, made by a few kernels."""
-    own = held(model)
-    copies = {name: torch.empty_like(value) for name, value in own.items()}
-    for dtype in {value.dtype for value in own.values()}:  # in one list, some versions of torch mistake their types
-        alike = [name for name, value in own.items() if value.dtype == dtype]
-        torch._foreach_copy_([copies[name] for name in alike], [own[name] for name in alike])
-    return copies
 
 
 @contextmanager

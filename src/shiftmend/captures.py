@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from shiftmend.errors import ShiftmendError
+from shiftmend.states import is_writable
 from shiftmend.turns import has_turns, others_may_go
 
 logger = logging.getLogger(__name__)
@@ -198,11 +199,6 @@ def kept_in_place(model: nn.Module) -> Callable[[], None]:
             buffers[name] = tensor.copy_(value)
 
     return bring_back
-
-
-def is_writable(tensor: Tensor) -> bool:
-    """Not one value seen as many, as `expand` gives: nothing can be written there, so nothing has to be put back."""
-    return all(stride > 0 or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 @contextmanager

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn, optim
 
 from shiftmend.adaptations import Epoch
-from shiftmend.adapting import held
 from shiftmend.errors import AdaptationError
 from shiftmend.files import write_atomically
+from shiftmend.states import held
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.errors import ShiftmendError
+from shiftmend.states import whole_state
 from shiftmend.statistics import RangeTracker
 
 INPUTS_SEEN = 4096  # samples that describe the inputs: enough for a mean, and cheap
@@ -36,22 +37,6 @@ def weights(model: nn.Module) -> str:
         digest.update(name.encode())
         digest.update(tensor_bytes(value))
     return digest.hexdigest()
-
-
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model's `state_dict`, and those that one of its own leaves out, as one of adapters does."""
-    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    own = {
-        f"{path}.{name}" if path else name: tensor.detach()
-        for path, module in model.named_modules()
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None and name not in module._non_persistent_buffers_set
-    }
-    missing = {name: tensor for name, tensor in own.items() if name not in state}
-    if not missing:
-        return state
-    there = {value.data_ptr() for value in state.values()}  # under another name
-    return state | {name: tensor for name, tensor in missing.items() if tensor.data_ptr() not in there}
 
 
 def tensor_bytes(value: Tensor) -> bytes:

@@ -16,7 +16,7 @@ from torch import Tensor, optim
 
 from shiftmend import checkpoints, fingerprints
 from shiftmend.adaptations import Adaptation, Epoch
-from shiftmend.adapting import enter_adapting_modes, fresh_optimiser, put_back, steady, still_finite, tensors_of
+from shiftmend.adapting import enter_adapting_modes, fresh_optimiser, steady, still_finite
 from shiftmend.checks import brief
 from shiftmend.distributed import of_first_process, rank, same_everywhere, world_size
 from shiftmend.errors import AdaptationError
@@ -30,6 +30,7 @@ from shiftmend.progress import progress_bar
 from shiftmend.selection import Choice
 from shiftmend.settings import Settings
 from shiftmend.signals import Watch, observe
+from shiftmend.states import put_back, tensors_of
 from shiftmend.steps import Precision, Steps
 from shiftmend.taps import Tap, modes
 from shiftmend.verification import Verification

@@ -18,11 +18,9 @@ from shiftmend.adapting import (
     fresh_optimiser,
     left_alone,
     plain_copy,
-    put_back,
     settle,
     steady,
     still_finite,
-    tensors_of,
 )
 from shiftmend.checks import brief, check_function, is_whole, kind
 from shiftmend.devices import resolve_device
@@ -33,6 +31,7 @@ from shiftmend.methods import METHODS, Method
 from shiftmend.methods import method as make_method
 from shiftmend.methods.contract import check_objective, facts_of, loss_of, stages_of
 from shiftmend.profiles import Profile
+from shiftmend.states import put_back, tensors_of
 from shiftmend.statistics import CountTracker, Slices
 from shiftmend.taps import Entry, Tap, check_takes, pick, tapped, unwrap
 from shiftmend.verification import Verification, judged

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import shiftmend
 from shiftmend.adaptations import Adaptation, Epoch
-from shiftmend.adapting import put_back, tensors_of
 from shiftmend.bench.base import Images, Setting, Target
 from shiftmend.bench.cells import Outcome
 from shiftmend.bench.protocols import Protocol
@@ -22,6 +21,7 @@ from shiftmend.methods import METHODS
 from shiftmend.profiles import Profile
 from shiftmend.scores import Scores
 from shiftmend.selection import Choice
+from shiftmend.states import put_back, tensors_of
 
 SCORED_AT_ONCE = 2048
 Tick = Callable[[int, int], None]

@@ -21,7 +21,6 @@ from torch.nn import functional
 from torch.optim import SGD
 
 from shiftmend import checkpoints
-from shiftmend.adapting import put_back
 from shiftmend.bench.augmentations import AUGMENTATIONS
 from shiftmend.bench.batches import ResidentBatches, batches_of
 from shiftmend.bench.pretrained import load_pretrained
@@ -35,6 +34,7 @@ from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.feeds import Preprocess
 from shiftmend.halves import in_bfloat16
 from shiftmend.models import MODELS, build
+from shiftmend.states import put_back
 from shiftmend.taps import check_takes
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,73 @@
+"""All that a model holds, by name: copied, put back, and ready for a file.
+
+A model's own `state_dict` may leave tensors out or rename them, as one of adapters does; a run cannot go by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+def held(model: nn.Module) -> dict[str, Tensor]:
+    """All weights and statistics, but for sparse buffers, which no training changes."""
+    return {
+        name: tensor.detach()
+        for name, _, tensor in _places(model)
+        if not tensor.is_meta and tensor.layout == torch.strided
+    }
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of them, made by a few kernels."""
+    own = held(model)
+    copies = {name: torch.empty_like(value) for name, value in own.items()}
+    for dtype in {value.dtype for value in own.values()}:  # in one list, some versions of torch mistake their types
+        alike = [name for name, value in own.items() if value.dtype == dtype]
+        torch._foreach_copy_([copies[name] for name in alike], [own[name] for name in alike])
+    return copies
+
+
+def put_back(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Give a model the values that `tensors_of` had copied, in the same memory wherever they fit there."""
+    with torch.no_grad():
+        for name, module, tensor in _places(model):
+            value, own = tensors.get(name), name.rpartition(".")[2]
+            if value is None:
+                continue
+            if tensor.shape == value.shape and is_writable(tensor):
+                tensor.copy_(value)
+            elif own in module._buffers:
+                module._buffers[own] = value.to(tensor.device, copy=True)
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model's `state_dict`, and those that one of its own leaves out."""
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    missing = {
+        name: tensor.detach()
+        for name, module, tensor in _places(model)
+        if name not in state and name.rpartition(".")[2] not in module._non_persistent_buffers_set
+    }
+    there = {_memory(value) for value in state.values()} if missing else set()  # under another name
+    return state | {name: tensor for name, tensor in missing.items() if _memory(tensor) not in there}
+
+
+def is_writable(tensor: Tensor) -> bool:
+    """Neither sparse nor one value seen as many, as `expand` gives: what cannot be written has not to be put back."""
+    whole = tensor.layout == torch.strided
+    return whole and all(stride > 0 or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Every parameter and buffer, with its name and the module that has it."""
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield f"{path}.{name}" if path else name, module, tensor

@@ -1,0 +1,84 @@
+"""Copies of all that a model holds, put back, and what goes into a file."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shiftmend.adapting import still_finite
+from shiftmend.models import build
+from shiftmend.states import is_writable, put_back, tensors_of, whole_state
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_copies_have_the_values_and_types_of_what_they_are_copies_of(device: str) -> None:
+    model = nn.Sequential(build("digit-cnn", classes=3, width=4), nn.Linear(3, 2).half()).to(device)
+    with torch.no_grad():
+        for number, value in enumerate(model.state_dict().values()):
+            value.copy_(torch.arange(value.numel(), device=device).view_as(value) % 50 + number)
+    copies = tensors_of(model)
+    state = model.state_dict()
+    assert list(copies) == list(state)
+    assert len({value.dtype for value in state.values()}) == 3
+    for name, value in state.items():
+        assert copies[name].dtype == value.dtype
+        assert torch.equal(copies[name], value)
+        assert copies[name].data_ptr() != value.data_ptr()
+
+
+class Adapter(nn.Module):
+    """Its state dict holds the adapter alone, and it loads nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(2, 3), nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros(1), persistent=False)
+        self.register_buffer("one", torch.ones(1).expand(4))
+        self.register_buffer("seen", torch.zeros(1, 2))
+        self.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {name: value.detach() for name, value in self.named_parameters() if name.startswith("adapter.")}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:  # type: ignore[override]
+        raise AssertionError("the model's own way to load a state cannot be relied on")
+
+
+def test_what_is_put_back_is_all_that_was_there_whatever_the_state_dict_says() -> None:
+    model = Adapter()
+    before = tensors_of(model)
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    model.calls += 1
+    model.one, model.seen = torch.zeros(1).expand(4), torch.zeros(5, 2)  # as some models do in each pass
+    put_back(model, before)
+    now = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert now.keys() == before.keys() | {"graph"}
+    assert all(torch.equal(now[name], before[name]) for name in before)
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
+    model.base.weight.data[0, 0] = torch.nan
+    assert not still_finite(model, before)
+
+
+def test_what_a_state_dict_leaves_out_is_added_sparse_tensors_too() -> None:
+    model = Adapter()
+    model.register_buffer("edges", torch.eye(3).to_sparse())
+    parts = {"base.weight", "base.bias", "adapter.weight", "adapter.bias", "one", "seen", "edges"}
+    assert whole_state(model).keys() == parts
+
+
+def test_what_cannot_be_written_to() -> None:
+    assert is_writable(torch.ones(3, 1).expand(3, 1))
+    assert not is_writable(torch.ones(1).expand(3))
+    assert not is_writable(torch.eye(3).to_sparse())
