@@ -373,6 +373,18 @@ def test_complex_inputs_and_weights(tmp_path) -> None:  # type: ignore[no-untype
         shiftmend.profile(model, inputs)
 
 
+def test_a_preprocess_that_makes_nan_is_what_is_named() -> None:
+    model, inputs = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(64, 4)
+    home = shiftmend.profile(model, inputs, progress=False)
+    for use in (
+        lambda: shiftmend.profile(model, inputs, preprocess=torch.log, progress=False),
+        lambda: shiftmend.adapt(model, inputs, home, preprocess=torch.log, progress=False),
+        lambda: shiftmend.verify(model, inputs, home, preprocess=torch.log),
+    ):
+        with pytest.raises(DataError, match=r"^the inputs are finite before preprocess and NaN behind it; "):
+            use()
+
+
 def test_conjugates_which_torch_computes_only_when_they_are_read() -> None:
     torch.manual_seed(0)
     model, inputs = Spectra(), torch.randn(100, 6, dtype=torch.complex64).conj()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shiftmend.errors import ShiftmendError
+from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.states import whole_state
 from shiftmend.statistics import RangeTracker
 
@@ -74,19 +74,25 @@ class InputSummary:
         """Summarise the first `most` samples; channels are on axis 1 where there are few enough of them.
 
         What is infinite, as a logarithm may be, or beyond float32 counts as the largest number there: a file holds no
-        infinities.
+        infinities. NaN is refused: feeds refuse it in their data, so that it must have come about since.
         """
-        tracker, seen, first = RangeTracker(), 0, None
+        tracker, seen, first, bad = RangeTracker(), 0, None, []
         for batch in batches:
             first = batch if first is None else first
             values = batch[: most - seen]
-            values = (torch.view_as_real(values) if values.is_complex() else values).float().nan_to_num()
+            values = (torch.view_as_real(values) if values.is_complex() else values).float()
+            bad.append(values.isnan().any())
+            values = values.nan_to_num()
             by_channel = values.ndim > 2 and values.shape[1] <= _MOST_CHANNELS
             tracker.update(values.movedim(1, -1).flatten(0, -2) if by_channel else values.reshape(-1, 1))
             seen += len(batch)
             if seen >= most:
                 break
         assert first is not None, "feeds refuse empty data"
+        if bool(torch.stack(bad).any()):
+            raise DataError(
+                "the inputs are finite before preprocess and NaN behind it; expected numbers: look at it first"
+            )
         return InputSummary(
             tuple(first.shape[1:]),
             str(first.dtype).removeprefix("torch."),

@@ -97,6 +97,7 @@ def profile(
         progress_bar(progress, "profiling", None) as bar,
     ):
         model.eval()
+        summary = InputSummary.of(feed.batches())
         specs = trace(model, feed.first(2), head=head, taps=like.specs if like else taps, output=output).taps
         _check_agreement(model, feed, (specs, chosen.name, cut, full, keep_bytes), like)
         with together(), synchronised(model):
@@ -104,7 +105,6 @@ def profile(
             trackers = _ranges(passes, specs, like)
             frame = _frame(trackers, chosen, like)
             counters, slice_counters, covariance = _counts(passes, frame, cut, like, full)
-        summary = InputSummary.of(feed.batches())
 
     result = Profile(
         taps={name: counter.histogram() for name, counter in counters.items()},
@@ -215,7 +215,7 @@ def _ranges(passes: _Passes, specs: Mapping[str, Tap], like: Profile | None) -> 
             bad = int((~finite).sum())
             raise ProfileError(
                 f"tap {name!r} gave NaN or infinite values in {bad} units on the source data; look at the weights of "
-                "the model"
+                "the model and at preprocess"
             )
         if like is None and not bool(usable_units(tracker.low, tracker.high).any()):
             raise ProfileError(
