@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 from shiftmend.adapting import still_finite
+from shiftmend.errors import ShiftmendError
 from shiftmend.models import build
-from shiftmend.states import is_writable, put_back, tensors_of, whole_state
+from shiftmend.states import as_file, is_writable, put_back, tensors_of, whole_state
 
 DEVICES = [
     "cpu",
@@ -82,3 +84,10 @@ def test_what_cannot_be_written_to() -> None:
     assert is_writable(torch.ones(3, 1).expand(3, 1))
     assert not is_writable(torch.ones(1).expand(3))
     assert not is_writable(torch.eye(3).to_sparse())
+
+
+def test_numbers_that_no_file_holds_are_named() -> None:
+    good = {"weight": torch.ones(2), "waves": torch.ones(2, dtype=torch.complex64)}
+    assert safetensors.torch.load(as_file(good, {"format": "pt"})).keys() == good.keys()
+    with pytest.raises(ShiftmendError, match=r"^'finer' holds numbers of the type complex128, .* to complex64$"):
+        as_file(good | {"finer": torch.ones(2, dtype=torch.complex128)})

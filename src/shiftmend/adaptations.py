@@ -8,14 +8,13 @@ import platform
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import nn
 
 from shiftmend.__about__ import __version__
 from shiftmend.errors import AdaptationError
 from shiftmend.files import as_path, check_folder, write_atomically
-from shiftmend.states import whole_state
+from shiftmend.states import as_file, whole_state
 from shiftmend.verification import Verification
 
 
@@ -74,7 +73,7 @@ class Adaptation:
         tensors = {name: value.contiguous() for name, value in _unshared(whole_state(self.model)).items()}
         rows = [asdict(row) for row in self.history]
         contents = {
-            "model.safetensors": safetensors.torch.save(tensors),
+            "model.safetensors": as_file(tensors),
             "history.json": (json.dumps(rows, indent=1) + "\n").encode(),
             "manifest.json": (json.dumps(self.manifest, indent=1) + "\n").encode(),
         }

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn, optim
 
 from shiftmend.adaptations import Epoch
 from shiftmend.errors import AdaptationError
 from shiftmend.files import write_atomically
-from shiftmend.states import held
+from shiftmend.states import as_file, held
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def save(
                 tensors[f"momentum.{names[parameter]}"] = _packed(state["momentum_buffer"])
     facts = {"run": run, "stage": stage, "epoch": epoch, "history": [asdict(row) for row in history]}
     metadata = {"format": "shiftmend checkpoint", "facts": json.dumps(facts)}
-    write_atomically(path, safetensors.torch.save(tensors, metadata))
+    write_atomically(path, as_file(tensors, metadata))
 
 
 def _packed(value: Tensor) -> Tensor:

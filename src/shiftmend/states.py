@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
+
+from shiftmend.errors import ShiftmendError
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:
@@ -53,6 +56,18 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
     }
     there = {_memory(value) for value in state.values()} if missing else set()  # under another name
     return state | {name: tensor for name, tensor in missing.items() if _memory(tensor) not in there}
+
+
+def as_file(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    """The content of a safetensors file, which holds nearly every kind of number."""
+    try:
+        return safetensors.torch.save(tensors, metadata)
+    except KeyError as error:
+        name, tensor = next((name, tensor) for name, tensor in tensors.items() if tensor.dtype == error.args[0])
+        raise ShiftmendError(
+            f"{name!r} holds numbers of the type {str(tensor.dtype).removeprefix('torch.')}, which a safetensors file "
+            "cannot; convert the model before it is adapted, e.g. to complex64"
+        ) from error
 
 
 def is_writable(tensor: Tensor) -> bool:
