@@ -326,8 +326,20 @@ def test_signals_share_the_scale_that_they_are_given() -> None:
     assert first.tolist() == [[8, 102], [170, 78.5], [332, 8]]
     assert np.unique(second[:, 1]).tolist() == [55]
     assert second[[0, -1], 0].tolist() == [8, 332]
-    assert len(second) == 400
+    assert len(second) <= 402
     assert drawing.label == "Input 3"
+
+
+@pytest.mark.parametrize("length", [401, 999, 50_000])
+def test_no_spike_of_a_long_signal_is_lost(length: int) -> None:
+    places = [7, length // 2 + 1, length - 3]
+    values = [0.0] * length
+    for place, value in zip(places, (4.0, -2.0, 3.0), strict=True):
+        values[place] = value
+    curve = Drawing(charts.signal([values], -2.0, 4.0, "Input 0")).curve("channel-0")
+    assert len(curve) <= 402
+    for place, height in zip(places, (8.0, 102.0, 23.7), strict=True):
+        assert any(abs(curve - [8 + 324 * place / (length - 1), height]).max(axis=1) < 0.1)
 
 
 def test_a_signal_that_never_changes_is_a_level_line() -> None:

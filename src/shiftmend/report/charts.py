@@ -285,15 +285,14 @@ def reliability(before: Sequence[ReliabilityBin], after: Sequence[ReliabilityBin
 
 def signal(channels: Sequence[Sequence[float]], low: float, high: float, label: str) -> Markup:
     """One recording, each channel a line; all recordings of a page share one scale."""
-    height, most = 110, 400
+    height = 110
     extent = high - low or 1.0
     parts = []
     for number_, values in enumerate(channels):
-        step = max(1, len(values) // most)
-        kept = values[::step]
+        last = max(1, len(values) - 1)
         points = [
-            (8 + (WIDTH - 16) * index / max(1, len(kept) - 1), height - 8 - (height - 16) * (value - low) / extent)
-            for index, value in enumerate(kept)
+            (8 + (WIDTH - 16) * place / last, height - 8 - (height - 16) * (values[place] - low) / extent)
+            for place in _extremes(values)
         ]
         parts.append(_polyline(points, f"channel channel-{number_ % 6}", layer=False))
     return _svg(height, label, *parts)
@@ -310,6 +309,18 @@ def _polyline(points: Sequence[tuple[float, float]], kind: str, layer: bool = Tr
         points = [(points[0][0] - 3, points[0][1]), (points[0][0] + 3, points[0][1])]
     text = " ".join(f"{_place(x)},{_place(y)}" for x, y in points)
     return element("polyline", points=text, class_=f"curve {kind} layer-{kind}" if layer else f"curve {kind}")
+
+
+def _extremes(values: Sequence[float], stretches: int = 200) -> list[int]:
+    """Places of the lowest and the highest value of each stretch: of a long recording no spike is lost."""
+    size = math.ceil(len(values) / stretches)
+    if size <= 2:
+        return list(range(len(values)))
+    chosen = {0, len(values) - 1}
+    for start in range(0, len(values), size):
+        part = range(start, min(start + size, len(values)))
+        chosen |= {min(part, key=values.__getitem__), max(part, key=values.__getitem__)}
+    return sorted(chosen)
 
 
 def _thinned(count: int) -> list[int]:
