@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from shiftmend.devices import device_of
 from shiftmend.errors import AdaptationError
@@ -44,33 +43,39 @@ def plain_copy(model: nn.Module) -> nn.Module:
         ) from error
 
 
-@contextmanager
-def left_alone(model: nn.Module) -> Iterator[None]:
-    """Refuse what runs inside the block, a copy of the model, if it runs layers of the model itself.
+class LeftAlone(TorchFunctionMode):
+    """Inside, a copy of a model is refused as soon as it reckons with weights of the model itself.
 
     A function cannot be copied: a lambda or a hook that refers to `self` goes on referring to the caller's model.
     """
-    if any(hasattr(module, "_orig_mod") for module in model.modules()):  # torch would warn of a hook for all modules
-        yield
-        return
-    names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
-    thread, seen = threading.get_ident(), []
 
-    def refuse(module: nn.Module, _: Any) -> None:
-        if id(module) in names and threading.get_ident() == thread:  # others may run the caller's model meanwhile
-            seen.append(names[id(module)])
-            raise AdaptationError("before it can change")
+    def __init__(self, model: nn.Module, copied: nn.Module) -> None:
+        super().__init__()
+        shared = {id(tensor) for tensor in _tensors(copied).values()}  # some copies share what is never trained
+        self.names = {id(tensor): name for name, tensor in _tensors(model).items() if id(tensor) not in shared}
+        self.touched: str | None = None
 
-    handle = register_module_forward_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        handle.remove()
-        if seen:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in tensors_in((args, kwargs)):
+            if id(tensor) in self.names:
+                self.touched = self.names[id(tensor)]
+                raise RuntimeError(self.touched)
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self.touched is not None:
             raise AdaptationError(
-                f"a copy of the model still runs {seen[0]!r} of the caller's own, which is never changed: a function "
-                "that the model holds, such as a lambda or a hook, refers to it; make that a method, or a module"
+                f"a copy of the model still runs with {self.touched!r} of the caller's own, which is never changed: a "
+                "function that the model holds, such as a lambda or a hook, refers to it; make that a method, or a "
+                "module"
             )
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:

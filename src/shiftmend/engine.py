@@ -14,7 +14,7 @@ from torch import nn
 
 from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation, environment
-from shiftmend.adapting import batch_norms, left_alone, plain_copy, settle
+from shiftmend.adapting import LeftAlone, batch_norms, plain_copy, settle
 from shiftmend.blocks import Names, split
 from shiftmend.devices import resolve_device
 from shiftmend.distributed import of_first_process, same_everywhere, warn_if_apart, world_size
@@ -143,7 +143,7 @@ def _once(
     if profile is not None:
         profile.check_inputs(summary)
     adapted = plain_copy(model).to(place)
-    with left_alone(model):
+    with LeftAlone(model, adapted):
         check_takes(adapted, feed.first(2), settings.output)
     channels_last(adapted, feed.first(2), settings.output)
     if settings.compile:

@@ -13,10 +13,10 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, Dataset
 
 from shiftmend.adapting import (
+    LeftAlone,
     batch_norms,
     enter_adapting_modes,
     fresh_optimiser,
-    left_alone,
     plain_copy,
     settle,
     steady,
@@ -132,7 +132,7 @@ class Stream:
     def _prepare(self, inputs: Tensor) -> None:
         """Taps and trained parameters, found with the first batch."""
         sample = Feed(inputs[:2], device=self.device, what="batch")
-        with left_alone(self._source):
+        with LeftAlone(self._source, self._model):
             check_takes(self._model, inputs[:2], self.output)
         network, taps = examine(self._model, sample, self.profile, self.method, None, self.output)
         stages = stages_of(self.method, network, self.profile)
