@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import shiftmend
 from shiftmend.errors import DataError, ProfileError
-from shiftmend.histograms import Bins, sampling_floor
+from shiftmend.histograms import Bins, divergence, sampling_floor, soft_histogram
+from shiftmend.statistics import Projector
 from shiftmend.verification import FAILED, RESTORED, Tally, Verification
 from worlds import sensors
 from zoo import ZOO
@@ -304,6 +305,22 @@ def test_the_sample_sizes_that_the_documentation_calls_too_few() -> None:
     many = 1_000_000
     assert verdict(many, 390) == verdict(390, many) == verdict(780, 780) == "undecided"
     assert verdict(many, 400) == verdict(400, many) == verdict(800, 800) == "restored"
+
+
+@pytest.mark.parametrize(("units", "least", "most"), [(1, 0.15, 0.4), (4, 0.0, 0.05), (32, 0.0, 0.0)])
+def test_how_often_chance_is_outside_the_stated_bounds(units: int, least: float, most: float) -> None:
+    """Two samples of one long-tailed distribution, again and again: half of a floor to one and a half, but for few
+    features, whose slices are much the same."""
+    generator = torch.Generator().manual_seed(0)
+    floor, outside, draws = sampling_floor(Bins(), 1000, 1000), 0, 60
+    for _ in range(draws):
+        source, target = (torch.empty(1000, units).exponential_(generator=generator) for _ in range(2))
+        varied = torch.ones(units, dtype=torch.bool)
+        slices = Projector.build(source.mean(0), source.std(0), varied, count=128, seed=1)
+        low, high = slices(source).amin(0), slices(source).amax(0)
+        home, away = (soft_histogram(slices(values), low, high, Bins()) for values in (source, target))
+        outside += not 0.5 * floor < float(divergence(home, away).mean()) < 1.5 * floor
+    assert least <= outside / draws <= most
 
 
 def test_inputs_of_another_normalisation_are_warned_of_as_in_adapt(caplog: pytest.LogCaptureFixture) -> None:

@@ -62,8 +62,9 @@ class Verification:
         """Between which the divergence lies, about, that ever more samples would show.
 
         Chance adds half of the floor to one and a half: so much was seen as long as the divergence is small, and of
-        features of many units less. A model fits what it is adapted to together with its chance, of which none or most
-        may be left.
+        features of many units less. Of one or two units all slices are much the same, and chance varies more: for a
+        single one it is outside these bounds in about a quarter of all samples. A model fits what it is adapted to
+        together with its chance, of which none or most may be left.
         """
         if not math.isfinite(self.divergence):
             return math.inf, math.inf

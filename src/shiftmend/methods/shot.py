@@ -44,8 +44,8 @@ class SHOT(Prediction):
     The labels are made anew before each epoch, in eval mode, and each batch gets those of its own samples (in the
     reference implementation MNIST's are mixed up). Everything but the head is trained, also the BatchNorm in front of
     it. As in the reference implementation the rate is constant, without Nesterov momentum or weight decay, and the
-    weight is 0.1; the original has 0.3 and a decaying rate. SHOT expects a source model of its own, trained with label
-    smoothing 0.1 and a weight-normalised head; it takes any.
+    weight is 0.1; the original has that for digits and 0.3 for photographs, and a decaying rate. SHOT expects a source
+    model of its own, trained with label smoothing 0.1 and a weight-normalised head; it takes any.
     """
 
     name: ClassVar[str] = "shot"
