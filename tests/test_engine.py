@@ -870,9 +870,7 @@ def test_a_copy_that_runs_layers_of_the_callers_model_is_refused() -> None:
         lambda: shiftmend.adapt(model, world.target, method="adabn", progress=False),
         lambda: shiftmend.stream(model, method="adabn").step(world.target),
     ):
-        with pytest.raises(
-            AdaptationError, match=r"runs with 'body.0.\w+' of the caller's own.* make that a method"
-        ):
+        with pytest.raises(AdaptationError, match=r"runs with 'body.0.\w+' of the caller's own.* make that a method"):
             attempt()
     assert model.body[1].num_batches_tracked == 0
     model(world.target)  # which goes on working
