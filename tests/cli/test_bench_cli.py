@@ -433,6 +433,17 @@ def test_a_benchmark_of_ones_own_is_run_resumed_and_shown(tmp_path: Path, capsys
     assert re.search(r"^fr-slow +1 +0 +1", ok(capsys, "status", name, "-f", home, *rates), re.MULTILINE)
 
 
+def test_names_of_ones_own_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    method = "fr [a] [/b] :warning:"
+    (tmp_path / "my bars.py").write_text(TINY.replace("fr-slow", method))
+    name, home = f"{tmp_path}/my bars.py:BARS", tmp_path / "my results"
+    fill(home, find(name), lambda cell: 0.5)
+    assert method in ok(capsys, "show", name)
+    for command in (("status", name), ("table", name), ("correlate", name), ("compare", name, "adabn", method)):
+        assert method in ok(capsys, *command, "-f", home)
+    assert f"see `shiftmend bench table '{name}' --folder '{home}'`" in ok(capsys, "run", name, "-f", home)
+
+
 FOLDER = ["-f", "{digits}"]
 NONSENSE: list[tuple[list[str], str]] = [
     (["fly"], "No such command"),
@@ -570,7 +581,9 @@ def test_ctrl_c_is_answered(digits: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_storage_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = json.loads(ok(capsys, "storage", "--benchmarks", "digits", "-f", tmp_path, "--json"))
+    code, out, err = call(capsys, "storage", "--benchmarks", "digits", "-f", tmp_path, "--json")
+    assert (code, err) == (0, "")
+    (row,) = json.loads(out)
     assert (row["benchmark"], row["pixels"], row["trained"]) == ("digits", 900 * 28 * 28, False)
     assert re.search(r"^digits +0\.010 +0\.010 ", ok(capsys, "storage", "--benchmarks", "digits"), re.MULTILINE)
     ok(capsys, "storage", "--benchmarks", "digits", "-o", tmp_path / "storage.md")
