@@ -365,6 +365,22 @@ def test_correlate(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert facts["signals"]["entropy"]["within_shifts"] == pytest.approx(1)
 
 
+def test_features_of_another_source_model_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text(
+        "from dataclasses import replace\nfrom shiftmend.bench.base import Setting\n"
+        "from shiftmend.bench.suite.digits import BENCHMARK\n"
+        "ROWS = {**BENCHMARK.settings['offline'], 'mine': Setting('fr', source='shot')}\n"
+        "MINE = replace(BENCHMARK, settings={**BENCHMARK.settings, 'offline': ROWS})"
+    )
+    name = f"{tmp_path}/own.py:MINE"
+    fill(tmp_path, find(name), lambda cell: 0.5, methods=["source-only", "fr", "mine"])
+    text = ok(capsys, "correlate", name, "-f", tmp_path)
+    assert "\nwithout mine, whose source model is another\n" in text
+    assert not re.search(r"^mine ", text, re.MULTILINE)
+    note = "and mine (whose source model is another) and target-supervised are left out"
+    assert note in ok(capsys, "page", name, "-f", tmp_path)
+
+
 def test_export_and_the_sqlite_shell(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = list(csv.DictReader(io.StringIO(ok(capsys, "export", "-f", digits))))
     assert len(rows) == 5 * 3 * 2 + 2
