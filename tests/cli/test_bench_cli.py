@@ -460,6 +460,17 @@ def test_names_of_ones_own_are_printed_as_they_are(tmp_path: Path, capsys: pytes
     assert f"see `shiftmend bench table '{name}' --folder '{home}'`" in ok(capsys, "run", name, "-f", home)
 
 
+def test_output_in_an_old_encoding(
+    digits: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
+    code, _, err = call(capsys, "table", "digits", "-f", digits)
+    assert (code, err) == (
+        2,
+        "error: output in latin-1 cannot hold '\\u2500'; set PYTHONIOENCODING=utf-8 and call again\n",
+    )
+
+
 FOLDER = ["-f", "{digits}"]
 NONSENSE: list[tuple[list[str], str]] = [
     (["fly"], "No such command"),

@@ -55,6 +55,13 @@ def main(arguments: list[str] | None = None) -> None:
         code = 2
     except KeyboardInterrupt:
         code = 130
+    except UnicodeEncodeError as error:
+        encoding = str(sys.stdout.encoding)
+        if encoding.lower() in ("utf-8", "utf8"):
+            raise
+        missing = ascii(error.object[error.start])
+        console.print(f"error: output in {encoding} cannot hold {missing}; set PYTHONIOENCODING=utf-8 and call again")
+        code = 2
     except Exception as error:
         message = getattr(error, "format_message", None)  # a wrong option, argument or command name
         if message is None:
