@@ -54,6 +54,29 @@ def test_an_existing_file_keeps_its_permissions(permissions: int, tmp_path: Path
     assert mode(path) == permissions
 
 
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere" / "file")
+    for content in (b"first", b"second"):
+        write_atomically(link, content)
+        assert link.is_symlink()
+        assert (tmp_path / "elsewhere" / "file").read_bytes() == content
+    assert names(tmp_path / "elsewhere") == ["file"]
+
+
+def test_what_is_no_file_is_written_into_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_atomically(pipe, b"content")
+        assert os.read(reader, 100) == b"content"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert names(tmp_path) == ["pipe"]
+
+
 @pytest.mark.parametrize("step", ["replace", "fsync", "fchmod"])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "ctrl-c"])
 @pytest.mark.parametrize("existing", [True, False])

@@ -225,6 +225,7 @@ def _quiet() -> Iterator[None]:
 
 def _explain(report: Report, say: Callable[..., None]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("device", "method", "accuracy", "ECE", "verification, without labels", box=None, pad_edge=False)
     for column in (2, 3):
@@ -239,7 +240,7 @@ def _explain(report: Report, say: Callable[..., None]) -> None:
             row.method,
             f"{100 * row.accuracy:.1f} %",
             f"{100 * row.ece:.1f}",
-            f"[{colours[row.verdict]}]{row.verdict}[/] ({row.divergence:.3f})",
+            Text.assemble((row.verdict, colours[row.verdict]), f" ({row.divergence:.3f})"),
         )
         previous = row.shift
     say("")

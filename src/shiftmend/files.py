@@ -24,11 +24,16 @@ def as_path(given: Any, what: str, error: type[ShiftmendError] = ShiftmendError)
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     """Put `content` at `path` in one step: temporary file beside it, flush, fsync, replace.
 
-    An existing file keeps its permissions, and is untouched if anything fails before the last step.
+    An existing file keeps its permissions, and is untouched if anything fails before the last step. A link stays one:
+    the file that it leads to is replaced. A device or a pipe, such as /dev/null, is written into.
     """
     target = Path(path)
     if target.is_dir():
         raise IsADirectoryError(f"{target} is a folder, expected the name of a file to write")
+    if target.exists() and not target.is_file():
+        target.write_bytes(content)
+        return
+    target = Path(os.path.realpath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
     try:

@@ -106,11 +106,14 @@ def test_commands_machines_and_source_are_said(emnist: str) -> None:
 
 
 def test_a_file_of_ones_own_is_called_as_it_was_without_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("from shiftmend.bench.suite.digits import BENCHMARK as MINE")
+    (tmp_path / "a b").mkdir()
     file = write(tmp_path, "digits", plan(find("digits"), methods=["fr"], seeds=[1]), lambda cell: 0.5)
-    commands = page(f"{tmp_path / 'own.py'}:MINE", file).split("```")[1]
-    assert "shiftmend bench run own.py:MINE\n" in commands
-    assert "bench page own.py:MINE --folder results/digits.json --out docs/results/digits.md\n" in commands
+    for name, called in (("own.py", "own.py:MINE"), ("my own.py", "'my own.py:MINE'")):
+        own = tmp_path / "a b" / name
+        own.write_text("from shiftmend.bench.suite.digits import BENCHMARK as MINE")
+        commands = page(f"{own}:MINE", file).split("```")[1]
+        assert f"shiftmend bench run {called}\n" in commands
+        assert f"bench page {called} --folder results/digits.json --out docs/results/digits.md\n" in commands
 
 
 def test_few_images_without_clean_ones_to_compare_with_have_no_verdicts(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from small_worlds import BENCHMARK, SETTINGS
 
 from shiftmend.bench.base import Benchmark, Setting
-from shiftmend.bench.planning import plan, rates_for, recipe
+from shiftmend.bench.planning import plan, rates_for, recipe, with_another_source
 from shiftmend.bench.protocols import FewShot, Offline, Online
+from shiftmend.bench.suite import find
 from shiftmend.data.preprocessing import standardised
 from shiftmend.errors import DataError
 
@@ -40,6 +41,13 @@ def test_clean_images_are_for_the_source_model_offline() -> None:
             plan(BENCHMARK, protocol, shifts=["clean"])
     with pytest.raises(DataError, match="nothing to run"):
         plan(BENCHMARK, methods=["fr"], shifts=["clean"])
+
+
+def test_who_starts_from_another_model_is_known_by_the_model_and_not_by_name() -> None:
+    assert with_another_source(BENCHMARK, "offline") == ["shot"]
+    assert with_another_source(find("usps"), "offline") == ["shot"]  # though each shift has a source model of its own
+    rows = {"first": Setting("fr", source="shot"), "second": Setting("fr", source="shot"), "third": Setting("fr")}
+    assert with_another_source(replace(BENCHMARK, settings={"offline": rows}), "offline") == ["third"]
 
 
 def test_a_choice_keeps_the_benchmarks_order_and_its_recipes() -> None:

@@ -354,6 +354,11 @@ PROTOCOLS = {"offline": Offline()}
             "OTHER = replace(MINE, protocols=PROTOCOLS, settings=TABLE)",
             "'x' of protocol 'offline' has the preset 'slices', expected one of reference, paper, sliced",
         ),
+        (
+            "TABLE['offline']['bound'] = Setting('target-supervised')\n"
+            "OTHER = replace(MINE, protocols=PROTOCOLS, settings=TABLE)",
+            "'bound' of protocol 'offline' sees labels: expected a name that begins with 'target-supervised'",
+        ),
         ("OTHER = replace(MINE, source_for=lambda setting, shift: 'other')", "starts from 'other', expected one of"),
         ("raise SystemExit(3)", "could not be run: SystemExit: 3"),
         ("OTHER = replace(MINE, shifts='snow')", "shifts is 'snow', expected a tuple of names"),

@@ -365,6 +365,22 @@ def test_correlate(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert facts["signals"]["entropy"]["within_shifts"] == pytest.approx(1)
 
 
+def test_features_of_another_source_model_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text(
+        "from dataclasses import replace\nfrom shiftmend.bench.base import Setting\n"
+        "from shiftmend.bench.suite.digits import BENCHMARK\n"
+        "ROWS = {**BENCHMARK.settings['offline'], 'mine': Setting('fr', source='shot')}\n"
+        "MINE = replace(BENCHMARK, settings={**BENCHMARK.settings, 'offline': ROWS})"
+    )
+    name = f"{tmp_path}/own.py:MINE"
+    fill(tmp_path, find(name), lambda cell: 0.5, methods=["source-only", "fr", "mine"])
+    text = ok(capsys, "correlate", name, "-f", tmp_path)
+    assert "\nwithout mine, whose source model is another\n" in text
+    assert not re.search(r"^mine ", text, re.MULTILINE)
+    note = "and mine (whose source model is another) and target-supervised are left out"
+    assert note in ok(capsys, "page", name, "-f", tmp_path)
+
+
 def test_export_and_the_sqlite_shell(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = list(csv.DictReader(io.StringIO(ok(capsys, "export", "-f", digits))))
     assert len(rows) == 5 * 3 * 2 + 2
@@ -431,6 +447,28 @@ def test_a_benchmark_of_ones_own_is_run_resumed_and_shown(tmp_path: Path, capsys
     assert "--learning-rates 0.01,0.1`" in out
     assert "1 of 7 cells done" not in ok(capsys, "status", name, "-f", home)
     assert re.search(r"^fr-slow +1 +0 +1", ok(capsys, "status", name, "-f", home, *rates), re.MULTILINE)
+
+
+def test_names_of_ones_own_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    method = "fr [a] [/b] :warning:"
+    (tmp_path / "my bars.py").write_text(TINY.replace("fr-slow", method))
+    name, home = f"{tmp_path}/my bars.py:BARS", tmp_path / "my results"
+    fill(home, find(name), lambda cell: 0.5)
+    assert method in ok(capsys, "show", name)
+    for command in (("status", name), ("table", name), ("correlate", name), ("compare", name, "adabn", method)):
+        assert method in ok(capsys, *command, "-f", home)
+    assert f"see `shiftmend bench table '{name}' --folder '{home}'`" in ok(capsys, "run", name, "-f", home)
+
+
+def test_output_in_an_old_encoding(
+    digits: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
+    code, _, err = call(capsys, "table", "digits", "-f", digits)
+    assert (code, err) == (
+        2,
+        "error: output in latin-1 cannot hold '\\u2500'; set PYTHONIOENCODING=utf-8 and call again\n",
+    )
 
 
 FOLDER = ["-f", "{digits}"]
@@ -570,7 +608,9 @@ def test_ctrl_c_is_answered(digits: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_storage_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = json.loads(ok(capsys, "storage", "--benchmarks", "digits", "-f", tmp_path, "--json"))
+    code, out, err = call(capsys, "storage", "--benchmarks", "digits", "-f", tmp_path, "--json")
+    assert (code, err) == (0, "")
+    (row,) = json.loads(out)
     assert (row["benchmark"], row["pixels"], row["trained"]) == ("digits", 900 * 28 * 28, False)
     assert re.search(r"^digits +0\.010 +0\.010 ", ok(capsys, "storage", "--benchmarks", "digits"), re.MULTILINE)
     ok(capsys, "storage", "--benchmarks", "digits", "-o", tmp_path / "storage.md")

@@ -357,11 +357,14 @@ def test_data_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     rows = json.loads(ok(capsys, "data", "verify", "--data-root", tmp_path, "--json"))
     assert {row["state"] for row in rows} == {"missing"}
     assert "missing" in ok(capsys, "data", "verify", "mnist", "--data-root", tmp_path)
-    (tmp_path / "MNIST/raw").mkdir(parents=True)
-    (tmp_path / "MNIST/raw/train-images-idx3-ubyte.gz").write_bytes(b"rubbish")
-    code, out, _ = call(capsys, "data", "verify", "mnist", "--data-root", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    folder = Path("[/]/MNIST/raw")  # what a file is called is no markup
+    folder.mkdir(parents=True)
+    (folder / "train-images-idx3-ubyte").write_bytes(b"rubbish")
+    code, out, _ = call(capsys, "data", "verify", "mnist", "--data-root", "[/]")
     assert code == 1
     assert "damaged" in out
+    assert "[/]/MNIST/raw/train-images-idx3-ubyte" in out
     assert "there is no dataset" in refused(capsys, "data", "fetch", "nothing", "--data-root", tmp_path)
     monkeypatch.delenv("SHIFTMEND_DATA", raising=False)
     assert "SHIFTMEND_DATA" in refused(capsys, "data", "verify")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from shiftmend.bench import footnotes, label_free, published, questions, sections
@@ -171,13 +173,16 @@ def _lacking(what: str, known: Iterable[Any], there: set[Any]) -> str:
 
 def _made_by(benchmark: str, parts: Mapping[str, Part]) -> list[Block]:
     """Commands, machines, and how the source models were trained."""
-    called = _without_folders(benchmark) if ":" in benchmark else benchmark  # one of your own is no name
+    called = shlex.quote(Path(benchmark).name if Path(benchmark).is_absolute() else benchmark)  # a file of your own
     run = {protocol: part for protocol, part in parts.items() if part.results}
     name = next(iter(parts.values())).benchmark.name
-    commands = [f"shiftmend bench run {called}" + ("" if p == "offline" else f" --protocol {p}") for p in run]
+    commands = [
+        f"shiftmend bench run {called}" + ("" if p == "offline" else f" --protocol {shlex.quote(p)}") for p in run
+    ]
+    export, written = shlex.quote(f"results/{name}.json"), shlex.quote(f"docs/results/{name}.md")
     commands += [
-        f"shiftmend bench export {called} --format compact --out results/{name}.json",
-        f"shiftmend bench page {called} --folder results/{name}.json --out docs/results/{name}.md",
+        f"shiftmend bench export {called} --format compact --out {export}",
+        f"shiftmend bench page {called} --folder {export} --out {written}",
     ]
     results = [result for part in run.values() for result in part.reading.results]
     lines = [f"- {line}" for line in (*_machines(results), *_sources(results), *map(_protocol, run.values()))]

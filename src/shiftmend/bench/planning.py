@@ -65,6 +65,20 @@ def settings_of(benchmark: Benchmark, protocol: str) -> dict[str, Setting]:
     return dict(benchmark.settings[protocol])
 
 
+def with_another_source(benchmark: Benchmark, protocol: str) -> list[str]:
+    """Methods that start from another model than source-only does, or than the first where there is no source-only.
+
+    Its features are others to begin with: how far they are restored does not compare.
+    """
+    settings, source = settings_of(benchmark, protocol), benchmark.source_for
+    usual = settings.get("source-only") or next(iter(settings.values()))
+    return [
+        name
+        for name, setting in settings.items()
+        if any(source(setting, shift) != source(usual, shift) for shift in benchmark.shifts)
+    ]
+
+
 def recipe(
     benchmark: Benchmark,
     protocol: str,

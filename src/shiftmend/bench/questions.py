@@ -10,21 +10,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shiftmend.bench import comparisons, correlations, footnotes, published, thresholds
-from shiftmend.bench.grids import METRICS, Entry, Grid
+from shiftmend.bench.grids import METRICS, SUPERVISED, Entry, Grid
+from shiftmend.bench.planning import with_another_source
 from shiftmend.bench.sections import Block, Part
 from shiftmend.bench.tabular import Column, Row, Table
 
 FAR = 0.1
 """A source model whose accuracy is off by more than this was trained on, or sees, something else."""
-OWN_SOURCE = ("shot",)
-"""Methods with a source model of their own, which has other features to restore."""
 
 
 def restoration(part: Part) -> list[Block]:
     """Restoration distance and ECE of each method, and how they go together; nothing if no image has a clean twin."""
     if all(result.restoration_distance is None for result in part.unsupervised):
         return []
-    found = correlations.restoration_and_calibration(part.unsupervised, exclude=OWN_SOURCE)
+    others = with_another_source(part.benchmark, part.protocol)
+    found = correlations.restoration_and_calibration(part.unsupervised, exclude=others)
     if not found.means:
         return [f"Nothing can be said yet: {found.correlation.remark}."]
     name = part.benchmark.name
@@ -53,7 +53,8 @@ def restoration(part: Part) -> list[Block]:
     if known:
         paper = correlations.correlate([d for d, _ in known.values()], [e for _, e in known.values()])
         said += f"; of the paper's figures for the same methods: {_coefficient(paper)}"
-    left_out = "shot (whose source model is another) and target-supervised are left out"
+    named = " and ".join([*(f"{method} (whose source model is another)" for method in others), SUPERVISED])
+    left_out = f"{named} {'are' if others else 'is'} left out"
     note = f"means over the {found.places} pairs of shift and seed that every method has done; {left_out}"
     note += "; the paper's are means over all shifts" if known else ""
     return [

@@ -46,15 +46,22 @@ def options(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; every mistake of the user's ends in one sentence and exit code 2."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
     _show_warnings(console)
     try:
         code = app(args=arguments, prog_name="shiftmend", standalone_mode=False)
     except (ShiftmendError, OSError) as error:
-        console.print(f"error: {error}", markup=False)
+        console.print(f"error: {error}")
         code = 2
     except KeyboardInterrupt:
         code = 130
+    except UnicodeEncodeError as error:
+        encoding = str(sys.stdout.encoding)
+        if encoding.lower() in ("utf-8", "utf8"):
+            raise
+        missing = ascii(error.object[error.start])
+        console.print(f"error: output in {encoding} cannot hold {missing}; set PYTHONIOENCODING=utf-8 and call again")
+        code = 2
     except Exception as error:
         message = getattr(error, "format_message", None)  # a wrong option, argument or command name
         if message is None:
@@ -63,17 +70,17 @@ def main(arguments: list[str] | None = None) -> None:
             code = 130
         else:
             command = getattr(getattr(error, "ctx", None), "command_path", "shiftmend")
-            console.print(f"error: {message()} (see `{command} --help`)", markup=False)
+            console.print(f"error: {message()} (see `{command} --help`)")
             code = 2
     if code == 130:  # Ctrl-C, which typer may have made an exit code of
-        console.print("interrupted", markup=False)
+        console.print("interrupted")
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _show_warnings(console: Console) -> None:
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            console.print(f"{record.levelname.lower()}: {record.getMessage()}", markup=False)
+            console.print(f"{record.levelname.lower()}: {record.getMessage()}")
 
     logger = logging.getLogger("shiftmend")
     logger.handlers = [Handler(level=logging.WARNING)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -100,7 +101,7 @@ def show_benchmark(benchmark: Name, data_root: Root = None, as_json: Json = Fals
     if as_json:
         print_json(facts)
         return
-    screen().print(chosen.title, style="bold", markup=False)
+    screen().print(chosen.title, style="bold")
     say(f"seeds {', '.join(map(str, chosen.seeds))}")
     for name, members in chosen.groups.items():
         say(f"group {name}: {', '.join(members)}")
@@ -170,9 +171,9 @@ def run(
         for error, count in Counter(result.error for result in report.failed).most_common():
             others = f" and {count - 1} more" if count > 1 else ""
             say(f"failed: {first[error]}{others}: {error}")
-        same = f" --protocol {protocol}" if protocol != "offline" else ""
+        same = f" --protocol {shlex.quote(protocol)}" if protocol != "offline" else ""
         same += f" --learning-rates {learning_rates}" if learning_rates else ""
-        say(f"see `shiftmend bench table {benchmark} --folder {folder}{same}`")
+        say(f"see `shiftmend bench table {shlex.quote(benchmark)} --folder {shlex.quote(str(folder))}{same}`")
     if report.failed:
         raise typer.Exit(1)
 

@@ -31,14 +31,14 @@ LARGEST_SEED = 2**32 - 1
 
 def screen() -> Console:
     """Made anew for each use: whether standard output is a terminal, and how wide, may have changed."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = WIDTH
     return console
 
 
 def say(line: str) -> None:
-    screen().print(line, markup=False)
+    screen().print(line)
 
 
 def columns(*titles: str, numbers: tuple[str, ...] = ()) -> Table:

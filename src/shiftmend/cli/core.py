@@ -189,10 +189,10 @@ def adapt(
         numbers = {name: scores_json(found) for name, found in scores.items()}
         print(json.dumps({"manifest": result.manifest, "scores": numbers, "folder": str(out)}))
     else:
-        console.print(f"{result}\nwritten to {out}/: model.safetensors, history.json, manifest.json", markup=False)
+        console.print(f"{result}\nwritten to {out}/: model.safetensors, history.json, manifest.json")
         for name, found in scores.items():
             seen = " (on the labels that it was trained with)" if supervised and name == "after" else ""
-            console.print(f"{name}: {found}{seen}", markup=False)
+            console.print(f"{name}: {found}{seen}")
     if result.interrupted:  # what was reached is saved, but nobody should go on with it unasked
         raise typer.Exit(130)
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from shiftmend.cli.options import Json, Root, console
 
@@ -83,6 +84,5 @@ def _show(rows: list[Any], as_json: bool) -> None:
     table = Table("data set", "state", "detail", box=None)
     colours = {"complete": "green", "damaged": "red"}
     for row in rows:
-        colour = colours.get(row.state)
-        table.add_row(row.dataset, f"[{colour}]{row.state}[/]" if colour else row.state, row.detail)
+        table.add_row(row.dataset, Text(row.state, colours.get(row.state, "")), row.detail)
     console.print(table)

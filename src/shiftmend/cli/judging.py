@@ -60,7 +60,7 @@ def verify(
     if as_json:
         print(json.dumps(asdict(found) | {"verdict": found.verdict}))
     else:
-        console.print(str(found), markup=False)
+        console.print(str(found))
 
 
 def evaluate(
@@ -97,7 +97,7 @@ def evaluate(
     if as_json:
         print(json.dumps(scores_json(scores)))
     else:
-        console.print(str(scores), markup=False)
+        console.print(str(scores))
 
 
 def scores_json(scores: Any) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from shiftmend.errors import DataError
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+"""Names of files and of a user's own may hold brackets and colons, which are printed as they are."""
 
 Model = Annotated[
     str,

@@ -100,7 +100,7 @@ def inspect(file: Annotated[Path, typer.Argument(help="A profile.")], as_json: J
     if as_json:
         print(json.dumps(_as_json(loaded, file)))
     else:
-        console.print(f"{loaded}\n  file        {file.stat().st_size:,} bytes, intact", markup=False)
+        console.print(f"{loaded}\n  file        {file.stat().st_size:,} bytes, intact")
 
 
 def mix(
@@ -125,7 +125,7 @@ def _write(made: Any, out: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps(_as_json(made, out)))
     else:
-        console.print(f"{made}\nwritten to {out} ({out.stat().st_size:,} bytes)", markup=False)
+        console.print(f"{made}\nwritten to {out} ({out.stat().st_size:,} bytes)")
 
 
 def _check_place(out: Path, weights: Path | None = None) -> None:

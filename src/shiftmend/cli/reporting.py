@@ -91,7 +91,7 @@ def report(
         values = {name: asdict(one) | {"verdict": one.verdict} for name, one in checks.items() if one is not None}
         print(json.dumps({"report": str(out), "verdict": said.headline.lower(), "cautions": found.cautions, **values}))
     else:
-        console.print(f"{said.headline}. {said.sentence}\nwritten to {out}", markup=False)
+        console.print(f"{said.headline}. {said.sentence}\nwritten to {out}")
 
 
 def _check_place(out: Path) -> None:

@@ -165,7 +165,7 @@ def shifts(
             raise DataError(f"no shift of images begins with {only!r}, and signals are not drawn")
         with said_where(sheet):
             contact_sheet(images, ["mnist-c/identity", *names], sheet, severity=severity, seed=seed, textures=textures)
-        console.print(f"written to {sheet}", markup=False)
+        console.print(f"written to {sheet}")
         return
     if as_json:
         rows = [

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shiftmend.bench.base import CLEAN, Images
 from shiftmend.bench.cells import Result
-from shiftmend.bench.planning import chosen, settings_of
+from shiftmend.bench.planning import chosen, settings_of, with_another_source
 from shiftmend.bench.reading import read
 from shiftmend.bench.suite import find
 from shiftmend.bench.workshop import inputs_of, labelled
@@ -121,7 +121,8 @@ def _shots(wanted: Wanted) -> Figure:
 def _restoration(wanted: Wanted) -> Figure:
     from shiftmend.figures import restoration
 
-    return restoration.draw(wanted.results(), wanted.methods, wanted.shifts)
+    others = with_another_source(find(wanted.benchmark), wanted.protocol)
+    return restoration.draw(wanted.results(), wanted.methods, wanted.shifts, exclude=others)
 
 
 def _curves(wanted: Wanted) -> Figure:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shiftmend.bench.base import CLEAN, Benchmark, Setting
+from shiftmend.bench.grids import SUPERVISED
 from shiftmend.bench.protocols import Protocol
 from shiftmend.bench.training import Recipe
 from shiftmend.checks import brief, is_whole
@@ -95,11 +96,13 @@ def faults(benchmark: Benchmark) -> Iterator[str]:
     for protocol, settings in benchmark.settings.items():
         for name, setting in settings.items():
             where = f"{name!r} of protocol {protocol!r}"
-            labels = {"labels": torch.zeros(1, dtype=torch.long)} if setting.method == "target-supervised" else {}
+            labels = {"labels": torch.zeros(1, dtype=torch.long)} if setting.method == SUPERVISED else {}
             try:
                 method(setting.method, **setting.options, **labels)
             except AdaptationError as error:
                 yield f"{where}: {error}"
+            if setting.method == SUPERVISED and not name.startswith(SUPERVISED):
+                yield f"{where} sees labels: expected a name that begins with {SUPERVISED!r}, by which tables know it"
             if setting.preset not in PRESETS:
                 yield f"{where} has the preset {setting.preset!r}, expected one of {', '.join(PRESETS)}"
             for source in {benchmark.source_for(setting, shift) for shift in shifts} - set(benchmark.sources):
