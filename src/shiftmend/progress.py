@@ -29,8 +29,8 @@ def progress_bar(show: Progress, title: str, total: int | None) -> Iterator[Bar]
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as RichProgress
 
-    texts = (TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[note]"))
-    columns = (next(texts), BarColumn(), next(texts), TimeElapsedColumn())
+    title_column, note = (TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[note]"))
+    columns = (title_column, BarColumn(), note, TimeElapsedColumn())
     # on a terminal it goes away when done; in a log file, where asked for, its last state stays
     with RichProgress(*columns, console=Console(stderr=True), transient=sys.stderr.isatty()) as shown:
         task = shown.add_task(title, total=total, note="")

@@ -52,6 +52,16 @@ def test_shot_is_left_out_unless_named_or_allowed() -> None:
         assert "not drawn" not in footer(shown)
 
 
+def test_who_saw_labels_is_left_out_unless_named() -> None:
+    everything = results(TABLE | {"target-supervised": (0.1, 0.01)})
+    figure = restoration.draw(everything)
+    assert figure.get_suptitle() == restoration.draw(results(TABLE)).get_suptitle()
+    assert "not drawn, trained with labels: target-supervised" in footer(figure)
+    named = restoration.draw(everything, ["fr", "bufr", "target-supervised"])
+    np.testing.assert_allclose(line(named.axes[0], "target-supervised"), [(0.1, 1)])
+    assert "not drawn" not in footer(named)
+
+
 def test_only_places_that_all_methods_have() -> None:
     some = [one for one in results(TABLE) if (one.cell.method, one.cell.shift) != ("fr", "fog")]
     figure = restoration.draw(some)

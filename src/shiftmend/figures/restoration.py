@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from shiftmend.bench.cells import Result, Which
 from shiftmend.bench.correlations import restoration_and_calibration
+from shiftmend.bench.grids import SUPERVISED
 from shiftmend.errors import DataError
 from shiftmend.figures import picking, style
 
@@ -26,10 +27,12 @@ def draw(
     """One point a method, and Spearman's coefficient over them in the title.
 
     Means are over the shifts and seeds that all methods have. `exclude` is for methods with a source model of their
-    own, whose features are others to begin with: by default SHOT, unless it is named among the methods.
+    own, whose features are others to begin with: by default SHOT. It is drawn if it is named among the methods, and so
+    is one that saw labels, which is left out otherwise.
     """
-    left_out = {method for method in exclude if methods is None or method not in methods}
     grid = picking.pick(results, methods, shifts, which=which)
+    labelled = [method for method in grid.methods if method.startswith(SUPERVISED)]
+    left_out = {method for method in (*exclude, *labelled) if methods is None or method not in methods}
     found = restoration_and_calibration(grid.cells.values(), which, left_out)
     points = {method: point for method, point in found.means.items() if all(map(math.isfinite, point))}
     if not points:
@@ -57,9 +60,11 @@ def draw(
     size = f"{picking.counted(len(grid.shifts), 'shift')}, {picking.counted(seeds, 'seed')}"
     pairs = picking.counted(found.places, "pair")
     notes = [f"means over {pairs} of shift and seed, those that all of these methods have done, of {size}"]
-    own = [method for method in grid.methods if method in left_out]
+    own = [method for method in grid.methods if method in left_out and method not in labelled]
+    taught = [method for method in labelled if method in left_out]
     unknown = [method for method in grid.methods if method not in points and method not in left_out]
     notes += [f"not drawn, with a source model of its own: {', '.join(own)}"] if own else []
+    notes += [f"not drawn, trained with labels: {', '.join(taught)}"] if taught else []
     notes += [f"not drawn, without a finite restoration distance: {', '.join(unknown)}"] if unknown else []
     style.footer(figure, [*notes, *picking.notes(grid, methods, shifts)])
     named = [(method, distance, 100 * ece, style.colour(method)) for method, (distance, ece) in points.items()]
