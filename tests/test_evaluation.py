@@ -38,6 +38,18 @@ def test_fractional_labels_are_regression() -> None:
     assert scores.mean_absolute_error == pytest.approx(2 / 3)
 
 
+def test_labels_count_as_many_classes_as_the_model_knows() -> None:
+    world = sensors()
+    scored = (world.target, world.labels)
+    assert shiftmend.evaluate(world.model, scored, classes=["a", "b", "c"]) == shiftmend.evaluate(world.model, scored)
+    with pytest.raises(DataError, match="the data names 2 classes, and the model knows 3"):
+        shiftmend.evaluate(world.model, scored, classes=["a", "b"])
+    one = (torch.randn(4, 2), torch.tensor([0, 1, 1, 0]))  # a single output tells two classes apart
+    assert shiftmend.evaluate(Column(), one, classes=["no", "yes"]).samples == 4
+    with pytest.raises(DataError, match="the data names 1 classes"):
+        shiftmend.evaluate(Column(), one, classes=["yes"])
+
+
 def test_without_labels_there_is_nothing_to_score() -> None:
     world = sensors()
     with pytest.raises(DataError, match=r"has no labels: expected pairs of \(inputs, labels\)"):

@@ -42,6 +42,16 @@ def check_known(given: Any, known: Collection[str], what: str, error: type[Shift
         raise error(f"unknown {what} {brief(given)}, expected one of {', '.join(known)}")
 
 
+def check_classes(named: int, known: int) -> None:
+    """Refuse data with more or fewer classes than the model: a label is a place among the folders, or the names."""
+    if named != known:
+        raise DataError(
+            f"the data names {named} classes, and the model knows {known}; expected one name, or one folder, for each, "
+            "since labels count them: data that lacks a class goes into an .npz with its labels, or into one folder "
+            "without"
+        )
+
+
 def check_function(given: Any, what: str, takes: str) -> None:
     """Refuse what cannot be called, before anything is done with it; `takes`: how it will be called."""
     if given is not None and not callable(given):

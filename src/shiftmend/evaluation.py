@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from shiftmend.captures import captured_call, worth_capturing
+from shiftmend.checks import check_classes
 from shiftmend.devices import placed, resolve_device
 from shiftmend.errors import DataError
 from shiftmend.feeds import Feed, Preprocess
@@ -28,18 +29,19 @@ def evaluate(
     preprocess: Preprocess | None = None,
     output: Entry = None,
     device: str | torch.device = "auto",
+    classes: Sequence[str] | None = None,
 ) -> Scores | RegressionScores:
     """Score a model in eval mode on every sample of (inputs, labels).
 
     Whole-number labels mean classification (accuracy, calibration), fractional ones regression. Of a classifier with a
     single output that is the logit of class 1. Of logits `[N, classes, ...]` with labels `[N, ...]`, each position is
-    a sample.
+    a sample. With the names of the `classes` that labels number, a model of another number of classes is refused.
     """
     model = unwrap(model)
     place = resolve_device(device, model)
     feed = Feed(data, batch_size=batch_size, device=place, preprocess=preprocess, what="data to evaluate on")
     with placed(model, place):
-        return Scorer(model, feed, output)()
+        return Scorer(model, feed, output, classes=classes)()
 
 
 class Scorer:
@@ -48,8 +50,15 @@ class Scorer:
     Captured scoring follows weights that change in their place, as training changes them.
     """
 
-    def __init__(self, model: nn.Module, feed: Feed, output: Entry = None, capture: bool = False) -> None:
-        self.model, self.feed, self.output = model, feed, output
+    def __init__(
+        self,
+        model: nn.Module,
+        feed: Feed,
+        output: Entry = None,
+        capture: bool = False,
+        classes: Sequence[str] | None = None,
+    ) -> None:
+        self.model, self.feed, self.output, self.classes = model, feed, output, classes
         self._again: Callable[[], _Metrics] | None = None
         self._capture = capture and feed.inputs is not None and worth_capturing(feed.inputs)
         check_takes(model, feed.first(2))
@@ -74,6 +83,8 @@ class Scorer:
                 elif result.ndim > 2 and labels.shape == result.shape[:1] + result.shape[2:]:
                     result, labels = as_samples(result), labels.flatten()
                 metrics.update(result, labels)
+                if self.classes is not None and isinstance(metrics, ClassificationMetrics):
+                    check_classes(len(self.classes), max(2, result.shape[1:].numel()))
         if metrics is None:
             raise DataError("the data to evaluate on is empty: expected at least one sample with its label")
         return metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -267,6 +268,22 @@ def test_folders_of_images_and_tables(site: Path, tmp_path: Path, capsys: pytest
     np.savez(tmp_path / "table.npz", inputs=np.random.default_rng(0).normal(size=(60, 5)), labels=np.arange(60) % 3)
     ok(capsys, "profile", f"{tmp_path}/tabular.py:make", "-d", tmp_path / "table.npz", "-o", tmp_path / "t.profile")
     assert "5] float32" in ok(capsys, "inspect", tmp_path / "t.profile")
+
+
+def test_a_missing_class_does_not_renumber_the_others(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with np.load(site / "target.npz") as there:
+        rows = there["labels"] != 1
+        np.savez(tmp_path / "rare.npz", images=there["images"][rows], labels=there["labels"][rows])
+    assert "write an .npz" in refused(capsys, "shift", "sensor/gamma", tmp_path / "rare.npz", tmp_path / "rare")
+    ok(capsys, "shift", "sensor/gamma", site / "target.npz", tmp_path / "pictures")
+    shutil.rmtree(tmp_path / "pictures" / "1")
+    given = [*common(site), "-d", tmp_path / "pictures"]
+    profile = ["-p", site / "p.safetensors"]
+    for asked in (["evaluate", *given], ["adapt", *given, *profile, "-o", tmp_path / "out"]):
+        assert "the data names 3 classes, and the model knows 4" in refused(capsys, *asked)
+    assert json.loads(ok(capsys, "evaluate", *common(site), "-d", tmp_path / "rare.npz", "--json"))["samples"] == 60
 
 
 def test_shift_and_shifts(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,6 +139,7 @@ def adapt(
     Labels are not looked at but by the method target-supervised; where there are any, they score the model afterwards.
     """
     import shiftmend
+    from shiftmend.cli.inputs import class_names
     from shiftmend.cli.loading import load_method
     from shiftmend.distributed import rank
     from shiftmend.methods import TargetSupervised
@@ -148,6 +149,7 @@ def adapt(
     net, inputs, labels, preprocess = gather(
         model, weights, model_option, allow_pickle, data, size, channels, mean, std
     )
+    names = class_names(data)
     options = _method_options(option)
     supervised = method == TargetSupervised.name
     if supervised:
@@ -158,7 +160,9 @@ def adapt(
     def score(which: nn.Module, rows: list[int] | slice = slice(None)) -> Scores | RegressionScores:
         assert labels is not None
         pairs = (inputs[rows], labels[rows])
-        return shiftmend.evaluate(which, pairs, preprocess=preprocess, output=entry(output_entry), device=device)
+        return shiftmend.evaluate(
+            which, pairs, preprocess=preprocess, output=entry(output_entry), device=device, classes=names
+        )
 
     home = shiftmend.Profile.load(profile)
     home.check_architecture(net)

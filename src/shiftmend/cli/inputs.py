@@ -101,6 +101,13 @@ def load_data(path: Path, size: int | None) -> tuple[Tensor, Tensor | None]:
         return inputs, _labels(archive, path, len(inputs))
 
 
+def class_names(path: Path) -> tuple[str, ...] | None:
+    """Those of a folder that has one folder per class."""
+    from shiftmend.data.folders import list_images
+
+    return (list_images(path).classes or None) if path.is_dir() else None
+
+
 def _images(archive: NpzFile, path: Path, size: int | None) -> Tensor:
     try:
         images = npz_file(path, labels="").images  # labels are read apart: not every command needs them

@@ -80,6 +80,7 @@ def evaluate(
 ) -> None:
     """Score a model on labelled data: accuracy and calibration."""
     import shiftmend
+    from shiftmend.cli.inputs import class_names
 
     net, inputs, labels, preprocess = gather(
         model, weights, model_option, allow_pickle, data, size, channels, mean, std
@@ -93,6 +94,7 @@ def evaluate(
         preprocess=preprocess,
         output=entry(output_entry),
         device=device,
+        classes=class_names(data),
     )
     if as_json:
         print(json.dumps(scores_json(scores)))

@@ -62,6 +62,7 @@ def report(
 
     Labels are used for scores alone, where the data has any.
     """
+    from shiftmend.cli.inputs import class_names
     from shiftmend.report import facts, write
     from shiftmend.report.verdicts import state
 
@@ -75,7 +76,7 @@ def report(
         profile,
         adapted,
         labels=labels,
-        classes=_class_names(data),
+        classes=class_names(data),
         batch_size=batch_size,
         preprocess=preprocess,
         output=entry(output_entry),
@@ -103,10 +104,3 @@ def _check_place(out: Path) -> None:
         with out.open("rb") as file:
             if not file.read(64).lstrip().lower().startswith((b"<!doctype html", b"<html")):
                 raise DataError(f"{out} is there already and is no HTML page; remove it, or name another file")
-
-
-def _class_names(data: Path) -> tuple[str, ...] | None:
-    """Those of a folder that has one folder per class."""
-    from shiftmend.data.folders import list_images
-
-    return (list_images(data).classes or None) if data.is_dir() else None

@@ -120,6 +120,11 @@ def _write_folder(images: Any, split: Any, target: Path, manifest: bytes) -> Non
     """One PNG an image, in a folder per class where the source had classes; all of it or nothing."""
     from PIL import Image
 
+    if split.labels is not None and not split.classes and len(split.labels.unique()) <= int(split.labels.max()):
+        raise DataError(
+            f"some class numbers below {int(split.labels.max())} have no image, and a folder is read with its classes "
+            "numbered in order; write an .npz, which keeps the labels"
+        )
     partial = target.with_name(f".{target.name}.partial")
     if partial.exists():
         raise DataError(f"{partial} is left from a run that was cut off; delete it and start again")

@@ -100,7 +100,8 @@ def list_images(folder: Path) -> FolderListing:
     if len(filled) < len(parts):
         empty = next(name for name, files in parts.items() if not files)
         raise DataError(
-            f"{folder / empty} holds no images: expected those of class {empty}; put them there, or remove the folder"
+            f"{folder / empty} holds no images: expected those of class {empty}; put them there, or remove the folder "
+            "if it is none (labels count the folders, so those behind a class that is missing would change)"
         )
     files = tuple(f"{name}/{entry.name}" for name, entries in parts.items() for entry in entries)
     labels = tuple(number for number, entries in enumerate(parts.values()) for _ in entries)

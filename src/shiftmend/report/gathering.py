@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation
-from shiftmend.checks import brief
+from shiftmend.checks import brief, check_classes
 from shiftmend.devices import placed, resolve_device
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.feeds import Feed, Preprocess
@@ -212,11 +212,8 @@ def _names(classes: Sequence[str] | None, count: int) -> tuple[str, ...]:
         return tuple(map(str, range(count)))
     if isinstance(classes, str) or not isinstance(classes, Sequence):
         raise DataError(f"classes is {brief(classes)}, expected a list of names, one for each class")
-    if count and len(classes) != count:
-        raise DataError(
-            f"the data names {len(classes)} classes, and the model knows {count}; expected one name, or one folder, "
-            "for each"
-        )
+    if count:
+        check_classes(len(classes), count)
     return tuple(map(str, classes))
 
 
