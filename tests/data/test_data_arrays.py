@@ -53,6 +53,13 @@ def test_channels_that_cannot_be_told_apart(tmp_path: Path) -> None:
     np.testing.assert_array_equal(npz_file(path, channels_last=True).images.numpy(), odd.transpose(0, 3, 1, 2))
 
 
+def test_one_image_is_not_taken_for_its_rows(tmp_path: Path) -> None:
+    np.savez(tmp_path / "one.npz", images=COLOUR[0])
+    with pytest.raises(DataError, match=r"holds \[8, 9, 3\] .* looks like one image .* store it as \[1, H, W, C\]"):
+        npz_file(tmp_path / "one.npz")
+    assert npz_file(tmp_path / "one.npz", channels_last=False).images.shape == (8, 1, 9, 3)
+
+
 def test_bad_archives(tmp_path: Path) -> None:
     path = tmp_path / "bad.npz"
     with pytest.raises(DataError, match=r"bad\.npz is missing"):

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import io
 import os
+import struct
+import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,8 +77,8 @@ def test_mixed_sizes_need_a_size(tmp_path: Path) -> None:
     assert scaled.amax((1, 2, 3)).tolist() == [10, 20]
 
 
-@pytest.mark.parametrize("size", [0, -3, (4, 0)])
-def test_a_size_without_pixels_is_refused(tmp_path: Path, size: int | tuple[int, int]) -> None:
+@pytest.mark.parametrize("size", [0, -3, (4, 0), (4,), 3.5, True])
+def test_a_size_without_pixels_is_refused(tmp_path: Path, size: Any) -> None:
     with pytest.raises(DataError, match="at least 1 pixel a side, got size="):
         image_folder(tmp_path, size=size)
 
@@ -84,6 +87,35 @@ def test_pixels_of_more_than_8_bits_are_refused(tmp_path: Path) -> None:
     Image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(tmp_path / "deep.png")
     with pytest.raises(DataError, match=r"deep\.png has pixels of mode I;16; expected 8 bits"):
         image_folder(tmp_path)
+
+
+def test_colours_of_16_bits_are_refused_and_not_cut(tmp_path: Path) -> None:
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", 4, 2, 16, 2, 0, 0, 0)  # 4 x 2 pixels of 3 x 16 bits
+    rows = b"".join(b"\0" + np.full((4, 3), 4095, ">u2").tobytes() for _ in range(2))
+    whole = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    (tmp_path / "deep.png").write_bytes(b"\x89PNG\r\n\x1a\n" + whole)
+    with pytest.raises(DataError, match=r"deep\.png has pixels of mode RGB with 16 bits; expected 8 bits"):
+        image_folder(tmp_path)
+
+
+def test_links_that_lead_nowhere_are_named(tmp_path: Path) -> None:
+    write_png(tmp_path / "there.png", np.zeros((4, 5), np.uint8))
+    (tmp_path / "linked.png").symlink_to(tmp_path / "there.png")
+    assert len(image_folder(tmp_path)) == 2
+    for target in ("absent.png", "astray.png"):  # to nothing, and to itself
+        (tmp_path / "astray.png").symlink_to(tmp_path / target)
+        with pytest.raises(DataError, match=r"astray\.png is a link to a file that cannot be reached"):
+            image_folder(tmp_path)
+        (tmp_path / "astray.png").unlink()
+
+
+def test_names_need_not_be_text(tmp_path: Path) -> None:
+    write_png(tmp_path / "a.png", np.full((4, 5), 7, np.uint8))
+    os.rename(tmp_path / "a.png", os.fsencode(tmp_path) + b"/\xff.png")
+    assert image_folder(tmp_path).images.unique().tolist() == [7]
 
 
 def test_folders_that_are_no_dataset(tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ def npz_file(
             "[N, H, W], [N, H, W, C] or [N, C, H, W]: convert them first"
         )
     if pictures.ndim == 3:
+        if pictures.shape[2] in (1, 3) and channels_last is None:
+            raise DataError(
+                f"{file} holds {list(pictures.shape)} under {images!r}, which looks like one image [H, W, C]; expected "
+                "[N, H, W], [N, H, W, C] or [N, C, H, W]: store it as [1, H, W, C], or pass channels_last=False"
+            )
         pictures = pictures[:, None]
     elif _channels_last(pictures, channels_last, file):
         pictures = pictures.transpose(0, 3, 1, 2)

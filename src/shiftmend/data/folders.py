@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shiftmend.checks import brief, is_whole
 from shiftmend.data.base import PathLike, Split, as_images
 from shiftmend.errors import DataError
 from shiftmend.files import as_path, write_atomically
@@ -62,8 +63,12 @@ def image_folder(
     if channels not in (None, 1, 3):
         raise DataError(f"images have 1 or 3 channels, got channels={channels}")
     shape = (size, size) if isinstance(size, int) else size
-    if shape is not None and min(shape) < 1:
-        raise DataError(f"images have at least 1 pixel a side, got size={size}")
+    if shape is not None and not (
+        isinstance(shape, tuple) and len(shape) == 2 and all(is_whole(side) and side > 0 for side in shape)
+    ):
+        raise DataError(
+            f"images have at least 1 pixel a side, got size={brief(size)}; expected a side, or (height, width)"
+        )
     listing = list_images(path)
     if classes is not None and listing.classes != classes:
         raise DataError(
@@ -160,11 +165,21 @@ def _open(path: Path) -> Image:
         raise DataError(f"{path} is missing: expected an image there; fetch or unpack the set again") from None
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise _damaged(path, error) from error
-    if image.mode not in GREY_MODES | COLOUR_MODES:
-        raise DataError(
-            f"{path} has pixels of mode {image.mode}; expected 8 bits a channel: convert it to 8 bits first"
-        )
+    if image.mode not in GREY_MODES | COLOUR_MODES or _is_cut_to_8_bits(image):
+        mode = f"{image.mode} with 16 bits" if image.mode in GREY_MODES | COLOUR_MODES else image.mode
+        image.close()
+        raise DataError(f"{path} has pixels of mode {mode}; expected 8 bits a channel: convert it to 8 bits first")
     return image
+
+
+def _is_cut_to_8_bits(image: Image) -> bool:
+    """Whether Pillow would keep the upper half of 16 bits a channel: of 12-bit recordings it leaves next to black.
+
+    The layout in the file tells, e.g. `RGB;16B`; `BGR;16`, of bitmaps, is 16 bits for all channels together.
+    """
+    layouts = [tile[3] for tile in getattr(image, "tile", ())]
+    parts = [part for layout in layouts for part in (layout if isinstance(layout, tuple) else (layout,))]
+    return any(isinstance(part, str) and re.search(";16[BLN]$", part) for part in parts)
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
@@ -175,8 +190,17 @@ def _scan(folder: Path) -> tuple[list[os.DirEntry[str]], list[str]]:
     """The image files, in order, and the names of the folders; hidden ones are passed over."""
     with os.scandir(folder) as entries:
         visible = [entry for entry in entries if not entry.name.startswith(".")]
-    files = {e.name: e for e in visible if e.is_file() and os.path.splitext(e.name)[1].lower() in SUFFIXES}
-    folders = [entry.name for entry in visible if entry.is_dir()]
+    images = [entry for entry in visible if os.path.splitext(entry.name)[1].lower() in SUFFIXES]
+    for entry in images:
+        try:
+            entry.stat()  # kept for the signature
+        except OSError as error:
+            raise DataError(
+                f"{entry.path} is a link to a file that cannot be reached ({error.strerror}); expected an image: fetch "
+                "what it links to, or remove the link"
+            ) from error
+    files = {entry.name: entry for entry in images if entry.is_file()}
+    folders = [entry.name for entry in visible if entry.name not in files and os.path.isdir(entry)]
     return [files[name] for name in _in_order(list(files), suffixed=True)], _in_order(folders)
 
 
@@ -198,7 +222,7 @@ def _signature(parts: dict[str, list[os.DirEntry[str]]]) -> str:
     for name, entries in parts.items():
         for entry in entries:
             status = entry.stat()
-            digest.update(f"{name}/{entry.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+            digest.update(f"{name}/{entry.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
