@@ -138,6 +138,12 @@ def test_unknown_parameter_is_named(images):
         apply("emnist-da/stripe", images, sigma=3)
 
 
+@pytest.mark.parametrize("strength", [1.5, -0.1, float("nan"), "high", True])
+def test_a_strength_is_from_0_to_1(strength, images):
+    with pytest.raises(DataError, match="sensor/gamma has a strength from 0 to 1, got"):
+        apply("sensor/gamma", images, strength=strength)
+
+
 def test_override_replaces_one_parameter(images):
     a = apply("emnist-da/gaussian_blur", images, severity=1, sigma=4.0)
     assert torch.equal(a, apply("emnist-da/gaussian_blur", images, severity=4))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from numbers import Real
 from typing import Any
 
 import torch
@@ -103,3 +104,7 @@ def _check_parameters(shift: Shift, overrides: dict[str, Any]) -> None:
     if unknown := sorted(set(overrides) - known):
         accepted = f"it has {', '.join(sorted(known))}" if known else "it has none"
         raise DataError(f"shift {shift.name} has no parameter {', '.join(unknown)}: {accepted}")
+    if shift.severities is sensor.STRENGTHS and "strength" in overrides:
+        strength = overrides["strength"]
+        if isinstance(strength, bool) or not isinstance(strength, Real) or not 0 <= strength <= 1:
+            raise DataError(f"shift {shift.name} has a strength from 0 to 1, got {brief(strength)}")

@@ -25,8 +25,9 @@ def drift(signals: Tensor, *, generator: torch.Generator, strength: float) -> Te
     """A wandering baseline: half a slow wave of random phase, up to one deviation of the channel high."""
     length = signals.shape[-1]
     phase = torch.rand(*signals.shape[:-1], 1, generator=generator, device=signals.device, dtype=signals.dtype)
-    time = torch.arange(length, device=signals.device, dtype=signals.dtype) / max(1, length - 1)
-    return signals + strength * _deviation(signals) * torch.sin(2 * math.pi * (0.5 * time + phase))
+    time = _places(signals) / max(1, length - 1)
+    wave = torch.sin(2 * math.pi * (0.5 * time + phase)).to(signals.dtype)
+    return signals + strength * _deviation(signals) * wave
 
 
 def noise(signals: Tensor, *, generator: torch.Generator, strength: float) -> Tensor:
@@ -38,10 +39,10 @@ def noise(signals: Tensor, *, generator: torch.Generator, strength: float) -> Te
 def resampling(signals: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
     """A clock that runs up to a third fast: the signal is stretched, interpolated, and its end is not seen."""
     length = signals.shape[-1]
-    position = torch.arange(length, device=signals.device, dtype=signals.dtype) / (1 + strength / 2)
+    position = _places(signals) / (1 + strength / 2)
     left = position.floor().long().clamp(max=length - 1)
     right = (left + 1).clamp(max=length - 1)
-    share = position - left
+    share = (position - left).to(signals.dtype)
     return signals[..., left] * (1 - share) + signals[..., right] * share
 
 
@@ -50,6 +51,12 @@ def saturation(signals: Tensor, *, generator: torch.Generator | None = None, str
     mean = signals.mean(-1, keepdim=True)
     limit = (1 - 0.7 * strength) * (signals - mean).abs().amax(-1, keepdim=True)
     return mean + (signals - mean).clamp(-limit, limit)
+
+
+def _places(signals: Tensor) -> Tensor:
+    """0, 1, 2, ... along a signal, never in half precision, which knows no whole numbers above 2,048 (or 256)."""
+    dtype = torch.promote_types(signals.dtype, torch.float32)
+    return torch.arange(signals.shape[-1], device=signals.device, dtype=dtype)
 
 
 def _deviation(signals: Tensor) -> Tensor:
