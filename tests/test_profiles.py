@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import shiftmend
 from same_profiles import same
@@ -34,6 +34,21 @@ def test_merged_halves_equal_the_whole(preset: str) -> None:
     for name, part in whole.slices.items():
         torch.testing.assert_close(merged.slices[name].histogram.counts, part.histogram.counts, atol=1e-4, rtol=1e-5)
     assert problems(merged) == []
+
+
+def test_inputs_of_other_sizes_merge_where_taps_count_them_once() -> None:
+    """A profile whose taps count a position more here than there could not be saved."""
+    pooled = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)).eval()
+    large, small = torch.randn(70, 1, 8, 8), torch.randn(31, 1, 5, 5)
+    for taps in ({}, {"early": "0"}):
+        first = shiftmend.profile(pooled, large, taps=taps)
+        second = shiftmend.profile(pooled, small, like=first)
+        if not taps:
+            assert problems(first.merge(second)) == []
+            continue
+        for put_together in (first.merge, lambda other, one=first: Profile.mixture([one, other], [1, 1])):
+            with pytest.raises(ProfileError, match="tap 'early' has more positions an input"):
+                put_together(second)
 
 
 def test_profiles_of_other_ranges_do_not_merge() -> None:

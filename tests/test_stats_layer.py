@@ -346,6 +346,16 @@ def test_numbers_that_are_none_are_noticed(bad: float) -> None:
         layer.track("counts")
 
 
+def test_a_number_that_is_none_in_the_second_pass_is_noticed() -> None:
+    values = sample()
+    layer = StatsLayer(4).track("range")
+    layer(values)
+    values[100, 2] = float("nan")
+    layer.track("counts")(values)
+    with pytest.raises(ShiftmendError, match="1 units were NaN in mode 'counts'"):
+        layer.track("align")
+
+
 def test_a_network_in_half_precision_keeps_its_statistics_in_full() -> None:
     """Half precision counts up to 2048, bfloat16 up to 256; then one more sample changes nothing."""
     model = nn.Sequential(nn.Linear(4, 4), StatsLayer(4), nn.Linear(4, 2)).bfloat16()

@@ -67,6 +67,10 @@ class StatsLayer(nn.Module):
             self._check_range(mode)
         if mode == "align" and int(self.samples) == 0:
             raise ShiftmendError("mode 'align' needs the counts first: track('counts') and one pass over the source")
+        if mode == "align" and bool(broken := (~torch.isfinite(self.counts)).any(1).sum()):
+            raise ShiftmendError(
+                f"{int(broken)} units were NaN in mode 'counts'; track both again, without such samples"
+            )
         if mode == "range":
             self.low.fill_(torch.inf)
             self.high.fill_(-torch.inf)

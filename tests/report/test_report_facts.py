@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 
@@ -207,6 +208,14 @@ def test_cautions_say_what_does_not_belong_together() -> None:
     assert "another profile" in _one(replace(result, manifest=result.manifest | {"profile_sha256": "0"}))
 
 
+def test_predictions_that_are_no_numbers_are_remarked() -> None:
+    world, profile, _ = mended()
+    broken = copy.deepcopy(world.model)
+    broken.register_forward_hook(lambda module, given, made: made.index_fill(0, torch.tensor([0]), float("nan")))
+    (caution,) = report.facts(broken, world.source, profile).cautions
+    assert "Some outputs are NaN" in caution
+
+
 def _one(result: shiftmend.Adaptation) -> str:
     world, profile, _ = mended()
     (caution,) = report.facts(world.model, world.source, profile, result).cautions
@@ -260,6 +269,22 @@ def test_a_model_with_a_prediction_for_every_pixel() -> None:
     assert found.predictions.total == 40 * 12
     assert all(sample.before is None for sample in found.inputs)
     assert {tap.floor for tap in found.taps} == {sampling_floor(profile.bins, 60, 40)}, "pixels are not independent"
+    labels = torch.randint(0, 4, (40, 3, 4))
+    scored = report.facts(model, images[:40], profile, labels=labels)
+    assert scored.scores_before == shiftmend.evaluate(model, (images[:40], labels))
+    assert "40 inputs came with labels" in render(scored)
+
+
+def test_a_model_with_a_prediction_for_every_token() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Tanh(), nn.Linear(6, 5)).eval()
+    tokens, labels = torch.randint(0, 9, (60, 5)), torch.randint(0, 5, (60, 5))  # as many tokens as classes
+    profile = shiftmend.profile(model, tokens, progress=False)
+    found = report.facts(model, tokens, profile, labels=labels)
+    assert isinstance(found.scores_before, shiftmend.Scores)
+    with torch.no_grad():
+        right = model(tokens).argmax(-1) == labels
+    assert found.scores_before.accuracy == pytest.approx(float(right.double().mean()))
 
 
 class InPlace(nn.Module):

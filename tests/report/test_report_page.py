@@ -388,6 +388,23 @@ def test_inputs_are_shown_in_the_way_that_suits_them(shape: tuple[int, ...], kin
     assert len(text) < 3_000_000
 
 
+class Parts(nn.Module):
+    """Real and imaginary parts side by side."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(x).flatten(1)
+
+
+@pytest.mark.parametrize(("shape", "shown"), [((2, 4, 5), "<img"), ((2, 40), "Input 0"), ((3,), "value 2")])
+def test_complex_inputs_are_shown_too(shape: tuple[int, ...], shown: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Parts(), nn.Linear(2 * int(np.prod(shape)), 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    data = torch.randn(20, *shape, dtype=torch.complex64)
+    page = render(report.facts(model, data, shiftmend.profile(model, data, progress=False)))
+    assert shown in page
+    assert ("how large their complex numbers are" in page) == (len(shape) > 1)
+
+
 def test_eight_bit_images_are_shown_as_they_are() -> None:
     images = torch.randint(0, 256, (16, 3, 8, 8), dtype=torch.uint8)
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 4), nn.ReLU(), nn.Linear(4, 2)).eval()

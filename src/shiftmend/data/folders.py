@@ -222,7 +222,9 @@ def _signature(parts: dict[str, list[os.DirEntry[str]]]) -> str:
     for name, entries in parts.items():
         for entry in entries:
             status = entry.stat()
-            digest.update(f"{name}/{entry.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="surrogateescape"))
+            digest.update(
+                f"{name}/{entry.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="surrogateescape")
+            )
     return digest.hexdigest()
 
 

@@ -138,7 +138,7 @@ def scores(facts: Facts) -> Part:
     return element(
         "section",
         element("h2", "Scores by labels"),
-        element("p", f"{before.samples:,} inputs came with labels. {said}"),
+        element("p", f"{facts.samples:,} inputs came with labels. {said}"),
         element(
             "div",
             element("div", table, class_="scroll", tabindex="0", role="region", aria_label="Scores"),

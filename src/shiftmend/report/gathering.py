@@ -26,7 +26,7 @@ from shiftmend.histograms import Bins, sampling_floor
 from shiftmend.loaders import as_tensor
 from shiftmend.profiles import Profile, as_profile
 from shiftmend.report import saved
-from shiftmend.report.contents import Facts, Home, Mending, Sample
+from shiftmend.report.contents import Facts, Home, Mending, Predictions, Sample
 from shiftmend.report.looking import Look, guess, predictions, tap_shifts
 from shiftmend.taps import Entry, check_takes, modes, tapped, unwrap
 from shiftmend.verification import RESTORED
@@ -97,7 +97,7 @@ def facts(
         after=None if after is None else replace(after.verification(), adapted=adapted),
         slices=profile.slices["verification"].histogram.units,
         enough=enough(profile.bins, profile.inputs_seen),
-        cautions=tuple(_cautions(model, profile, summary, result)),
+        cautions=tuple(_cautions(model, profile, summary, result, guesses)),
         inputs=shown,
         taps=tap_shifts(before, after, profile, feed.samples),
         predictions=guesses,
@@ -217,7 +217,13 @@ def _names(classes: Sequence[str] | None, count: int) -> tuple[str, ...]:
     return tuple(map(str, classes))
 
 
-def _cautions(model: nn.Module, profile: Profile, summary: InputSummary, result: Adaptation | None) -> list[str]:
+def _cautions(
+    model: nn.Module,
+    profile: Profile,
+    summary: InputSummary,
+    result: Adaptation | None,
+    guesses: Predictions | None,
+) -> list[str]:
     """What a reader should know before believing anything else; each is a whole sentence."""
     found = [
         f"Look at the preprocessing of the inputs: {difference}{'' if difference.endswith('?') else '.'}"
@@ -228,6 +234,9 @@ def _cautions(model: nn.Module, profile: Profile, summary: InputSummary, result:
         found.append(
             "The model's weights are not those that the profile was made with: distances from home may mislead."
         )
+    made = [] if guesses is None else [guesses.before, guesses.after]
+    if any(one is not None and math.isnan(one.confidence) for one in made):
+        found.append("Some outputs are NaN or infinite: the class that they count for below means nothing.")
     if result is None:
         return found
     manifest = result.manifest

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shiftmend.histograms import sampling_floor
+from shiftmend.histograms import as_samples, sampling_floor
 from shiftmend.metrics import ClassificationMetrics, RegressionMetrics
 from shiftmend.profiles import Profile
 from shiftmend.report.contents import Guesses, Predictions, Seen, TapShift, Unit
@@ -58,6 +58,10 @@ class Look:
             self.metrics = RegressionMetrics() if labels.is_floating_point() else ClassificationMetrics()
         if isinstance(self.metrics, RegressionMetrics) and result.numel() == labels.numel():
             result = result.reshape(labels.shape)
+        elif result.ndim > 2:
+            logits = class_logits(returned, self.output, self.axis, self.profile.taps["logits"].units)
+            if logits is not None and labels.shape == logits.shape[:1] + logits.shape[2:]:
+                result, labels = as_samples(logits), labels.flatten()
         self.metrics.update(result, labels)
 
     def compare(self, before: Look) -> None:

@@ -26,7 +26,7 @@ _Array = NDArray[np.generic]
 def gallery(facts: Facts) -> Markup:
     """All sample inputs, in the way that suits their shape."""
     shape = facts.inputs[0].values.shape
-    if len(shape) == 1 and shape[0] <= MOST_COLUMNS:
+    if _is_table(shape):
         return _table(facts)
     cards = [
         element("figure", picture, element("figcaption", *_reading(facts, sample)), class_="sample")
@@ -38,6 +38,19 @@ def gallery(facts: Facts) -> Markup:
 def remark(facts: Facts) -> str:
     """What was done to the inputs to show them."""
     shape = facts.inputs[0].values.shape
+    lengths = "Shown is how large their complex numbers are. "
+    return (lengths if _is_complex(facts) and not _is_table(shape) else "") + _remark(facts, shape)
+
+
+def _is_complex(facts: Facts) -> bool:
+    return bool(np.iscomplexobj(facts.inputs[0].values))
+
+
+def _is_table(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 1 and shape[0] <= MOST_COLUMNS
+
+
+def _remark(facts: Facts, shape: tuple[int, ...]) -> str:
     if len(shape) == 3 and facts.inputs[0].values.dtype != np.uint8:
         scaled = "Their values were scaled together to what a screen can show."
         return scaled if shape[0] in (1, 3) else f"{scaled} Shown is the first of {shape[0]} channels."
@@ -50,7 +63,7 @@ def remark(facts: Facts) -> str:
 
 
 def _drawn(facts: Facts) -> list[Markup]:
-    values = [sample.values for sample in facts.inputs]
+    values = [np.abs(sample.values) if _is_complex(facts) else sample.values for sample in facts.inputs]
     names = [f"Input {sample.number}" for sample in facts.inputs]
     shape = values[0].shape
     if len(shape) == 3:
@@ -90,7 +103,7 @@ def _table(facts: Facts) -> Markup:
         element(
             "tr",
             element("td", str(sample.number)),
-            *(element("td", f"{float(value):.3g}") for value in sample.values.tolist()),
+            *(element("td", f"{value:.3g}") for value in sample.values.tolist()),
             element("td", join(*_reading(facts, sample)[1:])),
         )
         for sample in facts.inputs

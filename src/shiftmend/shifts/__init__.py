@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,5 +106,5 @@ def _check_parameters(shift: Shift, overrides: dict[str, Any]) -> None:
         raise DataError(f"shift {shift.name} has no parameter {', '.join(unknown)}: {accepted}")
     if shift.severities is sensor.STRENGTHS and "strength" in overrides:
         strength = overrides["strength"]
-        if isinstance(strength, bool) or not isinstance(strength, Real) or not 0 <= strength <= 1:
+        if isinstance(strength, bool) or not isinstance(strength, int | float | np.floating) or not 0 <= strength <= 1:
             raise DataError(f"shift {shift.name} has a strength from 0 to 1, got {brief(strength)}")
