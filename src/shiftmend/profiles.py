@@ -196,8 +196,8 @@ def _mixed(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
     for name in first.taps:
         if len({part.taps[name].samples // part.inputs_seen for part in parts}) > 1:
             raise ProfileError(
-                f"tap {name!r} has more positions an input in one of these profiles than in another; expected inputs of "
-                "one size"
+                f"tap {name!r} has more positions an input in one of these profiles than in another; profile inputs "
+                "of one size"
             )
     sizes = [part.inputs_seen * number for part, number in zip(parts, times, strict=True)]
     return replace(
