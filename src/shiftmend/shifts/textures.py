@@ -14,7 +14,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,7 +66,7 @@ def digest(name: str, folder: Folder = None) -> dict[str, dict[str, str]]:
     """
     pictures = _load(name, folder)
     if name == "photographs":
-        origin = "procedural" if folder is None else str(_photograph_folder(Path(folder)))
+        origin = "procedural" if folder is None else str(_photograph_folder(_named(folder)))
         return {name: {"sha256": _sha256([picture for _, picture in pictures]), "origin": origin}}
     keys = [f"frost{i}" for i in range(1, FROST_COUNT + 1)] if name == "frost" else [name]
     return {
@@ -117,7 +116,7 @@ def _texture(name: str, folder: Folder) -> tuple[str, Tensor]:
         raise DataError(f"unknown texture {name!r}, expected one of {', '.join(NAMES)}")
     if folder is None:
         return "procedural", _drawn(name)
-    path = _find(name, [as_path(folder, "the folder of textures", DataError)])
+    path = _find(name, [_named(folder)])
     return str(path), _read(path)
 
 
@@ -127,7 +126,7 @@ def _frost(folder: Folder) -> list[tuple[str, Tensor]]:
         return [("procedural", _drawn(name)) for name in names]
     pictures = []
     for name in names:
-        path = _find(name, [Path(folder) / "frost", Path(folder)])
+        path = _find(name, [_named(folder) / "frost", _named(folder)])
         picture = _read(path)
         if min(picture.shape[1:]) >= FROST_UNREDUCED:
             picture = picture[:, 2::5, 2::5].contiguous()
@@ -139,11 +138,15 @@ def _photographs(folder: Folder) -> list[tuple[str, Tensor]]:
     if folder is None:
         orders = list(itertools.permutations(range(3)))
         return [("procedural", _drawn(name)[list(order)]) for name in NAMES for order in orders]
-    place = _photograph_folder(Path(folder))
+    place = _photograph_folder(_named(folder))
     paths = sorted(path for path in place.iterdir() if path.suffix.lower() in SUFFIXES)
     if not paths:
         raise DataError(f"no photographs in {place}, expected files ending in {', '.join(SUFFIXES)} there")
     return [(str(path), _read(path)) for path in paths]
+
+
+def _named(folder: str | os.PathLike[str]) -> Path:
+    return as_path(folder, "the folder of textures", DataError)
 
 
 def _photograph_folder(folder: Path) -> Path:
@@ -171,14 +174,9 @@ def _check_folder(folder: Path) -> None:
 
 def _read(path: Path) -> Tensor:
     """An image file as uint8 `[3, H, W]`; a transparent picture loses its alpha channel, it is not blended."""
-    from PIL import Image
+    from shiftmend.data.folders import decode_image
 
-    try:
-        with Image.open(path) as image:
-            pixels = np.array(image.convert("RGBA" if "A" in image.getbands() else "RGB"))[..., :3]
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} could not be read as an image ({error}), expected a PNG or JPEG file") from error
-    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+    return torch.from_numpy(decode_image(path, None, 3).copy())
 
 
 def _drawn(name: str) -> Tensor:
