@@ -92,6 +92,18 @@ def test_size_scales_an_npz_as_it_scales_a_folder(tmp_path: Path) -> None:
         load_data(stored(tmp_path / "table.npz", inputs=np.zeros((2, 3))), 5)
 
 
+def test_a_mean_or_a_deviation_fits_the_channels() -> None:
+    images = torch.full((2, 3, 4, 4), 255, dtype=torch.uint8)
+    made = normalisation("0.5,0.25,0", "0.5", None)(images)
+    assert made[0, :, 0, 0].tolist() == [1.0, 1.5, 2.0]
+    for mean, deviation, message in (("0.5,0.5", "1", "--mean names 2 numbers"), ("0", "1,1", "--std names 2 numbers")):
+        with pytest.raises(DataError, match=f"{message}, and the images have 3 channels"):
+            normalisation(mean, deviation, None)(images)
+    for mean, deviation in (("nan", "1"), ("0", "inf")):
+        with pytest.raises(ShiftmendError, match="should be finite"):
+            normalisation(mean, deviation, None)
+
+
 def test_channels_are_made_or_refused(tmp_path: Path) -> None:
     colour = np.random.default_rng(1).integers(0, 256, (9, 11, 3), dtype=np.uint8)
     Image.fromarray(colour).save(tmp_path / "0.png")

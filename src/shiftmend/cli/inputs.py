@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,12 @@ class Normalisation:
             images = _with_channels(images, self.channels)
         if images.dtype != torch.uint8:
             return images
+        for name, given in (("mean", self.mean), ("std", self.deviation)):
+            if images.shape[1] != 1 and len(given) not in (1, images.shape[1]):
+                raise DataError(
+                    f"--{name} names {len(given)} numbers, and the images have {images.shape[1]} channels; expected one "
+                    "number, or one per channel"
+                )
         values = images.float().div_(255)
         return (values - per_channel(self.mean, values)) / per_channel(self.deviation, values)
 
@@ -66,6 +73,8 @@ def normalisation(mean: str, deviation: str, channels: int | None) -> Normalisat
             values = tuple(float(part) for part in text.split(","))
         except ValueError as error:
             raise ShiftmendError(f"--{what} {text!r} should be one number, or one per channel with commas") from error
+        if not all(map(math.isfinite, values)):
+            raise ShiftmendError(f"--{what} {text!r} should be finite")
         if what == "std" and any(value <= 0 for value in values):
             raise ShiftmendError(f"--std {text!r} should be positive")
         return values
