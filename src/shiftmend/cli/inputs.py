@@ -37,8 +37,8 @@ class Normalisation:
         for name, given in (("mean", self.mean), ("std", self.deviation)):
             if images.shape[1] != 1 and len(given) not in (1, images.shape[1]):
                 raise DataError(
-                    f"--{name} names {len(given)} numbers, and the images have {images.shape[1]} channels; expected one "
-                    "number, or one per channel"
+                    f"--{name} names {len(given)} numbers, and the images have {images.shape[1]} channels; expected "
+                    "one number, or one per channel"
                 )
         values = images.float().div_(255)
         return (values - per_channel(self.mean, values)) / per_channel(self.deviation, values)
