@@ -96,9 +96,9 @@ def test_a_mean_or_a_deviation_fits_the_channels() -> None:
     images = torch.full((2, 3, 4, 4), 255, dtype=torch.uint8)
     made = normalisation("0.5,0.25,0", "0.5", None)(images)
     assert made[0, :, 0, 0].tolist() == [1.0, 1.5, 2.0]
-    for mean, deviation, message in (("0.5,0.5", "1", "--mean names 2 numbers"), ("0", "1,1", "--std names 2 numbers")):
-        with pytest.raises(DataError, match=f"{message}, and the images have 3 channels"):
-            normalisation(mean, deviation, None)(images)
+    for mean, deviation, given in (("0.5,0.5", "1", images), ("0", "1,1", images), ("0,0,0", "1,1", images[:, :1])):
+        with pytest.raises(DataError, match=rf"--mean names \d numbers and --std \d, .* {given.shape[1]} channels"):
+            normalisation(mean, deviation, None)(given)
     for mean, deviation in (("nan", "1"), ("0", "inf")):
         with pytest.raises(ShiftmendError, match="should be finite"):
             normalisation(mean, deviation, None)

@@ -34,12 +34,12 @@ class Normalisation:
             images = _with_channels(images, self.channels)
         if images.dtype != torch.uint8:
             return images
-        for name, given in (("mean", self.mean), ("std", self.deviation)):
-            if images.shape[1] != 1 and len(given) not in (1, images.shape[1]):
-                raise DataError(
-                    f"--{name} names {len(given)} numbers, and the images have {images.shape[1]} channels; expected "
-                    "one number, or one per channel"
-                )
+        present, means, deviations = images.shape[1], len(self.mean), len(self.deviation)
+        if len({present, means, deviations} - {1}) > 1:
+            raise DataError(
+                f"--mean names {means} numbers and --std {deviations}, and the images have {present} channels; expected "
+                "one number, or one per channel"
+            )
         values = images.float().div_(255)
         return (values - per_channel(self.mean, values)) / per_channel(self.deviation, values)
 
