@@ -37,8 +37,8 @@ class Normalisation:
         present, means, deviations = images.shape[1], len(self.mean), len(self.deviation)
         if len({present, means, deviations} - {1}) > 1:
             raise DataError(
-                f"--mean names {means} numbers and --std {deviations}, and the images have {present} channels; expected "
-                "one number, or one per channel"
+                f"--mean names {means} numbers and --std {deviations}, and the images have {present} channels; "
+                "expected one number, or one per channel"
             )
         values = images.float().div_(255)
         return (values - per_channel(self.mean, values)) / per_channel(self.deviation, values)
