@@ -877,6 +877,16 @@ def test_a_copy_that_runs_layers_of_the_callers_model_is_refused() -> None:
     assert model.body[1].num_batches_tracked == 1
 
 
+def test_a_copy_may_ask_for_the_type_of_the_callers_weights() -> None:
+    world = sensors()
+    model, first = world.model, world.model[0].weight
+    model.register_forward_pre_hook(
+        lambda _, given: (given[0].to(first.device, first.dtype).reshape(-1, first.shape[1])[:, : first.size(1)],)
+    )
+    assert shiftmend.adapt(model, world.target, method="tent", epochs=1, device="cpu", progress=False).history
+    assert shiftmend.stream(model, method="tent", device="cpu").step(world.target).shape[1] == 3
+
+
 def test_no_memory_for_a_copy_is_not_blamed_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("out of memory")

@@ -43,6 +43,11 @@ def plain_copy(model: nn.Module) -> nn.Module:
         ) from error
 
 
+_KIND = {Tensor.size, Tensor.dim, *(getattr(Tensor, name).__get__ for name in ("dtype", "shape", "ndim"))}
+_PLACE = {getattr(Tensor, name).__get__ for name in ("device", "is_cuda")}
+"""Questions about a tensor, not about its values, to which a copy has the same answer, if it is in the same place."""
+
+
 class LeftAlone(TorchFunctionMode):
     """Inside, a copy of a model is refused as soon as it reckons with weights of the model itself.
 
@@ -53,13 +58,14 @@ class LeftAlone(TorchFunctionMode):
         super().__init__()
         shared = {id(tensor) for tensor in _tensors(copied).values()}  # some copies share what is never trained
         self.names = {id(tensor): name for name, tensor in _tensors(model).items() if id(tensor) not in shared}
+        self.harmless = _KIND | _PLACE if device_of(model) == device_of(copied) else _KIND
         self.touched: str | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for tensor in tensors_in((args, kwargs)):
-            if id(tensor) in self.names:
+            if id(tensor) in self.names and func not in self.harmless:
                 self.touched = self.names[id(tensor)]
                 raise RuntimeError(self.touched)
         return func(*args, **(kwargs or {}))
