@@ -131,10 +131,9 @@ class Stream:
 
     def _prepare(self, inputs: Tensor) -> None:
         """Taps and trained parameters, found with the first batch."""
-        sample = Feed(inputs[:2], device=self.device, what="batch")
         with LeftAlone(self._source, self._model):
-            check_takes(self._model, inputs[:2], self.output)
-        network, taps = examine(self._model, sample, self.profile, self.method, None, self.output)
+            check_takes(self._model, inputs[:2].clone(), self.output)  # a copy: the model may work in place
+        network, taps = examine(self._model, inputs[:2].clone(), self.profile, self.method, None, self.output)
         stages = stages_of(self.method, network, self.profile)
         if len(stages) > 1:
             raise AdaptationError(
