@@ -887,6 +887,30 @@ def test_a_copy_may_ask_for_the_type_of_the_callers_weights() -> None:
     assert shiftmend.stream(model, method="tent", device="cpu").step(world.target).shape[1] == 3
 
 
+class Watched(nn.Module):
+    """Keeps a mean of its own in each pass, as one does who wants no gradient there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            self.seen = 0.9 * self.seen + 0.1 * x.mean(0)
+        return self.model(x)
+
+
+def test_buffers_that_are_made_in_inference_mode_are_put_back() -> None:
+    world = sensors()
+    model = Watched(world.model)
+    adaptation = shiftmend.adapt(
+        model, world.target, method="adabn", passes=2, keep="selected", device="cpu", progress=False
+    )
+    assert adaptation.model.seen.any()
+    assert not model.seen.any()
+
+
 def test_no_memory_for_a_copy_is_not_blamed_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("out of memory")

@@ -85,6 +85,9 @@ def test_what_cannot_be_written_to() -> None:
     assert not is_writable(torch.ones(1).expand(3))
     assert not is_writable(torch.eye(3).to_sparse())
     assert not is_writable(torch.empty(3, device="meta"))
+    with torch.inference_mode():
+        made = torch.ones(3)
+    assert not is_writable(made)
 
 
 def test_numbers_that_no_file_holds_are_named() -> None:

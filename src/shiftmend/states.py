@@ -71,8 +71,8 @@ def as_file(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) 
 
 
 def is_writable(tensor: Tensor) -> bool:
-    """With values, neither sparse nor one seen as many, as `expand` gives: what cannot be written is not put back."""
-    whole = tensor.layout == torch.strided and not tensor.is_meta
+    """With values of its own, neither sparse nor one seen as many, as `expand` gives, nor made in inference mode."""
+    whole = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_inference()
     return whole and all(stride > 0 or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
