@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation, environment
-from shiftmend.adapting import LeftAlone, batch_norms, plain_copy, settle
+from shiftmend.adapting import LeftAlone, batch_norms, plain_copy, refuse_shared, settle
 from shiftmend.blocks import Names, split
 from shiftmend.devices import resolve_device
 from shiftmend.distributed import of_first_process, same_everywhere, warn_if_apart, world_size
@@ -151,6 +151,7 @@ def _once(
         settings = replace(settings, compile=works)
     network, taps = examine(adapted, feed.first(2), profile, method, settings.blocks, settings.output)
     stages = stages_of(method, network, profile)
+    refuse_shared(model, adapted, stages)
     _refuse_unfit(method, feed, bool(stages) and bool(batch_norms(adapted)), profile)
     manifest = {
         "method": facts,

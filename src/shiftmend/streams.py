@@ -18,6 +18,7 @@ from shiftmend.adapting import (
     enter_adapting_modes,
     fresh_optimiser,
     plain_copy,
+    refuse_shared,
     settle,
     steady,
     still_finite,
@@ -141,6 +142,7 @@ class Stream:
                 "shiftmend.adapt, or give it a single stage"
             )
         check_objective(self._objective, self.method, stages)
+        refuse_shared(self._source, self._model, stages)
         if stages:
             self._optimiser = fresh_optimiser(self._model, stages[0], self.method.momentum)
             self._what = stages[0].name
