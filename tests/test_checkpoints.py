@@ -15,6 +15,7 @@ import shiftmend
 from shiftmend import checkpoints
 from shiftmend.adaptations import Epoch
 from shiftmend.errors import AdaptationError
+from shiftmend.states import tensors_of
 from worlds import sensors
 from zoo import ZOO
 
@@ -64,6 +65,22 @@ def test_a_checkpoint_holds_weights_momentum_and_what_would_be_kept(tmp_path: Pa
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert checkpoints.load(tmp_path / "elsewhere", "run") is None
+
+
+def test_a_checkpoint_holds_complex_numbers_of_any_width(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 3)
+    for dtype in (torch.complex64, torch.complex128):
+        waves = torch.randn(3, dtype=dtype).conj()
+        model.register_buffer(str(dtype).removeprefix("torch."), waves, persistent=False)
+    checkpoints.save(tmp_path / "c", "run", 0, 1, [], model, None, tensors_of(model))
+    found = checkpoints.load(tmp_path / "c", "run")
+    assert found is not None
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert found.state.keys() == found.selected.keys() == own.keys()
+    for name, value in found.state.items():
+        assert value.dtype == own[name].dtype
+        assert torch.equal(value, own[name])
+        assert torch.equal(found.selected[name], own[name])
 
 
 def test_a_run_killed_without_warning_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:

@@ -877,6 +877,75 @@ def test_a_copy_that_runs_layers_of_the_callers_model_is_refused() -> None:
     assert model.body[1].num_batches_tracked == 1
 
 
+def test_a_copy_may_ask_for_the_type_of_the_callers_weights() -> None:
+    world = sensors()
+    model, first = world.model, world.model[0].weight
+    model.register_forward_pre_hook(
+        lambda _, given: (given[0].to(first.device, first.dtype).reshape(-1, first.shape[1])[:, : first.size(1)],)
+    )
+    assert shiftmend.adapt(model, world.target, method="tent", epochs=1, device="cpu", progress=False).history
+    assert shiftmend.stream(model, method="tent", device="cpu").step(world.target).shape[1] == 3
+
+
+class Sparing(nn.Module):
+    """Does not copy its frozen part."""
+
+    def __init__(self, frozen: nn.Module, model: nn.Module) -> None:
+        super().__init__()
+        self.frozen, self.model = frozen.requires_grad_(False), model
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Sparing:
+        return Sparing(self.frozen, copy.deepcopy(self.model, memo))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(self.frozen(x))
+
+
+@pytest.mark.parametrize(("frozen", "method"), [(nn.Linear(6, 6), "fr"), (nn.BatchNorm1d(6), "adabn")])
+def test_a_copy_that_shares_what_would_change_is_refused(frozen: nn.Module, method: str) -> None:
+    world = sensors()
+    model = Sparing(frozen, world.model)
+    before = copy.deepcopy(model.state_dict())
+    profile = shiftmend.profile(model, world.source, device="cpu", progress=False)
+    for attempt in (
+        lambda: shiftmend.adapt(model, world.target, profile, method, device="cpu", progress=False),
+        lambda: shiftmend.stream(model, profile, method, device="cpu").step(world.target),
+    ):
+        with pytest.raises(AdaptationError, match=r"shares 'frozen\.\w+' with the caller's own"):
+            attempt()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_copy_may_share_what_stays_as_it_is() -> None:
+    world = sensors()
+    model = Sparing(nn.Linear(6, 6), world.model)
+    assert shiftmend.adapt(model, world.target, method="tent", epochs=1, device="cpu", progress=False).history
+
+
+class Watched(nn.Module):
+    """Keeps a mean of its own in each pass, as one does who wants no gradient there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            self.seen = 0.9 * self.seen + 0.1 * x.mean(0)
+        return self.model(x)
+
+
+def test_buffers_that_are_made_in_inference_mode_are_put_back() -> None:
+    world = sensors()
+    model = Watched(world.model)
+    adaptation = shiftmend.adapt(
+        model, world.target, method="adabn", passes=2, keep="selected", device="cpu", progress=False
+    )
+    assert adaptation.model.seen.any()
+    assert not model.seen.any()
+
+
 def test_no_memory_for_a_copy_is_not_blamed_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("out of memory")

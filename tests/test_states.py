@@ -84,10 +84,17 @@ def test_what_cannot_be_written_to() -> None:
     assert is_writable(torch.ones(3, 1).expand(3, 1))
     assert not is_writable(torch.ones(1).expand(3))
     assert not is_writable(torch.eye(3).to_sparse())
+    assert not is_writable(torch.empty(3, device="meta"))
+    with torch.inference_mode():
+        made = torch.ones(3)
+    assert not is_writable(made)
 
 
 def test_numbers_that_no_file_holds_are_named() -> None:
     good = {"weight": torch.ones(2), "waves": torch.ones(2, dtype=torch.complex64)}
     assert safetensors.torch.load(as_file(good, {"format": "pt"})).keys() == good.keys()
-    with pytest.raises(ShiftmendError, match=r"^'finer' holds numbers of the type complex128, .* to complex64$"):
+    with pytest.raises(
+        ShiftmendError,
+        match=r"^'finer' holds numbers of the type complex128, .*; convert them .*, e.g. complex128 to complex64$",
+    ):
         as_file(good | {"finer": torch.ones(2, dtype=torch.complex128)})

@@ -330,3 +330,28 @@ def test_threads_that_share_a_stream_wait_for_one_another() -> None:
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(serve, sizes)) == sizes
     assert online.steps == 80
+
+
+class InPlace(nn.Module):
+    """Changes what it is given."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x.add_(1))
+
+
+def test_a_first_batch_is_predicted_as_it_came_also_by_a_model_that_works_in_place() -> None:
+    world = sensors()
+    first = shiftmend.stream(InPlace(world.model), method="adabn").step(world.target[:50])
+    assert torch.equal(first, shiftmend.stream(world.model, method="adabn").step(world.target[:50] + 1))
+
+
+def test_infinities_that_preprocess_makes_are_left_to_the_model() -> None:
+    world = sensors()
+    model = nn.Sequential(nn.Hardtanh(-3, 3), *world.model)
+    online = shiftmend.stream(model, method="tent", preprocess=lambda x: x.clamp_min(0).log())
+    assert torch.isfinite(online.step(world.target[:50])).all()
+    assert online.losses

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from shiftmend.user_files import first_on_path, import_file
+from shiftmend.user_files import first_on_path, import_file, reason
+
+FIELDS = """
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import ClassVar
+
+@dataclass
+class Own:
+    name: ClassVar[str] = "own"
+    rate: float = 0.1
+"""
 
 
 def test_a_folder_comes_first_and_once_and_goes_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,6 +49,14 @@ def test_a_file_is_run_again_but_takes_no_name_of_another_module(
     assert "twice_run" not in sys.modules
     for name in ("json", "time"):  # `time` has no file
         held, other = sys.modules[name], tmp_path / f"{name}.py"
-        other.write_text("count = 3\n")
-        assert import_file(other).count == 3
+        monkeypatch.setitem(sys.modules, f"another_{name}", None)  # type: ignore[arg-type]
+        other.write_text(FIELDS)
+        assert [field.name for field in fields(import_file(other).Own)] == ["rate"]
         assert sys.modules[name] is held
+
+
+def test_an_error_without_words_is_told_by_its_kind(tmp_path: Path) -> None:
+    (tmp_path / "bare.py").write_text("raise SyntaxError\n")
+    with pytest.raises(SyntaxError) as raised:
+        import_file(tmp_path / "bare.py")
+    assert reason(raised.value) == "SyntaxError"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +43,11 @@ def plain_copy(model: nn.Module) -> nn.Module:
         ) from error
 
 
+_KIND = {Tensor.size, Tensor.dim, Tensor.numel, *(getattr(Tensor, name).__get__ for name in ("dtype", "shape", "ndim"))}
+_PLACE = {getattr(Tensor, name).__get__ for name in ("device", "is_cuda")}
+"""Questions about a tensor, not about its values, to which a copy has the same answer, if it is in the same place."""
+
+
 class LeftAlone(TorchFunctionMode):
     """Inside, a copy of a model is refused as soon as it reckons with weights of the model itself.
 
@@ -51,15 +56,16 @@ class LeftAlone(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, copied: nn.Module) -> None:
         super().__init__()
-        shared = {id(tensor) for tensor in _tensors(copied).values()}  # some copies share what is never trained
+        shared = {id(tensor) for tensor in _tensors(copied).values()}  # see `refuse_shared`
         self.names = {id(tensor): name for name, tensor in _tensors(model).items() if id(tensor) not in shared}
+        self.harmless = _KIND | _PLACE if device_of(model) == device_of(copied) else _KIND
         self.touched: str | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for tensor in tensors_in((args, kwargs)):
-            if id(tensor) in self.names:
+            if id(tensor) in self.names and func not in self.harmless:
                 self.touched = self.names[id(tensor)]
                 raise RuntimeError(self.touched)
         return func(*args, **(kwargs or {}))
@@ -71,6 +77,19 @@ class LeftAlone(TorchFunctionMode):
                 f"a copy of the model still runs with {self.touched!r} of the caller's own, which is never changed: a "
                 "function that the model holds, such as a lambda or a hook, refers to it; make that a method, or a "
                 "module"
+            )
+
+
+def refuse_shared(model: nn.Module, copied: nn.Module, stages: Sequence[Stage]) -> None:
+    """Refuse a copy that shares with the model itself, as one's own `__deepcopy__` may, what is going to change."""
+    trained = {name for stage in stages for name in stage.parameters}
+    changed = {id(tensor) for norm in batch_norms(copied) for tensor in norm.buffers()} if stages else set()
+    changed |= {id(parameter) for name, parameter in copied.named_parameters() if name in trained}
+    for name, tensor in _tensors(model).items():
+        if id(tensor) in changed:
+            raise AdaptationError(
+                f"a copy of the model shares {name!r} with the caller's own, which is never changed; copy it in "
+                "__deepcopy__, or use a method that leaves it alone"
             )
 
 

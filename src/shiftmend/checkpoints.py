@@ -68,14 +68,16 @@ def save(
         for parameter, state in optimiser.state.items():
             if state.get("momentum_buffer") is not None:
                 tensors[f"momentum.{names[parameter]}"] = _packed(state["momentum_buffer"])
-    facts = {"run": run, "stage": stage, "epoch": epoch, "history": [asdict(row) for row in history]}
+    pairs = [name for name, value in tensors.items() if value.is_complex()]  # a file holds complex64 alone
+    tensors |= {name: torch.view_as_real(tensors[name]) for name in pairs}
+    facts = {"run": run, "stage": stage, "epoch": epoch, "history": [asdict(row) for row in history], "pairs": pairs}
     metadata = {"format": "shiftmend checkpoint", "facts": json.dumps(facts)}
     write_atomically(path, as_file(tensors, metadata))
 
 
 def _packed(value: Tensor) -> Tensor:
     """A copy without gaps or sharing, whatever the memory format: a safetensors file knows no other."""
-    return value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return value.detach().cpu().resolve_conj().clone(memory_format=torch.contiguous_format)
 
 
 def load(path: Path, run: str) -> Checkpoint | None:
@@ -90,6 +92,7 @@ def load(path: Path, run: str) -> Checkpoint | None:
         found = str(facts["run"])
         history = [Epoch(**row) for row in facts["history"]]
         position = int(facts["stage"]), int(facts["epoch"])
+        tensors |= {name: torch.view_as_complex(tensors[name]) for name in facts.get("pairs", ())}
     except Exception as error:
         raise AdaptationError(
             f"{path} is no readable shiftmend checkpoint; delete it to start over, or name another file"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shiftmend.checks import brief
 from shiftmend.distributed import world_size
 from shiftmend.errors import ShiftmendError
+from shiftmend.states import is_writable
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -54,17 +54,12 @@ def room_on(device: torch.device) -> int:
     return 4 << 30
 
 
-def _is_writable(buffer: Tensor | None) -> TypeGuard[Tensor]:
-    """An ordinary tensor with values, not one value seen as many, as `expand` gives: nobody can write into that."""
-    return buffer is not None and buffer.layout == torch.strided and not buffer.is_meta and 0 not in buffer.stride()
-
-
 @contextmanager
 def placed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Move a model to a device for the length of the block; buffers that its forward changes are as before, too."""
     home = device_of(model)
     owned = [(module._buffers, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
-    kept = [buffer.detach().clone() if _is_writable(buffer) else None for _, _, buffer in owned]
+    kept = [buffer.detach().clone() if buffer is not None and is_writable(buffer) else None for _, _, buffer in owned]
     try:
         if home != device:
             model.to(device)

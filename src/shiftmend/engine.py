@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation, environment
-from shiftmend.adapting import LeftAlone, batch_norms, plain_copy, settle
+from shiftmend.adapting import LeftAlone, batch_norms, plain_copy, refuse_shared, settle
 from shiftmend.blocks import Names, split
 from shiftmend.devices import resolve_device
 from shiftmend.distributed import of_first_process, same_everywhere, warn_if_apart, world_size
@@ -149,8 +149,9 @@ def _once(
     if settings.compile:
         works = method.trains and _can_be_compiled(adapted, feed, settings.capture)
         settings = replace(settings, compile=works)
-    network, taps = examine(adapted, feed, profile, method, settings.blocks, settings.output)
+    network, taps = examine(adapted, feed.first(2), profile, method, settings.blocks, settings.output)
     stages = stages_of(method, network, profile)
+    refuse_shared(model, adapted, stages)
     _refuse_unfit(method, feed, bool(stages) and bool(batch_norms(adapted)), profile)
     manifest = {
         "method": facts,
@@ -257,12 +258,12 @@ def _how_chosen(method: Method) -> str | None:
 
 
 def examine(
-    model: nn.Module, feed: Feed, profile: Profile | None, method: Method, blocks: Names | None, output: Entry
+    model: nn.Module, sample: Tensor, profile: Profile | None, method: Method, blocks: Names | None, output: Entry
 ) -> tuple[Network, dict[str, Tap]]:
     """Blocks and taps are looked for only where the method trains something: source-only and AdaBN take any model."""
     if not method.trains:
         return Network(model, ()), {}
-    found = trace(model, feed.first(2), taps=profile.specs if profile else None, output=output)
+    found = trace(model, sample, taps=profile.specs if profile else None, output=output)
     names = taps_of(method, profile)
     missing = [name for name in names if name not in found.taps]
     if missing:

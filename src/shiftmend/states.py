@@ -66,13 +66,13 @@ def as_file(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) 
         name, tensor = next((name, tensor) for name, tensor in tensors.items() if tensor.dtype == error.args[0])
         raise ShiftmendError(
             f"{name!r} holds numbers of the type {str(tensor.dtype).removeprefix('torch.')}, which a safetensors file "
-            "cannot; convert the model before it is adapted, e.g. to complex64"
+            "cannot; convert them before the model is adapted, e.g. complex128 to complex64"
         ) from error
 
 
 def is_writable(tensor: Tensor) -> bool:
-    """Neither sparse nor one value seen as many, as `expand` gives: what cannot be written has not to be put back."""
-    whole = tensor.layout == torch.strided
+    """With values of its own, neither sparse nor one seen as many, as `expand` gives, nor made in inference mode."""
+    whole = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_inference()
     return whole and all(stride > 0 or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

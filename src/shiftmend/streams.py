@@ -18,6 +18,7 @@ from shiftmend.adapting import (
     enter_adapting_modes,
     fresh_optimiser,
     plain_copy,
+    refuse_shared,
     settle,
     steady,
     still_finite,
@@ -131,10 +132,9 @@ class Stream:
 
     def _prepare(self, inputs: Tensor) -> None:
         """Taps and trained parameters, found with the first batch."""
-        sample = Feed(inputs[:2], device=self.device, what="batch")
         with LeftAlone(self._source, self._model):
-            check_takes(self._model, inputs[:2], self.output)
-        network, taps = examine(self._model, sample, self.profile, self.method, None, self.output)
+            check_takes(self._model, inputs[:2].clone(), self.output)  # a copy: the model may work in place
+        network, taps = examine(self._model, inputs[:2].clone(), self.profile, self.method, None, self.output)
         stages = stages_of(self.method, network, self.profile)
         if len(stages) > 1:
             raise AdaptationError(
@@ -142,6 +142,7 @@ class Stream:
                 "shiftmend.adapt, or give it a single stage"
             )
         check_objective(self._objective, self.method, stages)
+        refuse_shared(self._source, self._model, stages)
         if stages:
             self._optimiser = fresh_optimiser(self._model, stages[0], self.method.momentum)
             self._what = stages[0].name

@@ -30,18 +30,19 @@ def first_on_path(folder: Path) -> Iterator[None]:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Run a file as the module of its name, which stays another's that has it already; a failed one is not kept."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    """Run a file as the module of its name, or of a longer one if another has that; a failed one is not kept."""
+    held = sys.modules.get(path.stem)
+    ours = held is None or getattr(held, "__file__", None) == str(path.absolute())  # run before, and perhaps edited
+    name = path.stem if ours else f"another_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # noqa: PT018 (true of every .py file)
     module = importlib.util.module_from_spec(spec)
-    held = sys.modules.get(path.stem)
-    if held is None or getattr(held, "__file__", None) == spec.origin:  # run before, and perhaps edited since
-        sys.modules[path.stem] = module
+    sys.modules[name] = module  # where its dataclasses look themselves up
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        if sys.modules.get(path.stem) is module:
-            del sys.modules[path.stem]
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
         raise
     return module
 
@@ -50,7 +51,7 @@ def reason(error: BaseException) -> str:
     """What went wrong in somebody's code, and in which line of it, as one line."""
     text, places = str(error), [(frame.filename, frame.lineno) for frame in frames(error)]
     if isinstance(error, SyntaxError):
-        text, places = error.msg, [(error.filename or "", error.lineno)]
+        text, places = error.msg or "", [(error.filename or "", error.lineno)]
     folder = f"{Path(places[0][0]).parent}{os.sep}" if places else ""
     own = [one for one in places if one[0].startswith(folder) and "site-packages" not in one[0].removeprefix(folder)]
     where = ", line ".join(str(part) for part in own[-1] if part) if own else ""

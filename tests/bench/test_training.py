@@ -346,6 +346,18 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path, monkeypatch
         train(recipe(), toy(), preprocess, seed=2, device="cpu", checkpoint=path)
 
 
+def test_a_checkpoint_of_a_network_that_was_changed_since_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "SECONDS_BETWEEN_CHECKPOINTS", 0)
+    path = tmp_path / "training.checkpoint"
+    killed_after(1, path)
+    make = training.build
+    monkeypatch.setattr(training, "build", lambda *args, **kw: nn.Sequential(make(*args, **kw)))
+    with pytest.raises(ShiftmendError, match=r"training\.checkpoint is of a network with other layers"):
+        train(recipe(), toy(), preprocess, seed=1, device="cpu", checkpoint=path)
+
+
 def test_checkpoints_are_written_now_and_then_only(tmp_path: Path) -> None:
     path = tmp_path / "training.checkpoint"
     train(recipe(), toy(), preprocess, seed=1, device="cpu", checkpoint=path)

@@ -34,7 +34,7 @@ from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.feeds import Preprocess
 from shiftmend.halves import in_bfloat16
 from shiftmend.models import MODELS, build
-from shiftmend.states import put_back
+from shiftmend.states import held, put_back
 from shiftmend.taps import check_takes
 
 logger = logging.getLogger(__name__)
@@ -270,6 +270,11 @@ def _resume(path: Path, run: str, model: nn.Module, optimiser: SGD) -> int:
     kept = checkpoints.load(path, run)
     if kept is None:
         return 0
+    saved, own = ({name: value.shape for name, value in state.items()} for state in (kept.state, held(model)))
+    if saved != own:
+        raise ShiftmendError(
+            f"checkpoint {path} is of a network with other layers; delete it to start over, or name another file"
+        )
     put_back(model, kept.state)
     for name, parameter in model.named_parameters():
         if name in kept.momentum:
