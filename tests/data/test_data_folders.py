@@ -118,6 +118,15 @@ def test_names_need_not_be_text(tmp_path: Path) -> None:
     assert image_folder(tmp_path).images.unique().tolist() == [7]
 
 
+def test_images_a_level_deeper_are_not_passed_over(tmp_path: Path) -> None:
+    lay_out(tmp_path, ["0", "1"])
+    (tmp_path / "1" / "notes").mkdir()
+    assert len(image_folder(tmp_path).images) == 6
+    write_png(tmp_path / "1" / "more" / "9.png", np.zeros((4, 5), np.uint8))
+    with pytest.raises(DataError, match=r"more holds images \(9\.png\) a level deeper .* in .*1 itself: move them"):
+        image_folder(tmp_path)
+
+
 def test_folders_that_are_no_dataset(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="absent is missing"):
         image_folder(tmp_path / "absent")

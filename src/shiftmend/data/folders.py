@@ -91,7 +91,8 @@ def list_images(folder: Path) -> FolderListing:
     if not folder.is_dir():
         raise DataError(f"{folder} is missing: expected a folder of images, or of one folder per class")
     flat, folders = _scan(folder)
-    parts = {name: _scan(folder / name)[0] for name in folders}
+    found = {name: _scan(folder / name) for name in folders}
+    parts = {name: files for name, (files, _) in found.items()}
     filled = {name: files for name, files in parts.items() if files}
     if flat and filled:
         raise DataError(
@@ -108,6 +109,12 @@ def list_images(folder: Path) -> FolderListing:
             f"{folder / empty} holds no images: expected those of class {empty}; put them there, or remove the folder "
             "if it is none (labels count the folders, so those behind a class that is missing would change)"
         )
+    for below in (folder / name / inner for name, (_, within) in found.items() for inner in within):
+        if deeper := _scan(below)[0]:
+            raise DataError(
+                f"{below} holds images ({deeper[0].name}) a level deeper than those of its class; expected them in "
+                f"{below.parent} itself: move them there, or away"
+            )
     files = tuple(f"{name}/{entry.name}" for name, entries in parts.items() for entry in entries)
     labels = tuple(number for number, entries in enumerate(parts.values()) for _ in entries)
     return FolderListing(files, labels, tuple(parts), _signature(parts))
