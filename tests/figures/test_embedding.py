@@ -55,6 +55,8 @@ def test_one_panel_a_model_with_its_accuracy(setting: tuple[nn.Module, Pair, Pai
         dark = {part.get_label(): part.get_facecolor()[0, :3].mean() for part in axis.collections}
         assert all(dark[f"source {one}"] < dark[f"target {one}"] for one in (0, 2))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["class 0", "class 2"]
+    named_alike = embedding.draw(model, {"source-only": wrong}, source, target, profile, device="cpu")
+    assert [axis.get_title() for axis in named_alike.axes] == ["source-only (100 %)", "source-only (33 %)"]
 
 
 def test_the_same_seed_gives_the_same_points(setting: tuple[nn.Module, Pair, Pair, shiftmend.Profile]) -> None:

@@ -65,8 +65,9 @@ def draw(
         found = sum(map(len, chosen.values()))
         raise DataError(f"{found} samples of these classes are too few for t-SNE, expected at least {FEWEST}")
     home, _ = features(model, feeds["source"], profile, chosen["source"], all_scored=False)
-    figure, axes = style.canvas(1, 1 + len(adapted), width=2.3, height=2.5)
-    for axis, (title, one) in zip(axes[0], {"source-only": model, **adapted}.items(), strict=True):
+    panels = [("source-only", model), *adapted.items()]
+    figure, axes = style.canvas(1, len(panels), width=2.3, height=2.5)
+    for axis, (title, one) in zip(axes[0], panels, strict=True):
         away, accuracy = features(one, feeds["target"], profile, chosen["target"])
         places = embed(home, away, seed)
         of_source, of_target = labels["source"][chosen["source"]], labels["target"][chosen["target"]]
