@@ -145,7 +145,7 @@ def _method(result: Result) -> str | None:
 
 
 def _verdicts(part: Part, good: Mapping[Cell, bool], meaning: str) -> list[Block]:
-    """What the library itself says of an adaptation, by fixed limits that were not found on these cells."""
+    """What the library itself says of an adaptation, by limits that are the same everywhere."""
     counts = _counted(part.unsupervised, good)
     if not counts:
         return []
