@@ -13,6 +13,7 @@ import pytest
 
 from shiftmend.report import charts
 from shiftmend.report.contents import Seen, Unit
+from shiftmend.report.drawing import MOST_POINTS, WIDTH
 from shiftmend.report.markup import Markup
 from shiftmend.scores import ReliabilityBin
 from shiftmend.verification import Verification
@@ -28,19 +29,19 @@ def check_that_it_can_be_seen(one: ElementTree.Element, height: float) -> None:
     assert styles
     assert styles <= STYLED
     places = {name: float(one.get(name, 0)) for name in ("x", "x1", "x2", "cx", "y", "y1", "y2", "cy")}
-    assert all(0 <= place <= (charts.WIDTH if "x" in name else height) for name, place in places.items())
+    assert all(0 <= place <= (WIDTH if "x" in name else height) for name, place in places.items())
     assert places["y"] + float(one.get("height", 0)) <= height
     assert one.tag != "circle" or float(one.get("r", 0)) > 2
     assert re.fullmatch(r"[MLHlhz0-9. -]*", one.get("d", ""))
     for point in one.get("points", "").split():
         x, y = map(float, point.split(","))
-        assert 0 <= x <= charts.WIDTH
+        assert 0 <= x <= WIDTH
         assert 0 <= y <= height
     if one.tag == "text":
         width = 5.5 * len(one.text or "")
         left = places["x"] - {"start": 0.0, "middle": 0.5, "end": 1.0}[one.get("text-anchor", "")] * width
         assert left >= -8
-        assert left + width <= charts.WIDTH + 8
+        assert left + width <= WIDTH + 8
         assert places["x"] != START - 4 or one.get("text-anchor") == "end", "beside the axis, not across it"
 
 
@@ -50,7 +51,7 @@ class Drawing:
     def __init__(self, chart: Markup) -> None:
         self.root = ElementTree.fromstring(chart)
         *corner, width, height = map(float, self.root.get("viewBox", "").split())
-        assert (self.root.tag, self.root.get("role"), *corner, width) == ("svg", "img", 0, 0, charts.WIDTH)
+        assert (self.root.tag, self.root.get("role"), *corner, width) == ("svg", "img", 0, 0, WIDTH)
         for one in self.root:
             check_that_it_can_be_seen(one, height)
         self.label = self.root.get("aria-label")
@@ -107,7 +108,7 @@ def test_units_are_drawn_worst_first_beside_what_chance_gives() -> None:
 def test_of_many_units_the_ends_are_kept() -> None:
     drawing = Drawing(charts.ranks(list(np.geomspace(0.001, 10, 1_234)), None, 0.01, ""))
     curve = drawing.curve("before")
-    assert len(curve) == charts.MOST_POINTS
+    assert len(curve) == MOST_POINTS
     assert drawing.scale()(curve[[0, -1], 1]) == pytest.approx([10, 0.001], rel=0.03)
     assert curve[[0, -1], 0].tolist() == [START, END]
     assert np.abs(np.diff(curve, 2, axis=0)).max() < 0.5, "a straight line"
@@ -189,12 +190,12 @@ def test_marks_lie_where_their_distance_is_between_the_limits(before: float, aft
     limits, found = last.limits, zones(drawing)
     assert found["good"] == pytest.approx((10, found["unsure"][0]), abs=0.11)
     assert found["unsure"][1] == pytest.approx(found["bad"][0], abs=0.11)
-    assert found["bad"][1] == pytest.approx(charts.WIDTH - 10, abs=0.11)
+    assert found["bad"][1] == pytest.approx(WIDTH - 10, abs=0.11)
     decade = (found["bad"][0] - found["unsure"][0]) / math.log10(limits[1] / limits[0])
     for kind, value in (("before", before), ("after", after)):
         place = found["bad"][0] + decade * math.log10(value / limits[1])
         assert marks(drawing)[kind] == pytest.approx(place, abs=0.02 * decade)
-        assert 10 <= marks(drawing)[kind] <= charts.WIDTH - 10
+        assert 10 <= marks(drawing)[kind] <= WIDTH - 10
     texts = {word: x for word, (x, _) in drawing.texts.items()}
     assert texts[f"before {before:.3f}" if before < 1 else f"before {before:.2f}"] == marks(drawing)["before"]
     for word, kind in (("as at home", "good"), ("not as at home", "bad")):
@@ -212,7 +213,7 @@ def test_an_undecided_line_has_no_zone_of_home() -> None:
 
 def test_what_is_infinite_lies_at_one_end_and_nothing_at_the_other() -> None:
     drawing = Drawing(charts.gauge(Verification(math.nan, 0.002, 5000), None))
-    assert marks(drawing) == {"before": charts.WIDTH - 10}
+    assert marks(drawing) == {"before": WIDTH - 10}
     assert drawing.label == "Distance from home: here infinite"
     assert "here infinite" in drawing.texts
     assert marks(Drawing(charts.gauge(Verification(0.0, 0.002, 5000), None))) == {"before": 10}
@@ -249,7 +250,7 @@ def test_a_distribution_has_the_shares_and_the_range_of_home() -> None:
     tallest = bars[2, 3]
     assert tallest > 100
     assert bars[:, 3] == pytest.approx(np.array(home) / 0.5 * tallest, abs=0.11)
-    edges = np.linspace(10, charts.WIDTH - 10, 6)
+    edges = np.linspace(10, WIDTH - 10, 6)
     assert (bars[:, 0] >= edges[:-1]).all()
     assert (bars[:, 0] + bars[:, 2] <= edges[1:]).all()
     for kind, shares in (("before", before), ("after", after)):
@@ -259,10 +260,10 @@ def test_a_distribution_has_the_shares_and_the_range_of_home() -> None:
         assert floor - y == pytest.approx(np.array(shares) / 0.5 * tallest, abs=0.11)
     assert drawing.texts["-1.25"][0] == edges[1], "the outer bins are what home never gave"
     assert drawing.texts["3.5"][0] == edges[4]
-    axis = [[10, floor, charts.WIDTH - 10, floor], *([edge, floor, edge, floor + 4] for edge in (edges[1], edges[4]))]
+    axis = [[10, floor, WIDTH - 10, floor], *([edge, floor, edge, floor + 4] for edge in (edges[1], edges[4]))]
     assert drawing.numbers("axis", "x1", "y1", "x2", "y2") == axis
     words = [drawing.texts[word] for word in ("lower than ever", "range at home", "higher than ever")]
-    assert words == [(10, 147), (charts.WIDTH / 2, 147), (charts.WIDTH - 10, 147)]
+    assert words == [(10, 147), (WIDTH / 2, 147), (WIDTH - 10, 147)]
     assert drawing.label == "Distribution of unit 7 of <tap>"
 
 
