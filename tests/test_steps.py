@@ -396,6 +396,23 @@ def test_a_copy_with_other_taps_is_compiled_anew_and_one_with_the_same_is_not() 
     assert found == [1, 1, 0]
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_what_is_trained_from_now_on_gets_gradients_from_compiled_code_as_well() -> None:
+    """As BUFR goes on from stage to stage. Torch up to 2.11 needs to be told to look at the parameters again."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8)), nn.ReLU(), nn.Linear(8, 2))
+    inputs, taps = torch.linspace(-1, 1, 60).view(20, 3), {"logits": Tap("logits", "2")}
+    for trained in ("0.0", "0", ""):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith(trained))
+            parameter.grad = None
+        with compiled(model), tapped(model, taps, set_aside=False) as recorder:
+            for _ in range(3):
+                model(inputs)
+                recorder.read()["logits"].square().mean().backward()
+        with_gradient = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+        assert with_gradient == [name for name, _ in model.named_parameters() if name.startswith(trained)]
+
+
 def test_what_cannot_be_compiled_is_captured_as_it_is_and_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -442,12 +459,13 @@ def test_a_run_whose_steps_cannot_be_compiled_says_so_once_and_in_its_manifest(
 
 @pytest.mark.gpu
 @gpu
-def test_compiled_steps_give_what_others_give_and_leave_nothing_behind() -> None:
+@pytest.mark.parametrize(("method", "epochs"), [("fr", {"epochs": 6}), ("bufr", {"epochs_per_block": 3})])
+def test_compiled_steps_give_what_others_give_and_leave_nothing_behind(method: str, epochs: dict[str, int]) -> None:
     world = sensors()
-    options: dict[str, Any] = {"batch_size": 100, "epochs": 6, "learning_rate": 0.01, "device": "cuda"}
+    options: dict[str, Any] = {"batch_size": 100, "learning_rate": 0.01, "device": "cuda", **epochs}
     before = graphs()
     plain, other = (
-        shiftmend.adapt(world.model, world.target, world.profile(), "fr", compile=on, progress=False, **options)
+        shiftmend.adapt(world.model, world.target, world.profile(), method, compile=on, progress=False, **options)
         for on in (False, True)
     )
     assert graphs() > before

@@ -161,15 +161,29 @@ def compiled(model: nn.Module, dropout: bool = False) -> Iterator[None]:
     wanted = {_FEWER_KERNELS: True, _USUAL_NUMBERS: dropout}
     known = torch._inductor.list_options()
     options: dict[str, Any] = {name: value for name, value in wanted.items() if name in known}
-    # What was compiled for another copy of the model is used again, unless it has other hooks: torch would not look.
-    # Each set of trained layers is compiled by itself, and after eight torch would go on without.
-    with eager(model), torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, recompile_limit=256):
+    with eager(model), torch._dynamo.config.patch(_full_guards()):
         run = torch.compile(_call, dynamic=False, options=options)
         model._compiled_call_impl = functools.partial(run, model)
         try:
             yield
         finally:
             model._compiled_call_impl = None
+
+
+def _full_guards() -> dict[str, Any]:
+    """Settings with which compiled code is used again for another copy of the model, but not for other work.
+
+    Torch would not look whether hooks are others. Up to 2.11 it also takes the parameters of a module that it has seen
+    for unchanged, and would train in each stage of BUFR what the first stage has trained. Each set of trained layers is
+    compiled by itself; after eight, torch would go on without.
+    """
+    wanted = {
+        "skip_nnmodule_hook_guards": False,
+        "skip_tensor_guards_with_matching_dict_tags": False,
+        "use_recursive_dict_tags_for_guards": False,
+        "recompile_limit": 256,
+    }
+    return {name: value for name, value in wanted.items() if hasattr(torch._dynamo.config, name)}
 
 
 def _call(model: nn.Module, *inputs: Any, **options: Any) -> Any:
