@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shiftmend
@@ -55,9 +55,21 @@ def test_the_readme_runs_as_written(
     assert world.accuracy(after["mended"]) > 0.95 > world.accuracy(world.model)
 
 
+class ImageAndAge(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.stem = nn.Linear(5, 2), nn.Conv2d(3, 4, 3)
+
+    def forward(self, image: Tensor, age: Tensor) -> Tensor:
+        return self.head(torch.cat([self.stem(image).mean((2, 3)), age], dim=1))
+
+
 def test_the_profile_page_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    merging, mixing, by_hand = code_blocks(ROOT / "docs/profiles.md")[-3:]
+    joining, merging, mixing, by_hand = code_blocks(ROOT / "docs/profiles.md")[-4:]
+    given = {"nn": nn, "torch": torch, "shiftmend": shiftmend, "net": ImageAndAge()}
+    exec(joining, found := given | {"images": torch.randn(20, 3, 32, 32), "ages": torch.rand(20, 1)})
+    assert str(found["profile"].specs["logits"]) == "net.head"
     world = sensors()
     names: dict[str, Any] = {"shiftmend": shiftmend, "model": world.model}
     names |= {"hospital_a": world.source, "hospital_b": world.target}

@@ -333,6 +333,18 @@ def test_warns_when_it_does_not_help(caplog: pytest.LogCaptureFixture) -> None:
     assert "verification got worse" in caplog.text
 
 
+def test_warns_of_the_run_that_was_chosen_alone(caplog: pytest.LogCaptureFixture) -> None:
+    world = sensors()
+    rates = [0.01, 20.0]
+    with caplog.at_level(logging.WARNING):
+        result = shiftmend.adapt(
+            world.model, world.target, world.profile(), "fr", epochs=2, learning_rate=rates, progress=False
+        )
+    said = [record.getMessage() for record in caplog.records if "slices" in record.getMessage()]
+    assert result.manifest["method"]["learning_rate"] == 0.01
+    assert said == [f"the features are {result.after}"]
+
+
 def test_epochs_are_looked_at_in_the_precision_of_the_steps_and_judged_in_full() -> None:
     world = sensors()
 

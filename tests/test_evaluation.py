@@ -106,5 +106,9 @@ def test_a_segmentation_is_scored_position_by_position() -> None:
     assert scores.samples == 4 * 5 * 6
     assert scores.accuracy == pytest.approx(1 - 1 / 5)
     assert scores.nll == pytest.approx(float(nn.functional.cross_entropy(logits, labels)), rel=1e-5)
+    with pytest.raises(
+        DataError, match=r"need labels \[4, 5, 6\], one class number for each position, got \[4, 1, 5, 6\]"
+    ):
+        shiftmend.evaluate(model, (images, labels.unsqueeze(1)))
     with pytest.raises(DataError, match="logits must be floating point"):
-        shiftmend.evaluate(model, (images, labels[:, 0]))
+        shiftmend.evaluate(model, (images, labels[:, 0, 0]))

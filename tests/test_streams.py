@@ -259,6 +259,8 @@ def test_wrong_steps_are_one_sentence_and_the_stream_goes_on() -> None:
     with pytest.raises(TapError, match="no entry 'logits'"):
         shiftmend.stream(world.model, world.profile(), output="logits").step(world.target[:50])
     online.step(world.target[:50])
+    with pytest.raises(DataError, match=r"the shape \[6\] of a single sample; give a batch of one"):
+        online.step(world.target[0])
     assert online.steps == 1
 
 

@@ -52,7 +52,9 @@ LESSONS = (
     Lesson("mnist-c/brightness", "brighter", "AdaBN mends most of it: only the level of the signal has changed."),
     Lesson("emnist-da/stripe", "stripes", "No change of level undoes this; restoring the features does."),
     Lesson("emnist-da/oranges", "oranges", "Harder: colour and texture that the model has never seen."),
-    Lesson("emnist-da/inverse", "inverted", "Too hard for so few digits: features match, and mean something else."),
+    Lesson(
+        "emnist-da/inverse", "inverted", "Too hard for so few digits: features come closer, and mean something else."
+    ),
 )
 METHODS: dict[str, dict[str, Any]] = {
     "source-only": {},

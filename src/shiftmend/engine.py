@@ -101,7 +101,7 @@ def adapt(
     if isinstance(rates, np.ndarray):
         rates = options["learning_rate"] = rates.tolist()
     if not isinstance(rates, list | tuple):
-        return _once(model, target, profile, make_method(method, **options), settings)
+        return _remarked(_once(model, target, profile, make_method(method, **options), settings))
 
     def attempt(rate: float, own: Settings) -> Adaptation:
         return _once(model, target, profile, make_method(method, **options | {"learning_rate": rate}), own)
@@ -109,7 +109,18 @@ def adapt(
     if profile is None:
         raise AdaptationError("several learning rates need a judge between them: a profile of the source")
     entropy_may_decide = isinstance(method, Method) or not kind_of(method).minimises_entropy
-    return best_rate(rates, attempt, settings, entropy_may_decide=entropy_may_decide)
+    return _remarked(best_rate(rates, attempt, settings, entropy_may_decide=entropy_may_decide))
+
+
+def _remarked(result: Adaptation) -> Adaptation:
+    """What is returned, and a warning of what is wrong with it; runs that were not chosen are passed over."""
+    before, after = result.before, result.after
+    if before is not None and after is not None and result.manifest["stages"]:
+        if after.excess > before.excess:
+            logger.warning("verification got worse: before %s, after %s", before, after)
+        elif after.verdict != "restored":
+            logger.warning("the features are %s", after)
+    return result
 
 
 def _once(
@@ -151,6 +162,8 @@ def _once(
         settings = replace(settings, compile=works)
     network, taps = examine(adapted, feed.first(2), profile, method, settings.blocks, settings.output)
     stages = stages_of(method, network, profile)
+    if not stages and method.name != "source-only":
+        logger.warning("%s finds nothing to change in this model, which stays as it came", method.name)
     refuse_shared(model, adapted, stages)
     _refuse_unfit(method, feed, bool(stages) and bool(batch_norms(adapted)), profile)
     manifest = {

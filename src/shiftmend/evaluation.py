@@ -80,7 +80,12 @@ class Scorer:
                     metrics = kind(device=self.feed.device)
                 if isinstance(metrics, RegressionMetrics):
                     result = result.reshape(labels.shape) if result.numel() == labels.numel() else result
-                elif result.ndim > 2 and labels.shape == result.shape[:1] + result.shape[2:]:
+                elif result.ndim > 2 and labels.ndim > 1:
+                    if labels.shape != result.shape[:1] + result.shape[2:]:
+                        raise DataError(
+                            f"logits {list(result.shape)} need labels {[len(result), *result.shape[2:]]}, one class "
+                            f"number for each position, got {list(labels.shape)}"
+                        )
                     result, labels = as_samples(result), labels.flatten()
                 metrics.update(result, labels)
                 if self.classes is not None and isinstance(metrics, ClassificationMetrics):

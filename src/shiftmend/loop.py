@@ -166,11 +166,6 @@ class Run:
                 raise
             after = None
             logger.warning("the last verification was interrupted; ask shiftmend.verify for it")
-        if self.before is not None and after is not None and self.stages:
-            if after.excess > self.before.excess:
-                logger.warning("verification got worse: before %s, after %s", self.before, after)
-            elif after.verdict != "restored":
-                logger.warning("the features are %s", after)
         adapted = fingerprints.weights(self.model)
         same_everywhere(adapted, "adapted model", self.feed.device)
         self.manifest |= {

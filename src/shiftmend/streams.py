@@ -83,6 +83,11 @@ class Stream:
 
     def _step(self, batch: Any) -> Tensor:
         inputs = self._inputs(batch)
+        if self.profile is not None and inputs.shape == self.profile.inputs.shape:
+            raise DataError(
+                f"the batch has the shape {list(inputs.shape)} of a single sample; give a batch of one: "
+                "inputs.unsqueeze(0)"
+            )
         if self._taps is None:
             self._prepare(inputs)
         smallest = max(2 if batch_norms(self._model) else 1, self.method.smallest_batch(self.profile))

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from shiftmend.cli.loading import load_model
-from shiftmend.errors import ShiftmendError
+from shiftmend.errors import DataError, ShiftmendError
 
 LINEAR = "import torch\ndef make(width=4): return torch.nn.Linear(width, 2)\n"
 
@@ -104,3 +105,19 @@ def test_the_line_to_blame_is_not_one_of_a_library_in_the_same_folder(tmp_path: 
         "def make(): made()\n",
     )
     assert f"ValueError: no ({file}, line 4)" in refusal(f"{file}:make")
+
+
+def test_weights_that_do_not_fit_are_told_by_name(tmp_path: Path) -> None:
+    file = written(tmp_path / "linear_net.py", LINEAR)
+    wrapped, whole = tmp_path / "wrapped.safetensors", tmp_path / "whole.pt"
+    save_file(torch.nn.DataParallel(torch.nn.Linear(4, 2)).state_dict(), wrapped)
+    with pytest.raises(DataError, match=r"the file lacks 'weight' \(1 more\) and the model lacks 'module\."):
+        load_model(f"{file}:make", wrapped, [])
+    save_file(torch.nn.Linear(5, 2).state_dict(), wrapped)
+    with pytest.raises(DataError, match="size mismatch for weight"):
+        load_model(f"{file}:make", wrapped, [])
+    torch.save(torch.nn.Linear(4, 2), whole)
+    with pytest.raises(
+        DataError, match=r"such as a whole model; expected what torch.save\(model.state_dict\(\), file\)"
+    ):
+        load_model(f"{file}:make", whole, [], allow_pickle=True)

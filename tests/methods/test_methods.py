@@ -66,10 +66,11 @@ def test_statistics_that_overflow_are_blamed_on_the_inputs_since_nothing_is_trai
         shiftmend.adapt(world.model, world.target * 1e25, None, "adabn", progress=False)
 
 
-def test_adabn_without_batch_norm_is_the_identity() -> None:
+def test_adabn_without_batch_norm_is_the_identity_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     world = sensors(norm=False)
     result = shiftmend.adapt(world.model, world.target, world.profile(), "adabn")
     assert torch.equal(result.model(world.target), world.model(world.target))
+    assert "adabn finds nothing to change in this model" in caplog.text
 
 
 def test_fr_trains_everything_below_the_head_at_the_published_rates() -> None:

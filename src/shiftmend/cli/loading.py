@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,10 +106,23 @@ def _load_weights(model: nn.Module, path: Path, allow_pickle: bool) -> None:
         else:
             state = safetensors.torch.load_file(path)
         state = state.get("state_dict", state)
+    except pickle.UnpicklingError as error:
+        raise DataError(
+            f"{path} could not be read as weights: it is damaged or holds more than tensors, such as a whole model; "
+            "expected what torch.save(model.state_dict(), file) writes"
+        ) from error
     except Exception as error:
         raise DataError(f"{path} could not be read as weights: {error}") from error
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
+        own = model.state_dict()
+        lacking, strange = [name for name in own if name not in state], [name for name in state if name not in own]
+        differ = [f"the file lacks {_first(lacking)}"] if lacking else []
+        differ += [f"the model lacks {_first(strange)}"] if strange else []
         first = next((line.strip() for line in str(error).splitlines()[1:] if line.strip()), str(error))
-        raise DataError(f"the weights in {path} do not fit the model: {first[:200]}") from error
+        raise DataError(f"the weights in {path} do not fit the model: {' and '.join(differ) or first[:200]}") from error
+
+
+def _first(names: list[str]) -> str:
+    return f"{names[0]!r}" + (f" ({len(names) - 1} more)" if len(names) > 1 else "")
