@@ -398,7 +398,7 @@ def test_a_copy_with_other_taps_is_compiled_anew_and_one_with_the_same_is_not() 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_what_is_trained_from_now_on_gets_gradients_from_compiled_code_as_well() -> None:
-    """As BUFR goes on from stage to stage. Torch up to 2.11 needs to be told to look at the parameters again."""
+    """As BUFR goes on from stage to stage. Torch 2.11 has to be told to look at the parameters again."""
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8)), nn.ReLU(), nn.Linear(8, 2))
     inputs, taps = torch.linspace(-1, 1, 60).view(20, 3), {"logits": Tap("logits", "2")}
     for trained in ("0.0", "0", ""):

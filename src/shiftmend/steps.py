@@ -173,8 +173,8 @@ def compiled(model: nn.Module, dropout: bool = False) -> Iterator[None]:
 def _full_guards() -> dict[str, Any]:
     """Settings with which compiled code is used again for another copy of the model, but not for other work.
 
-    Torch would not look whether hooks are others. Up to 2.11 it also takes the parameters of a module that it has seen
-    for unchanged, and would train in each stage of BUFR what the first stage has trained. Each set of trained layers is
+    Torch would not look whether hooks are others. 2.11 also takes the parameters of a module that it has seen before
+    for unchanged, and would train in each stage of BUFR what the first one has trained. Each set of trained layers is
     compiled by itself; after eight, torch would go on without.
     """
     wanted = {
