@@ -413,15 +413,28 @@ def test_what_is_trained_from_now_on_gets_gradients_from_compiled_code_as_well()
         assert with_gradient == [name for name, _ in model.named_parameters() if name.startswith(trained)]
 
 
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        ("refused", ["compiled steps are not captured as a CUDA graph (RuntimeError: no compiler)"]),
+        ("one left out", ["compiled steps are not used: a parameter of 'all layers' gets no gradient in them"]),
+        ("none", []),
+    ],
+)
 def test_what_cannot_be_compiled_is_captured_as_it_is_and_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    trouble: str, said: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Captures that need no device, but refuse compiled models."""
+    """Captures that need no device."""
 
     class Epoch:
         def __init__(self, once: Any, model: nn.Module, *_: Any) -> None:
-            if model._compiled_call_impl is not None:
+            self.compiled = model._compiled_call_impl is not None
+            if self.compiled and trouble == "refused":
                 raise RuntimeError("no compiler\nof any kind")
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            if self.compiled and trouble == "one left out":
+                next(model.parameters()).grad = None
 
         def run(self, order: Tensor) -> tuple[dict[str, Tensor], int]:
             return {}, 6
@@ -430,12 +443,12 @@ def test_what_cannot_be_compiled_is_captured_as_it_is_and_said_once(
     monkeypatch.setattr(captures, "_end_capture", lambda device: None)
     monkeypatch.setattr(Steps, "_can_be_captured", lambda self: True)
     made = steps("cpu")
-    made.compile = True
+    made.compile, made.what = True, "all layers"
     with caplog.at_level(logging.WARNING, "shiftmend"):
         made.epoch(0, 1)
-    assert made.captured
-    assert not made.compile
-    assert caplog.messages == ["compiled steps are not captured as a CUDA graph (RuntimeError: no compiler)"]
+    assert isinstance(made._captured, Epoch)
+    assert made._captured.compiled == made.compile == (trouble == "none")
+    assert caplog.messages == said
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -18,6 +19,8 @@ from shiftmend.joined_batch_norm import synchronised
 from shiftmend.methods import Objective
 from shiftmend.methods.contract import loss_of
 from shiftmend.taps import Recorder, Tap, eager, tapped
+
+logger = logging.getLogger(__name__)
 
 Precision = Callable[[], AbstractContextManager[Any]]
 _FEWER_KERNELS = "combo_kernels"
@@ -130,9 +133,17 @@ class Steps:
         if self.compile:
             with compiled(self.model, dropout=self._dice is not None):
                 self._captured = self._capture(compiled=True)
+            if self._captured is not None and self._left_out():
+                logger.warning("compiled steps are not used: a parameter of %r gets no gradient in them", self.what)
+                self._captured = None
             self.compile = self._captured is not None
         self._captured = self._captured or self._capture()
         self._may_capture = self._captured is not None
+
+    def _left_out(self) -> bool:
+        """Whether the last step has trained less than it should, which compiled code, if torch mistook it, would do."""
+        groups = [] if self.optimiser is None else self.optimiser.param_groups
+        return any(parameter.grad is None for group in groups for parameter in group["params"])
 
     def _capture(self, compiled: bool = False) -> CapturedEpoch | None:
         inputs, optimiser, feed = self.feed.inputs, self.optimiser, self.feed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,8 +111,8 @@ def test_the_line_to_blame_is_not_one_of_a_library_in_the_same_folder(tmp_path: 
 def test_weights_that_do_not_fit_are_told_by_name(tmp_path: Path) -> None:
     file = written(tmp_path / "linear_net.py", LINEAR)
     wrapped, whole = tmp_path / "wrapped.safetensors", tmp_path / "whole.pt"
-    save_file(torch.nn.DataParallel(torch.nn.Linear(4, 2)).state_dict(), wrapped)
-    with pytest.raises(DataError, match=r"the file lacks 'weight' \(1 more\) and the model lacks 'module\."):
+    save_file({"net.weight": torch.ones(2, 4), "net.bias": torch.ones(2), "loss.scale": torch.ones(1)}, wrapped)
+    with pytest.raises(DataError, match=r"file lacks 'weight' \(1 more\) and the model lacks 'loss.scale' \(2 more"):
         load_model(f"{file}:make", wrapped, [])
     save_file(torch.nn.Linear(5, 2).state_dict(), wrapped)
     with pytest.raises(DataError, match="size mismatch for weight"):
@@ -121,3 +122,17 @@ def test_weights_that_do_not_fit_are_told_by_name(tmp_path: Path) -> None:
         DataError, match=r"such as a whole model; expected what torch.save\(model.state_dict\(\), file\)"
     ):
         load_model(f"{file}:make", whole, [], allow_pickle=True)
+    torch.save([torch.ones(2, 4)], whole)
+    with pytest.raises(DataError, match=r"holds a list, expected what torch.save\(model.state_dict\(\), file\)"):
+        load_model(f"{file}:make", whole, [], allow_pickle=True)
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "net.inner."])
+@pytest.mark.parametrize("key", [None, "state_dict", "model_state_dict", "model"])
+def test_weights_out_of_a_training_loop_are_found(tmp_path: Path, prefix: str, key: str | None) -> None:
+    file, trained = written(tmp_path / "linear_net.py", LINEAR), torch.nn.Linear(4, 2)
+    state: dict[str, Any] = {f"{prefix}{name}": value for name, value in trained.state_dict().items()}
+    torch.save(state if key is None else {key: state, "epoch": 3}, tmp_path / "last.ckpt")
+    loaded = load_model(f"{file}:make", tmp_path / "last.ckpt", [], allow_pickle=True)
+    assert torch.equal(loaded.weight, trained.weight)
+    assert torch.equal(loaded.bias, trained.bias)

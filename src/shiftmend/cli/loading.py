@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -105,7 +105,6 @@ def _load_weights(model: nn.Module, path: Path, allow_pickle: bool) -> None:
             state = torch.load(path, map_location="cpu", weights_only=True)
         else:
             state = safetensors.torch.load_file(path)
-        state = state.get("state_dict", state)
     except pickle.UnpicklingError as error:
         raise DataError(
             f"{path} could not be read as weights: it is damaged or holds more than tensors, such as a whole model; "
@@ -113,15 +112,35 @@ def _load_weights(model: nn.Module, path: Path, allow_pickle: bool) -> None:
         ) from error
     except Exception as error:
         raise DataError(f"{path} could not be read as weights: {error}") from error
+    if not isinstance(state, Mapping):
+        raise DataError(
+            f"{path} holds a {type(state).__name__}, expected what torch.save(model.state_dict(), file) writes"
+        )
+    own = model.state_dict()
+    state = _unwrapped(state, own)
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        own = model.state_dict()
         lacking, strange = [name for name in own if name not in state], [name for name in state if name not in own]
         differ = [f"the file lacks {_first(lacking)}"] if lacking else []
         differ += [f"the model lacks {_first(strange)}"] if strange else []
         first = next((line.strip() for line in str(error).splitlines()[1:] if line.strip()), str(error))
         raise DataError(f"the weights in {path} do not fit the model: {' and '.join(differ) or first[:200]}") from error
+
+
+def _unwrapped(state: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The weights of a checkpoint by the names that the model has for them.
+
+    A training loop keeps them beside its own state, and `DataParallel`, `torch.compile` and trainers write a name of
+    theirs before each of the model's.
+    """
+    kept = (state.get(key) for key in ("state_dict", "model_state_dict", "model"))
+    state = next((found for found in kept if isinstance(found, Mapping)), state)
+    first = next(iter(own), "")
+    for prefix in {name.removesuffix(first) for name in state if name.endswith(f".{first}")}:
+        if {f"{prefix}{name}" for name in own} == set(state):
+            return {name: state[f"{prefix}{name}"] for name in own}
+    return state
 
 
 def _first(names: list[str]) -> str:
