@@ -24,7 +24,7 @@ def gain(signals: Tensor, *, generator: torch.Generator | None = None, strength:
 def drift(signals: Tensor, *, generator: torch.Generator, strength: float) -> Tensor:
     """A wandering baseline: half a slow wave of random phase, up to one deviation of the channel high."""
     length = signals.shape[-1]
-    phase = torch.rand(*signals.shape[:-1], 1, generator=generator, device=signals.device, dtype=signals.dtype)
+    phase = torch.rand(*signals.shape[:-1], 1, generator=generator, device=signals.device, dtype=_exact(signals))
     time = _places(signals) / max(1, length - 1)
     wave = torch.sin(2 * math.pi * (0.5 * time + phase)).to(signals.dtype)
     return signals + strength * _deviation(signals) * wave
@@ -32,8 +32,8 @@ def drift(signals: Tensor, *, generator: torch.Generator, strength: float) -> Te
 
 def noise(signals: Tensor, *, generator: torch.Generator, strength: float) -> Tensor:
     """White noise of up to half the channel's deviation."""
-    drawn = torch.randn(signals.shape, generator=generator, device=signals.device, dtype=signals.dtype)
-    return signals + 0.5 * strength * _deviation(signals) * drawn
+    drawn = torch.randn(signals.shape, generator=generator, device=signals.device, dtype=_exact(signals))
+    return signals + 0.5 * strength * _deviation(signals) * drawn.to(signals.dtype)
 
 
 def resampling(signals: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
@@ -54,9 +54,13 @@ def saturation(signals: Tensor, *, generator: torch.Generator | None = None, str
 
 
 def _places(signals: Tensor) -> Tensor:
-    """0, 1, 2, ... along a signal, never in half precision, which knows no whole numbers above 2,048 (or 256)."""
-    dtype = torch.promote_types(signals.dtype, torch.float32)
-    return torch.arange(signals.shape[-1], device=signals.device, dtype=dtype)
+    """0, 1, 2, ... along a signal."""
+    return torch.arange(signals.shape[-1], device=signals.device, dtype=_exact(signals))
+
+
+def _exact(signals: Tensor) -> torch.dtype:
+    """Never half precision: it knows no whole numbers above 2,048 (or 256), and would draw other random ones."""
+    return torch.promote_types(signals.dtype, torch.float32)
 
 
 def _deviation(signals: Tensor) -> Tensor:
