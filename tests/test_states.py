@@ -68,6 +68,8 @@ def test_what_is_put_back_is_all_that_was_there_whatever_the_state_dict_says() -
     now = dict(model.named_parameters()) | dict(model.named_buffers())
     assert now.keys() == before.keys() | {"graph"}
     assert all(torch.equal(now[name], before[name]) for name in before)
+    model.seen += 1
+    assert not before["seen"].any()  # the copy stays a copy
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
     model.base.weight.data[0, 0] = torch.nan
     assert not still_finite(model, before)
@@ -81,8 +83,9 @@ def test_what_a_state_dict_leaves_out_is_added_sparse_tensors_too() -> None:
 
 
 def test_what_cannot_be_written_to() -> None:
-    assert is_writable(torch.ones(3, 1).expand(3, 1))
-    assert not is_writable(torch.ones(1).expand(3))
+    assert is_writable(torch.ones(3, 1))
+    assert is_writable(torch.ones(()).expand(1))
+    assert not is_writable(torch.ones(3, 1).expand(3, 2))
     assert not is_writable(torch.eye(3).to_sparse())
     assert not is_writable(torch.empty(3, device="meta"))
     with torch.inference_mode():

@@ -147,7 +147,7 @@ def class_logits(returned: Any, output: Entry, axis: int, classes: int | None = 
         return None
     if result.ndim < 2 or not result.is_floating_point():
         return None
-    there = -result.ndim <= axis < result.ndim and (result.shape[axis] == classes or result.shape[1] != classes)
+    there = -result.ndim < axis < result.ndim and (result.shape[axis] == classes or result.shape[1] != classes)
     logits = result.movedim(axis, 1) if there else result
     return logits.float() if logits.shape[1] > 1 else None
 
