@@ -11,7 +11,6 @@ from torch import nn
 from shiftmend.captures import captured_call, worth_capturing
 from shiftmend.checks import check_classes
 from shiftmend.devices import placed, resolve_device
-from shiftmend.errors import DataError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.histograms import as_samples
 from shiftmend.metrics import ClassificationMetrics, RegressionMetrics
@@ -80,11 +79,10 @@ class Scorer:
                     metrics = kind(device=self.feed.device)
                 if isinstance(metrics, RegressionMetrics):
                     result = result.reshape(labels.shape) if result.numel() == labels.numel() else result
-                elif result.ndim > 2 and labels.shape == result.shape[:1] + result.shape[2:]:
+                elif labels.shape == result.shape[:1] + result.shape[2:]:
                     result, labels = as_samples(result), labels.flatten()
                 metrics.update(result, labels)
                 if self.classes is not None and isinstance(metrics, ClassificationMetrics):
                     check_classes(len(self.classes), max(2, result.shape[1:].numel()))
-        if metrics is None:
-            raise DataError("the data to evaluate on is empty: expected at least one sample with its label")
+        assert metrics is not None  # a feed is never empty
         return metrics
