@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,25 @@ def test_steps_that_leave_another_buffer_are_undone_and_not_taken_for_captured()
     assert model.mean is mean
     assert all(torch.equal(one, other) for one, other in zip(before, state(model), strict=True))
     assert not optimiser.state
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_behind_a_warm_up_momentum_is_what_it_was_and_zero_where_it_had_not_begun(fails: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model[0](torch.ones(4, 3)).sum().backward()
+    optimiser.step()
+    begun = {parameter: held["momentum_buffer"].clone() for parameter, held in optimiser.state.items()}
+    before = state(model)
+    with pytest.raises(KeyError) if fails else nullcontext(), _undone(model, optimiser):
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimiser.step()
+        if fails:
+            raise KeyError
+    assert all(torch.equal(one, other) for one, other in zip(before, state(model), strict=True))
+    found = {parameter: held["momentum_buffer"] for parameter, held in optimiser.state.items()}
+    assert found.keys() == (begun.keys() if fails else set(model.parameters()))
+    assert all(torch.equal(value, begun.get(parameter, torch.zeros(2))) for parameter, value in found.items())
 
 
 @pytest.mark.gpu
