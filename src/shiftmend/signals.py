@@ -70,7 +70,7 @@ class Watch:
         self.profile = profile.to(feed.device) if profile is not None else None
         self.most, self.capture = most, capture
         self._again: Callable[[], _Seen] | None = None
-        self._parts: tuple[Tensor, ...] = ()  # kept, since the graph reads them
+        self._parts: list[Tensor] = []  # kept, since the graph reads them
 
     def __call__(self) -> Signals:
         with together(), synchronised(self.model):
@@ -84,7 +84,7 @@ class Watch:
     def _look(self) -> _Seen:
         inputs, feed = self.feed.inputs, self.feed
         if self.capture and not active() and inputs is not None and worth_capturing(inputs):
-            parts = self._parts = feed.some(self.most or len(inputs), seed=0).split(feed.at_once)
+            parts = self._parts = feed.some(self.most or len(inputs), 0, feed.at_once)
             self._again = captured_call(
                 lambda: self._pass(feed.ready(inputs.index_select(0, part)) for part in parts), feed.device
             )
