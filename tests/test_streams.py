@@ -53,7 +53,10 @@ def test_a_snapshot_has_the_gradient_flags_of_the_model_it_came_from(tmp_path) -
     world.profile().save(tmp_path / "p")
     online = shiftmend.stream(world.model, tmp_path / "p", "tent")
     online.step(world.target[:50])
-    assert all(parameter.requires_grad and parameter.grad is None for parameter in online.snapshot().parameters())
+    for parameter in online.snapshot().parameters():
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.requires_grad
+        assert parameter.grad is None
 
 
 def test_one_step_equals_one_step_of_the_engine() -> None:
