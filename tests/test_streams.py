@@ -192,7 +192,7 @@ def test_a_single_sample_is_predicted_and_not_learnt_from(name: str, caplog: pyt
 
 def test_nonsense_is_one_sentence() -> None:
     world = sensors()
-    with pytest.raises(AdaptationError, match="bufr needs the whole of the data, .* use one of (?!.*bufr)"):
+    with pytest.raises(AdaptationError, match=r"bufr needs the whole of the data, .* use one of (?!.*bufr)"):
         shiftmend.stream(world.model, world.profile(), "bufr").step(world.target[:50])
     with pytest.raises(AdaptationError, match="needs a profile"):
         shiftmend.stream(world.model)
