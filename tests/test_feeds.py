@@ -234,6 +234,12 @@ def test_batches_of_different_shapes_are_refused() -> None:
         Feed([torch.zeros(4, 3), torch.zeros(4, 2)])
     with pytest.raises(DataError, match="differ in shape"):
         Feed([INPUTS, LABELS])  # a list where a tuple was meant
+    for alone in (
+        [torch.zeros(4, 3), torch.zeros(5, 2)],
+        DataLoader([torch.zeros(4, 3), torch.zeros(4)], batch_size=None),
+    ):
+        with pytest.raises(DataError, match="bring all samples to one size first$"):  # neither can be inputs and labels
+            Feed(alone)
 
 
 @pytest.mark.parametrize("size", [0, -3, True])
