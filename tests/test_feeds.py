@@ -238,7 +238,7 @@ def test_batches_of_different_shapes_are_refused() -> None:
         [torch.zeros(4, 3), torch.zeros(5, 2)],
         DataLoader([torch.zeros(4, 3), torch.zeros(4)], batch_size=None),
     ):
-        with pytest.raises(DataError, match="bring all samples to one size first$"):  # neither can be inputs and labels
+        with pytest.raises(DataError, match=r"bring all samples to one size first$"):  # no inputs and labels
             Feed(alone)
 
 
