@@ -6,13 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from shiftmend.adapting import enter_adapting_modes, fresh_optimiser, settle, steady, still_finite
+from shiftmend.adapting import enter_adapting_modes, fresh_optimiser, refuse_shared, settle, steady, still_finite
+from shiftmend.errors import AdaptationError
 from shiftmend.methods import Stage
 from shiftmend.states import tensors_of
 
 
 def small() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.LSTM(4, 4))
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.LSTM(4, 4))
+    model.register_parameter("codes", nn.Parameter(torch.arange(3), requires_grad=False))
+    return model
 
 
 @pytest.mark.parametrize("dropout", [False, True])
@@ -32,7 +35,7 @@ def test_what_holds_for_the_length_of_a_run_is_undone(dropout: bool) -> None:
         return [model[0].momentum, model[1].momentum, model[2].dropout]
 
     def interrupted_run() -> None:
-        with steady(model, dropout):
+        with steady(model, dropout=True) if dropout else steady(model):
             assert facts() == [0.1, 0.3, 0.4 if dropout else 0.0]
             raise KeyboardInterrupt
 
@@ -56,6 +59,18 @@ def test_only_what_a_stage_trains_has_a_gradient_and_no_gradient_is_left_over() 
     assert fresh_optimiser(model, Stage("nothing", 1), 0.75) is None
 
 
+def test_a_shared_parameter_is_trained_by_either_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    for name in ("0.weight", "1.weight"):
+        stage = Stage("some", 1, 0.5, (name,))
+        optimiser = fresh_optimiser(model, stage, 0.9)
+        assert optimiser is not None
+        assert [id(p) for p in optimiser.param_groups[0]["params"]] == [id(model[0].weight)]
+        with pytest.raises(AdaptationError, match=r"shares '0.weight' with the caller's own"):
+            refuse_shared(model, model, [stage])
+
+
 def test_a_settled_model_is_in_eval_mode_with_the_gradient_flags_of_another() -> None:
     like, model = small(), small().train()
     like[0].weight.requires_grad_(False)
@@ -73,7 +88,9 @@ def test_what_has_gone_bad_is_noticed_and_what_never_was_finite_is_not(bad: floa
     model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
     model.register_buffer("waves", torch.ones(2, dtype=torch.complex64))
     model.register_buffer("nothing", torch.empty(0))
+    model.register_buffer("last", torch.zeros(2))
     before = tensors_of(model)
+    model.last = torch.zeros(5)  # as some models do in each pass
     assert still_finite(model, before)
     for value in (model.weight.data[0], model.mask, model.waves):
         good = value[0].clone()

@@ -189,6 +189,12 @@ def test_checkpoints_of_other_runs_are_refused(tmp_path: Path) -> None:
         shiftmend.adapt(world.model, one_pixel, profile, checkpoint=path, **OPTIONS)
 
 
+def test_a_run_has_one_name_in_whatever_order_its_facts_are_given() -> None:
+    name = checkpoints.identify({"seed": 1, "options": {"epochs": 2, "blocks": [3, 4]}})
+    assert name == checkpoints.identify({"options": {"blocks": [3, 4], "epochs": 2}, "seed": 1})
+    assert name != checkpoints.identify({"seed": 1, "options": {"epochs": 2, "blocks": [4, 3]}})
+
+
 def test_a_place_that_cannot_be_written_is_refused_before_the_first_epoch(tmp_path: Path) -> None:
     world = sensors()
     (tmp_path / "file").write_text("")

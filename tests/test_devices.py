@@ -3,11 +3,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from shiftmend.devices import device_of, placed, resolve_device
+from shiftmend.devices import device_of, placed, resolve_device, room_on
 from shiftmend.errors import ShiftmendError
 
 CPU = torch.device("cpu")
@@ -66,7 +67,7 @@ def test_cuda_is_found_and_left_again() -> None:
     assert device_of(model) == CPU
 
 
-@pytest.mark.parametrize("wrong", [["cpu"], 0.5, {}, object, 10**30, "meta", torch.device("meta")])
+@pytest.mark.parametrize("wrong", [["cpu"], 0.5, {}, np.zeros(2), object, 10**30, "meta", torch.device("meta")])
 def test_what_is_no_device_is_refused(wrong: object) -> None:
     with pytest.raises(ShiftmendError, match=r"^device .* is not available here; .*use 'auto' or 'cpu'$"):
         resolve_device(wrong)  # type: ignore[arg-type]
@@ -83,6 +84,7 @@ class Counts(nn.Module):
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("more", torch.zeros(()).expand(1))
+        self.register_buffer("learnt", torch.zeros(1, requires_grad=True))
         self.register_buffer("last", torch.zeros(3))
         self.register_buffer("nothing", None)
         self.register_buffer("unknown", torch.full((1,), torch.nan).expand(4))
@@ -92,6 +94,7 @@ class Counts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         self.more += 1
+        self.learnt.data += 1
         self.last = x.mean(0)
         return x
 
@@ -103,5 +106,12 @@ def test_buffers_that_change_in_forward_are_as_before() -> None:
         model(torch.ones(2, 3))
         assert model.calls == 1
     assert all(model._buffers[name] is value for name, value in before.items())
-    assert model.calls == model.more == 0
+    assert model.calls == model.more == model.learnt == 0
     assert torch.equal(model.last, torch.zeros(3))
+    assert model.last._version == 0  # not written to: a graph that holds it can still be run backward
+
+
+def test_data_may_take_part_of_what_is_free_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
+    assert room_on(torch.device("cuda", 0)) == 400
+    assert room_on(CPU) == 4 * 1024**3

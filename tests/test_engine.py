@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shiftmend
 from shiftmend.adaptations import Epoch
 from shiftmend.errors import AdaptationError, DataError, ProfileError
+from shiftmend.feeds import Feed
 from shiftmend.loop import DivergedError
 from shiftmend.methods import FR
 from worlds import sensors
@@ -705,6 +706,9 @@ def test_a_sorted_dataset_is_shuffled_also_when_it_streams(caplog: pytest.LogCap
     loader = DataLoader(Sorted(), batch_size=100)
     shiftmend.adapt(world.model, loader, world.profile(), resident=False, **(options | {"epochs": 1}))
     assert "fixed order" in caplog.text
+    caplog.clear()
+    Feed(loader)  # what lies in memory is shuffled there
+    assert "fixed order" not in caplog.text
 
 
 def test_a_loader_with_its_own_generator_is_reproducible_and_left_as_it_was() -> None:

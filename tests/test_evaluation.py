@@ -32,9 +32,19 @@ def test_scores_count_what_is_right() -> None:
     assert scores.samples == len(world.labels)
 
 
+def test_a_model_is_scored_in_eval_mode_without_a_graph_and_left_as_it_was() -> None:
+    world = sensors()
+    model, seen = copy.deepcopy(world.model).train(), set()
+    model.register_forward_hook(lambda module, _, made: seen.add((module.training, made.requires_grad)))
+    scored = shiftmend.evaluate(model, (world.target / 2, world.labels), preprocess=lambda inputs: inputs * 2)
+    assert scored == shiftmend.evaluate(world.model, (world.target, world.labels))
+    assert seen == {(False, False)}
+    assert all(module.training for module in model)
+
+
 def test_fractional_labels_are_regression() -> None:
     inputs = torch.tensor([[1.0, 2.0], [0.5, 0.5], [2.0, -1.0]])
-    scores = shiftmend.evaluate(Column(), (inputs, torch.tensor([3.0, 1.0, 3.0])))
+    scores = shiftmend.evaluate(Column(), (inputs, torch.tensor([3.0, 1.0, 3.0])), classes=["of", "no", "use"])
     assert scores.mean_absolute_error == pytest.approx(2 / 3)
 
 
@@ -52,14 +62,17 @@ def test_labels_count_as_many_classes_as_the_model_knows() -> None:
 
 def test_without_labels_there_is_nothing_to_score() -> None:
     world = sensors()
-    with pytest.raises(DataError, match=r"has no labels: expected pairs of \(inputs, labels\)"):
+    with pytest.raises(DataError, match=r"the data to evaluate on has no labels: expected pairs of \(inputs, labels\)"):
         shiftmend.evaluate(world.model, world.target)
+    with pytest.raises(DataError, match=r"the model does not take inputs of shape \[5\]"):
+        shiftmend.evaluate(world.model, (world.target[:, :5], world.labels))
 
 
 def test_a_scorer_sees_the_model_as_it_is_now() -> None:
     world = sensors()
     model = copy.deepcopy(world.model)
-    scorer = Scorer(model, Feed((world.target, world.labels), batch_size=64), capture=True)
+    batches = list(zip(world.target.split(64), world.labels.split(64), strict=True))
+    scorer = Scorer(model, Feed(batches, resident=False), capture=True)
     assert scorer() == shiftmend.evaluate(world.model, (world.target, world.labels), batch_size=64)
     with torch.no_grad():
         for weight in model.parameters():

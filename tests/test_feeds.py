@@ -234,6 +234,12 @@ def test_batches_of_different_shapes_are_refused() -> None:
         Feed([torch.zeros(4, 3), torch.zeros(4, 2)])
     with pytest.raises(DataError, match="differ in shape"):
         Feed([INPUTS, LABELS])  # a list where a tuple was meant
+    for alone in (
+        [torch.zeros(4, 3), torch.zeros(5, 2)],
+        DataLoader([torch.zeros(4, 3), torch.zeros(4)], batch_size=None),
+    ):
+        with pytest.raises(DataError, match=r"bring all samples to one size first$"):  # no inputs and labels
+            Feed(alone)
 
 
 @pytest.mark.parametrize("size", [0, -3, True])
@@ -443,7 +449,9 @@ def test_a_subset_is_the_same_each_time_and_spread_over_everything() -> None:
     assert chosen == torch.cat(list(feed.subset(100, 7))).tolist()
     assert chosen != torch.cat(list(feed.subset(100, 8))).tolist()
     assert min(chosen) < 100 < 900 < max(chosen)
-    assert all(len(batch) <= 64 for batch in feed.subset(100, 7))
+    assert [len(batch) for batch in feed.subset(100, 7)] == [64, 36]
+    assert [len(batch) for batch in feed.subset(129, 7)] == [64, 65]  # none is alone
+    assert [len(batch) for batch in feed.subset(129, 7, at_once=100)] == [100, 29]
     for count in (1000, 2000):
         assert torch.equal(torch.cat(list(feed.subset(count, 7))), torch.arange(1000))
 
@@ -452,7 +460,19 @@ def test_a_subset_of_a_stream_is_its_beginning() -> None:
     feed = Feed(list(INPUTS.split(16)), limit=0)
     assert torch.equal(torch.cat(list(feed.subset(20, 7))), INPUTS[:20])
     assert torch.equal(torch.cat(list(feed.subset(16, 7))), INPUTS[:16])
+    assert torch.equal(torch.cat(list(feed.subset(17, 7))), INPUTS[:16])  # none is alone
     assert torch.equal(torch.cat(list(feed.subset(500, 7))), INPUTS)
+    shuffled = Feed(TensorDataset(INPUTS), batch_size=16, limit=0)
+    for found in (torch.cat(list(shuffled.subset(20, 7))), torch.cat(list(shuffled.epoch(7, 0)))):
+        assert not torch.equal(found, INPUTS[: len(found)])
+
+
+@pytest.mark.parametrize(("values", "samples"), [(1 << 10, 128), (1 << 18, 32), (1 << 20, 16)])
+def test_a_gpu_takes_several_batches_of_small_samples_at_once(values: int, samples: int) -> None:
+    feed = Feed(torch.zeros(2, values, dtype=torch.uint8), batch_size=16)
+    assert feed.at_once == 16
+    feed.device = torch.device("cuda")
+    assert feed.at_once == samples
 
 
 @pytest.mark.parametrize("room", ROOM)

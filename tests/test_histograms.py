@@ -307,12 +307,12 @@ def test_the_reference_loss_is_the_papers_times_a_constant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "units"),
-    [(torch.zeros(0, 3), 3), (torch.zeros(4), 1), (torch.zeros(4, 3), 2), (torch.zeros(2, 3, 4), 3)],
+    ("shape", "lows", "highs"),
+    [((0, 3), 3, 3), ((4,), 1, 1), ((4, 3), 2, 2), ((4, 3), 3, 1), ((2, 3, 4), 3, 3)],
 )
-def test_wrong_shapes_are_one_sentence(values: torch.Tensor, units: int) -> None:
+def test_wrong_shapes_are_one_sentence(shape: tuple[int, ...], lows: int, highs: int) -> None:
     with pytest.raises(ShiftmendError):
-        soft_histogram(values, torch.zeros(units), torch.ones(units), Bins())
+        soft_histogram(torch.zeros(shape), torch.zeros(lows), torch.ones(highs), Bins())
 
 
 def test_unknown_names_are_refused() -> None:

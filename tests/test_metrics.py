@@ -108,10 +108,10 @@ def test_a_case_worked_by_hand() -> None:
     assert scores.brier == pytest.approx((2 * 0.01 + 2 * 0.81 + 2 * 0.16) / 3)
 
 
-@pytest.mark.parametrize(("classes", "edge_bin"), [(10, 0), (5, 1), (2, 4)])
-def test_confidence_on_an_edge_belongs_to_the_lower_bin(classes: int, edge_bin: int) -> None:
-    # Equal logits give a confidence of exactly 1/classes: 0.1, 0.2 and 0.5.
-    scores = score(torch.full((3, classes), 1.7), torch.zeros(3, dtype=torch.long))
+@pytest.mark.parametrize(("classes", "bins", "edge_bin"), [(10, 10, 0), (5, 10, 1), (2, 10, 4), (25, 25, 0)])
+def test_confidence_on_an_edge_belongs_to_the_lower_bin(classes: int, bins: int, edge_bin: int) -> None:
+    # Equal logits give a confidence of exactly 1/classes: 0.1, 0.2, 0.5 and 0.04, which float32 rounds down.
+    scores = score(torch.full((3, classes), 1.7), torch.zeros(3, dtype=torch.long), bins)
     counts = [entry.count for entry in scores.reliability]
     assert counts[edge_bin] == 3
     assert sum(counts) == 3
@@ -240,6 +240,15 @@ def test_update_and_merge_never_read_from_the_device(kind: str) -> None:
     assert stream._sums is not None
     assert stream._sums.device.type == "meta"
     assert stream._samples == 32
+
+
+def test_sums_live_where_they_are_wanted_or_where_the_first_batch_lay() -> None:
+    told, first = RestorationDistance(device="meta"), RestorationDistance()
+    first.update(torch.empty(4, 3, device="meta"), torch.empty(4, 3, device="meta"))
+    for distance in (told, first):
+        distance.update(torch.zeros(4, 3), torch.ones(4, 3))
+        assert distance._sums is not None
+        assert distance._sums.device.type == "meta"
 
 
 @pytest.mark.gpu

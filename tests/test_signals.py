@@ -106,6 +106,7 @@ def test_several_outputs_must_be_told_apart(name: str) -> None:
 
 class Whole(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
+        assert not torch.is_grad_enabled()  # a look builds no graph
         return x.long()
 
 
@@ -138,9 +139,11 @@ def test_classes_of_feature_maps_and_of_tokens() -> None:
         ((5, 2, 3, 4), -1, None, (5, 4, 2, 3)),
         ((5, 3), 2, None, (5, 3)),  # fewer axes than the tap has
         ((5, 3), -3, None, (5, 3)),
+        ((5, 3), -2, 5, (5, 3)),  # that would be the samples, of which there happen to be as many
         ((5, 2, 3, 4), -1, 4, (5, 4, 2, 3)),
         ((5, 2, 3, 4), -1, 2, (5, 2, 3, 4)),  # transposed behind the head
         ((5, 2, 3, 4), -1, 7, (5, 4, 2, 3)),
+        ((5, 4, 3, 4), -1, 4, (5, 4, 4, 3)),  # both might be: the tap decides
     ],
 )
 def test_classes_are_brought_to_the_first_axis_behind_the_samples(

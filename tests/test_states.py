@@ -35,6 +35,7 @@ def test_copies_have_the_values_and_types_of_what_they_are_copies_of(device: str
         assert copies[name].dtype == value.dtype
         assert torch.equal(copies[name], value)
         assert copies[name].data_ptr() != value.data_ptr()
+        assert not copies[name].requires_grad
 
 
 class Adapter(nn.Module):
@@ -46,7 +47,9 @@ class Adapter(nn.Module):
         self.register_buffer("calls", torch.zeros(1), persistent=False)
         self.register_buffer("one", torch.ones(1).expand(4))
         self.register_buffer("seen", torch.zeros(1, 2))
+        self.register_buffer("nothing", None)
         self.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
+        self.register_buffer("later", torch.empty(2, device="meta"), persistent=False)
 
     def state_dict(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
         return {name: value.detach() for name, value in self.named_parameters() if name.startswith("adapter.")}
@@ -66,11 +69,17 @@ def test_what_is_put_back_is_all_that_was_there_whatever_the_state_dict_says() -
     model.one, model.seen = torch.zeros(1).expand(4), torch.zeros(5, 2)  # as some models do in each pass
     put_back(model, before)
     now = dict(model.named_parameters()) | dict(model.named_buffers())
-    assert now.keys() == before.keys() | {"graph"}
+    assert now.keys() == before.keys() | {"graph", "later"}
     assert all(torch.equal(now[name], before[name]) for name in before)
+    model.seen += 1
+    assert not before["seen"].any()  # the copy stays a copy
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
     model.base.weight.data[0, 0] = torch.nan
     assert not still_finite(model, before)
+    model.base.bias = nn.Parameter(torch.zeros(5))
+    put_back(model, before)
+    assert torch.equal(model.base.bias, torch.zeros(5))  # of another shape: there is nothing to put back
+    assert not dict(model.base.named_buffers())
 
 
 def test_what_a_state_dict_leaves_out_is_added_sparse_tensors_too() -> None:
@@ -80,10 +89,13 @@ def test_what_a_state_dict_leaves_out_is_added_sparse_tensors_too() -> None:
     assert whole_state(model).keys() == parts
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_what_cannot_be_written_to() -> None:
-    assert is_writable(torch.ones(3, 1).expand(3, 1))
-    assert not is_writable(torch.ones(1).expand(3))
+    assert is_writable(torch.ones(3, 1))
+    assert is_writable(torch.ones(()).expand(1))
+    assert not is_writable(torch.ones(3, 1).expand(3, 2))
     assert not is_writable(torch.eye(3).to_sparse())
+    assert not is_writable(torch.eye(3).to_sparse_csr())
     assert not is_writable(torch.empty(3, device="meta"))
     with torch.inference_mode():
         made = torch.ones(3)

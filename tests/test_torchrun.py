@@ -492,6 +492,8 @@ def test_each_process_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert resolve_device("auto", nn.Linear(1, 1, device="meta")) == torch.device("meta")
     monkeypatch.setenv("LOCAL_RANK", "2")  # more processes than GPUs
     assert resolve_device("auto") == torch.device("cuda:0")
+    monkeypatch.delenv("LOCAL_RANK")  # started otherwise
+    assert resolve_device("auto") == torch.device("cuda:0")
 
 
 def torchrun(folder: Path, *command: object) -> str:

@@ -43,10 +43,11 @@ def test_a_file_is_run_again_but_takes_no_name_of_another_module(
         file.write_text(f"count = {count}\n")
         assert import_file(file).count == count
         assert sys.modules["twice_run"].count == count
-    file.write_text("1 / 0\n")
-    with pytest.raises(ZeroDivisionError):
-        import_file(file)
-    assert "twice_run" not in sys.modules
+    for text in ("1 / 0\n", "import sys\ndel sys.modules[__name__]\n1 / 0\n"):
+        file.write_text(text)
+        with pytest.raises(ZeroDivisionError):
+            import_file(file)
+        assert "twice_run" not in sys.modules
     for name in ("json", "time"):  # `time` has no file
         held, other = sys.modules[name], tmp_path / f"{name}.py"
         monkeypatch.setitem(sys.modules, f"another_{name}", None)  # type: ignore[arg-type]
@@ -60,3 +61,9 @@ def test_an_error_without_words_is_told_by_its_kind(tmp_path: Path) -> None:
     with pytest.raises(SyntaxError) as raised:
         import_file(tmp_path / "bare.py")
     assert reason(raised.value) == "SyntaxError"
+    assert reason(ValueError(" ")) == "ValueError"
+    assert reason(ValueError("no weights")) == "ValueError: no weights"  # raised nowhere
+    (tmp_path / "odd.py").write_text("# coding: none-such\n")
+    with pytest.raises(SyntaxError) as raised:
+        import_file(tmp_path / "odd.py")
+    assert reason(raised.value).endswith(f"({tmp_path / 'odd.py'})")  # which has no line

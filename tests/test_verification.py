@@ -179,6 +179,7 @@ def test_nothing_is_restored_whose_marginals_are_certainly_not_at_home(
     judged = Verification(0.002, 0.001, 5000, adapted=adapted, marginals=marginals)
     assert judged.strayed is strayed
     assert judged.verdict == ("partly restored" if strayed else "restored")
+    assert Verification(0.0, 0.0, 5000, marginals=2 * RESTORED).strayed  # from there on
 
 
 @given(st.floats(0, 0.2), st.floats(0, 0.05), st.floats(0, 1), st.booleans())

@@ -82,15 +82,20 @@ class LeftAlone(TorchFunctionMode):
 
 def refuse_shared(model: nn.Module, copied: nn.Module, stages: Sequence[Stage]) -> None:
     """Refuse a copy that shares with the model itself, as one's own `__deepcopy__` may, what is going to change."""
-    trained = {name for stage in stages for name in stage.parameters}
     changed = {id(tensor) for norm in batch_norms(copied) for tensor in norm.buffers()} if stages else set()
-    changed |= {id(parameter) for name, parameter in copied.named_parameters() if name in trained}
+    changed |= _trained(copied, stages)
     for name, tensor in _tensors(model).items():
         if id(tensor) in changed:
             raise AdaptationError(
                 f"a copy of the model shares {name!r} with the caller's own, which is never changed; copy it in "
                 "__deepcopy__, or use a method that leaves it alone"
             )
+
+
+def _trained(model: nn.Module, stages: Sequence[Stage]) -> set[int]:
+    """Which parameters are going to change, by identity: a shared one may go by either name."""
+    names = {name for stage in stages for name in stage.parameters}
+    return {id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if name in names}
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -112,13 +117,12 @@ def enter_adapting_modes(model: nn.Module, dropout: bool = False) -> None:
 
 def fresh_optimiser(model: nn.Module, stage: Stage, momentum: float) -> optim.SGD | None:
     """An optimiser over what the stage trains (None if that is nothing); nothing else requires a gradient."""
-    wanted = set(stage.parameters)
+    wanted = _trained(model, [stage])
     trained = []
-    for name, parameter in model.named_parameters():
-        if trainable(parameter):
-            parameter.requires_grad_(name in wanted)
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in wanted)
         parameter.grad = None
-        if name in wanted:
+        if id(parameter) in wanted:
             trained.append(parameter)
     if not trained:
         return None
@@ -133,8 +137,7 @@ def settle(model: nn.Module, like: nn.Module) -> nn.Module:
     model.eval().to(device_of(like))
     as_in(model, like)
     for ours, theirs in zip(model.parameters(), like.parameters(), strict=True):
-        if trainable(ours):
-            ours.requires_grad_(theirs.requires_grad)
+        ours.requires_grad_(theirs.requires_grad)
         ours.grad = None
     return model
 

@@ -66,8 +66,7 @@ def save(
     if optimiser is not None:
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         for parameter, state in optimiser.state.items():
-            if state.get("momentum_buffer") is not None:
-                tensors[f"momentum.{names[parameter]}"] = _packed(state["momentum_buffer"])
+            tensors[f"momentum.{names[parameter]}"] = _packed(state["momentum_buffer"])
     pairs = [name for name, value in tensors.items() if value.is_complex()]  # a file holds complex64 alone
     tensors |= {name: torch.view_as_real(tensors[name]) for name in pairs}
     facts = {"run": run, "stage": stage, "epoch": epoch, "history": [asdict(row) for row in history], "pairs": pairs}
@@ -77,7 +76,7 @@ def save(
 
 def _packed(value: Tensor) -> Tensor:
     """A copy without gaps or sharing, whatever the memory format: a safetensors file knows no other."""
-    return value.detach().cpu().resolve_conj().clone(memory_format=torch.contiguous_format)
+    return value.cpu().clone(memory_format=torch.contiguous_format)
 
 
 def load(path: Path, run: str) -> Checkpoint | None:
@@ -86,9 +85,8 @@ def load(path: Path, run: str) -> Checkpoint | None:
         return None
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
+            facts = json.loads(file.metadata()["facts"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        facts = json.loads(metadata["facts"])
         found = str(facts["run"])
         history = [Epoch(**row) for row in facts["history"]]
         position = int(facts["stage"]), int(facts["epoch"])

@@ -110,7 +110,7 @@ class Feed:
             return
         whole = self._inputs
         # indices of the host, which nobody has to wait for
-        parts = shares(torch.arange(start, end, device="cpu") for start, end in self._spans(at_once))
+        parts = shares(torch.arange(start, end, device="cpu") for start, end in self._spans(len(whole), at_once))
         yield from self._sent_inputs(Rows(whole, slice(int(part[0]), int(part[-1]) + 1)) for part in parts)
 
     @property
@@ -135,7 +135,7 @@ class Feed:
             for inputs, labels in self._stream():
                 yield inputs, self._known(labels)
         else:
-            for start, end in self._spans():
+            for start, end in self._spans(len(self._inputs)):
                 yield Rows(self._inputs, slice(start, end)), self._known(self._labels)[start:end]
 
     def _known(self, labels: Tensor | None) -> Tensor:
@@ -151,19 +151,19 @@ class Feed:
             yield from self.batches(at_once)
         else:
             whole = self._inputs
-            parts = shares(self.some(count, seed).split(max(self.batch_size, at_once)))
-            yield from self._sent_inputs(Rows(whole, part) for part in parts)
+            yield from self._sent_inputs(Rows(whole, part) for part in shares(self.some(count, seed, at_once)))
 
-    def some(self, count: int, seed: int) -> Tensor:
-        """Which samples `subset` takes, where they lie; a streamed source cannot say."""
+    def some(self, count: int, seed: int, at_once: int = 0) -> list[Tensor]:
+        """Which samples each batch of `subset` takes, where they lie; a streamed source cannot say."""
         assert self._inputs is not None
-        return _permutation(len(self._inputs), seed)[:count].sort().values.to(self._inputs.device)
+        chosen = _permutation(len(self._inputs), seed)[:count].sort().values.to(self._inputs.device)
+        return [chosen[start:end] for start, end in self._spans(len(chosen), at_once)]
 
     def _beginning(self, count: int, seed: int) -> Iterator[Tensor]:
         for inputs, _ in self._stream(seed, shuffled=True):
             yield inputs[:count]
             count -= len(inputs)
-            if count <= 0:
+            if count <= 1:  # a lone one is left out, see `_spans`
                 return
 
     def epoch(self, seed: int, number: int) -> Iterator[Tensor]:
@@ -202,10 +202,9 @@ class Feed:
             return True
         return isinstance(loader.sampler, SequentialSampler) and type(loader.batch_sampler) in (BatchSampler, NoneType)
 
-    def _spans(self, at_once: int = 0) -> list[tuple[int, int]]:
-        """First and one past the last sample of each batch of what lies in memory, in order."""
-        assert self._inputs is not None
-        samples, size = len(self._inputs), max(self.batch_size, at_once)
+    def _spans(self, samples: int, at_once: int = 0) -> list[tuple[int, int]]:
+        """First and one past the last of each batch of so many samples."""
+        size = max(self.batch_size, at_once)
         # a lone last sample joins the batch before it: some normalisation takes its statistics from the batch
         ends = [end for end in range(size, samples, size) if end != samples - 1 or size == 1] + [samples]
         return list(zip([0, *ends], ends, strict=False))

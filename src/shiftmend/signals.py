@@ -70,7 +70,7 @@ class Watch:
         self.profile = profile.to(feed.device) if profile is not None else None
         self.most, self.capture = most, capture
         self._again: Callable[[], _Seen] | None = None
-        self._parts: tuple[Tensor, ...] = ()  # kept, since the graph reads them
+        self._parts: list[Tensor] = []  # kept, since the graph reads them
 
     def __call__(self) -> Signals:
         with together(), synchronised(self.model):
@@ -84,7 +84,7 @@ class Watch:
     def _look(self) -> _Seen:
         inputs, feed = self.feed.inputs, self.feed
         if self.capture and not active() and inputs is not None and worth_capturing(inputs):
-            parts = self._parts = feed.some(self.most or len(inputs), seed=0).split(feed.at_once)
+            parts = self._parts = feed.some(self.most or len(inputs), 0, feed.at_once)
             self._again = captured_call(
                 lambda: self._pass(feed.ready(inputs.index_select(0, part)) for part in parts), feed.device
             )
@@ -147,7 +147,7 @@ def class_logits(returned: Any, output: Entry, axis: int, classes: int | None = 
         return None
     if result.ndim < 2 or not result.is_floating_point():
         return None
-    there = -result.ndim <= axis < result.ndim and (result.shape[axis] == classes or result.shape[1] != classes)
+    there = -result.ndim < axis < result.ndim and (result.shape[axis] == classes or result.shape[1] != classes)
     logits = result.movedim(axis, 1) if there else result
     return logits.float() if logits.shape[1] > 1 else None
 

@@ -234,7 +234,7 @@ def random_directions(count: int, units: int, seed: int) -> Tensor:
 
 
 def _uniform(index: NDArray[np.uint64], seed: int) -> NDArray[np.float64]:
-    """The numbers at these places of the splitmix64 stream of a seed, strictly between 0 and 1."""
+    """The numbers at these places of the splitmix64 stream of a seed, above 0 and at most 1."""
     with np.errstate(over="ignore"):
         z = (index + np.uint64(seed) * np.uint64(0xD1342543DE82EF95) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

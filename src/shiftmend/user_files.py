@@ -41,8 +41,7 @@ def import_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        if sys.modules.get(name) is module:
-            del sys.modules[name]
+        sys.modules.pop(name, None)
         raise
     return module
 

@@ -37,6 +37,7 @@ def refusal(name: str, *options: str) -> str:
     [
         ("x = 1\ndef make(:\n    pass\n", "could not be imported: SyntaxError: invalid syntax", 2),
         ("\nraise ValueError('no\\nweights')\n", "could not be imported: ValueError: no weights", 2),
+        ("import json\njson.loads('{')\n", "could not be imported: JSONDecodeError: ", 2),
         ("import sys\nsys.exit(3)\n", "could not be imported: SystemExit: 3", 2),
         ("def make():\n    return {}['a']\n", "could not make the model with no options: KeyError: 'a'", 2),
         ("def make():\n    raise ValueError\n", "could not make the model with no options: ValueError (", 2),
@@ -106,6 +107,8 @@ def test_the_line_to_blame_is_not_one_of_a_library_in_the_same_folder(tmp_path: 
         "def make(): made()\n",
     )
     assert f"ValueError: no ({file}, line 4)" in refusal(f"{file}:make")
+    installed = written(tmp_path / "site-packages/installed_net.py", "def make(): raise ValueError('no')\n")
+    assert f"ValueError: no ({installed}, line 1)" in refusal(f"{installed}:make")
 
 
 def test_weights_that_do_not_fit_are_told_by_name(tmp_path: Path) -> None:
