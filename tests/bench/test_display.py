@@ -86,7 +86,7 @@ class Terminal:
                 lines[row] += part
         return "\n".join(lines)
 
-    def shows(self, pattern: str, seconds: float = 30.0) -> bool:
+    def shows(self, pattern: str, seconds: float = 120.0) -> bool:
         end = time.monotonic() + seconds
         while not re.search(pattern, self.screen()):
             if time.monotonic() > end:
