@@ -42,6 +42,16 @@ def test_a_model_is_scored_in_eval_mode_without_a_graph_and_left_as_it_was() -> 
     assert all(module.training for module in model)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_what_is_deployed_is_scored_too() -> None:
+    world = sensors()
+    model, example = world.model.eval(), world.target[:2]
+    exported = torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    expected = shiftmend.evaluate(model, (world.target, world.labels))
+    for deployed in (torch.jit.script(model), torch.jit.trace(model, example), exported.module()):
+        assert shiftmend.evaluate(deployed, (world.target, world.labels)) == expected
+
+
 def test_fractional_labels_are_regression() -> None:
     inputs = torch.tensor([[1.0, 2.0], [0.5, 0.5], [2.0, -1.0]])
     scores = shiftmend.evaluate(Column(), (inputs, torch.tensor([3.0, 1.0, 3.0])), classes=["of", "no", "use"])

@@ -16,7 +16,7 @@ from shiftmend.feeds import Feed, Preprocess
 from shiftmend.histograms import as_samples
 from shiftmend.metrics import ClassificationMetrics, RegressionMetrics
 from shiftmend.scores import RegressionScores, Scores
-from shiftmend.taps import Entry, check_takes, modes, pick, unwrap
+from shiftmend.taps import Entry, check_takes, enter_eval, is_exported, modes, pick, unwrap
 
 _Metrics = ClassificationMetrics | RegressionMetrics
 
@@ -35,9 +35,11 @@ def evaluate(
 
     Whole-number labels mean classification (accuracy, calibration), fractional ones regression. Of a classifier with a
     single output that is the logit of class 1. Of logits `[N, classes, ...]` with labels `[N, ...]`, each position is
-    a sample. With the names of the `classes` that labels number, a model of another number of classes is refused.
+    a sample. With the names of the `classes` that labels number, a model of another number of classes is refused. What
+    is deployed may be scored as well: a scripted or traced model, or the module of an exported one.
     """
-    model = unwrap(model)
+    deployed = isinstance(model, torch.jit.ScriptModule) or is_exported(model)
+    model = model if deployed else unwrap(model)
     place = resolve_device(device, model)
     feed = Feed(data, batch_size=batch_size, device=place, preprocess=preprocess, what="data to evaluate on")
     with placed(model, place):
@@ -72,7 +74,7 @@ class Scorer:
     def _pass(self) -> _Metrics:
         metrics: _Metrics | None = None
         with modes(self.model), torch.no_grad():
-            self.model.eval()
+            enter_eval(self.model)
             for inputs, labels in self.feed.labelled():
                 result = pick(self.model(inputs), self.output, "the model")
                 if metrics is None:

@@ -128,7 +128,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         raise TapError(f"the model is {kind(given)}, expected a torch.nn.Module{advice}")
     if isinstance(model, torch.jit.ScriptModule):
         raise TapError("a scripted model cannot be tapped; pass the module it was scripted from")
-    if isinstance(model, torch.fx.GraphModule) and "eval" in vars(model):  # which torch.export forbids to call
+    if is_exported(model):
         raise TapError("an exported model cannot be tapped; pass the module it was exported from")
     if any(is_lazy(parameter) or parameter.is_meta for parameter in model.parameters()):
         raise TapError(
@@ -142,6 +142,11 @@ def unwrap(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+def is_exported(model: nn.Module) -> bool:
+    """Whether it comes from `torch.export`, which forbids to call `eval`."""
+    return isinstance(model, torch.fx.GraphModule) and "eval" in vars(model)
 
 
 def module_of(model: nn.Module, tap: Tap) -> nn.Module:
@@ -218,10 +223,16 @@ def modes(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def enter_eval(model: nn.Module) -> None:
+    """Eval mode; an exported model stays in the one that it was exported in."""
+    if not is_exported(model):
+        model.eval()
+
+
 def check_takes(model: nn.Module, sample: Tensor, output: Entry = None) -> None:
     """Refuse inputs the model cannot take, and an entry it does not return, before anything else is done with them."""
     with torch.no_grad(), modes(model), eager(model):
-        model.eval()
+        enter_eval(model)
         try:
             returned = model(sample)
         except torch.OutOfMemoryError:
