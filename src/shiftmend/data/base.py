@@ -21,7 +21,7 @@ PathLike = str | os.PathLike[str]
 ROOT_VARIABLE = "SHIFTMEND_DATA"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Split:
     """A set of images as it was stored, before any scaling: nothing is left to do per image.
 
@@ -32,6 +32,10 @@ class Split:
     labels: Tensor | None  # int64 [N]
     name: str
     classes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        known = "without labels" if self.labels is None else f"{len(self.classes) or 'unnamed'} classes"
+        return f"{self.name}: {len(self.images):,} images {list(self.images.shape[1:])}, {known}"
 
     def __post_init__(self) -> None:
         images, labels = self.images, self.labels
