@@ -162,8 +162,6 @@ def _once(
         settings = replace(settings, compile=works)
     network, taps = examine(adapted, feed.first(2), profile, method, settings.blocks, settings.output)
     stages = stages_of(method, network, profile)
-    if not stages and method.name != "source-only":
-        logger.warning("%s finds nothing to change in this model, which stays as it came", method.name)
     refuse_shared(model, adapted, stages)
     _refuse_unfit(method, feed, bool(stages) and bool(batch_norms(adapted)), profile)
     manifest = {

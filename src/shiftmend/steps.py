@@ -130,20 +130,23 @@ class Steps:
     def _try_to_capture(self, targets: Tensor | None) -> None:
         self._tried = True
         self._targets = None if targets is None else targets.clone()
+        quick, untrained = None, set[Tensor]()
         if self.compile:
             with compiled(self.model, dropout=self._dice is not None):
-                self._captured = self._capture(compiled=True)
-            if self._captured is not None and self._left_out():
-                logger.warning("compiled steps are not used: a parameter of %r gets no gradient in them", self.what)
-                self._captured = None
-            self.compile = self._captured is not None
-        self._captured = self._captured or self._capture()
+                quick = self._capture(compiled=True)
+            untrained = self._without_gradient() if quick else untrained
+        plain = None if quick and not untrained else self._capture()
+        if untrained and untrained != self._without_gradient():  # what no loss depends on gets none in either
+            logger.warning("compiled steps are not used: a parameter of %r gets no gradient in them", self.what)
+            quick = None
+        self._captured, self.compile = quick or plain, quick is not None
         self._may_capture = self._captured is not None
 
-    def _left_out(self) -> bool:
-        """Whether the last step has trained less than it should, which compiled code, if torch mistook it, would do."""
-        groups = [] if self.optimiser is None else self.optimiser.param_groups
-        return any(parameter.grad is None for group in groups for parameter in group["params"])
+    def _without_gradient(self) -> set[Tensor]:
+        """What the last step should have trained, and has not: compiled code does so if torch mistook it."""
+        assert self.optimiser is not None
+        wanted = (parameter for group in self.optimiser.param_groups for parameter in group["params"])
+        return {parameter for parameter in wanted if parameter.grad is None}
 
     def _capture(self, compiled: bool = False) -> CapturedEpoch | None:
         inputs, optimiser, feed = self.feed.inputs, self.optimiser, self.feed

@@ -125,8 +125,14 @@ def test_weights_that_do_not_fit_are_told_by_name(tmp_path: Path) -> None:
         DataError, match=r"such as a whole model; expected what torch.save\(model.state_dict\(\), file\)"
     ):
         load_model(f"{file}:make", whole, [], allow_pickle=True)
-    torch.save([torch.ones(2, 4)], whole)
-    with pytest.raises(DataError, match=r"holds a list, expected what torch.save\(model.state_dict\(\), file\)"):
+    for kind, held in (("list", [torch.ones(2, 4)]), ("dict", {0: torch.ones(2, 4)})):
+        torch.save(held, whole)
+        with pytest.raises(
+            DataError, match=rf"{kind} without names of weights, expected what torch.save\(model.state_"
+        ):
+            load_model(f"{file}:make", whole, [], allow_pickle=True)
+    torch.save({"model": {0: torch.ones(2, 4)}}, whole)
+    with pytest.raises(DataError, match=r"the file lacks 'weight' \(1 more\) and the model lacks 'model'"):
         load_model(f"{file}:make", whole, [], allow_pickle=True)
 
 

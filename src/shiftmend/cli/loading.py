@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import safetensors.torch
 import torch
@@ -112,9 +112,10 @@ def _load_weights(model: nn.Module, path: Path, allow_pickle: bool) -> None:
         ) from error
     except Exception as error:
         raise DataError(f"{path} could not be read as weights: {error}") from error
-    if not isinstance(state, Mapping):
+    if not _has_names(state):
         raise DataError(
-            f"{path} holds a {type(state).__name__}, expected what torch.save(model.state_dict(), file) writes"
+            f"{path} holds a {type(state).__name__} without names of weights, expected what "
+            "torch.save(model.state_dict(), file) writes"
         )
     own = model.state_dict()
     state = _unwrapped(state, own)
@@ -135,12 +136,16 @@ def _unwrapped(state: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str,
     theirs before each of the model's.
     """
     kept = (state.get(key) for key in ("state_dict", "model_state_dict", "model"))
-    state = next((found for found in kept if isinstance(found, Mapping)), state)
+    state = next((found for found in kept if _has_names(found)), state)
     first = next(iter(own), "")
     for prefix in {name.removesuffix(first) for name in state if name.endswith(f".{first}")}:
         if {f"{prefix}{name}" for name in own} == set(state):
             return {name: state[f"{prefix}{name}"] for name in own}
     return state
+
+
+def _has_names(found: Any) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(found, Mapping) and all(isinstance(name, str) for name in found)
 
 
 def _first(names: list[str]) -> str:

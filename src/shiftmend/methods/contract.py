@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,10 +15,14 @@ import torch
 from torch import Tensor
 
 from shiftmend.checks import brief, kind
+from shiftmend.distributed import of_first_process
 from shiftmend.errors import AdaptationError
 from shiftmend.methods.base import Activations, Method, Network, Objective, Stage, check_epochs, check_positive
 from shiftmend.profiles import Profile
 from shiftmend.tracing import trainable
+
+logger = logging.getLogger(__name__)
+logger.addFilter(of_first_process)
 
 
 def facts_of(method: Method) -> dict[str, Any]:
@@ -50,6 +55,8 @@ def stages_of(method: Method, network: Network, profile: Profile | None) -> list
     given: Any = method.stages(network, profile)
     if not isinstance(given, list | tuple) or not all(isinstance(stage, Stage) for stage in given):
         raise AdaptationError(f"`stages` of {method.name} gave {brief(given)}, expected a list of Stage")
+    if not given and method.name != "source-only":
+        logger.warning("%s finds nothing to change in this model, which stays as it came", method.name)
     every = network.model.named_parameters(remove_duplicate=False)  # a shared one may go by either name
     known = {name for name, parameter in every if trainable(parameter)}
     for stage in given:
