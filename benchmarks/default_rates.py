@@ -1,6 +1,6 @@
 """Which learning rate should FR and BUFR take for a small network about which nothing is published?
 
-    python benchmarks/default_rates.py [--networks "signal;volume"] [--temperature 0.05] [--out rates.json]
+    python benchmarks/default_rates.py [--networks "signal;volume"] [--seed 1] [--temperature 0.05] [--out rates.json]
 
 Several small networks are trained, on made-up data and on scikit-learn's digits, and mended after a change of gain and
 offset (on the digits with noise) at several rates. For each: the divergence of the verification slices in the end, what
@@ -162,8 +162,8 @@ MADE_UP: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 NETWORKS = (*MADE_UP, "digits", *STAGED)
 
 
-def world(name: str) -> World:
-    torch.manual_seed(0)
+def world(name: str, seed: int) -> World:
+    torch.manual_seed(seed)
     if name == "digits":
         return digits(small_cnn())
     if name in STAGED:
@@ -211,13 +211,14 @@ def accuracy(model: nn.Module, here: World) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", default=";".join(NETWORKS), help="with semicolons")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--temperature", type=float, default=0.01, help="of the soft bins")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # that features are not restored is what is measured here
     rows = []
     for name in options.networks.split(";"):
-        here = world(name)
+        here = world(name, options.seed)
         bins = shiftmend.Bins(temperature=options.temperature)
         profile = shiftmend.profile(here.model, here.source, bins=bins, progress=False)
         before = shiftmend.verify(here.model, here.target, profile)

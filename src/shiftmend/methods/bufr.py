@@ -23,6 +23,7 @@ class BUFR(Alignment):
     name: ClassVar[str] = "bufr"
     online: ClassVar[bool] = False
     staged_rate: ClassVar[float] = 0.1
+    unnormalised_rate: ClassVar[float] = 3e-3
     layerwise_rate: ClassVar[float] = 0.01
     epochs_per_block: int = 30
     decay: float | None = None

@@ -41,6 +41,7 @@ class Alignment(Method):
     needs_profile: ClassVar[bool] = True
     several_processes: ClassVar[bool] = True
     staged_rate: ClassVar[float]
+    unnormalised_rate: ClassVar[float]
     layerwise_rate: ClassVar[float]
     learning_rate: float | None = None
     align: tuple[str, ...] | str = ("features", "logits")
@@ -90,17 +91,17 @@ class Alignment(Method):
     def rate(self, network: Network, profile: Profile | None) -> float:
         """The learning rate given, or the default for such a network, translated to the profile's preset.
 
-        The default is the one published for this network; for others of one layer a block the largest that restored
-        nearly all of several small ones (`benchmarks/default_rates.py`), since a small one may not get there in few
-        steps; for those of stages what was published for ResNets, and a tenth of that without BatchNorm, where large
-        steps are not forgiven.
+        The default is the one published for this network; for others of stages with BatchNorm what was published for
+        ResNets. The rest was measured on small networks (`benchmarks/default_rates.py`): the largest that restored
+        nearly all of those with one layer a block, since a small one may not get there in few steps, and one that
+        scrambled none of those with stages without BatchNorm, where large steps are not forgiven.
         """
         if self.learning_rate is not None:
             return self.learning_rate
         assert profile is not None
         default = network.published(self.name)
         if default is None:
-            staged = self.staged_rate * (1.0 if network.batch_normalised else 0.1)
+            staged = self.staged_rate if network.batch_normalised else self.unnormalised_rate
             default = self.layerwise_rate if network.layerwise else staged
         return default * _loss_scale(find_preset(profile.preset), profile)
 
@@ -126,6 +127,7 @@ class FR(Alignment):
 
     name: ClassVar[str] = "fr"
     staged_rate: ClassVar[float] = 1e-3
+    unnormalised_rate: ClassVar[float] = 1e-3
     layerwise_rate: ClassVar[float] = 3e-3
     epochs: int = 150
 
