@@ -11,12 +11,14 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn, optim
 
 from shiftmend.errors import ShiftmendError
+from shiftmend.returned import tensors_in
 from shiftmend.states import is_writable
 from shiftmend.turns import has_turns, others_may_go
 
@@ -54,13 +56,13 @@ def worth_capturing(inputs: Tensor) -> bool:
     return inputs.is_cuda and inputs[0].numel() <= LARGEST_SAMPLE
 
 
-def captured_call(run: Callable[[], T], device: torch.device) -> Callable[[], T] | None:
+def captured_call(run: Callable[[], T], model: nn.Module, device: torch.device) -> Callable[[], T] | None:
     """What does the same as `run`, which must not change anything; None if it cannot be captured.
 
     Each call writes into the tensors that the one before has returned. `run` itself is not kept: a graph has to go when
-    its owner goes, not when garbage is collected. So what it reads from elsewhere must be kept by that owner.
+    its owner goes, not when garbage is collected. So what it reads beside the model must be kept by that owner.
     """
-    return _or_none(lambda: _replayed(run, device), "passes", device)
+    return _or_none(lambda: _replayed(run, model, device), "passes", device)
 
 
 def _or_none(capture: Callable[[], T], what: str, device: torch.device) -> T | None:
@@ -76,17 +78,31 @@ def _or_none(capture: Callable[[], T], what: str, device: torch.device) -> T | N
         return None
 
 
-def _replayed(run: Callable[[], T], device: torch.device) -> Callable[[], T]:
-    graph, result = _recorded(run, device, 1)
+def _replayed(run: Callable[[], T], model: nn.Module, device: torch.device) -> _Replayed[T]:
+    read: list[Tensor] = []
 
-    def call() -> T:
+    def once() -> T:
+        with _kept_of(model) as read[:]:
+            return run()
+
+    graph, result = _recorded(once, device, 1)
+    return _Replayed(graph, result, read, device)
+
+
+@dataclass(frozen=True)
+class _Replayed(Generic[T]):
+    graph: torch.cuda.CUDAGraph
+    result: T
+    read: list[Tensor]
+    """Of the model: the graph reads it."""
+    device: torch.device
+
+    def __call__(self) -> T:
         with others_may_go():
-            graph.replay()
+            self.graph.replay()
             if has_turns():
-                torch.cuda.current_stream(device).synchronize()
-        return result
-
-    return call
+                torch.cuda.current_stream(self.device).synchronize()
+        return self.result
 
 
 def _recorded(run: Callable[[], T], device: torch.device, warm_up: int) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -129,10 +145,29 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def _kept_of(model: nn.Module) -> Iterator[list[Tensor]]:
+    """What the model holds as the block begins, for who keeps a graph of it: the model may come to hold another.
+
+    A mask or a table that a model makes for the size of a batch is replaced when one of another size comes, and would
+    be freed while a graph reads it. What was made while a capture failed was never computed, and is taken away again.
+    """
+    owned = [attributes for module in model.modules() for attributes in (vars(module), module._buffers)]
+    before = [dict(attributes) for attributes in owned]
+    try:
+        yield [tensor.detach() for tensor in tensors_in(before)]
+    except BaseException:
+        for attributes, values in zip(owned, before, strict=True):
+            attributes.clear()
+            attributes.update(values)
+        raise
+
+
 class CapturedEpoch:
     """A step finds its batch by itself, from the order of the epoch and a counter on the device.
 
-    No reference is kept to what was captured: a graph has to go when its stage ends, not when garbage is collected.
+    Nothing is kept of what was captured but tensors: a graph has to go when its stage ends, not when garbage is
+    collected.
     """
 
     def __init__(
@@ -144,12 +179,14 @@ class CapturedEpoch:
         self.order = torch.arange(rows * size, device=device).remainder_(samples).view(-1, size)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.sums: Sums = {}
+        self.read: list[Tensor] = []
         with _undone(model, optimiser):
-            self.graph, _ = _recorded(lambda: self._step(once), device, WARM_UP)
+            self.graph, _ = _recorded(lambda: self._step(once, model), device, WARM_UP)
 
-    def _step(self, once: Once) -> None:
+    def _step(self, once: Once, model: nn.Module) -> None:
         index = self.order.index_select(0, self.cursor).squeeze(0)
-        terms = once(index)
+        with _kept_of(model) as self.read:
+            terms = once(index)
         if not self.sums:
             self.sums = {name: torch.zeros_like(term) for name, term in terms.items()}
         torch._foreach_add_([self.sums[name] for name in terms], list(terms.values()))

@@ -86,7 +86,7 @@ class Watch:
         if self.capture and not active() and inputs is not None and worth_capturing(inputs):
             parts = self._parts = feed.some(self.most or len(inputs), 0, feed.at_once)
             self._again = captured_call(
-                lambda: self._pass(feed.ready(inputs.index_select(0, part)) for part in parts), feed.device
+                lambda: self._pass(feed.ready(inputs.index_select(0, part)) for part in parts), self.model, feed.device
             )
             if self._again is not None:
                 return self._again()
