@@ -6,6 +6,7 @@ finds out, as a real one would not, if that has been freed.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -81,7 +82,7 @@ def recorded(run: Callable[[], Any], device: torch.device, warm_up: int) -> tupl
         run()
     graph = Graph()
     try:
-        with graph:
+        with captures.nothing_drawn(), graph:
             result = run()
     finally:
         for tensor in graph.own.values():
@@ -94,6 +95,7 @@ def captured_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on steps and passes are captured on a CPU as well."""
     monkeypatch.setattr(captures, "_recorded", recorded)
     monkeypatch.setattr(captures, "_end_capture", lambda device: None)
+    monkeypatch.setattr(captures, "_draws", random.getstate)  # what torch draws here, it would draw on the device
     for module in (evaluation, looks, signals):
         monkeypatch.setattr(module, "worth_capturing", lambda inputs: True)
     monkeypatch.setattr(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import shiftmend
 from graphs import FreedError, captured_without_a_gpu, recorded
+from shiftmend import captures
 from shiftmend.adaptations import Adaptation, Epoch
 from shiftmend.evaluation import Scorer
 from shiftmend.feeds import Feed
@@ -21,6 +24,7 @@ from shiftmend.taps import Tap
 from worlds import World, sensors
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DRAWS = captures._draws
 PLACES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, gpu])]
 
 
@@ -171,3 +175,27 @@ def test_what_a_model_makes_while_a_capture_fails_is_not_used(device: str, monke
     assert not look.capture
     torch.testing.assert_close(seen, Looker(copy.deepcopy(model), feed)(taps)["logits"])
     assert bool(seen.isfinite().all())
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("drawn", ["random", "numpy", "torch"])
+def test_augmentation_with_random_numbers_of_the_host_draws_anew_for_every_batch(
+    drawn: str, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    draw = {
+        "random": random.random,
+        "numpy": np.random.random,
+        "torch": lambda: int(torch.randint(1 << 30, (1,))) / (1 << 30),
+    }[drawn]
+    if device == "cpu":
+        captured_without_a_gpu(monkeypatch)
+        monkeypatch.setattr(captures, "_draws", DRAWS)
+    factors: list[float] = []
+
+    def scaled(inputs: Tensor) -> Tensor:
+        factors.append(draw())
+        return inputs * (1 + 0.01 * factors[-1])
+
+    adapted(sensors(), "fr", device, preprocess=scaled, capture=True, on_epoch=lambda model, row: None)
+    assert "steps are not captured as a CUDA graph (RuntimeError: random numbers are drawn on the host" in caplog.text
+    assert len(set(factors)) > 5 * 6

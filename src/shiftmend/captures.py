@@ -2,18 +2,20 @@
 
 A step of a small network is over before Python has launched the next kernel; a replayed graph needs one launch for all
 of them, and does the same arithmetic. What cannot be captured (control flow that looks at values, operations that wait
-for the device) is left to be run eagerly, and the reason is logged once.
+for the device, random numbers of the host) is left to be run eagerly, and the reason is logged once.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn, optim
 
@@ -122,7 +124,8 @@ def _recorded(run: Callable[[], T], device: torch.device, warm_up: int) -> tuple
                 # thread_local: other threads may go on using the device meanwhile
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    result = run()
+                    with nothing_drawn():
+                        result = run()
                 except BaseException:
                     with suppress(RuntimeError):  # what went wrong first says more
                         graph.capture_end()
@@ -131,6 +134,21 @@ def _recorded(run: Callable[[], T], device: torch.device, warm_up: int) -> tuple
     finally:  # also after a failure: what the caller puts right must not be overtaken by a warm-up
         now.wait_stream(stream)
     return graph, result
+
+
+@contextmanager
+def nothing_drawn() -> Iterator[None]:
+    """Refuse random numbers of the host, such as those of an augmentation: a graph would repeat the same for ever."""
+    before = _draws()
+    yield
+    if _draws() != before:
+        raise RuntimeError("random numbers are drawn on the host, and a graph would repeat them")
+
+
+def _draws() -> tuple[Any, ...]:
+    """Where the generators of the host are."""
+    of_numpy = repr(np.random.get_state(legacy=False))  # noqa: NPY002
+    return random.getstate(), of_numpy, torch.default_generator.get_state().tolist()
 
 
 @contextmanager
