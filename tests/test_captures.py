@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import logging
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,6 +23,8 @@ from shiftmend.adaptations import Adaptation, Epoch
 from shiftmend.evaluation import Scorer
 from shiftmend.feeds import Feed
 from shiftmend.looks import Looker
+from shiftmend.methods import Method
+from shiftmend.methods.fr import FR
 from shiftmend.taps import Tap
 from worlds import World, sensors
 
@@ -51,7 +56,9 @@ def overwrite_what_was_freed() -> None:
     torch.cuda.synchronize()
 
 
-def adapted(world: World, method: str, device: str = "cpu", **options: Any) -> tuple[Adaptation, list[float]]:
+def adapted(
+    world: World, method: str | type[Method], device: str = "cpu", **options: Any
+) -> tuple[Adaptation, list[float]]:
     """The result, and scores after every epoch."""
     scorers: dict[nn.Module, Scorer] = {}
     scores = []
@@ -66,9 +73,8 @@ def adapted(world: World, method: str, device: str = "cpu", **options: Any) -> t
 
     epochs = {"epochs_per_block": 3} if method == "bufr" else {"epochs": 5}
     usual = {"learning_rate": 0.01, "batch_size": 100, "on_epoch": score, "progress": False, "device": device}
-    return shiftmend.adapt(
-        world.model, world.target, world.profile(), method, **usual | epochs | options
-    ), scores  # fmt: skip
+    given = usual | epochs | options
+    return shiftmend.adapt(world.model, world.target, world.profile(), method, **given), scores
 
 
 def same(one: Adaptation, other: Adaptation, tolerance: float) -> None:
@@ -127,6 +133,26 @@ def test_a_captured_run_that_is_resumed_within_a_stage_ends_as_a_whole_one(
     resumed, _ = adapted(sensors(), "bufr", **options)
     whole, _ = adapted(sensors(), "bufr", capture=False)
     same(resumed, whole, 1e-6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blunted(FR):
+    """FR on a model whose BatchNorm is another for the length of the run."""
+
+    name: ClassVar[str] = "blunted"
+
+    @contextmanager
+    def prepared(self, model: nn.Module) -> Iterator[None]:
+        assert isinstance(model, nn.Sequential)
+        usual, model[1].eps = model[1].eps, 1.0
+        yield
+        model[1].eps = usual
+
+
+def test_a_captured_look_sees_a_model_that_its_method_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured_without_a_gpu(monkeypatch)
+    one, other = (adapted(sensors(), Blunted, capture=capture)[0] for capture in (True, False))
+    same(one, other, 1e-6)
 
 
 class Tabled(nn.Module):

@@ -81,6 +81,10 @@ class Watch:
             verification = judged(found["slices"], found["marginals"], seen.inputs, self.profile)
         return Signals(verification, found.get("marginals"), found.get("entropy"), found.get("confidence"))
 
+    def forget(self) -> None:
+        """Look anew: the model has been changed otherwise than in the values of its tensors."""
+        self._again = None
+
     def _look(self) -> _Seen:
         inputs, feed = self.feed.inputs, self.feed
         if self.capture and not active() and inputs is not None and worth_capturing(inputs):

@@ -477,6 +477,14 @@ def test_training_in_bfloat16_learns_as_well() -> None:
     assert not torch.equal(next(full.parameters()), next(model.parameters()))
 
 
+def test_weights_that_the_callers_autocast_would_keep_are_cast_anew_in_training() -> None:
+    found = []
+    for cache in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            found.append(trained())
+    assert differences(*found) == []
+
+
 def test_what_is_off_does_not_change_a_recipe() -> None:
     assert "autocast" not in recipe().facts()
     assert recipe(autocast=True).facts()["autocast"] is True
