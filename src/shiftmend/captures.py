@@ -84,10 +84,11 @@ def _replayed(run: Callable[[], T], model: nn.Module, device: torch.device) -> _
     read: list[Tensor] = []
 
     def once() -> T:
-        with _kept_of(model) as read[:]:
-            return run()
+        read[:] = _held_by(model)
+        return run()
 
-    graph, result = _recorded(once, device, 1)
+    with _as_before_if_it_fails(model):
+        graph, result = _recorded(once, device, 1)
     return _Replayed(graph, result, read, device)
 
 
@@ -163,17 +164,22 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def _kept_of(model: nn.Module) -> Iterator[list[Tensor]]:
-    """What the model holds as the block begins, for who keeps a graph of it: the model may come to hold another.
+def _held_by(model: nn.Module) -> list[Tensor]:
+    """Every tensor that a model holds, for who keeps a graph of it, since the model may come to hold another.
 
-    A mask or a table that a model makes for the size of a batch is replaced when one of another size comes, and would
-    be freed while a graph reads it. What was made while a capture failed was never computed, and is taken away again.
+    A mask or a table that it makes for the size of a batch is replaced when one of another size comes, and would be
+    freed while a graph reads it.
     """
+    return [tensor.detach() for module in model.modules() for tensor in tensors_in(vars(module))]
+
+
+@contextmanager
+def _as_before_if_it_fails(model: nn.Module) -> Iterator[None]:
+    """What a model comes to hold while a capture fails is taken away again: it was never computed."""
     owned = [attributes for module in model.modules() for attributes in (vars(module), module._buffers)]
     before = [dict(attributes) for attributes in owned]
     try:
-        yield [tensor.detach() for tensor in tensors_in(before)]
+        yield
     except BaseException:
         for attributes, values in zip(owned, before, strict=True):
             attributes.clear()
@@ -198,13 +204,13 @@ class CapturedEpoch:
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.sums: Sums = {}
         self.read: list[Tensor] = []
-        with _undone(model, optimiser):
+        with _as_before_if_it_fails(model), _undone(model, optimiser):
             self.graph, _ = _recorded(lambda: self._step(once, model), device, WARM_UP)
 
     def _step(self, once: Once, model: nn.Module) -> None:
         index = self.order.index_select(0, self.cursor).squeeze(0)
-        with _kept_of(model) as self.read:
-            terms = once(index)
+        self.read = _held_by(model)
+        terms = once(index)
         if not self.sums:
             self.sums = {name: torch.zeros_like(term) for name, term in terms.items()}
         torch._foreach_add_([self.sums[name] for name in terms], list(terms.values()))
