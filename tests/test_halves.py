@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ import shiftmend
 from shiftmend import halves
 from shiftmend.halves import in_bfloat16
 from shiftmend.models import build
+from worlds import sensors
 
 CPU = torch.device("cpu")
 
@@ -112,6 +115,33 @@ def test_what_a_step_changes_is_seen_by_the_next() -> None:
             model.weight.fill_(value)
         with in_bfloat16(model, CPU):
             assert model(inputs).item() == 2 * value
+
+
+@pytest.mark.parametrize("way", ["adapt", "adapt in bfloat16", "stream"])
+def test_weights_that_the_callers_autocast_would_keep_are_cast_anew(way: str) -> None:
+    """It keeps what it has cast until its block ends: all steps would run with the weights of the first."""
+    world = sensors()
+
+    def weights() -> list[Tensor]:
+        options: dict[str, Any] = {"learning_rate": 0.05}
+        if way == "stream":
+            online = shiftmend.stream(world.model, world.profile(), "fr", **options)
+            seen = [online.step(batch) for batch in world.target.split(100)]
+            return [*seen, *online.snapshot().state_dict().values()]
+        half = way == "adapt in bfloat16"
+        result = shiftmend.adapt(
+            world.model, world.target, world.profile(), "fr", epochs=3, autocast=half, progress=False, **options
+        )
+        assert result.after is not None
+        return [torch.tensor(result.after.divergence), *result.model.state_dict().values()]
+
+    found = []
+    for cache in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            found.append(weights())
+            assert torch.is_autocast_cache_enabled() == cache
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.gpu

@@ -2,21 +2,25 @@
 
 A step of a small network is over before Python has launched the next kernel; a replayed graph needs one launch for all
 of them, and does the same arithmetic. What cannot be captured (control flow that looks at values, operations that wait
-for the device) is left to be run eagerly, and the reason is logged once.
+for the device, random numbers of the host) is left to be run eagerly, and the reason is logged once.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn, optim
 
 from shiftmend.errors import ShiftmendError
+from shiftmend.returned import tensors_in
 from shiftmend.states import is_writable
 from shiftmend.turns import has_turns, others_may_go
 
@@ -54,13 +58,13 @@ def worth_capturing(inputs: Tensor) -> bool:
     return inputs.is_cuda and inputs[0].numel() <= LARGEST_SAMPLE
 
 
-def captured_call(run: Callable[[], T], device: torch.device) -> Callable[[], T] | None:
+def captured_call(run: Callable[[], T], model: nn.Module, device: torch.device) -> Callable[[], T] | None:
     """What does the same as `run`, which must not change anything; None if it cannot be captured.
 
     Each call writes into the tensors that the one before has returned. `run` itself is not kept: a graph has to go when
-    its owner goes, not when garbage is collected. So what it reads from elsewhere must be kept by that owner.
+    its owner goes, not when garbage is collected. So what it reads beside the model must be kept by that owner.
     """
-    return _or_none(lambda: _replayed(run, device), "passes", device)
+    return _or_none(lambda: _replayed(run, model, device), "passes", device)
 
 
 def _or_none(capture: Callable[[], T], what: str, device: torch.device) -> T | None:
@@ -76,17 +80,32 @@ def _or_none(capture: Callable[[], T], what: str, device: torch.device) -> T | N
         return None
 
 
-def _replayed(run: Callable[[], T], device: torch.device) -> Callable[[], T]:
-    graph, result = _recorded(run, device, 1)
+def _replayed(run: Callable[[], T], model: nn.Module, device: torch.device) -> _Replayed[T]:
+    read: list[Tensor] = []
 
-    def call() -> T:
+    def once() -> T:
+        read[:] = _held_by(model)
+        return run()
+
+    with _as_before_if_it_fails(model):
+        graph, result = _recorded(once, device, 1)
+    return _Replayed(graph, result, read, device)
+
+
+@dataclass(frozen=True)
+class _Replayed(Generic[T]):
+    graph: torch.cuda.CUDAGraph
+    result: T
+    read: list[Tensor]
+    """Of the model: the graph reads it."""
+    device: torch.device
+
+    def __call__(self) -> T:
         with others_may_go():
-            graph.replay()
+            self.graph.replay()
             if has_turns():
-                torch.cuda.current_stream(device).synchronize()
-        return result
-
-    return call
+                torch.cuda.current_stream(self.device).synchronize()
+        return self.result
 
 
 def _recorded(run: Callable[[], T], device: torch.device, warm_up: int) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -106,7 +125,8 @@ def _recorded(run: Callable[[], T], device: torch.device, warm_up: int) -> tuple
                 # thread_local: other threads may go on using the device meanwhile
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    result = run()
+                    with nothing_drawn():
+                        result = run()
                 except BaseException:
                     with suppress(RuntimeError):  # what went wrong first says more
                         graph.capture_end()
@@ -115,6 +135,21 @@ def _recorded(run: Callable[[], T], device: torch.device, warm_up: int) -> tuple
     finally:  # also after a failure: what the caller puts right must not be overtaken by a warm-up
         now.wait_stream(stream)
     return graph, result
+
+
+@contextmanager
+def nothing_drawn() -> Iterator[None]:
+    """Refuse random numbers of the host, such as those of an augmentation: a graph would repeat the same for ever."""
+    before = _draws()
+    yield
+    if _draws() != before:
+        raise RuntimeError("random numbers are drawn on the host, and a graph would repeat them")
+
+
+def _draws() -> tuple[Any, ...]:
+    """Where the generators of the host are."""
+    of_numpy = repr(np.random.get_state(legacy=False))  # noqa: NPY002
+    return random.getstate(), of_numpy, torch.default_generator.get_state().tolist()
 
 
 @contextmanager
@@ -129,10 +164,34 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _held_by(model: nn.Module) -> list[Tensor]:
+    """Every tensor that a model holds, for who keeps a graph of it, since the model may come to hold another.
+
+    A mask or a table that it makes for the size of a batch is replaced when one of another size comes, and would be
+    freed while a graph reads it.
+    """
+    return [tensor.detach() for module in model.modules() for tensor in tensors_in(vars(module))]
+
+
+@contextmanager
+def _as_before_if_it_fails(model: nn.Module) -> Iterator[None]:
+    """What a model comes to hold while a capture fails is taken away again: it was never computed."""
+    owned = [attributes for module in model.modules() for attributes in (vars(module), module._buffers)]
+    before = [dict(attributes) for attributes in owned]
+    try:
+        yield
+    except BaseException:
+        for attributes, values in zip(owned, before, strict=True):
+            attributes.clear()
+            attributes.update(values)
+        raise
+
+
 class CapturedEpoch:
     """A step finds its batch by itself, from the order of the epoch and a counter on the device.
 
-    No reference is kept to what was captured: a graph has to go when its stage ends, not when garbage is collected.
+    Nothing is kept of what was captured but tensors: a graph has to go when its stage ends, not when garbage is
+    collected.
     """
 
     def __init__(
@@ -144,11 +203,13 @@ class CapturedEpoch:
         self.order = torch.arange(rows * size, device=device).remainder_(samples).view(-1, size)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.sums: Sums = {}
-        with _undone(model, optimiser):
-            self.graph, _ = _recorded(lambda: self._step(once), device, WARM_UP)
+        self.read: list[Tensor] = []
+        with _as_before_if_it_fails(model), _undone(model, optimiser):
+            self.graph, _ = _recorded(lambda: self._step(once, model), device, WARM_UP)
 
-    def _step(self, once: Once) -> None:
+    def _step(self, once: Once, model: nn.Module) -> None:
         index = self.order.index_select(0, self.cursor).squeeze(0)
+        self.read = _held_by(model)
         terms = once(index)
         if not self.sums:
             self.sums = {name: torch.zeros_like(term) for name, term in terms.items()}

@@ -21,6 +21,7 @@ from shiftmend.distributed import of_first_process, same_everywhere, warn_if_apa
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
+from shiftmend.halves import nothing_cached
 from shiftmend.layouts import channels_last
 from shiftmend.loop import Run
 from shiftmend.methods import METHODS, Method, Network, kind_of
@@ -38,6 +39,7 @@ logger.addFilter(of_first_process)
 
 
 @torch.inference_mode(False)
+@nothing_cached()
 def adapt(
     model: nn.Module,
     target: Any,

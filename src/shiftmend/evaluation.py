@@ -67,7 +67,7 @@ class Scorer:
 
     def __call__(self) -> Scores | RegressionScores:
         if self._capture:
-            self._again = captured_call(self._pass, self.feed.device)
+            self._again = captured_call(self._pass, self.model, self.feed.device)
             self._capture = False
         return (self._again or self._pass)().compute()
 

@@ -45,6 +45,20 @@ def in_bfloat16(model: nn.Module, device: torch.device) -> Iterator[None]:
                 yield
 
 
+@contextmanager
+def nothing_cached() -> Iterator[None]:
+    """Inside, autocast that the caller has switched on casts a weight whenever it is used.
+
+    It would keep what it once cast until the caller's block ends, and the network would run with weights of before.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 class _Halved(TorchFunctionMode):
     """Calls that autocast would cast a weight for get the copy that there is of it."""
 

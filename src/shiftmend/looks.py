@@ -30,7 +30,7 @@ class Looker:
     def __call__(self, taps: Mapping[str, Tap]) -> dict[str, Tensor]:
         if self.capture and self._taps != taps:
             self._taps = dict(taps)
-            self._again = captured_call(lambda: self._look(taps), self.feed.device)
+            self._again = captured_call(lambda: self._look(taps), self.model, self.feed.device)
             self.capture = self._again is not None
         return self._again() if self._again is not None else self._look(taps)
 

@@ -110,6 +110,8 @@ class Run:
             if resumed is None:
                 self._row(0, "", 0.0, {}, started)
             with steady(self.model, self.method.dropout), self.method.prepared(self.model):
+                if type(self.method).prepared is not Method.prepared:
+                    self.watch.forget()
                 self._all_stages(resumed)
         except KeyboardInterrupt:
             if world_size() > 1:  # the others may be elsewhere: nothing can be asked of them any more

@@ -81,12 +81,16 @@ class Watch:
             verification = judged(found["slices"], found["marginals"], seen.inputs, self.profile)
         return Signals(verification, found.get("marginals"), found.get("entropy"), found.get("confidence"))
 
+    def forget(self) -> None:
+        """Look anew: the model has been changed otherwise than in the values of its tensors."""
+        self._again = None
+
     def _look(self) -> _Seen:
         inputs, feed = self.feed.inputs, self.feed
         if self.capture and not active() and inputs is not None and worth_capturing(inputs):
             parts = self._parts = feed.some(self.most or len(inputs), 0, feed.at_once)
             self._again = captured_call(
-                lambda: self._pass(feed.ready(inputs.index_select(0, part)) for part in parts), feed.device
+                lambda: self._pass(feed.ready(inputs.index_select(0, part)) for part in parts), self.model, feed.device
             )
             if self._again is not None:
                 return self._again()

@@ -28,6 +28,7 @@ from shiftmend.devices import resolve_device
 from shiftmend.engine import examine, fitting_profile, refuse_broken
 from shiftmend.errors import AdaptationError, DataError, ShiftmendError
 from shiftmend.feeds import Feed, Preprocess
+from shiftmend.halves import nothing_cached
 from shiftmend.methods import METHODS, Method
 from shiftmend.methods import method as make_method
 from shiftmend.methods.contract import check_objective, facts_of, loss_of, stages_of
@@ -76,6 +77,7 @@ class Stream:
         self._seen: deque[tuple[CountTracker, int]] = deque(maxlen=window)
 
     @torch.inference_mode(False)
+    @nothing_cached()
     def step(self, batch: Any) -> Tensor:
         """Predict a batch, then learn from it; a bad one is refused, or skipped with a warning, and changes nothing."""
         with self._lock:

@@ -477,6 +477,14 @@ def test_training_in_bfloat16_learns_as_well() -> None:
     assert not torch.equal(next(full.parameters()), next(model.parameters()))
 
 
+def test_weights_that_the_callers_autocast_would_keep_are_cast_anew_in_training() -> None:
+    found = []
+    for cache in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            found.append(trained())
+    assert differences(*found) == []
+
+
 def test_what_is_off_does_not_change_a_recipe() -> None:
     assert "autocast" not in recipe().facts()
     assert recipe(autocast=True).facts()["autocast"] is True
@@ -507,6 +515,9 @@ def test_training_on_a_gpu_is_captured_and_learns_as_an_eager_one(
         assert (one - other).norm() <= 0.1 * (one - begun).norm() + 1e-5
     monkeypatch.setattr(training, "captured_epoch", lambda *_: None)
     eager = train(plan, toy(), preprocess, seed=0, device="cuda")
+    for one, other, begun in zip(model.parameters(), eager.parameters(), first.parameters(), strict=True):
+        # a rate that did not fall, or other draws, would end more than 0.24 of the way off
+        assert (one - other).norm() <= 0.2 * (one - begun).norm() + 1e-5
     fresh = toy(90, seed=1)
     enough = 0.9 if augmentation == "none" else 0.6  # turned and mirrored, the patterns take longer to learn
     for one in (model, eager):

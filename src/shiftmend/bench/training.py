@@ -32,7 +32,7 @@ from shiftmend.devices import resolve_device
 from shiftmend.dice import Dice
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.feeds import Preprocess
-from shiftmend.halves import in_bfloat16
+from shiftmend.halves import in_bfloat16, nothing_cached
 from shiftmend.models import MODELS, build
 from shiftmend.states import held, put_back
 from shiftmend.taps import check_takes
@@ -119,6 +119,7 @@ def untrained(recipe: Recipe, seed: int = 0) -> nn.Module:
 
 @torch.inference_mode(False)
 @torch.enable_grad()
+@nothing_cached()
 def train(
     recipe: Recipe,
     images: Split | ImageFiles,
