@@ -898,7 +898,8 @@ def test_a_copy_that_runs_layers_of_the_callers_model_is_refused() -> None:
 
 def test_a_copy_may_ask_for_the_type_of_the_callers_weights() -> None:
     world = sensors()
-    model, first = world.model, world.model[0].weight
+    model = copy.deepcopy(world.model)
+    first = model[0].weight
     model.register_forward_pre_hook(
         lambda _, given: (given[0].to(first.device, first.dtype).reshape(-1, first.shape[1])[:, : first.size(1)],)
     )
