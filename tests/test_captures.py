@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import random
 from collections.abc import Iterator
@@ -225,3 +226,15 @@ def test_augmentation_with_random_numbers_of_the_host_draws_anew_for_every_batch
     adapted(sensors(), "fr", device, preprocess=scaled, capture=True, on_epoch=lambda model, row: None)
     assert "steps are not captured as a CUDA graph (RuntimeError: random numbers are drawn on the host" in caplog.text
     assert len(set(factors)) > 5 * 6
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_garbage_is_not_collected_meanwhile_and_as_before_afterwards(enabled: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with captures.no_collection():
+            assert not gc.isenabled()
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()

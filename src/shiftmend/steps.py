@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from shiftmend.captures import CapturedEpoch, Sums, captured_epoch, kept_in_place
+from shiftmend.captures import CapturedEpoch, Sums, captured_epoch
 from shiftmend.dice import Dice
 from shiftmend.distributed import active, backward, together
 from shiftmend.feeds import Feed
@@ -19,6 +19,7 @@ from shiftmend.joined_batch_norm import synchronised
 from shiftmend.methods import Objective
 from shiftmend.methods.contract import loss_of
 from shiftmend.taps import Recorder, Tap, eager, tapped
+from shiftmend.undoing import kept_in_place
 
 logger = logging.getLogger(__name__)
 
