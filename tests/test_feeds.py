@@ -73,6 +73,14 @@ LABELLED: dict[str, Callable[[], Any]] = {
     "list of array pairs": lambda: [
         (a.numpy(), b.numpy()) for a, b in zip(INPUTS.split(16), LABELS.split(16), strict=True)
     ],
+    "by names": lambda: {"label": LABELS, "image": INPUTS},
+    "list by names": lambda: [
+        {"index": torch.arange(len(a)), "labels": b, "pixel_values": a, "file": ["a name"] * len(a)}
+        for a, b in zip(INPUTS.split(16), LABELS.split(16), strict=True)
+    ],
+    "list of arrays by names": lambda: [
+        {"image": a.numpy(), "label": b.numpy()} for a, b in zip(INPUTS.split(16), LABELS.split(16), strict=True)
+    ],
     "list of triples": lambda: [
         (a, b, "meta") for a, b in zip(INPUTS.split(16), LABELS.split(16), strict=True)
     ],
@@ -88,6 +96,7 @@ UNLABELLED: dict[str, Callable[[], Any]] = {
     "list of arrays": lambda: [part.numpy() for part in INPUTS.split(16)],
     "list of (batch, names)": lambda: [(part, ["a name"] * len(part)) for part in INPUTS.split(16)],
     "list of (batch, array of names)": lambda: [(part, np.array(["a name"] * len(part))) for part in INPUTS.split(16)],
+    "list by names alone": lambda: [{"image": part, "label": ["a name"] * len(part)} for part in INPUTS.split(16)],
     "list with an empty batch": lambda: [INPUTS[:0], *INPUTS.split(16), INPUTS[:0]],
 }
 WAYS = LABELLED | UNLABELLED
@@ -146,7 +155,7 @@ class Pictures(Uneven):
         (iter(INPUTS.split(9)), "run through only once"),
         (3, "is an int; expected a tensor, an array, a Dataset or a DataLoader$"),
         ("folder/images", r"is a str; .*image_folder\(folder\)\.images"),
-        ({"image": INPUTS}, "is a dict; .* pass the entry that holds the inputs"),
+        ({"image": INPUTS, "mask": INPUTS}, "is a dict; .* pass the entry that holds the inputs"),
         (None, "is None; expected"),
         (nn.Sequential(nn.Linear(3, 3)), "is a Sequential; expected"),
         (Table(), r"is a Table; .* pass what its to_numpy\(\) gives"),
@@ -169,8 +178,12 @@ class Pictures(Uneven):
         ((INPUTS, np.array(["cat", "dog"] * 35)), "no tensor of numbers"),
         (["a", "b"], "batches of type str"),
         (
-            [{"image": INPUTS}],
-            "batches of type dict; .*: let the Dataset or collate_fn give one of its entries 'image'",
+            [{"image": INPUTS, "mask": INPUTS}],
+            "batches of type dict; .*: let the Dataset or collate_fn give one of its entries 'image', 'mask'",
+        ),
+        (
+            [{"image": INPUTS, "label": LABELS, "target": LABELS}],
+            "batches of type dict; .* give one of its entries 'image', 'label', 'target'",
         ),
         ([torch.tensor(1.0)], "batches of type Tensor; expected a tensor of inputs"),
         (Feed(INPUTS), "is a Feed already"),
@@ -411,7 +424,7 @@ def test_the_limit_decides_where_data_stays_and_nothing_else(way: str) -> None:
     kept, streamed = Feed(WAYS[way](), limit=INPUTS.numel() * 4), Feed(WAYS[way](), limit=INPUTS.numel() * 4 - 1)
     assert kept.resident
     assert kept.inputs is not None
-    whole = isinstance(WAYS[way](), Tensor | np.ndarray | tuple | TensorDataset)
+    whole = isinstance(WAYS[way](), Tensor | np.ndarray | tuple | dict | TensorDataset)
     assert streamed.resident is whole  # what lies in memory already is not read again
     assert torch.equal(torch.cat(list(kept.batches())), torch.cat(list(streamed.batches())))
 

@@ -21,10 +21,14 @@ from shiftmend.checks import kind
 from shiftmend.errors import DataError
 
 DEFAULT_BATCH = 256
+LABEL_NAMES = ("label", "labels", "target", "targets")
+"""Of data by names: what is not taken for the inputs."""
 
 
 def as_loader(source: Any, batch_size: int | None, what: str) -> tuple[Any, int | None]:
     """A pair of whole tensors, or something to iterate over, with the batch size it brings along."""
+    if isinstance(source, Mapping):
+        source = _by_names(source)
     if isinstance(source, Tensor | np.ndarray):
         return (_as_inputs(source, what), None), None
     if type(source) is TensorDataset:  # a subclass may give something else than it holds
@@ -113,6 +117,8 @@ def _plain(inputs: Tensor, what: str) -> Tensor:
 def split_batch(batch: Any, what: str) -> tuple[Tensor, Tensor | None]:
     """Inputs and, if there are any, labels; whatever else the loader gives is dropped here."""
     labels = None
+    if isinstance(batch, Mapping):
+        batch = _by_names(batch)
     if isinstance(batch, tuple | list) and batch:
         labels = batch[1] if len(batch) > 1 and isinstance(batch[1], Tensor | np.ndarray) else None
         batch = batch[0]
@@ -133,6 +139,14 @@ def split_batch(batch: Any, what: str) -> tuple[Tensor, Tensor | None]:
             f"{advice}"
         )
     return _plain(batch, what).detach(), labels
+
+
+def _by_names(named: Mapping[Any, Any]) -> Any:
+    """Inputs and labels of what goes by names, such as "image" and "label", where there is no doubt which they are."""
+    arrays = {name: value for name, value in named.items() if isinstance(value, Tensor | np.ndarray) and value.ndim}
+    labels = [arrays[name] for name in LABEL_NAMES if name in arrays]
+    inputs = [value for name, value in arrays.items() if name not in LABEL_NAMES and value.ndim > 1]
+    return (*inputs, *labels) if len(inputs) == 1 and len(labels) < 2 else named
 
 
 def refuse_non_finite(inputs: Tensor, what: str) -> None:
