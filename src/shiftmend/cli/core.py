@@ -139,17 +139,14 @@ def adapt(
     Labels are not looked at but by the method target-supervised; where there are any, they score the model afterwards.
     """
     import shiftmend
-    from shiftmend.cli.inputs import class_names
     from shiftmend.cli.loading import load_method
     from shiftmend.distributed import rank
     from shiftmend.methods import TargetSupervised
 
     _check_place(out, weights)
     chosen = load_method(method)
-    net, inputs, labels, preprocess = gather(
-        model, weights, model_option, allow_pickle, data, size, channels, mean, std
-    )
-    names = class_names(data)
+    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
+    inputs, labels, names = given
     options = _method_options(option)
     supervised = method == TargetSupervised.name
     if supervised:

@@ -6,6 +6,7 @@ import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -84,15 +85,24 @@ def normalisation(mean: str, deviation: str, channels: int | None) -> Normalisat
     return Normalisation(numbers(mean, "mean"), numbers(deviation, "std"), channels)
 
 
-def load_data(path: Path, size: int | None) -> tuple[Tensor, Tensor | None]:
-    """Inputs and, if there are any, labels: a folder of images, or an `.npz` of images or of any other inputs."""
+class Given(NamedTuple):
+    """What a command was given to work on."""
+
+    inputs: Tensor
+    labels: Tensor | None
+    classes: tuple[str, ...] | None = None
+    """Names of the classes, where there is one folder for each."""
+
+
+def load_data(path: Path, size: int | None) -> Given:
+    """A folder of images, or an `.npz` of images or of any other inputs."""
     from shiftmend.data import image_folder
 
     if size is not None and size < 1:
         raise DataError(f"--size {size} should be at least 1 pixel")
     if path.is_dir():
         folder = image_folder(path, size=size)
-        return folder.images, folder.labels
+        return Given(folder.images, folder.labels, folder.classes or None)
     if not path.exists():
         raise DataError(f"there is no {path}; expected a folder of images or an .npz file")
     if path.suffix != ".npz":
@@ -107,14 +117,7 @@ def load_data(path: Path, size: int | None) -> tuple[Tensor, Tensor | None]:
                 f"{path} holds {', '.join(archive.files) or 'nothing'}; expected an array 'images' (uint8), or "
                 "'inputs' for anything else"
             )
-        return inputs, _labels(archive, path, len(inputs))
-
-
-def class_names(path: Path) -> tuple[str, ...] | None:
-    """Those of a folder that has one folder per class."""
-    from shiftmend.data.folders import list_images
-
-    return (list_images(path).classes or None) if path.is_dir() else None
+        return Given(inputs, _labels(archive, path, len(inputs)))
 
 
 def _images(archive: NpzFile, path: Path, size: int | None) -> Tensor:

@@ -55,8 +55,8 @@ def verify(
     """Ask, without labels, whether a model's features on some data are distributed as at home."""
     import shiftmend
 
-    net, inputs, _, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
-    found = shiftmend.verify(net, inputs, profile, batch_size=batch_size, preprocess=preprocess, device=device)
+    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
+    found = shiftmend.verify(net, given.inputs, profile, batch_size=batch_size, preprocess=preprocess, device=device)
     if as_json:
         print(json.dumps(asdict(found) | {"verdict": found.verdict}))
     else:
@@ -80,21 +80,18 @@ def evaluate(
 ) -> None:
     """Score a model on labelled data: accuracy and calibration."""
     import shiftmend
-    from shiftmend.cli.inputs import class_names
 
-    net, inputs, labels, preprocess = gather(
-        model, weights, model_option, allow_pickle, data, size, channels, mean, std
-    )
-    if labels is None:
+    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
+    if given.labels is None:
         raise DataError(f"{data} has no labels: {LABELLED}")
     scores = shiftmend.evaluate(
         net,
-        (inputs, labels),
+        (given.inputs, given.labels),
         batch_size=batch_size,
         preprocess=preprocess,
         output=entry(output_entry),
         device=device,
-        classes=class_names(data),
+        classes=given.classes,
     )
     if as_json:
         print(json.dumps(scores_json(scores)))

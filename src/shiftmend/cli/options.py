@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from shiftmend.errors import DataError
+
+if TYPE_CHECKING:  # torch is imported when a command needs it
+    from torch import nn
+
+    from shiftmend.cli.inputs import Given, Normalisation
 
 console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 """Names of files and of a user's own may hold brackets and colons, which are printed as they are."""
@@ -72,14 +77,14 @@ def gather(
     channels: int | None,
     mean: str,
     std: str,
-) -> tuple[Any, Any, Any, Any]:
+) -> tuple[nn.Module, Given, Normalisation]:
+    """The model, the data and how images become inputs, as the options that all commands share name them."""
     from shiftmend.cli.inputs import load_data, normalisation
     from shiftmend.cli.loading import load_model
 
     preprocess = normalisation(mean, std, channels)
     net = load_model(model, weights, model_option or [], allow_pickle)
-    inputs, labels = load_data(data, size)
-    return net, inputs, labels, preprocess
+    return net, load_data(data, size), preprocess
 
 
 def block_names(blocks: list[str] | None) -> list[list[str]] | None:

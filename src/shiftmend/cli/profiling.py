@@ -71,10 +71,10 @@ def profile(
     from shiftmend.distributed import rank
 
     _check_place(out, weights)
-    net, inputs, _, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
+    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
     made = shiftmend.profile(
         net,
-        inputs,
+        given.inputs,
         preset=preset,
         gaussian=gaussian,  # type: ignore[arg-type]
         head=head,

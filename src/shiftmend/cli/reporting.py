@@ -62,21 +62,18 @@ def report(
 
     Labels are used for scores alone, where the data has any.
     """
-    from shiftmend.cli.inputs import class_names
     from shiftmend.report import facts, write
     from shiftmend.report.verdicts import state
 
     _check_place(out)
-    net, inputs, labels, preprocess = gather(
-        model, weights, model_option, allow_pickle, data, size, channels, mean, std
-    )
+    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
     found = facts(
         net,
-        inputs,
+        given.inputs,
         profile,
         adapted,
-        labels=labels,
-        classes=class_names(data),
+        labels=given.labels,
+        classes=given.classes,
         batch_size=batch_size,
         preprocess=preprocess,
         output=entry(output_entry),

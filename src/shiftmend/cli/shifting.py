@@ -89,8 +89,8 @@ def _read_signals(source: Path, size: int | None) -> Signals:
 
     if source.suffix != ".npz":
         raise DataError(f"{source} should be an .npz file with an array 'inputs' of signals [N, C, L]")
-    signals, labels = load_data(source, size)
-    return Signals(signals.float(), labels)
+    given = load_data(source, size)
+    return Signals(given.inputs.float(), given.labels)
 
 
 def _read(source: Path, size: int | None = None) -> Any:
