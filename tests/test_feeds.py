@@ -22,6 +22,7 @@ from shiftmend.errors import DataError
 from shiftmend.feeds import Feed
 from shiftmend.loaders import DEFAULT_BATCH
 from shiftmend.turns import taking_turns
+from worlds import an_epoch
 
 INPUTS = torch.arange(70 * 3, dtype=torch.float32).reshape(70, 3)
 LABELS = -1 - torch.arange(70)  # no input is negative: a label that leaks is seen at once
@@ -122,7 +123,7 @@ def test_labels_come_with_their_inputs_and_nowhere_else(way: str, room: str) -> 
     inputs, labels = zip(*feed.labelled(), strict=True)
     assert torch.equal(torch.cat(inputs), INPUTS)
     assert torch.equal(torch.cat(labels), LABELS)
-    for batch in [*feed.batches(), *feed.epoch(0, 1), *feed.subset(20, 0), feed.first(8)]:
+    for batch in [*feed.batches(), *an_epoch(feed, 0, 1), *feed.subset(20, 0), feed.first(8)]:
         assert isinstance(batch, Tensor)
         assert batch.shape[1:] == (3,)
         assert bool((batch >= 0).all())
@@ -211,7 +212,7 @@ def test_what_is_no_data_is_refused(source: Any, message: str) -> None:
 
 @pytest.mark.parametrize("source", [[], [INPUTS[:0]], DataLoader(Pairs(INPUTS[:5]), batch_size=10, drop_last=True)])
 @pytest.mark.parametrize("use", [
-    lambda feed: list(feed.batches()), lambda feed: list(feed.epoch(0, 1)), lambda feed: list(feed.labelled()),
+    lambda feed: list(feed.batches()), lambda feed: list(an_epoch(feed, 0, 1)), lambda feed: list(feed.labelled()),
     lambda feed: list(feed.subset(5, 0)), lambda feed: feed.first(2), lambda feed: feed.samples,
 ])  # fmt: skip
 def test_an_empty_stream_is_noticed_whatever_is_asked_first(source: Any, use: Callable[[Feed], Any]) -> None:
@@ -290,7 +291,7 @@ def test_sizes_of_batches(samples: int, size: int, sizes: list[int], room: str) 
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(-(2**62), 2**62), st.integers(0, 5000))
 def test_an_epoch_is_whole_batches_of_distinct_samples(samples: int, size: int, seed: int, number: int) -> None:
     feed = Feed(torch.arange(samples), batch_size=size)
-    batches = list(feed.epoch(seed, number))
+    batches = list(an_epoch(feed, seed, number))
     expected = min(size, samples)
     assert {len(batch) for batch in batches} == {expected}
     seen = torch.cat(batches).tolist()
@@ -299,7 +300,7 @@ def test_an_epoch_is_whole_batches_of_distinct_samples(samples: int, size: int, 
 
 def test_an_epoch_depends_on_seed_and_number_only() -> None:
     def epoch(feed: Feed, seed: int, number: int) -> list[int]:
-        return torch.cat(list(feed.epoch(seed, number))).tolist()
+        return torch.cat(list(an_epoch(feed, seed, number))).tolist()
 
     feed = Feed(torch.arange(1000), batch_size=100)
     first = epoch(feed, 3, 5)
@@ -313,7 +314,7 @@ def test_an_epoch_depends_on_seed_and_number_only() -> None:
 
 def test_each_epoch_leaves_others_out() -> None:
     feed = Feed(torch.arange(70), batch_size=64)
-    left_out = [set(range(70)) - set(torch.cat(list(feed.epoch(0, number))).tolist()) for number in range(40)]
+    left_out = [set(range(70)) - set(torch.cat(list(an_epoch(feed, 0, number))).tolist()) for number in range(40)]
     assert all(len(rest) == 6 for rest in left_out)
     assert len(set.union(*left_out)) > 60
 
@@ -322,22 +323,22 @@ def test_each_epoch_leaves_others_out() -> None:
 def test_an_index_says_which_samples_a_batch_holds(samples: int, size: int, seed: int, number: int) -> None:
     inputs = 7 * torch.arange(samples) + 3
     feed = Feed(inputs, batch_size=size, preprocess=lambda batch: -batch)
-    pairs = list(feed.indexed(seed, number))
+    pairs = list(feed.epoch(seed, number))
     for batch, index in pairs:
         assert index is not None
         assert torch.equal(batch, -inputs[index])
-    assert all(torch.equal(a, b) for a, (b, _) in zip(feed.epoch(seed, number), pairs, strict=True))
+    assert all(torch.equal(a, b) for a, (b, _) in zip(an_epoch(feed, seed, number), pairs, strict=True))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_resident_way_has_the_same_index_and_a_stream_has_none(way: str) -> None:
-    expected = [index for _, index in Feed(INPUTS, batch_size=16).indexed(3, 1)]
+    expected = [index for _, index in Feed(INPUTS, batch_size=16).epoch(3, 1)]
     size = None if way == "DataLoader" else 16  # which brings its own, the same
     feed = Feed(WAYS[way](), batch_size=size, resident=True)
-    for (batch, index), other in zip(feed.indexed(3, 1), expected, strict=True):
+    for (batch, index), other in zip(feed.epoch(3, 1), expected, strict=True):
         assert torch.equal(index, other)
         assert torch.equal(batch, INPUTS[index])
-    streamed = list(Feed(WAYS[way](), batch_size=size, resident=False).indexed(3, 1))
+    streamed = list(Feed(WAYS[way](), batch_size=size, resident=False).epoch(3, 1))
     if Feed(WAYS[way](), batch_size=size, resident=False).resident:
         assert all(torch.equal(index, other) for (_, index), other in zip(streamed, expected, strict=True))
     else:
@@ -349,9 +350,9 @@ def test_every_resident_way_has_the_same_index_and_a_stream_has_none(way: str) -
 def test_the_global_generator_is_left_alone(way: str, room: str) -> None:
     feed = Feed(WAYS[way](), **ROOM[room])
     before = torch.get_rng_state()
-    for _ in [*feed.epoch(0, 1), *feed.batches(), *feed.subset(10, 0), feed.first(3), feed.samples]:
+    for _ in [*an_epoch(feed, 0, 1), *feed.batches(), *feed.subset(10, 0), feed.first(3), feed.samples]:
         assert torch.equal(torch.get_rng_state(), before)
-    unfinished = feed.epoch(0, 2)
+    unfinished = an_epoch(feed, 0, 2)
     next(unfinished)
     assert torch.equal(torch.get_rng_state(), before)  # also between batches, where a model may draw
 
@@ -363,7 +364,9 @@ def test_a_shuffling_loader_is_put_in_an_order_by_the_seed(room: str) -> None:
         feed = Feed(DataLoader(Pairs(), batch_size=10, shuffle=True), **ROOM[room])
         assert torch.equal(torch.cat(list(feed.batches())), torch.cat(list(feed.batches())))
         assert torch.equal(torch.cat(list(feed.subset(25, 3))), torch.cat(list(feed.subset(25, 3))))
-        return [torch.cat(list(feed.epoch(seed, number)))[:, 0].tolist() for seed, number in ((0, 1), (0, 2), (1, 1))]
+        return [
+            torch.cat(list(an_epoch(feed, seed, number)))[:, 0].tolist() for seed, number in ((0, 1), (0, 2), (1, 1))
+        ]
 
     first, second, other = orders(1)
     assert sorted(first) == sorted(second) == sorted(other) == INPUTS[:, 0].tolist()
@@ -383,11 +386,11 @@ def test_augmentation_is_drawn_anew_in_each_epoch_if_data_is_streamed() -> None:
             return self.inputs[index] + torch.rand(3), self.labels[index]
 
     streamed, kept = Feed(Noisy(), batch_size=70, resident=False), Feed(Noisy(), batch_size=70)
-    first, again, second = (next(streamed.epoch(0, number)) for number in (1, 1, 2))
+    first, again, second = (next(an_epoch(streamed, 0, number)) for number in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
     assert torch.equal(first.floor().sort(0).values, INPUTS)
-    first, second = (next(kept.epoch(0, number)).sort(0).values for number in (1, 2))
+    first, second = (next(an_epoch(kept, 0, number)).sort(0).values for number in (1, 2))
     assert torch.equal(first, second)
 
 
@@ -410,13 +413,13 @@ def test_a_streamed_epoch_leaves_out_a_small_last_batch_only(sizes: list[int]) -
     """The size of batches is what the list has, not the default of 256."""
     parts = list(torch.arange(sum(sizes)).split(sizes))
     kept = [size for size in sizes if size * 2 >= sizes[0]]
-    assert [len(batch) for batch in Feed(parts, limit=0).epoch(0, 1)] == kept
+    assert [len(batch) for batch in an_epoch(Feed(parts, limit=0), 0, 1)] == kept
 
 
 def test_a_streamed_loader_with_its_own_sampler_gives_all_its_batches() -> None:
     sampler = torch.utils.data.BatchSampler(range(70), 10, drop_last=False)
     feed = Feed(DataLoader(Pairs(), batch_sampler=sampler), resident=False)
-    assert torch.equal(torch.cat(list(feed.epoch(0, 1))), INPUTS)
+    assert torch.equal(torch.cat(list(an_epoch(feed, 0, 1))), INPUTS)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -450,7 +453,7 @@ def test_a_streamed_source_is_really_streamed() -> None:
     resident = Counting()
     feed = Feed(resident, batch_size=10)
     for number in range(3):
-        list(feed.epoch(0, number))
+        list(an_epoch(feed, 0, number))
     assert resident.reads == 70
 
 
@@ -476,7 +479,7 @@ def test_a_subset_of_a_stream_is_its_beginning() -> None:
     assert torch.equal(torch.cat(list(feed.subset(17, 7))), INPUTS[:16])  # none is alone
     assert torch.equal(torch.cat(list(feed.subset(500, 7))), INPUTS)
     shuffled = Feed(TensorDataset(INPUTS), batch_size=16, limit=0)
-    for found in (torch.cat(list(shuffled.subset(20, 7))), torch.cat(list(shuffled.epoch(7, 0)))):
+    for found in (torch.cat(list(shuffled.subset(20, 7))), torch.cat(list(an_epoch(shuffled, 7, 0)))):
         assert not torch.equal(found, INPUTS[: len(found)])
 
 
@@ -497,7 +500,7 @@ def test_preprocessing_is_applied_everywhere_once(way: str, room: str) -> None:
         assert torch.equal(torch.cat(list(feed.batches())), expected)
         assert torch.equal(torch.cat([inputs for inputs, _ in feed.labelled()]), expected)
         assert torch.equal(feed.first(4), expected[:4])
-        for batch in [*feed.epoch(0, 1), *feed.subset(5, 0)]:
+        for batch in [*an_epoch(feed, 0, 1), *feed.subset(5, 0)]:
             assert {tuple(row) for row in batch.tolist()} <= {tuple(row) for row in expected.tolist()}
 
 
@@ -510,7 +513,13 @@ def test_work_in_place_changes_neither_the_feed_nor_the_callers_data(way: str, r
     reference = INPUTS.clone()
     try:
         for _ in range(2):
-            for batch in [*feed.batches(), feed.first(9), *feed.epoch(0, 1), *feed.subset(9, 0), *feed.subset(99, 0)]:
+            for batch in [
+                *feed.batches(),
+                feed.first(9),
+                *an_epoch(feed, 0, 1),
+                *feed.subset(9, 0),
+                *feed.subset(99, 0),
+            ]:
                 batch.add_(1000)
         assert torch.equal(INPUTS, reference)
         assert torch.equal(torch.cat(list(feed.batches())), reference * 2)
@@ -541,8 +550,8 @@ def everything(feed: Feed) -> list[Tensor | None]:
     """All that a feed gives, in all its ways."""
     found: list[Tensor | None] = [feed.first(7)]
     for number in (1, 2):
-        found += [part for pair in feed.indexed(3, number) for part in pair]
-        found += feed.epoch(3, number)
+        found += [part for pair in feed.epoch(3, number) for part in pair]
+        found += an_epoch(feed, 3, number)
     found += [*feed.batches(), *feed.batches(30), *feed.subset(25, 1), *feed.subset(25, 1, 20), *feed.subset(99, 1)]
     return found
 
@@ -588,7 +597,7 @@ def test_prefetching_leaves_random_draws_where_they_were(monkeypatch: pytest.Mon
         drawn: list[Any] = []
         feed = Feed(DataLoader(Noisy(), batch_size=10, shuffle=True), resident=False)
         for number in (1, 2):
-            for batch in feed.epoch(0, number):
+            for batch in an_epoch(feed, 0, number):
                 drawn += [batch, torch.rand(2), torch.tensor(np.random.rand())]  # noqa: NPY002
                 if number == 1 and len(drawn) == 9:
                     break  # given up half-way: nothing more has been read than was asked for
@@ -623,7 +632,7 @@ def test_only_what_lies_in_memory_is_gathered_in_the_background(monkeypatch: pyt
 
     def by(source: Any) -> set[bool]:
         device.threads.clear()
-        for _ in Feed(source, batch_size=10, resident=False).epoch(0, 1):
+        for _ in an_epoch(Feed(source, batch_size=10, resident=False), 0, 1):
             pass
         return {name == threading.current_thread().name for name in device.threads}
 
@@ -647,7 +656,7 @@ def test_an_interrupted_pass_leaves_no_thread(bad: BaseException, monkeypatch: p
 
     feed = Feed(INPUTS, batch_size=4, preprocess=preprocess, resident=False)
     with pytest.raises(type(bad)) as caught:
-        list(feed.epoch(0, 1))
+        list(an_epoch(feed, 0, 1))
     assert caught.value is bad  # whose traceback still holds the frames of the feed
     assert seen == [before + 1] * 3
     assert threading.active_count() == before
@@ -667,7 +676,7 @@ def test_processes_share_prefetched_batches_as_they_share_others(
     passes: list[Callable[[], list[Tensor]]] = [
         lambda: list(feed.batches()),
         lambda: list(feed.subset(24, 0)),
-        lambda: list(feed.epoch(0, 1)),
+        lambda: list(an_epoch(feed, 0, 1)),
     ]
     for one_pass in passes:
         shares = []
@@ -693,7 +702,7 @@ def test_a_tensor_too_large_for_the_device_goes_there_by_batches() -> None:
         feed = Feed((INPUTS, LABELS), device=place, limit=limit, batch_size=16)
         assert feed.inputs is not None
         assert feed.inputs.device.type == kept
-        for batch in [*feed.batches(), *feed.epoch(0, 1), *feed.subset(9, 0), feed.first(2)]:
+        for batch in [*feed.batches(), *an_epoch(feed, 0, 1), *feed.subset(9, 0), feed.first(2)]:
             assert batch.device.type == "cuda"
         assert torch.equal(torch.cat(list(feed.batches())).cpu(), INPUTS)
         inputs, labels = next(feed.labelled())

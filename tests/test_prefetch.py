@@ -20,7 +20,7 @@ from copiers import AsLateAsPossible, AtOnce, Careless, Past
 from shiftmend.feeds import Feed
 from shiftmend.methods.fr import FR
 from shiftmend.prefetch import DEPTH, THREAD, Batch, Rows, copier_to, prefetched
-from worlds import sensors
+from worlds import an_epoch, sensors
 
 HERE = Path(__file__).parent
 WHOLE = torch.arange(90 * 4, dtype=torch.float32).reshape(90, 4)
@@ -348,7 +348,7 @@ def test_resident_and_prefetched_epochs_are_equal_bit_by_bit(kind: str) -> None:
     def passed(feed: Feed) -> list[Tensor]:
         seen = []
         for number in (1, 2):
-            for batch, index in feed.indexed(3, number):
+            for batch, index in feed.epoch(3, number):
                 assert index is not None
                 torch.cuda._sleep(2_000_000)  # about a millisecond
                 seen += [(batch * scale).sum((1, 2, 3)), index, torch.tensor(batch.stride())]
@@ -375,7 +375,7 @@ def test_a_streamed_epoch_on_a_gpu_is_that_of_a_cpu(pinned: bool, workers: int) 
     sums: tuple[list[Tensor], list[Tensor]] = ([], [])
     for feed, seen in zip((expected, found), sums, strict=True):
         for number in (1, 2):
-            for batch in feed.epoch(0, number):
+            for batch in an_epoch(feed, 0, number):
                 if batch.is_cuda:
                     torch.cuda._sleep(2_000_000)
                 seen.append(batch.long().sum((1, 2, 3)))
@@ -441,7 +441,7 @@ def test_a_device_that_is_behind_is_not_filled(source: str) -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     total = torch.zeros((), device=CUDA)
-    for batch in feed.epoch(0, 1):
+    for batch in an_epoch(feed, 0, 1):
         torch.cuda._sleep(10_000_000)
         total += batch[:, 0, 0, 0].sum()
     torch.cuda.synchronize()
@@ -454,11 +454,11 @@ def test_copies_overlap_with_the_work() -> None:
     """Timed by the device itself: the copy of a batch begins before the work on the one before has ended."""
     data = images(64 * 6, 224)
     feed = Feed(data, device=CUDA, batch_size=64, resident=False)
-    list(feed.epoch(0, 0))  # allocates
+    list(an_epoch(feed, 0, 0))  # allocates
     torch.cuda.synchronize()
     ends = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
-        for _ in feed.epoch(0, 1):
+        for _ in an_epoch(feed, 0, 1):
             torch.cuda._sleep(40_000_000)  # some 20 ms
             ends.append(1)
         torch.cuda.synchronize()
@@ -475,8 +475,8 @@ def test_a_pass_given_up_on_a_gpu_leaves_nothing_behind() -> None:
     model = nn.Conv2d(3, 8, 3).to(CUDA)
     feed = Feed(images(), device=CUDA, batch_size=16, preprocess=lambda x: x / 255, resident=False)
     for number in range(20):
-        for batch in feed.epoch(0, number):
+        for batch in an_epoch(feed, 0, number):
             model(batch)
             break
         assert not threads()
-    assert len(list(feed.epoch(0, 0))) == 330 // 16
+    assert len(list(an_epoch(feed, 0, 0))) == 330 // 16

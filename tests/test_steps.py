@@ -18,7 +18,7 @@ from shiftmend.captures import captured_call, captured_epoch
 from shiftmend.feeds import Feed
 from shiftmend.steps import Steps, compiled
 from shiftmend.taps import Tap, tapped
-from worlds import sensors
+from worlds import an_epoch, sensors
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 TAPS = {"logits": Tap("logits", "6")}
@@ -56,7 +56,7 @@ def test_an_epoch_is_one_step_a_batch_and_sums_up_the_loss() -> None:
     by_hand = steps("cpu")
     model, optimiser, total = by_hand.model, by_hand.optimiser, 0.0
     assert optimiser is not None
-    for batch in by_hand.feed.epoch(0, 1):
+    for batch in an_epoch(by_hand.feed, 0, 1):
         optimiser.zero_grad()
         loss = model(batch).square().mean()
         loss.backward()
@@ -211,7 +211,7 @@ def test_a_buffer_that_is_replaced_in_each_step_stays_where_captured_passes_read
         one[1].train()
     made.epoch(0, 1)
     with torch.no_grad():
-        for batch in feed.epoch(0, 1):
+        for batch in an_epoch(feed, 0, 1):
             by_hand(batch)
     assert model[1].mean is mean
     assert float(mean.abs().max()) > 0.1

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 import shiftmend
+from shiftmend.feeds import Feed
 from shiftmend.profiles import Profile
 
 
@@ -50,3 +52,8 @@ def sensors(norm: bool = True, samples: int = 600) -> World:
     clean, target_labels = draw()
     gain, offset = torch.tensor([0.4, 2.0, 1.0, 1.5, 0.6, 1.0]), torch.tensor([3.0, -6.0, 9.0, 0.0, -4.0, 6.0])
     return World(model.eval(), source, clean * gain + offset, target_labels)
+
+
+def an_epoch(feed: Feed, seed: int, number: int) -> Iterator[Tensor]:
+    """The inputs of an epoch's batches."""
+    return (inputs for inputs, _ in feed.epoch(seed, number))

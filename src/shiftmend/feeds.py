@@ -166,18 +166,14 @@ class Feed:
             if count <= 1:  # a lone one is left out, see `_spans`
                 return
 
-    def epoch(self, seed: int, number: int) -> Iterator[Tensor]:
+    def epoch(self, seed: int, number: int) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Batches of equal size in a random order that depends on nothing but `seed` and `number`.
 
-        What is left over at the end of an epoch is too small a sample for BatchNorm and for a histogram, and is left
-        out; the next epoch leaves others out. A source smaller than one batch is one batch. A streamed source gives
-        its own batches, and only a last one of less than half the size is left out.
+        With each comes, on the device, which samples they are; a streamed source does not know. What is left over at
+        the end of an epoch is too small a sample for BatchNorm and for a histogram, and is left out; the next epoch
+        leaves others out. A source smaller than one batch is one batch. A streamed source gives its own batches, and
+        only a last one of less than half the size is left out.
         """
-        for inputs, _ in self.indexed(seed, number):
-            yield inputs
-
-    def indexed(self, seed: int, number: int) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """`epoch`, and with each batch, on the device, which samples they are; a streamed source does not know."""
         if self._inputs is None:
             stream = self._stream(_order_seed(seed, number), shuffled=True)
             yield from self._sent((share(inputs), None) for inputs in full(stream))

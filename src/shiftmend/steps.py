@@ -104,7 +104,7 @@ class Steps:
         steps = 0
         bring_back = kept_in_place(self.model)
         with tapped(self.model, self.taps) as recorder:
-            for batch, index in self.feed.indexed(seed, number):
+            for batch, index in self.feed.epoch(seed, number):
                 own = targets[index] if targets is not None and index is not None else None
                 for name, term in self.step(recorder, batch, own).items():
                     sums[name] = sums[name] + term if name in sums else term
