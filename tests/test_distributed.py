@@ -509,3 +509,20 @@ def test_blocks_that_overlap_end_with_the_last_of_them(monkeypatch: pytest.Monke
     assert distributed.active()
     other.__exit__(None, None, None)
     assert not distributed.active()
+
+
+def test_processes_that_are_done_wait_for_each_other_and_those_that_fail_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that left while the other still wrote its files aborted at times, and the other was killed."""
+    calls: list[str] = []
+    for name in ("init_process_group", "barrier", "destroy_process_group"):
+        monkeypatch.setattr(distributed.dist, name, lambda *_, name=name: calls.append(name))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with distributed.started_by_torchrun():
+        calls.append("work")
+    assert calls == ["init_process_group", "work", "barrier", "destroy_process_group"]
+    calls.clear()
+    with pytest.raises(KeyError), distributed.started_by_torchrun():
+        raise KeyError
+    assert calls == ["init_process_group", "destroy_process_group"]

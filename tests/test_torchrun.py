@@ -336,6 +336,7 @@ def work(rank: int, folder: str) -> None:
         safetensors.torch.save_file(packed, f"{folder}/{rank}.safetensors")
         reports = {name: report(Path(folder)) for name, report in APART.items()}
         Path(f"{folder}/{rank}.json").write_text(json.dumps(reports))
+        dist.barrier()  # see `started_by_torchrun`
     finally:
         dist.destroy_process_group()
 

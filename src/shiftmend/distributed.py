@@ -68,7 +68,11 @@ def active() -> bool:
 
 @contextmanager
 def started_by_torchrun() -> Iterator[None]:
-    """The process group that `torchrun` has prepared, if it started this process, for the length of the block."""
+    """The process group that `torchrun` has prepared, if it started this process, for the length of the block.
+
+    Processes that are done wait for each other: one that leaves while another still works may abort, and `torchrun`
+    would then kill the other before its files are written.
+    """
     if not _apart():
         yield
         return
@@ -76,6 +80,7 @@ def started_by_torchrun() -> Iterator[None]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     try:
         yield
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 
