@@ -13,6 +13,7 @@ import shiftmend
 from shiftmend.errors import DataError
 from shiftmend.evaluation import Scorer
 from shiftmend.feeds import Feed
+from shiftmend.metrics import ClassificationMetrics
 from worlds import sensors
 
 
@@ -135,3 +136,53 @@ def test_a_segmentation_is_scored_position_by_position() -> None:
         shiftmend.evaluate(model, (images, labels.unsqueeze(1)))
     with pytest.raises(DataError, match="logits must be floating point"):
         shiftmend.evaluate(model, (images, labels[:, 0, 0]))
+
+
+@pytest.mark.parametrize("void", [255, -1, 1])
+def test_positions_of_the_ignored_label_count_in_no_score(void: int) -> None:
+    torch.manual_seed(0)
+    model, images, labels = nn.Conv2d(1, 3, 1), torch.randn(4, 1, 5, 6), torch.randint(0, 3, (4, 5, 6))
+    labels[:, 1] = void
+    images[0, 0, 1, 0] = 1e38  # overflows to NaN in the softmax where nothing is asked
+    model.weight.data *= 1e3
+    scores = shiftmend.evaluate(model, (images, labels), ignore_label=void, batch_size=2)
+    kept = labels.flatten() != void
+    with torch.no_grad():
+        logits = model(images).movedim(1, -1).flatten(0, 2)[kept]
+    alone = ClassificationMetrics()
+    alone.update(logits, labels.flatten()[kept])
+    expected = alone.compute()
+    assert scores.samples == int(kept.sum())
+    assert [scores.accuracy, scores.ece, scores.mce, scores.nll, scores.brier] == pytest.approx(
+        [expected.accuracy, expected.ece, expected.mce, expected.nll, expected.brier], rel=1e-12
+    )
+    assert [one.count for one in scores.reliability] == [one.count for one in expected.reliability]
+
+
+def test_labels_that_mark_no_class_have_to_be_named() -> None:
+    model, images = nn.Conv2d(1, 3, 1), torch.randn(4, 1, 5, 6)
+    labels = torch.zeros(4, 5, 6, dtype=torch.uint8)
+    labels[0, 0] = 255
+    with pytest.raises(DataError, match=r"6 of 120 samples have a label .*0 to 2.* no class is named by ignore_label"):
+        shiftmend.evaluate(model, (images, labels))
+    with pytest.raises(DataError, match="6 of 120 samples have a label"):
+        shiftmend.evaluate(model, (images, labels), ignore_label=-1)
+    with pytest.raises(DataError, match="all 120 labels are the ignore_label 0: nothing to score"):
+        shiftmend.evaluate(model, (images, 0 * labels), ignore_label=0)
+    with pytest.raises(DataError, match="ignore_label=0 is for class numbers, and the labels are float32"):
+        shiftmend.evaluate(Column(), (torch.randn(4, 2), torch.randn(4)), ignore_label=0)
+    for nonsense in (True, 1.0, "255", 2**70):
+        with pytest.raises(DataError, match=r"ignore_label is .*, expected a whole number, e\.g\. 255 or -1"):
+            shiftmend.evaluate(model, (images, labels), ignore_label=nonsense)
+
+
+def test_several_labels_a_sample_are_refused_and_zeros_and_ones_remarked_upon(caplog: pytest.LogCaptureFixture) -> None:
+    world = sensors()
+    several = torch.randint(0, 2, (len(world.target), 3))
+    with pytest.raises(DataError, match="several classes a sample are not scored"):
+        shiftmend.evaluate(world.model, (world.target, several))
+    with pytest.raises(DataError, match="labels of a classifier must be whole numbers, one class a sample"):
+        shiftmend.evaluate(world.model, (world.target, several.float()))
+    assert not caplog.messages
+    assert isinstance(shiftmend.evaluate(Column(), (world.target, several[:, 0].float())), shiftmend.RegressionScores)
+    assert "all labels are 0 or 1" in caplog.text

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import mean_absolute_error, mean_squared_error, r2_score
+from sklearn.metrics import jaccard_score, mean_absolute_error, mean_squared_error, r2_score
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 import shiftmend.metrics
@@ -343,13 +343,36 @@ def test_refuses_to_mix() -> None:
     metrics.update(*random_batch(4, 3))
     with pytest.raises(DataError, match=r"one shape, got \[5\] after \[3\]"):
         metrics.update(*random_batch(4, 5))
-    with pytest.raises(DataError, match="10 bins cannot merge metrics with 15"):
+    with pytest.raises(DataError, match="10 bins and ignore_label=None cannot merge metrics with 15"):
         metrics.merge(ClassificationMetrics(15))
+    with pytest.raises(DataError, match="ignore_label=None cannot merge metrics with 10 bins and ignore_label=255"):
+        metrics.merge(ClassificationMetrics(ignore_label=255))
     with pytest.raises(DataError, match="ClassificationMetrics cannot merge a RegressionMetrics"):
         metrics.merge(RegressionMetrics())  # type: ignore[arg-type]
     with pytest.raises(DataError, match="at least 1 bin, got 0"):
         ClassificationMetrics(bins=0)
     assert metrics.compute().samples == 4
+
+
+@pytest.mark.parametrize("ignored", [None, 255, 2])
+def test_dense_labels_have_an_iou_that_equals_sklearn(ignored: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shiftmend.metrics, "ROWS_AT_ONCE", 7)
+    logits, labels = torch.randn(6, 5, 4, 3), torch.randint(0, 3, (6, 4, 3))
+    logits[:, 4] = -9  # neither there nor predicted
+    if ignored is not None:
+        labels[0] = ignored
+    metrics, half = ClassificationMetrics(ignore_label=ignored), ClassificationMetrics(ignore_label=ignored)
+    metrics.update(logits[:3], labels[:3])
+    half.update(logits[3:], labels[3:])
+    metrics.merge(half)
+    scores = metrics.compute()
+    kept = labels != (-1 if ignored is None else ignored)
+    expected = jaccard_score(labels[kept], logits.argmax(1)[kept], labels=[0, 1, 2, 3], average=None)
+    assert scores.iou == pytest.approx((*expected[:2], None if ignored == 2 else expected[2], expected[3], None))
+    known = [one for one in scores.iou if one is not None]
+    assert scores.mean_iou == pytest.approx(np.mean(known))
+    assert f"mean_iou {100 * np.mean(known):.1f} %" in str(scores)
+    assert score(*random_batch(9, 3)).iou == ()
 
 
 def test_docstring_example() -> None:

@@ -11,10 +11,8 @@ from torch import nn
 from shiftmend.captures import captured_call, worth_capturing
 from shiftmend.checks import check_classes
 from shiftmend.devices import placed, resolve_device
-from shiftmend.errors import DataError
 from shiftmend.feeds import Feed, Preprocess
-from shiftmend.histograms import as_samples
-from shiftmend.metrics import ClassificationMetrics, RegressionMetrics
+from shiftmend.metrics import ClassificationMetrics, RegressionMetrics, metrics_for
 from shiftmend.scores import RegressionScores, Scores
 from shiftmend.taps import Entry, check_takes, enter_eval, is_exported, modes, pick, unwrap
 
@@ -30,20 +28,23 @@ def evaluate(
     output: Entry = None,
     device: str | torch.device = "auto",
     classes: Sequence[str] | None = None,
+    ignore_label: int | None = None,
 ) -> Scores | RegressionScores:
     """Score a model in eval mode on every sample of (inputs, labels).
 
     Whole-number labels mean classification (accuracy, calibration), fractional ones regression. Of a classifier with a
     single output that is the logit of class 1. Of logits `[N, classes, ...]` with labels `[N, ...]`, each position is
-    a sample. With the names of the `classes` that labels number, a model of another number of classes is refused. What
-    is deployed may be scored as well: a scripted or traced model, or the module of an exported one.
+    a sample, and IoU is scored as well. What has the label `ignore_label`, such as 255 for pixels without a class,
+    counts in no score; any other label that is no class number is refused. With the names of the `classes` that labels
+    number, a model of another number of classes is refused. What is deployed may be scored as well: a scripted or
+    traced model, or the module of an exported one.
     """
     deployed = isinstance(model, torch.jit.ScriptModule) or is_exported(model)
     model = model if deployed else unwrap(model)
     place = resolve_device(device, model)
     feed = Feed(data, batch_size=batch_size, device=place, preprocess=preprocess, what="data to evaluate on")
     with placed(model, place):
-        return Scorer(model, feed, output, classes=classes)()
+        return Scorer(model, feed, output, classes=classes, ignore_label=ignore_label)()
 
 
 class Scorer:
@@ -59,8 +60,10 @@ class Scorer:
         output: Entry = None,
         capture: bool = False,
         classes: Sequence[str] | None = None,
+        ignore_label: int | None = None,
     ) -> None:
         self.model, self.feed, self.output, self.classes = model, feed, output, classes
+        self.ignore_label = ignore_label
         self._again: Callable[[], _Metrics] | None = None
         self._capture = capture and feed.inputs is not None and worth_capturing(feed.inputs)
         check_takes(model, feed.first(2))
@@ -78,19 +81,11 @@ class Scorer:
             for inputs, labels in self.feed.labelled():
                 result = pick(self.model(inputs), self.output, "the model")
                 if metrics is None:
-                    kind = RegressionMetrics if labels.is_floating_point() else ClassificationMetrics
-                    metrics = kind(device=self.feed.device)
-                if isinstance(metrics, RegressionMetrics):
-                    result = result.reshape(labels.shape) if result.numel() == labels.numel() else result
-                elif result.ndim > 2 and labels.ndim > 1:
-                    if labels.shape != result.shape[:1] + result.shape[2:]:
-                        raise DataError(
-                            f"logits {list(result.shape)} need labels {[len(result), *result.shape[2:]]}, one class "
-                            f"number for each position, got {list(labels.shape)}"
-                        )
-                    result, labels = as_samples(result), labels.flatten()
+                    metrics = metrics_for(labels, device=self.feed.device, ignore_label=self.ignore_label)
+                if isinstance(metrics, RegressionMetrics) and result.numel() == labels.numel():
+                    result = result.reshape(labels.shape)
                 metrics.update(result, labels)
                 if self.classes is not None and isinstance(metrics, ClassificationMetrics):
-                    check_classes(len(self.classes), max(2, result.shape[1:].numel()))
+                    check_classes(len(self.classes), max(2, result.shape[1:2].numel()))
         assert metrics is not None  # a feed is never empty
         return metrics

@@ -13,98 +13,90 @@ float64, except on devices that have none (`mps`), where they are float32. What 
 
 from __future__ import annotations
 
+import logging
 import math
+from dataclasses import replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from shiftmend.checks import brief, is_whole
 from shiftmend.errors import DataError
+from shiftmend.histograms import as_samples
 from shiftmend.scores import RegressionScores, ReliabilityBin, Scores
+from shiftmend.sums import Sums, beside, describe, refuse, sum_dtype
+
+logger = logging.getLogger(__name__)
+
+ROWS_AT_ONCE = 1 << 16
+"""A few images have millions of positions, each of which takes some hundred bytes while it is scored."""
 
 
-class _Stream:
-    """What the streaming classes share: one small vector of sums, and the shape all samples must have."""
-
-    def __init__(self, device: torch.device | str | None = None) -> None:
-        self._device = None if device is None else torch.device(device)
-        self._sums: Tensor | None = None
-        self._samples = 0
-        self._sample_shape: torch.Size | None = None
-
-    def merge(self, other: Self) -> None:
-        """Add everything that `other` has seen; `other` stays as it is."""
-        if type(other) is not type(self):
-            raise DataError(f"{type(self).__name__} cannot merge a {type(other).__name__}")
-        if other._sums is not None and other._sample_shape is not None:
-            self._add(other._sums, other._samples, other._sample_shape)
-
-    def _add(self, sums: Tensor, samples: int, sample_shape: torch.Size) -> None:
-        if self._sample_shape is not None and self._sample_shape != sample_shape:
-            raise DataError(
-                f"all samples must have one shape, got {list(sample_shape)} after {list(self._sample_shape)}"
-            )
-        device = self._device or sums.device
-        sums = sums.to(device, _sum_dtype(device))
-        # Not in place: a sum created under inference_mode could not be added to outside of it.
-        self._sums = sums if self._sums is None else self._combine(self._sums, sums)
-        self._device = device
-        self._samples += samples
-        self._sample_shape = sample_shape
-
-    @staticmethod
-    def _combine(ours: Tensor, theirs: Tensor) -> Tensor:
-        return ours + theirs
-
-    def _read(self) -> list[float]:
-        """The sums on the host: the one place that waits for the device."""
-        if self._sums is None or self._samples == 0:
-            raise DataError("there are no samples to score, call update with at least one batch first")
-        values: list[float] = self._sums.tolist()
-        return values
-
-
-class ClassificationMetrics(_Stream):
+class ClassificationMetrics(Sums):
     """Accuracy, calibration and proper scores of logits `[N, classes]` against labels `[N]`.
 
     A single output, `[N, 1]` or `[N]`, is the logit of class 1 against class 0, as binary cross-entropy trains it.
-    Calibration uses `bins` equal-width bins of the confidence, closed on the right. Sums live on `device`, by
-    default where the first batch lies; a device other than that of the logits makes every update wait.
+    Of dense logits `[N, classes, ...]` against labels `[N, ...]` each position is a sample, and IoU is scored too.
+    Samples that have the `ignore_label` count in no score. Calibration uses `bins` equal-width bins of the confidence,
+    closed on the right. Sums live on `device`, by default where the first batch lies; a device other than that of the
+    logits makes every update wait.
     """
 
-    def __init__(self, bins: int = 10, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, bins: int = 10, device: torch.device | str | None = None, ignore_label: int | None = None
+    ) -> None:
         if bins < 1:
             raise DataError(f"calibration needs at least 1 bin, got {bins}")
-        super().__init__(device)
+        if ignore_label is not None and not (is_whole(ignore_label) and -(2**63) <= ignore_label < 2**63):
+            raise DataError(f"ignore_label is {brief(ignore_label)}, expected a whole number, e.g. 255 or -1")
+        super().__init__(device, f"{bins} bins and ignore_label={ignore_label}")
         self.bins = bins
+        self.ignore_label = None if ignore_label is None else int(ignore_label)
+        self._dense = False
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
+        dense = logits.ndim > 2 and labels.ndim > 1
+        if dense:
+            if labels.shape != logits.shape[:1] + logits.shape[2:]:
+                raise DataError(
+                    f"logits {list(logits.shape)} need labels {[len(logits), *logits.shape[2:]]}, one class number for "
+                    f"each position, got {list(labels.shape)}"
+                )
+            logits, labels = as_samples(logits), labels.flatten()
         if logits.ndim == 1 or (logits.ndim == 2 and logits.shape[1] == 1):
             single = logits.reshape(-1, 1)
             logits = torch.cat([torch.zeros_like(single), single], dim=1)
         if logits.ndim != 2 or logits.shape[1] < 2 or not logits.is_floating_point():
             raise DataError(
-                f"logits must be floating point of shape [N, classes], got {_describe(logits)}; for a model that "
+                f"logits must be floating point of shape [N, classes], got {describe(logits)}; for a model that "
                 "predicts quantities the labels must be fractions"
             )
         if labels.shape != logits.shape[:1] or labels.is_floating_point() or labels.is_complex():
             raise DataError(
-                f"labels must be {len(logits)} class numbers, one for each row of logits, got {_describe(labels)}"
+                f"labels must be {len(logits)} class numbers, one for each row of logits, got {describe(labels)}"
+                f"{_advice(labels)}"
             )
-        sums = _classification_sums(logits, _beside(logits, labels).long(), self.bins)
-        self._add(sums, len(logits), logits.shape[1:])
+        labels = beside(logits, labels).long()
+        for some, own in zip(logits.split(ROWS_AT_ONCE), labels.split(ROWS_AT_ONCE), strict=True):
+            self._add(_classification_sums(some, own, self.bins, self.ignore_label), len(some), some.shape[1:])
+        self._dense |= dense
 
     def merge(self, other: Self) -> None:
-        """Add everything that `other` has seen; `other` stays as it is."""
-        if isinstance(other, ClassificationMetrics) and other.bins != self.bins:
-            raise DataError(f"metrics with {self.bins} bins cannot merge metrics with {other.bins}")
         super().merge(other)
+        self._dense |= other._dense
 
     def compute(self) -> Scores:
-        return _scores(self._read(), self._samples, self.bins)
+        ignored, *sums = self._read()
+        samples = self._samples - round(ignored)
+        if samples == 0:
+            raise DataError(f"all {self._samples} labels are the ignore_label {self.ignore_label}: nothing to score")
+        classes = math.prod(self._sample_shape or ())
+        scores = _scores(sums[: -2 * classes], samples, self.bins, classes)
+        return replace(scores, iou=_iou(sums[-2 * classes :], self.ignore_label)) if self._dense else scores
 
 
-class RegressionMetrics(_Stream):
+class RegressionMetrics(Sums):
     """Errors of predictions `[N]` or `[N, 1]` against targets of the same shape."""
 
     def update(self, predictions: Tensor, targets: Tensor) -> None:
@@ -112,11 +104,11 @@ class RegressionMetrics(_Stream):
         if predictions.shape != targets.shape or not one_number_each:
             raise DataError(
                 "predictions and targets must both be of shape [N] or both of shape [N, 1], got "
-                f"{_describe(predictions)} and {_describe(targets)}; labels of a classifier must be whole numbers, one "
+                f"{describe(predictions)} and {describe(targets)}; labels of a classifier must be whole numbers, one "
                 "class a sample"
             )
         if len(predictions):
-            sums = _regression_sums(predictions.flatten(), _beside(predictions, targets.flatten()))
+            sums = _regression_sums(predictions.flatten(), beside(predictions, targets.flatten()))
             self._add(sums, len(predictions), torch.Size(()))
 
     @staticmethod
@@ -131,15 +123,34 @@ class RegressionMetrics(_Stream):
         return torch.cat([total[:3], torch.stack([mean, deviation]), total[5:]])
 
     def compute(self) -> RegressionScores:
-        count, absolute, squared, mean, deviation, not_finite = self._read()
-        _refuse(not_finite, self._samples, "predictions or targets that are not finite")
+        count, absolute, squared, mean, deviation, not_finite, quantities = self._read()
+        refuse(not_finite, self._samples, "predictions or targets that are not finite")
         # The mean of equal targets is off by rounding, so their deviation is almost, not exactly, 0.
         targets_differ = deviation > count * (1e-12 * mean) ** 2
+        if targets_differ and not quantities:
+            logger.warning(
+                "all labels are 0 or 1, and as floating-point numbers they were scored as quantities; those of a "
+                "classifier are whole numbers, e.g. labels.long()"
+            )
         r2 = 1 - squared / deviation if targets_differ else None
         return RegressionScores(self._samples, absolute / count, math.sqrt(squared / count), r2)
 
 
-class RestorationDistance(_Stream):
+def metrics_for(
+    labels: Tensor, *, device: torch.device | str | None = None, ignore_label: int | None = None
+) -> ClassificationMetrics | RegressionMetrics:
+    """What scores predictions against labels of this kind: fractions are quantities, all else are classes."""
+    if not labels.is_floating_point():
+        return ClassificationMetrics(device=device, ignore_label=ignore_label)
+    if ignore_label is not None:
+        raise DataError(
+            f"ignore_label={brief(ignore_label)} is for class numbers, and the labels are {describe(labels)}; those "
+            "of a classifier are whole numbers, e.g. labels.long()"
+        )
+    return RegressionMetrics(device)
+
+
+class RestorationDistance(Sums):
     """How far adapted features are from those of the source model on the clean images (paper, section 5.5).
 
     The mean, over images and units, of the absolute difference between the source model's features of a clean
@@ -152,14 +163,14 @@ class RestorationDistance(_Stream):
         if source_features.shape != adapted_features.shape or units == 0:
             raise DataError(
                 "source and adapted features must both be of one shape [N, units], row by row of the same "
-                f"images, got {_describe(source_features)} and {_describe(adapted_features)}"
+                f"images, got {describe(source_features)} and {describe(adapted_features)}"
             )
-        sums = _distance_sums(source_features, _beside(source_features, adapted_features))
+        sums = _distance_sums(source_features, beside(source_features, adapted_features))
         self._add(sums, len(source_features), source_features.shape[1:])
 
     def compute(self) -> float:
         total, not_finite = self._read()
-        _refuse(not_finite, self._samples, "features that are not finite")
+        refuse(not_finite, self._samples, "features that are not finite")
         units = math.prod(self._sample_shape or ())
         return total / (self._samples * units)
 
@@ -172,15 +183,22 @@ def restoration_distance(source_features: Tensor, adapted_features: Tensor) -> f
 
 
 @torch.no_grad()
-def _classification_sums(logits: Tensor, labels: Tensor, bins: int) -> Tensor:
-    """Count, confidence and hits of every bin; then nll, brier, labels out of range, logits not finite."""
+def _classification_sums(logits: Tensor, labels: Tensor, bins: int, ignore_label: int | None) -> Tensor:
+    """Ignored samples, and of the others: count, confidence and hits of every bin; nll, brier, labels out of range,
+    logits not finite; and of every class where label and prediction meet, and where one of them is.
+    """
     # Autocast leaves float64 alone, and keeps softmax and sums in float32 where there is no float64.
-    logits = logits.to(_sum_dtype(logits.device))
+    logits = logits.to(sum_dtype(logits.device))
     probabilities = logits.softmax(dim=1)
     confidence = probabilities.amax(dim=1)
-    hit = logits.argmax(dim=1) == labels
+    predicted = logits.argmax(dim=1)
+    hit = predicted == labels
+    ignored = torch.zeros_like(hit) if ignore_label is None else labels == ignore_label
+    left_out = ignored.unsqueeze(1)
     # A mask, not an index: a label out of range then selects nothing instead of crashing the device.
-    is_label = torch.arange(logits.shape[1], device=logits.device) == labels.unsqueeze(1)
+    numbers = torch.arange(logits.shape[1], device=logits.device)
+    is_label = numbers == labels.unsqueeze(1)
+    is_predicted = numbers == predicted.unsqueeze(1)
     nll = -logits.log_softmax(dim=1).masked_fill(~is_label, 0).sum(dim=1)
     brier = (probabilities - is_label.to(logits.dtype)).square().sum(dim=1)
 
@@ -189,22 +207,32 @@ def _classification_sums(logits: Tensor, labels: Tensor, bins: int) -> Tensor:
     bin_of_sample = torch.bucketize(confidence, inner_edges)
     in_bin = bin_of_sample.unsqueeze(1) == torch.arange(bins, device=logits.device)
     columns = torch.stack([torch.ones_like(confidence), confidence, hit.to(logits.dtype)], dim=1)
+    columns = columns.masked_fill(left_out, 0)  # not a factor of 0: the output may be NaN where nothing is asked of it
     # Masked sums rather than a scatter: the order of additions, and so the last digit, never varies on a GPU.
     table = (in_bin.unsqueeze(2) * columns.unsqueeze(1)).sum(dim=0)
 
     out_of_range = ~is_label.any(dim=1)
     no_number = confidence.isnan()
-    rest = torch.stack([nll, brier, out_of_range.to(logits.dtype), no_number.to(logits.dtype)], dim=1).sum(dim=0)
-    return torch.cat([table.flatten(), rest])
+    rest = torch.stack([nll, brier, out_of_range.to(logits.dtype), no_number.to(logits.dtype)], dim=1)
+    meet = (is_label & is_predicted & ~left_out).sum(dim=0)
+    join = ((is_label | is_predicted) & ~left_out).sum(dim=0)
+    return torch.cat([ignored.sum().view(1), table.flatten(), rest.masked_fill(left_out, 0).sum(dim=0), meet, join])
 
 
-def _scores(sums: list[float], samples: int, bins: int) -> Scores:
+def _iou(sums: list[float], ignore_label: int | None) -> tuple[float | None, ...]:
+    """Of each class, but for one that is nowhere, or ignored."""
+    pairs = zip(sums[: len(sums) // 2], sums[len(sums) // 2 :], strict=True)
+    return tuple(meet / join if join and number != ignore_label else None for number, (meet, join) in enumerate(pairs))
+
+
+def _scores(sums: list[float], samples: int, bins: int, classes: int) -> Scores:
     nll, brier, out_of_range, no_number = sums[3 * bins :]
-    _refuse(no_number, samples, "logits that are NaN or infinite")
-    _refuse(
+    refuse(no_number, samples, "logits that are NaN or infinite")
+    refuse(
         out_of_range,
         samples,
-        "a label that is no class number (0 to classes - 1; a quantity is given as floating-point numbers)",
+        f"a label that is no class number (0 to {classes - 1}; a quantity is given as floating-point numbers, and a "
+        "label that stands for no class is named by ignore_label)",
     )
     counts, confidences, hits = sums[0 : 3 * bins : 3], sums[1 : 3 * bins : 3], sums[2 : 3 * bins : 3]
     gaps = [abs(hit - confidence) for hit, confidence in zip(hits, confidences, strict=True)]
@@ -231,8 +259,10 @@ def _scores(sums: list[float], samples: int, bins: int) -> Scores:
 
 @torch.no_grad()
 def _regression_sums(predictions: Tensor, targets: Tensor) -> Tensor:
-    """Count, absolute error, squared error, mean target, squared deviation from that mean, faults."""
-    dtype = _sum_dtype(predictions.device)
+    """Count, absolute error, squared error, mean target, squared deviation from that mean, faults, targets that are
+    neither 0 nor 1.
+    """
+    dtype = sum_dtype(predictions.device)
     predictions, targets = predictions.to(dtype), targets.to(dtype)
     error = predictions - targets
     mean = targets.mean()
@@ -244,6 +274,7 @@ def _regression_sums(predictions: Tensor, targets: Tensor) -> Tensor:
             mean,
             (targets - mean).square().sum(),
             (~error.isfinite()).sum().to(dtype),
+            ((targets != 0) & (targets != 1)).sum().to(dtype),
         ]
     )
 
@@ -251,24 +282,13 @@ def _regression_sums(predictions: Tensor, targets: Tensor) -> Tensor:
 @torch.no_grad()
 def _distance_sums(source: Tensor, adapted: Tensor) -> Tensor:
     """Absolute difference over all images and units, number of faulty images."""
-    dtype = _sum_dtype(source.device)
+    dtype = sum_dtype(source.device)
     difference = (source.to(dtype) - adapted.to(dtype)).abs().flatten(1)
     return torch.stack([difference.sum(), (~difference.isfinite()).any(dim=1).sum().to(dtype)])
 
 
-def _sum_dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _beside(anchor: Tensor, other: Tensor) -> Tensor:
-    """`other` on the device of `anchor`; only a copy towards an accelerator is safe in the background."""
-    return other.to(anchor.device, non_blocking=anchor.device.type != "cpu")
-
-
-def _refuse(faults: float, samples: int, what: str) -> None:
-    if faults:
-        raise DataError(f"{round(faults)} of {samples} samples have {what}, so no score would mean anything")
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+def _advice(labels: Tensor) -> str:
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        return "; pass labels[:, 0]"
+    several = "; of one-hot labels pass labels.argmax(1), several classes a sample are not scored"
+    return several if labels.ndim == 2 else ""

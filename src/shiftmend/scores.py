@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+BY_PART = ("reliability", "iou")
+"""What `Scores` holds beside single figures: of each bin, of each class."""
+
 
 @dataclass(frozen=True)
 class ReliabilityBin:
@@ -22,7 +25,9 @@ class Scores:
 
     `ece` and `mce` are the expected and the maximum calibration error: the gap between accuracy and mean
     confidence within a bin, averaged over samples and at its largest. `nll` is the mean negative
-    log-likelihood in nats; `brier` the mean squared error of the probabilities, summed over classes (0 to 2).
+    log-likelihood in nats; `brier` the mean squared error of the probabilities, summed over classes (0 to 2). With a
+    label for each position, `iou` has the intersection over union of each class over all samples, None for a class that
+    is neither there nor predicted; the Dice score of a class is `2 * iou / (1 + iou)`.
     """
 
     samples: int
@@ -32,9 +37,17 @@ class Scores:
     nll: float
     brier: float
     reliability: tuple[ReliabilityBin, ...]
+    iou: tuple[float | None, ...] = ()
+
+    @property
+    def mean_iou(self) -> float | None:
+        """Over the classes that have one; None where labels are not by position."""
+        known = [one for one in self.iou if one is not None]
+        return sum(known) / len(known) if known else None
 
     def __str__(self) -> str:
-        return _line(self)
+        mean = "" if self.mean_iou is None else f", mean_iou {_written('mean_iou', self.mean_iou)}"
+        return _line(self) + mean
 
 
 @dataclass(frozen=True)
@@ -52,11 +65,11 @@ class RegressionScores:
 
 def _line(scores: Scores | RegressionScores) -> str:
     """What a person wants to read; `repr` has every digit and the bins."""
-    shown = {field.name: getattr(scores, field.name) for field in fields(scores) if field.name != "reliability"}
+    shown = {field.name: getattr(scores, field.name) for field in fields(scores) if field.name not in BY_PART}
     return ", ".join(f"{name} {_written(name, value)}" for name, value in shown.items() if value is not None)
 
 
 def _written(name: str, value: float) -> str:
-    if name in ("accuracy", "ece", "mce"):
+    if name in ("accuracy", "ece", "mce", "mean_iou"):
         return f"{100 * value:.1f} %"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

@@ -273,6 +273,10 @@ def test_a_model_with_a_prediction_for_every_pixel() -> None:
     scored = report.facts(model, images[:40], profile, labels=labels)
     assert scored.scores_before == shiftmend.evaluate(model, (images[:40], labels))
     assert "40 inputs came with labels" in render(scored)
+    assert "mean IoU" in render(scored)
+    labels[:, 0] = 255
+    scored = report.facts(model, images[:40], profile, labels=labels, ignore_label=255)
+    assert scored.scores_before == shiftmend.evaluate(model, (images[:40], labels), ignore_label=255)
 
 
 def test_a_model_with_a_prediction_for_every_token() -> None:

@@ -28,6 +28,7 @@ from shiftmend.cli.options import (
     gather,
 )
 from shiftmend.errors import DataError
+from shiftmend.scores import BY_PART
 
 LABELLED = "expected one folder per class, or an array 'labels' in the .npz"
 
@@ -100,4 +101,4 @@ def evaluate(
 
 
 def scores_json(scores: Any) -> dict[str, Any]:
-    return {name: value for name, value in asdict(scores).items() if name != "reliability"}
+    return {name: value for name, value in asdict(scores).items() if name not in BY_PART}

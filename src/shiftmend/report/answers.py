@@ -152,10 +152,12 @@ def scores(facts: Facts) -> Part:
 def _figures(found: Scores | RegressionScores) -> dict[str, str]:
     """What a reader is told of scores: in words what is measured, and the figure."""
     if isinstance(found, Scores):
+        areas = {} if found.mean_iou is None else {"mean IoU: how far true and predicted areas meet": found.mean_iou}
         return {
             "accuracy: right answers": percent(found.accuracy, 1),
             "calibration error: how far stated confidence is from accuracy, on average": percent(found.ece, 1),
             "the same at its worst": percent(found.mce, 1),
+            **{name: percent(value, 1) for name, value in areas.items()},
         }
     return {
         "mean absolute error": f"{found.mean_absolute_error:.4g}",

@@ -44,6 +44,7 @@ def facts(
     adaptation: Adaptation | str | os.PathLike[str] | None = None,
     *,
     labels: Any = None,
+    ignore_label: int | None = None,
     classes: Sequence[str] | None = None,
     batch_size: int | None = None,
     preprocess: Preprocess | None = None,
@@ -57,8 +58,9 @@ def facts(
 
     `model` is the one that was profiled and `adaptation` what `shiftmend.adapt` gave, or the folder it was saved in;
     without it, the report asks only whether the target has shifted. `labels`, one for each sample in the order of the
-    target, are used for scores alone, and labels that the target brings along are not looked at. `samples` inputs are
-    shown on the page: 0 where none may leave the site. `original` names the file of the model as it came.
+    target, are used for scores alone, and labels that the target brings along are not looked at; those that are
+    `ignore_label` are not scored. `samples` inputs are shown on the page: 0 where none may leave the site. `original`
+    names the file of the model as it came.
     """
     model = unwrap(model)
     profile = as_profile(profile).to(torch.device("cpu"))
@@ -81,7 +83,7 @@ def facts(
         stack.enter_context(torch.no_grad())
         for one in models.values():
             check_takes(one, feed.first(2))
-        looks = _looks(models, feed, profile, marks, output)
+        looks = _looks(models, feed, profile, marks, output, ignore_label)
         summary = InputSummary.of(feed.batches())
         shown = _samples(models, feed, profile, marks, output, samples)
 
@@ -149,11 +151,16 @@ def _adaptation(given: Any, model: nn.Module) -> tuple[Adaptation | None, str | 
 
 
 def _looks(
-    models: dict[str, nn.Module], feed: Feed, profile: Profile, labels: Tensor | None, output: Entry
+    models: dict[str, nn.Module],
+    feed: Feed,
+    profile: Profile,
+    labels: Tensor | None,
+    output: Entry,
+    ignore_label: int | None,
 ) -> dict[str, Look]:
     """One pass: each batch goes through both models, so that they are compared sample by sample."""
     moved = profile.to(feed.device)
-    looks = {name: Look(moved, output) for name in models}
+    looks = {name: Look(moved, output, ignore_label) for name in models}
     with ExitStack() as stack:
         recorders = {name: stack.enter_context(tapped(one, profile.specs)) for name, one in models.items()}
         position = 0

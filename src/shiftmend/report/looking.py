@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shiftmend.histograms import as_samples, sampling_floor
-from shiftmend.metrics import ClassificationMetrics, RegressionMetrics
+from shiftmend.histograms import sampling_floor
+from shiftmend.metrics import ClassificationMetrics, RegressionMetrics, metrics_for
 from shiftmend.profiles import Profile
 from shiftmend.report.contents import Guesses, Predictions, Seen, TapShift, Unit
 from shiftmend.scores import RegressionScores, Scores
@@ -27,8 +27,8 @@ MOST_CLASSES = 2048
 class Look:
     """Gathers over batches. Both models see the same batch before `compare` is asked about it."""
 
-    def __init__(self, profile: Profile, output: Entry) -> None:
-        self.profile, self.output = profile, output
+    def __init__(self, profile: Profile, output: Entry, ignore_label: int | None = None) -> None:
+        self.profile, self.output, self.ignore_label = profile, output, ignore_label
         self.tally = Tally(profile, profile.taps)
         self.axis = profile.specs["logits"].channel_axis
         self.chosen: Tensor | None = None
@@ -55,13 +55,13 @@ class Look:
     def _score(self, returned: Any, labels: Tensor) -> None:
         result = pick(returned, self.output, "the model")
         if self.metrics is None:
-            self.metrics = RegressionMetrics() if labels.is_floating_point() else ClassificationMetrics()
+            self.metrics = metrics_for(labels, ignore_label=self.ignore_label)
         if isinstance(self.metrics, RegressionMetrics) and result.numel() == labels.numel():
             result = result.reshape(labels.shape)
         elif result.ndim > 2:
             logits = class_logits(returned, self.output, self.axis, self.profile.taps["logits"].units)
             if logits is not None and labels.shape == logits.shape[:1] + logits.shape[2:]:
-                result, labels = as_samples(logits), labels.flatten()
+                result = logits
         self.metrics.update(result, labels)
 
     def compare(self, before: Look) -> None:
