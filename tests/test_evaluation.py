@@ -186,3 +186,11 @@ def test_several_labels_a_sample_are_refused_and_zeros_and_ones_remarked_upon(ca
     assert not caplog.messages
     assert isinstance(shiftmend.evaluate(Column(), (world.target, several[:, 0].float())), shiftmend.RegressionScores)
     assert "all labels are 0 or 1" in caplog.text
+
+
+def test_a_lone_sample_at_the_end_of_a_stream_is_normalised_with_those_before_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 3))
+    inputs, labels = torch.randn(9, 2), torch.randint(0, 3, (9,))
+    streamed = Feed(list(zip(inputs.split(4), labels.split(4), strict=True)), resident=False)
+    assert Scorer(model, streamed)() == shiftmend.evaluate(model, (inputs, labels), batch_size=4)

@@ -622,7 +622,7 @@ def test_a_prefetched_stream_reads_no_more_than_is_asked_for(monkeypatch: pytest
     list(feed.subset(15, 0))
     assert data.reads == 20
     next(feed.batches())
-    assert data.reads == 30
+    assert data.reads == 40  # one batch ahead: it may be a lone sample that has to join
 
 
 def test_only_what_lies_in_memory_is_gathered_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -718,6 +718,44 @@ def test_a_loader_that_hands_out_its_own_memory_is_not_changed(collate: Any) -> 
     for _ in range(3):
         assert all((batch == 50).all() for batch in feed.batches())
     assert (whole == 100).all()
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_a_loader_that_fills_the_same_memory_again_gives_what_it_gave(resident: bool) -> None:
+    class Reused:
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            inputs, labels = torch.empty(10, 3), torch.empty(10, dtype=torch.long)
+            for start in range(0, 70, 10):
+                yield inputs.copy_(INPUTS[start : start + 10]), labels.copy_(LABELS[start : start + 10])
+
+    seen = list(Feed(Reused(), resident=resident).labelled())
+    assert torch.equal(torch.cat([inputs for inputs, _ in seen]), INPUTS)
+    assert torch.equal(torch.cat([labels for _, labels in seen]), LABELS)
+
+
+def test_a_lone_sample_at_the_end_of_a_stream_joins_the_batch_before_it() -> None:
+    def sizes(size: int, count: int = 70) -> list[list[int]]:
+        feed = Feed(DataLoader(Pairs(INPUTS[:count], LABELS[:count]), batch_size=size), resident=False)
+        seen = list(feed.labelled())
+        assert torch.equal(torch.cat([inputs for inputs, _ in seen]), INPUTS[:count])
+        assert torch.equal(torch.cat([labels for _, labels in seen]), LABELS[:count])
+        passes = (feed.batches(), (inputs for inputs, _ in seen), feed.subset(500, 7))
+        return [[len(batch) for batch in one] for one in passes]
+
+    assert sizes(23) == [[23, 23, 24]] * 3
+    assert sizes(69) == [[70]] * 3
+    assert sizes(22) == [[22, 22, 22, 4]] * 3
+    assert sizes(1, 3) == [[1, 1, 1]] * 3
+    unlike = Feed([INPUTS[:4], INPUTS[:1, :2]], resident=False)
+    assert [batch.shape for batch in unlike.batches()] == [(4, 3), (1, 2)]
+
+
+def test_what_comes_beside_the_inputs_may_differ_from_batch_to_batch() -> None:
+    boxes = [(INPUTS[:2], torch.zeros(2, 5, 4)), (INPUTS[2:4], torch.zeros(2, 3, 4))]
+    feed = Feed(boxes)
+    assert torch.equal(torch.cat(list(feed.batches())), INPUTS[:4])
+    with pytest.raises(DataError, match=r"no labels: expected pairs of \(inputs, labels\), all alike"):
+        next(feed.labelled())
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

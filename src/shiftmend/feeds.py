@@ -19,7 +19,7 @@ from shiftmend.checks import brief, check_function, is_whole, kind
 from shiftmend.devices import room_on
 from shiftmend.distributed import of_first_process, share, shares
 from shiftmend.errors import DataError
-from shiftmend.loaders import DEFAULT_BATCH, as_loader, drawn, full, refuse_non_finite, split_batch
+from shiftmend.loaders import DEFAULT_BATCH, as_loader, drawn, full, joined, refuse_non_finite, split_batch, together
 from shiftmend.prefetch import Batch, Rows, copier_to, prefetched, read
 from shiftmend.turns import has_turns
 
@@ -106,7 +106,7 @@ class Feed:
     def batches(self, at_once: int = 0) -> Iterator[Tensor]:
         """Every sample once, in the order given; at least `at_once` of them together where they are resident."""
         if self._inputs is None:
-            yield from self._sent_inputs(shares(inputs for inputs, _ in self._stream()))
+            yield from self._sent_inputs(shares(_joined(inputs for inputs, _ in self._stream())))
             return
         whole = self._inputs
         # indices of the host, which nobody has to wait for
@@ -132,21 +132,21 @@ class Feed:
 
     def _in_order(self) -> Iterator[Batch]:
         if self._inputs is None:
-            for inputs, labels in self._stream():
-                yield inputs, self._known(labels)
+            for batch in joined((inputs, self._known(labels)) for inputs, labels in self._stream()):
+                yield batch[0], batch[1]
         else:
             for start, end in self._spans(len(self._inputs)):
                 yield Rows(self._inputs, slice(start, end)), self._known(self._labels)[start:end]
 
     def _known(self, labels: Tensor | None) -> Tensor:
         if labels is None:
-            raise DataError(f"the {self.what} has no labels: expected pairs of (inputs, labels)")
+            raise DataError(f"the {self.what} has no labels: expected pairs of (inputs, labels), all alike")
         return labels
 
     def subset(self, count: int, seed: int, at_once: int = 0) -> Iterator[Tensor]:
         """At most `count` samples, the same ones each time."""
         if self._inputs is None:
-            yield from self._sent_inputs(shares(self._beginning(count, seed)))
+            yield from self._sent_inputs(shares(_joined(self._beginning(count, seed))))
         elif len(self._inputs) <= count:
             yield from self.batches(at_once)
         else:
@@ -241,7 +241,7 @@ class Feed:
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Batches as the loader gives them; a loader that shuffles gives the order of the seed."""
         assert not isinstance(self._loader, tuple)
-        # a list gives its own batches, and so may a loader that does not put them together itself
+        # a list gives its own batches, and a loader that does not put them together itself may give its memory again
         copy = copy and getattr(self._loader, "collate_fn", None) is not default_collate
         empty = True
         for batch in drawn(self._shuffled if shuffled else self._loader, seed, self.what):
@@ -251,7 +251,7 @@ class Feed:
             empty = False
             if not self._clean:
                 refuse_non_finite(inputs, self.what)
-            yield inputs.clone() if copy else inputs, labels
+            yield (inputs.clone(), labels if labels is None else labels.clone()) if copy else (inputs, labels)
         if empty:
             raise DataError(f"the {self.what} is empty: expected at least one sample")
         self._clean = True
@@ -261,21 +261,14 @@ class Feed:
         inputs: list[Tensor] = []
         labels: list[Tensor] = []
         size = 0
-        for batch, label in self._stream(copy=False):
+        for batch, label in self._stream(copy=not isinstance(self._loader, list)):
             size += batch.numel() * batch.element_size()
             if size > limit:
                 return
             inputs.append(batch)
             if label is not None:
                 labels.append(label)
-        if len({tuple(part.shape[1:]) for part in inputs}) > 1:
-            pair = isinstance(self._loader, list) and len(inputs) == 2 and len(inputs[0]) == len(inputs[1])
-            advice = ", and pass inputs with labels as a tuple, not as a list of batches" if pair else ""
-            raise DataError(
-                f"the batches of the {self.what} differ in shape; bring all samples to one size first{advice}"
-            )
-        whole = torch.cat(labels) if labels and sum(map(len, labels)) == sum(map(len, inputs)) else None
-        self._keep(torch.cat(inputs), whole, limit)
+        self._keep(*together(inputs, labels, self.what, isinstance(self._loader, list)), limit)
 
     def _keep(self, inputs: Tensor, labels: Tensor | None, limit: int) -> None:
         if len(inputs) == 0:
@@ -288,6 +281,10 @@ class Feed:
         fits = inputs.numel() * inputs.element_size() <= limit
         self._inputs = inputs.detach().to(self.device) if fits else inputs.detach()
         self._labels = None if labels is None else labels.to(self.device)
+
+
+def _joined(stream: Iterable[Tensor]) -> Iterator[Tensor]:
+    return (inputs for (inputs,) in joined((inputs,) for inputs in stream))
 
 
 def _permutation(count: int, seed: int) -> Tensor:

@@ -186,6 +186,33 @@ def full(stream: Iterable[tuple[Tensor, Any]]) -> Iterator[Tensor]:
             yield inputs
 
 
+def joined(stream: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+    """A lone sample, as the last one may be, joins the batch before it if they are alike, as in `Feed._spans`."""
+    held: tuple[Tensor, ...] | None = None
+    for batch in stream:
+        pairs = [] if held is None else list(zip(held, batch, strict=True))
+        lone = held is not None and len(batch[0]) == 1 < len(held[0]) and all(map(_alike, pairs))
+        if held is not None:
+            yield tuple(map(torch.cat, pairs)) if lone else held
+        held = None if lone else batch
+    if held is not None:
+        yield held
+
+
+def together(inputs: list[Tensor], labels: list[Tensor], what: str, listed: bool) -> tuple[Tensor, Tensor | None]:
+    """Batches as one, without labels where there is not one for each sample: beside inputs there may be anything."""
+    if not _alike(inputs):
+        pair = listed and len(inputs) == 2 and len(inputs[0]) == len(inputs[1])
+        advice = ", and pass inputs with labels as a tuple, not as a list of batches" if pair else ""
+        raise DataError(f"the batches of the {what} differ in shape; bring all samples to one size first{advice}")
+    one_each = [len(part) for part in labels] == [len(part) for part in inputs] and _alike(labels)
+    return torch.cat(inputs), torch.cat(labels) if one_each else None
+
+
+def _alike(batches: Iterable[Tensor]) -> bool:
+    return len({batch.shape[1:] for batch in batches}) == 1
+
+
 def _refuse_uncollated(error: Exception, what: str) -> None:
     """Say in a sentence that samples make no batch; workers pass torch's complaint on with their whole traceback."""
     if "stack expects each tensor to be equal size" in str(error):
