@@ -194,3 +194,5 @@ def test_a_lone_sample_at_the_end_of_a_stream_is_normalised_with_those_before_it
     inputs, labels = torch.randn(9, 2), torch.randint(0, 3, (9,))
     streamed = Feed(list(zip(inputs.split(4), labels.split(4), strict=True)), resident=False)
     assert Scorer(model, streamed)() == shiftmend.evaluate(model, (inputs, labels), batch_size=4)
+    with pytest.raises(DataError, match="it normalises by the batch, so give it at least two samples at once"):
+        shiftmend.evaluate(model, (inputs[:1], labels[:1]))

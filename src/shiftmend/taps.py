@@ -244,7 +244,7 @@ def check_takes(model: nn.Module, sample: Tensor, output: Entry = None) -> None:
             dtype = str(sample.dtype).removeprefix("torch.")
             raise DataError(
                 f"the model does not take inputs of shape {list(sample.shape[1:])} and type {dtype}: {reason}"
-                f"{_advice(model, sample)}"
+                f"{_advice(model, sample, reason)}"
             ) from error
     if output is not None:
         pick(returned, output, "the model")
@@ -261,10 +261,12 @@ def _takes_one_tensor(model: nn.Module) -> bool:
     return True
 
 
-def _advice(model: nn.Module, sample: Tensor) -> str:
-    """What to do about inputs of another type than the weights, or without an axis of samples."""
+def _advice(model: nn.Module, sample: Tensor, reason: str) -> str:
+    """What to do about inputs of another type than the weights, too few of them, or without an axis of samples."""
     if not _takes_one_tensor(model):
         return "; expected a model that is called with one tensor: wrap it in a module that takes one and passes it on"
+    if len(sample) == 1 and "more than 1 value per channel" in reason:
+        return "; it normalises by the batch, so give it at least two samples at once"
     if sample.ndim == 1:
         return "; expected samples along the first axis: make one tensor of several, or inputs.unsqueeze(0) of one"
     weights = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
