@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 import shiftmend
 from shiftmend import checkpoints
 from shiftmend.adaptations import Epoch
-from shiftmend.errors import AdaptationError
+from shiftmend.errors import AdaptationError, ShiftmendError
 from shiftmend.states import tensors_of
 from worlds import sensors
 from zoo import ZOO
@@ -81,6 +82,19 @@ def test_a_checkpoint_holds_complex_numbers_of_any_width(tmp_path: Path) -> None
         assert value.dtype == own[name].dtype
         assert torch.equal(value, own[name])
         assert torch.equal(found.selected[name], own[name])
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage is deprecated")
+def test_numbers_that_no_checkpoint_holds_are_refused_before_the_first_epoch(tmp_path: Path) -> None:
+    world, seen = sensors(), list[int]()
+    model = copy.deepcopy(world.model)
+    model.register_buffer("steps", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+    profile = shiftmend.profile(model, world.source, progress=False)
+    options = OPTIONS | {"on_epoch": lambda _, row: seen.append(row.epoch)}
+    with pytest.raises(ShiftmendError, match=r"^'steps' holds numbers of the type qint8, .* or by dequantize\(\)$"):
+        shiftmend.adapt(model, world.target, profile, checkpoint=tmp_path / "c", **options)
+    assert not seen
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_run_killed_without_warning_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 from shiftmend.adaptations import Epoch
 from shiftmend.errors import AdaptationError
 from shiftmend.files import write_atomically
-from shiftmend.states import as_file, held
+from shiftmend.states import as_file, check_types, held
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ def check_place(path: Path) -> None:
             raise PermissionError(13, "no permission to write there")
     except OSError as error:
         raise AdaptationError(f"checkpoint {path} cannot be written: {error.strerror}") from error
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model with numbers that a checkpoint cannot hold; complex ones are written as pairs."""
+    check_types({name: value for name, value in held(model).items() if not value.is_complex()})
 
 
 def identify(facts: dict[str, Any]) -> str:

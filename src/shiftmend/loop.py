@@ -74,6 +74,7 @@ class Run:
         self.path = Path(settings.checkpoint) if settings.checkpoint is not None else None
         if self.path is not None:
             checkpoints.check_place(self.path)
+            checkpoints.check_model(self.model)
         self.name = checkpoints.identify(
             {key: value for key, value in manifest.items() if key != "environment"}
             | {"trained": [stage.parameters for stage in stages], "seen": fingerprints.digest(feed.first(64))}

@@ -66,8 +66,15 @@ def as_file(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) 
         name, tensor = next((name, tensor) for name, tensor in tensors.items() if tensor.dtype == error.args[0])
         raise ShiftmendError(
             f"{name!r} holds numbers of the type {str(tensor.dtype).removeprefix('torch.')}, which a safetensors file "
-            "cannot; convert them before the model is adapted, e.g. complex128 to complex64"
+            "cannot; convert them before the model is adapted, e.g. complex128 to complex64, or by dequantize()"
         ) from error
+
+
+def check_types(tensors: dict[str, Tensor]) -> None:
+    """Refuse what `as_file` would, before any work is lost: the smallest tensor of each type is tried."""
+    by_size = sorted(tensors, key=lambda name: -tensors[name].numel())
+    one_each = {tensors[name].dtype: name for name in by_size}
+    as_file({name: tensors[name].contiguous() for name in one_each.values()})
 
 
 def is_writable(tensor: Tensor) -> bool:

@@ -192,6 +192,24 @@ def test_adapt_writes_everything_and_says_what_changed(
     assert verified["divergence"] == pytest.approx(result["manifest"]["verification"]["after"]["divergence"], rel=1e-4)
 
 
+def test_a_model_that_no_file_holds_is_refused_before_it_is_adapted(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fine.py").write_text(
+        "import torch\n"
+        "from shiftmend.models.digit_cnn import DigitCNN\n"
+        "def make():\n"
+        "    model = DigitCNN(classes=4, width=4, channels=1, image_size=16)\n"
+        "    model.register_buffer('waves', torch.ones(2, dtype=torch.complex128))\n"
+        "    return model\n"
+    )
+    model, profile, checkpoint = f"{tmp_path}/fine.py:make", tmp_path / "p", tmp_path / "c"
+    ok(capsys, "profile", model, "-d", site / "source.npz", "-o", profile)
+    files = ("-d", site / "target.npz", "-p", profile, "-o", tmp_path / "a", "--checkpoint", checkpoint)
+    assert "'waves' holds numbers of the type complex128" in refused(capsys, "adapt", model, *files)
+    assert not checkpoint.exists()
+
+
 def test_adapt_by_a_method_of_ones_own(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "gentle.py").write_text(
         "from dataclasses import dataclass\n"

@@ -142,6 +142,7 @@ def adapt(
     from shiftmend.cli.loading import load_method
     from shiftmend.distributed import rank
     from shiftmend.methods import TargetSupervised
+    from shiftmend.states import check_types, whole_state
 
     _check_place(out, weights)
     chosen = load_method(method)
@@ -163,6 +164,7 @@ def adapt(
 
     home = shiftmend.Profile.load(profile)
     home.check_architecture(net)
+    check_types(whole_state(net))
     if labels is not None:  # whatever is wrong with them must not show after the work is done
         score(net, [int(labels.argmin()), int(labels.argmax())])
     result = shiftmend.adapt(
