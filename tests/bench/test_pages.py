@@ -160,9 +160,9 @@ def test_every_question_is_answered(emnist: str) -> None:
     assert "5 a class: re-run" in few
     assert re.search(r"^\| verdict \| 5 a class: good \| 5 a class: bad \|", few, re.MULTILINE)
     assert re.search(r"^\| not restored( \| \d+)+ \|$", few, re.MULTILINE)
-    assert "of the paper's figures for the same methods: +0.59 (9 methods)" in section(
-        emnist, "Restoration and calibration"
-    )
+    restored = section(emnist, "Restoration and calibration")
+    assert "of the paper's figures for the same methods: +0.59 (9 methods)" in restored
+    assert "; shot (whose source model is another) and target-supervised are left out; the paper's are" in restored
     signals = section(emnist, "Signals that need no labels")
     assert re.search(r"^\| confidence \| \+1\.00 \| 13 \|", signals, re.MULTILINE)
     assert re.search(r"^\| slices \| 1\.00 \| ≤ 0\.\d+ \| 100\.0 \| \d", signals, re.MULTILINE)  # near clean
@@ -185,6 +185,7 @@ def test_a_page_of_some_shifts_takes_no_mean(tmp_path: Path) -> None:
     assert "all 13 shifts" not in shifts
     assert re.search(r"^\| sky† \| \*\*25\.0\*\* \| \*\*25\.0\*\* \|$", shifts, re.MULTILINE)
     assert "mean over the shifts run so far" in text
+    assert "left out" not in section(text, "Restoration and calibration"), "nothing was run that could be"
     assert "Few images" not in text
     assert "slices too" not in text
 

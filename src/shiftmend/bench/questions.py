@@ -53,9 +53,10 @@ def restoration(part: Part) -> list[Block]:
     if known:
         paper = correlations.correlate([d for d, _ in known.values()], [e for _, e in known.values()])
         said += f"; of the paper's figures for the same methods: {_coefficient(paper)}"
-    named = " and ".join([*(f"{method} (whose source model is another)" for method in others), SUPERVISED])
-    left_out = f"{named} {'are' if others else 'is'} left out"
-    note = f"means over the {found.places} pairs of shift and seed that every method has done; {left_out}"
+    left_out = [f"{method} (whose source model is another)" for method in part.methods if method in others]
+    left_out += [SUPERVISED] if len(part.unsupervised) < len(part.results) else []
+    note = f"means over the {found.places} pairs of shift and seed that every method has done"
+    note += f"; {' and '.join(left_out)} {'are' if len(left_out) > 1 else 'is'} left out" if left_out else ""
     note += "; the paper's are means over all shifts" if known else ""
     return [
         f"{said}.",
