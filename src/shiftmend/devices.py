@@ -46,6 +46,11 @@ def _own_gpu() -> int:
     return int(local) if own else torch.cuda.current_device()
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """In which long sums stay exact; some devices have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def room_on(device: torch.device) -> int:
     """How much data may stay on the device: part of what is free there."""
     if device.type == "cuda":

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shiftmend.devices import sum_dtype
 from shiftmend.distributed import active, all_sum, joined_moments
 from shiftmend.errors import AdaptationError, ProfileError
 
@@ -133,7 +134,7 @@ class Comparison:
 
     @staticmethod
     def to_source(source: FullGaussian, shrinkage: float = 0.0) -> Comparison:
-        wide = torch.float64 if source.mean.device.type != "mps" else torch.float32
+        wide = sum_dtype(source.mean.device)
         factor, failed = torch.linalg.cholesky_ex(shrunk(source.covariance.to(wide), shrinkage))
         if bool(failed):
             raise AdaptationError(
@@ -181,8 +182,7 @@ class CovarianceTracker:
         self.products: Tensor  # sum of products of deviations from the mean
 
     def update(self, values: Tensor) -> None:
-        values = values.detach()
-        values = values.double() if values.device.type != "mps" else values.float()
+        values = values.detach().to(sum_dtype(values.device))
         mean = values.mean(0)
         centred = values - mean
         products = centred.T @ centred

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from shiftmend.checks import brief, is_whole
+from shiftmend.devices import sum_dtype
 from shiftmend.errors import DataError
 from shiftmend.histograms import as_samples
 from shiftmend.scores import RegressionScores, ReliabilityBin, Scores
-from shiftmend.sums import Sums, beside, describe, refuse, sum_dtype
+from shiftmend.sums import Sums, beside, describe, refuse
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shiftmend import kernels
+from shiftmend.devices import sum_dtype
 from shiftmend.distributed import active, all_sum, joined_moments, joined_range
 from shiftmend.errors import ProfileError
 from shiftmend.gaussians import MarginalGaussian
@@ -146,8 +147,7 @@ class RangeTracker:
     def update(self, values: Tensor) -> None:
         values = values.detach()
         low, high = values.amin(0).float(), values.amax(0).float()
-        # float64 is missing on some devices; where it is there, long sums stay exact
-        work = values.double() if values.device.type != "mps" else values.float()
+        work = values.to(sum_dtype(values.device))
         mean = work.mean(0)
         squares = (work - mean).square().sum(0)
         count = values.shape[0]
@@ -186,8 +186,7 @@ class CountTracker:
     def __init__(self, low: Tensor, high: Tensor, bins: Bins, scale: Tensor | None = None) -> None:
         self.low, self.high, self.bins = low, high, bins
         self.scale = scales(low, high) if scale is None else scale
-        wide = torch.float64 if low.device.type != "mps" else torch.float32
-        self.counts = torch.zeros(low.shape[0], bins.total, dtype=wide, device=low.device)
+        self.counts = torch.zeros(low.shape[0], bins.total, dtype=sum_dtype(low.device), device=low.device)
         self.samples = 0
 
     def update(self, values: Tensor) -> None:
@@ -262,8 +261,6 @@ class Projector:
         return Projector(weight.float(), (weight @ mean.cpu().double()).float())
 
     def to(self, device: torch.device) -> Projector:
-        if self.weight.device == device:
-            return self
         return Projector(self.weight.to(device), self.offset.to(device))
 
     def __call__(self, values: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from shiftmend.devices import sum_dtype
 from shiftmend.errors import DataError
 
 
@@ -52,10 +53,6 @@ class Sums:
             raise DataError("there are no samples to score, call update with at least one batch first")
         values: list[float] = self._sums.tolist()
         return values
-
-
-def sum_dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def beside(anchor: Tensor, other: Tensor) -> Tensor:

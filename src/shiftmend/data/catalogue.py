@@ -28,27 +28,33 @@ def _plain(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
-def _idx_downloads(folder: str, files: Iterable[checksums.IdxFile], *mirrors: str) -> tuple[Download, ...]:
-    return tuple(
-        Download(
-            f"{folder}/raw/{file.name}.gz",
-            tuple(f"{mirror}/{file.name}.gz" for mirror in mirrors),
-            md5=file.md5,
-            size=file.size,
-        )
-        for file in files
-    )
-
-
-def _idx_contents(folder: str, files: Iterable[checksums.IdxFile]) -> tuple[Content, ...]:
-    """The four files of MNIST and its relatives."""
-    contents = []
+def _like_mnist(
+    name: str,
+    summary: str,
+    page: str,
+    folder: str,
+    files: Iterable[checksums.IdxFile],
+    *mirrors: str,
+    licence: str | None = None,
+) -> Entry:
+    """MNIST and its relatives: four files."""
+    downloads, contents = [], []
     for file in files:
+        path = f"{folder}/raw/{file.name}.gz"
+        urls = tuple(f"{mirror}/{file.name}.gz" for mirror in mirrors)
         count = 60_000 if file.name.startswith("train") else 10_000
         shape = (count, 28, 28) if "images" in file.name else (count,)
-        path = f"{folder}/raw/{file.name}.gz"
+        downloads.append(Download(path, urls, md5=file.md5, size=file.size))
         contents.append(Content(path, md5=file.md5, md5_unpacked=file.md5_unpacked, shape=shape))
-    return tuple(contents)
+    return Entry(
+        name,
+        f"{summary}, 28 x 28 grey, 60,000 + 10,000",
+        page,
+        (tuple(contents),),
+        tuple(downloads),
+        licence=licence,
+        arrangement=f"{folder}/raw/{{train,t10k}}-{{images-idx3,labels-idx1}}-ubyte.gz (or without .gz)",
+    )
 
 
 def _emnist_contents() -> tuple[Content, ...]:
@@ -59,13 +65,6 @@ def _emnist_contents() -> tuple[Content, ...]:
         contents.append(Content(f"{stem}-images-idx3-ubyte.gz", shape=(count, 28, 28), exact_count=False))
         contents.append(Content(f"{stem}-labels-idx1-ubyte.gz", shape=(count,), exact_count=False))
     return tuple(contents)
-
-
-def _cifar_c_contents(folder: str, sums: Mapping[str, str]) -> tuple[Content, ...]:
-    """One array per corruption, and the labels they share."""
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(CIFAR_CORRUPTIONS, (50000, 32, 32, 3))
-    shapes["labels"] = (50_000,)
-    return tuple(Content(f"{folder}/{name}.npy", md5=sums[name], shape=shape) for name, shape in shapes.items())
 
 
 def _mnist_c_contents() -> tuple[Content, ...]:
@@ -86,8 +85,17 @@ def _zenodo(record: int, file: str) -> tuple[str, str]:
     )
 
 
+def _cifar_archive(classes: int, folder: str, md5: str, size: int) -> Download:
+    file = f"cifar-{classes}-binary.tar.gz"
+    urls = (f"https://www.cs.toronto.edu/~kriz/{file}",)
+    return Download(file, urls, md5=md5, size=size, unpack=Unpack(only=f"{folder}/"))
+
+
 def _cifar_c(classes: int, record: int, md5: str, size: int, sums: Mapping[str, str]) -> Entry:
+    """One array per corruption, and the labels they share."""
     folder = f"CIFAR-{classes}-C"
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(CIFAR_CORRUPTIONS, (50_000, 32, 32, 3))
+    shapes["labels"] = (50_000,)
     archive = Download(
         f"{folder}.tar", _zenodo(record, f"{folder}.tar"), md5=md5, size=size, unpack=Unpack(only=f"{folder}/")
     )
@@ -95,29 +103,24 @@ def _cifar_c(classes: int, record: int, md5: str, size: int, sums: Mapping[str, 
         folder.lower(),
         f"the CIFAR-{classes} test images under 19 corruptions at 5 severities",
         f"https://zenodo.org/records/{record}",
-        (_cifar_c_contents(folder, sums),),
+        (tuple(Content(f"{folder}/{name}.npy", md5=sums[name], shape=shape) for name, shape in shapes.items()),),
         (archive,),
         licence="CC BY 4.0",
         arrangement=f"{folder}/<corruption>.npy and {folder}/labels.npy",
     )
 
 
-_TORONTO = "https://www.cs.toronto.edu/~kriz"
 _LIBSVM = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass"
 _CIFAR_LICENCE = "none stated; the authors ask for a citation of their technical report"
 _ENTRIES = (
-    Entry(
+    _like_mnist(
         "mnist",
-        "handwritten digits, 28 x 28 grey, 60,000 + 10,000",
+        "handwritten digits",
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
-        (_idx_contents("MNIST", checksums.MNIST),),
-        _idx_downloads(
-            "MNIST",
-            checksums.MNIST,
-            "https://ossci-datasets.s3.amazonaws.com/mnist",
-            "https://storage.googleapis.com/cvdf-datasets/mnist",
-        ),
-        arrangement="MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte.gz (or without .gz)",
+        "MNIST",
+        checksums.MNIST,
+        "https://ossci-datasets.s3.amazonaws.com/mnist",
+        "https://storage.googleapis.com/cvdf-datasets/mnist",
     ),
     Entry(
         "emnist",
@@ -146,27 +149,23 @@ _ENTRIES = (
         tuple(Download(f"USPS/{name}", (f"{_LIBSVM}/{name}",), md5=md5) for name, md5 in checksums.USPS.items()),
         arrangement="USPS/usps.bz2 and USPS/usps.t.bz2, or USPS/usps.npz with x_train, y_train, x_test, y_test",
     ),
-    Entry(
+    _like_mnist(
         "fashion-mnist",
-        "pictures of clothes, 28 x 28 grey, 60,000 + 10,000",
+        "pictures of clothes",
         "https://github.com/zalandoresearch/fashion-mnist",
-        (_idx_contents("FashionMNIST", checksums.FASHION_MNIST),),
-        _idx_downloads(
-            "FashionMNIST",
-            checksums.FASHION_MNIST,
-            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
-        ),
+        "FashionMNIST",
+        checksums.FASHION_MNIST,
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
         licence="MIT",
-        arrangement="FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte.gz (or without .gz)",
     ),
-    Entry(
+    _like_mnist(
         "kmnist",
-        "old Japanese cursive characters, 28 x 28 grey, 60,000 + 10,000",
+        "old Japanese cursive characters",
         "https://github.com/rois-codh/kmnist",
-        (_idx_contents("KMNIST", checksums.KMNIST),),
-        _idx_downloads("KMNIST", checksums.KMNIST, "http://codh.rois.ac.jp/kmnist/dataset/kmnist"),
+        "KMNIST",
+        checksums.KMNIST,
+        "http://codh.rois.ac.jp/kmnist/dataset/kmnist",
         licence="CC BY-SA 4.0",
-        arrangement="KMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte.gz (or without .gz)",
     ),
     Entry(
         "cifar-10",
@@ -179,15 +178,7 @@ _ENTRIES = (
             ),
             tuple(Content(f"cifar-10-batches-py/{name}", md5=md5) for name, md5 in checksums.CIFAR10_PICKLED.items()),
         ),
-        (
-            Download(
-                "cifar-10-binary.tar.gz",
-                (f"{_TORONTO}/cifar-10-binary.tar.gz",),
-                md5="c32a1d4ab5d03f1284b67883e8d87530",
-                size=170_052_171,
-                unpack=Unpack(only="cifar-10-batches-bin/"),
-            ),
-        ),
+        (_cifar_archive(10, "cifar-10-batches-bin", "c32a1d4ab5d03f1284b67883e8d87530", 170_052_171),),
         licence=_CIFAR_LICENCE,
         arrangement="cifar-10-batches-bin/{data_batch_1..5,test_batch}.bin, or the folder cifar-10-batches-py",
     ),
@@ -205,15 +196,7 @@ _ENTRIES = (
                 Content("cifar-100-python/test", md5="f0ef6b0ae62326f3e7ffdfab6717acfc"),
             ),
         ),
-        (
-            Download(
-                "cifar-100-binary.tar.gz",
-                (f"{_TORONTO}/cifar-100-binary.tar.gz",),
-                md5="03b5dce01913d631647c71ecec9e9cb8",
-                size=168_513_733,
-                unpack=Unpack(only="cifar-100-binary/"),
-            ),
-        ),
+        (_cifar_archive(100, "cifar-100-binary", "03b5dce01913d631647c71ecec9e9cb8", 168_513_733),),
         licence=_CIFAR_LICENCE,
         arrangement="cifar-100-binary/{train,test}.bin, or the folder cifar-100-python",
     ),
