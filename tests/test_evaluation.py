@@ -163,7 +163,7 @@ def test_labels_that_mark_no_class_have_to_be_named() -> None:
     model, images = nn.Conv2d(1, 3, 1), torch.randn(4, 1, 5, 6)
     labels = torch.zeros(4, 5, 6, dtype=torch.uint8)
     labels[0, 0] = 255
-    with pytest.raises(DataError, match=r"6 of 120 samples have a label .*0 to 2.* no class is named by ignore_label"):
+    with pytest.raises(DataError, match=r"6 of 120 samples have a label .*0 to 2.* its label named by ignore_label"):
         shiftmend.evaluate(model, (images, labels))
     with pytest.raises(DataError, match="6 of 120 samples have a label"):
         shiftmend.evaluate(model, (images, labels), ignore_label=-1)

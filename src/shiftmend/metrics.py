@@ -61,8 +61,8 @@ class ClassificationMetrics(Sums):
         if dense:
             if labels.shape != logits.shape[:1] + logits.shape[2:]:
                 raise DataError(
-                    f"logits {list(logits.shape)} need labels {[len(logits), *logits.shape[2:]]}, one class number for "
-                    f"each position, got {list(labels.shape)}"
+                    f"logits {list(logits.shape)}, with classes on their second axis, need labels "
+                    f"{[len(logits), *logits.shape[2:]]}, one class number for each position, got {list(labels.shape)}"
                 )
             logits, labels = as_samples(logits), labels.flatten()
         if logits.ndim == 1 or (logits.ndim == 2 and logits.shape[1] == 1):
@@ -232,8 +232,8 @@ def _scores(sums: list[float], samples: int, bins: int, classes: int) -> Scores:
     refuse(
         out_of_range,
         samples,
-        f"a label that is no class number (0 to {classes - 1}; a quantity is given as floating-point numbers, and a "
-        "label that stands for no class is named by ignore_label)",
+        f"a label that is no class number (0 to {classes - 1}; a quantity is given as floating-point numbers, and what "
+        "has no class is left out, or its label named by ignore_label)",
     )
     counts, confidences, hits = sums[0 : 3 * bins : 3], sums[1 : 3 * bins : 3], sums[2 : 3 * bins : 3]
     gaps = [abs(hit - confidence) for hit, confidence in zip(hits, confidences, strict=True)]

@@ -125,3 +125,5 @@ def test_nonsense_is_refused() -> None:
         for labels in (torch.zeros(0, dtype=torch.int64), torch.eye(3, dtype=torch.int64)):
             with pytest.raises(DataError, match="a vector of at least one label"):
                 function(labels, 1)
+        with pytest.raises(DataError, match=r"there is a label -1; .* leave out samples without a class"):
+            function(torch.tensor([0, -1, 1]), 1)

@@ -92,6 +92,10 @@ def _by_class(labels: Tensor) -> list[Tensor]:
     """The indices of each class that occurs, in file order."""
     if labels.ndim != 1 or len(labels) == 0:
         raise DataError(f"expected a vector of at least one label, got {list(labels.shape)}")
+    if int(labels.min()) < 0:
+        raise DataError(
+            f"there is a label {int(labels.min())}; expected class numbers from 0: leave out samples without a class"
+        )
     order = torch.argsort(labels, stable=True)
     return list(torch.split(order, torch.unique(labels, return_counts=True)[1].tolist()))
 
