@@ -43,12 +43,15 @@ def captured_epoch(
     device: torch.device,
     samples: int,
     size: int,
-    what: str = "steps",
+    *,
+    compiled: bool = False,
 ) -> CapturedEpoch | None:
-    """An epoch of steps of `size` samples each; None if a step cannot be captured, which is logged of `what`.
+    """An epoch of steps of `size` samples each; None if a step cannot be captured, which is logged.
 
-    Weights, statistics and momentum are afterwards what they were before. `once` may be called a few times.
+    Weights, statistics and momentum are afterwards what they were before. `once` may be called a few times. Whether
+    its steps are `compiled` is for the log alone.
     """
+    what = "compiled steps" if compiled else "steps"
     return _or_none(lambda: CapturedEpoch(once, model, optimiser, device, samples, size), what, device)
 
 

@@ -129,25 +129,15 @@ class Steps:
         return {name: term.detach() for name, term in terms.items()}
 
     def _try_to_capture(self, targets: Tensor | None) -> None:
+        assert self.optimiser is not None
         self._tried = True
         self._targets = None if targets is None else targets.clone()
-        quick, untrained = None, set[Tensor]()
         if self.compile:
-            with compiled(self.model, dropout=self._dice is not None):
-                quick = self._capture(compiled=True)
-            untrained = self._without_gradient() if quick else untrained
-        plain = None if quick and not untrained else self._capture()
-        if untrained and untrained != self._without_gradient():  # what no loss depends on gets none in either
-            logger.warning("compiled steps are not used: a parameter of %r gets no gradient in them", self.what)
-            quick = None
-        self._captured, self.compile = quick or plain, quick is not None
+            drops = self._dice is not None
+            self._captured = captured_compiled(self._capture, self.model, self.optimiser, drops, self.what)
+            self.compile = self._captured is not None
+        self._captured = self._captured or self._capture()
         self._may_capture = self._captured is not None
-
-    def _without_gradient(self) -> set[Tensor]:
-        """What the last step should have trained, and has not: compiled code does so if torch mistook it."""
-        assert self.optimiser is not None
-        wanted = (parameter for group in self.optimiser.param_groups for parameter in group["params"])
-        return {parameter for parameter in wanted if parameter.grad is None}
 
     def _capture(self, compiled: bool = False) -> CapturedEpoch | None:
         inputs, optimiser, feed = self.feed.inputs, self.optimiser, self.feed
@@ -163,8 +153,30 @@ class Steps:
                 return terms
 
             size = min(feed.batch_size, len(inputs))
-            what = "compiled steps" if compiled else "steps"
-            return captured_epoch(once, self.model, optimiser, inputs.device, len(inputs), size, what)
+            return captured_epoch(once, self.model, optimiser, inputs.device, len(inputs), size, compiled=compiled)
+
+
+def captured_compiled(
+    capture: Callable[[bool], CapturedEpoch | None], model: nn.Module, optimiser: optim.SGD, dropout: bool, what: str
+) -> CapturedEpoch | None:
+    """What `capture` makes while the model is compiled; None if that does not work, or does not train all of `what`.
+
+    `capture` is told whether the model is compiled.
+    """
+    with compiled(model, dropout):
+        quick = capture(True)
+    left_out = _without_gradient(optimiser) if quick else set()
+    # what no loss depends on gets no gradient in either
+    if left_out and not (capture(False) and left_out == _without_gradient(optimiser)):
+        logger.warning("compiled steps are not used: a parameter of %r gets no gradient in them", what)
+        return None
+    return quick
+
+
+def _without_gradient(optimiser: optim.SGD) -> set[Tensor]:
+    """What the last step should have trained, and has not: compiled code does so if torch mistook it."""
+    wanted = (parameter for group in optimiser.param_groups for parameter in group["params"])
+    return {parameter for parameter in wanted if parameter.grad is None}
 
 
 @contextmanager

@@ -130,7 +130,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Steps are captured and compiled on a CPU, as far as that goes; for each capture whether it was compiled."""
     plainly, captures = torch.compile, list[bool]()
 
-    def captured(once: Any, model: nn.Module, *_: Any) -> StandIn:
+    def captured(once: Any, model: nn.Module, *_: Any, **__: Any) -> StandIn:
         captures.append(model._compiled_call_impl is not None)
         return StandIn(once, 16, 8)
 
@@ -152,7 +152,7 @@ def test_compiled_steps_are_set_beside_those_as_they_are(as_on_a_gpu: list[bool]
 def test_steps_that_cannot_be_compiled_are_not_called_compiled(
     as_on_a_gpu: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refusing(once: Any, model: nn.Module, *rest: Any) -> StandIn | None:
+    def refusing(once: Any, model: nn.Module, *_: Any, **__: Any) -> StandIn | None:
         return None if model._compiled_call_impl is not None else StandIn(once, 16, 8)
 
     monkeypatch.setattr("shiftmend.steps.captured_epoch", refusing)

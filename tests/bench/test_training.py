@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from graphs import captured_without_a_gpu
 from torch import Tensor, nn
 
 from shiftmend.bench import training
@@ -491,29 +492,51 @@ def test_what_is_off_does_not_change_a_recipe() -> None:
     assert recipe(autocast=True).digest() != recipe().digest()
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_captured_training_is_the_training_that_it_stands_for(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, compiled = recipe(epochs=1), list[bool]()  # the rate of other epochs is in memory on a GPU alone
+    eager = train(plan, toy(), preprocess, seed=3, device="cpu")
+    captured_without_a_gpu(monkeypatch)
+    monkeypatch.setattr(training, "_can_be_captured", lambda *_: True)
+    original, plainly = training.captured_epoch, torch.compile
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        compiled.append(arguments[1]._compiled_call_impl is not None)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(training, "captured_epoch", watched)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: plainly(function, backend="eager"))
+    model = train(plan, toy(), preprocess, seed=3, device="cpu", compile=compile)
+    torch._dynamo.reset()  # the compiler is not to remember what it saw while a graph was recorded
+    assert compiled == [compile]
+    assert model._compiled_call_impl is None
+    for name, value in eager.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("augmentation", ["none", "crop-flip-rotate-15"])
+@pytest.mark.parametrize(("augmentation", "compile"), [("none", False), ("none", True), ("crop-flip-rotate-15", False)])
 def test_training_on_a_gpu_is_captured_and_learns_as_an_eager_one(
-    augmentation: str, monkeypatch: pytest.MonkeyPatch
+    augmentation: str, compile: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = recipe(epochs=4, batch_size=32, augmentation=augmentation)
     captured: list[bool] = []
     original = training.captured_epoch
 
-    def watched(*arguments: Any) -> Any:
-        captured.append((made := original(*arguments)) is not None)
+    def watched(*arguments: Any, compiled: bool) -> Any:
+        captured.append((made := original(*arguments, compiled=compiled)) is not None and compiled == compile)
         return made
 
     monkeypatch.setattr(training, "captured_epoch", watched)
-    model = train(plan, toy(), preprocess, seed=0, device="cuda")
+    model = train(plan, toy(), preprocess, seed=0, device="cuda", compile=compile)
     assert captured == [True]
-    again = train(plan, toy(), preprocess, seed=0, device="cuda")
+    again = train(plan, toy(), preprocess, seed=0, device="cuda", compile=compile)
     first = training.untrained(plan, 0)
     for one, other, begun in zip(model.parameters(), again.parameters(), first.parameters(), strict=True):
         # cuDNN adds in no fixed order; another seed ends as far away as the training went
         assert (one - other).norm() <= 0.1 * (one - begun).norm() + 1e-5
-    monkeypatch.setattr(training, "captured_epoch", lambda *_: None)
+    monkeypatch.setattr(training, "captured_epoch", lambda *_, **__: None)
     eager = train(plan, toy(), preprocess, seed=0, device="cuda")
     for one, other, begun in zip(model.parameters(), eager.parameters(), first.parameters(), strict=True):
         # a rate that did not fall, or other draws, would end more than 0.24 of the way off
@@ -541,7 +564,7 @@ def test_nothing_waits_for_a_gpu_within_an_epoch(augmentation: str, monkeypatch:
 
     monkeypatch.setattr(training, "_finite", finite)
     try:
-        monkeypatch.setattr(training, "captured_epoch", lambda *_: None)
+        monkeypatch.setattr(training, "captured_epoch", lambda *_, **__: None)
         train(recipe(augmentation=augmentation), toy(), watched, seed=0, device="cuda")
     finally:
         torch.cuda.set_sync_debug_mode("default")

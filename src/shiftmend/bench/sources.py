@@ -35,11 +35,12 @@ def obtain(
     device: str | torch.device = "auto",
     tick: Callable[[], None] | None = None,
     root: PathLike | None = None,
+    compile: bool = False,
 ) -> tuple[nn.Module, Path]:
     """The source model of this recipe, seed and data, and its file under `home/sources`; trained if there is none yet.
 
-    `device`, `tick` and `root` are those of `train`. A training that was killed goes on at the next call. Of two
-    processes that train the same model at once, both end up with the file of the one that finished first.
+    `device`, `tick`, `root` and `compile` are those of `train`. A training that was killed goes on at the next call. Of
+    two processes that train the same model at once, both end up with the file of the one that finished first.
     """
     digest = recipe.digest(identity(data, preprocess))
     probe = preprocess(data.images[:2]) if isinstance(data, Split) else None
@@ -55,6 +56,7 @@ def obtain(
             tick=tick,
             checkpoint=checkpoint,
             root=root,
+            compile=compile,
         )
         if not path.exists():
             facts = {"digest": digest, "recipe": json.dumps(recipe.facts()), "data": data.name}

@@ -24,7 +24,7 @@ from shiftmend import checkpoints
 from shiftmend.bench.augmentations import AUGMENTATIONS
 from shiftmend.bench.batches import ResidentBatches, batches_of
 from shiftmend.bench.pretrained import load_pretrained
-from shiftmend.captures import captured_epoch
+from shiftmend.captures import CapturedEpoch, Sums, captured_epoch
 from shiftmend.checks import is_whole, kind
 from shiftmend.data.base import PathLike, Split
 from shiftmend.data.streamed import ImageFiles
@@ -35,6 +35,7 @@ from shiftmend.feeds import Preprocess
 from shiftmend.halves import in_bfloat16, nothing_cached
 from shiftmend.models import MODELS, build
 from shiftmend.states import held, put_back
+from shiftmend.steps import captured_compiled
 from shiftmend.taps import check_takes
 
 logger = logging.getLogger(__name__)
@@ -131,13 +132,15 @@ def train(
     workers: int | None = None,
     checkpoint: Path | None = None,
     root: PathLike | None = None,
+    compile: bool = False,
 ) -> nn.Module:
     """Train a source model; it comes back in eval mode, on the CPU.
 
     A `Split` lies on the device as it is, 8-bit, and batches are cut, augmented and given to `preprocess` there. Of
     `ImageFiles` the images are decoded by `workers` processes. What is left over after the last full batch of an epoch
     is left out. `tick` is called after every epoch. With `checkpoint`, a training that was killed goes on from that
-    file, to the same end. `root` is the data folder, for `recipe.pretrained`.
+    file, to the same end. `root` is the data folder, for `recipe.pretrained`. `compile` has steps that are captured on
+    a GPU compiled first.
     """
     if images.labels is None:
         raise DataError(f"{images.name} has no labels; expected one an image, to train a source model with")
@@ -161,17 +164,9 @@ def train(
     if isinstance(images, Split):
         check_takes(model, preprocess(images.images[:2].to(place)))
     model.train()
-    if isinstance(batches, ResidentBatches) and place.type == "cuda" and recipe.schedule == "cosine":
-        at, generator = batches.at, dice.generator
+    if isinstance(batches, ResidentBatches) and _can_be_captured(recipe, place):
         with dice.for_dropout():
-            captured = captured_epoch(
-                lambda index: {"loss": taught.step(*at(index), generator)},
-                model,
-                taught.optimiser,
-                place,
-                len(images),
-                size,
-            )
+            captured = taught.captured(batches, compile)
     with dice.for_dropout() if captured is None else nullcontext():
         for epoch in range(done, recipe.epochs):
             # anew for every epoch, so that a checkpoint between two needs no generator's state
@@ -238,6 +233,20 @@ class _Taught:
             total += self.step(batch, labels, generator)
         return total
 
+    def captured(self, batches: ResidentBatches, compile: bool) -> CapturedEpoch | None:
+        """An epoch whose steps are captured, and compiled before if that is asked for and works."""
+        at, generator, model, optimiser = batches.at, batches.generator, self.model, self.optimiser
+
+        def once(index: Tensor) -> Sums:
+            return {"loss": self.step(*at(index), generator)}
+
+        def capture(compiled: bool = False) -> CapturedEpoch | None:
+            number, size = len(batches.images), batches.size
+            return captured_epoch(once, model, optimiser, self.device, number, size, compiled=compiled)
+
+        quick = captured_compiled(capture, model, optimiser, True, self.recipe.network) if compile else None
+        return quick or capture()
+
     def step(self, batch: Tensor, labels: Tensor, generator: Generator) -> Tensor:
         ready = self.preprocess(self.augment(batch, generator))
         ready = ready.contiguous(memory_format=torch.channels_last) if ready.ndim == 4 else ready
@@ -257,6 +266,11 @@ class _Taught:
         loss.backward()
         self.optimiser.step()
         return loss.detach()
+
+
+def _can_be_captured(recipe: Recipe, device: torch.device) -> bool:
+    """A graph cannot change its rate from step to step, as the other schedule does."""
+    return device.type == "cuda" and recipe.schedule == "cosine"
 
 
 def _finite(total: Tensor, model: nn.Module) -> bool:

@@ -78,6 +78,7 @@ class Workshop:
                 device=self.device,
                 tick=tick,
                 root=self.root,
+                compile=self.compile,
             )
             return model.to(self.device), path
 
