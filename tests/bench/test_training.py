@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from graphs import captured_without_a_gpu
 from torch import Tensor, nn
 
+from graphs import captured_without_a_gpu
 from shiftmend.bench import training
 from shiftmend.bench.batches import batches_of
 from shiftmend.bench.training import Recipe, rate, train, untrained
