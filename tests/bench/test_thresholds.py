@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -134,6 +135,10 @@ def test_each_signal_is_fooled_by_another_kind_and_both_together_by_none() -> No
     assert both.second == ("marginals", pytest.approx(0.016))
     diverged = judge_together([*slices, math.nan], [*marginals, math.nan], [*good, False], [*shifts, "a"])
     assert diverged.balanced == 1.0
+    infinite = judge_together([*slices, math.inf], [*marginals, math.inf], [*good, False], [*shifts, "a"])
+    assert (infinite.threshold, infinite.second, infinite.balanced) == (both.threshold, both.second, 1.0)
+    alone = judge_together([0.1, math.inf], [0.2, math.inf], [True, False], ["a", "b"])
+    assert (alone.threshold, alone.second) == (0.1, ("marginals", 0.2))  # not half way to the largest of all numbers
     nothing = judge_together(slices, marginals, [True] * 4, shifts)
     assert (nothing.threshold, nothing.second, nothing.held_out) == (None, None, None)
 
@@ -170,6 +175,11 @@ def test_what_is_good() -> None:
     assert near == {("source-only", 1): False, ("fr", 1): True, ("pl", 1): False, ("bufr", 1): False}
     better = {(cell.method, cell.seed): good for cell, good in helped(cells).items()}
     assert better == {("fr", 1): True, ("pl", 1): False, ("bufr", 1): True}
+    for accuracy, good in ((0.7, True), (0.69999, False)):  # exactly at the margin, though 0.8 - 0.1 is above 0.7
+        cell = result("fr", "fog", 1, accuracy)
+        assert near_clean([cell], [result("source-only", "clean", 1, 0.8)], 0.1) == {
+            replace(cell.cell, recipe=""): good
+        }
     found = judges(cells, helped(cells))
     assert list(found) == [*SIGNALS, "slices and marginals"]
     assert (found["slices"].good, found["slices"].bad, found["slices"].area) == (2, 1, 1.0)

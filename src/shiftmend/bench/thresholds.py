@@ -62,7 +62,7 @@ def near_clean(results: Iterable[Result], clean: Iterable[Result], margin: float
     """Good: accuracy at most `margin` below that of the same seed's source model on clean images."""
     at_home = {result.cell.seed: result.last.accuracy for result in clean if result.last is not None}
     return {
-        cell: result.last.accuracy >= at_home[cell.seed] - margin
+        cell: at_home[cell.seed] - result.last.accuracy <= margin + 1e-9  # as floats 0.8 - 0.7 is above 0.1
         for cell, result in _judged(results).items()
         if result.last is not None and cell.seed in at_home
     }
@@ -114,7 +114,7 @@ def judge_together(
     made = Judge(TOGETHER[0], sum(good), len(good) - sum(good))
     if not (made.good and made.bad):
         return made
-    one, other = (np.nan_to_num(np.asarray(values, dtype=np.float64), nan=math.inf) for values in (first, second))
+    one, other = (np.asarray([math.inf if math.isnan(cost) else cost for cost in costs]) for costs in (first, second))
 
     def decide(seen: NDArray[np.bool_], kinds: list[bool]) -> NDArray[np.bool_]:
         limits = best_pair(one[seen].tolist(), other[seen].tolist(), kinds)
