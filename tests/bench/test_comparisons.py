@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 
 from shiftmend.bench.cells import Cell, Outcome, Result
-from shiftmend.bench.comparisons import METRICS, by_place, compare, holm
+from shiftmend.bench.comparisons import METRICS, by_place, compare, holm, leads
 from shiftmend.errors import DataError
 
 
@@ -135,19 +135,42 @@ def test_only_seeds_of_both_are_paired() -> None:
     overall = by_shift[None]
     assert overall.difference == pytest.approx((0.05 + 0.1) / 2)
     assert (overall.shifts, overall.over(3), overall.over(2)) == (2, "2 of 3 shifts", "all shifts")
+    assert [replace(overall, shifts=number).over(3) for number in (0, 1)] == ["all shifts", "1 of 3 shifts"]
     assert by_shift["sky"].over(3) == "sky"
     assert overall.remark == "not every seed has been run on the same shifts"
     # Untested shifts do not count for the correction.
     assert by_shift["sky"].corrected == by_shift["sky"].p
 
 
-@pytest.mark.parametrize("gain", [0.0, 0.1])
-def test_equal_differences_leave_nothing_to_test(gain: float) -> None:
-    base = [0.1, 0.2, 0.3, 0.7]  # plus 0.1, whose differences differ in the last bit
+@pytest.mark.parametrize(("gain", "scale"), [(0.0, 1.0), (0.1, 1.0), (0.1, 1e5)])
+def test_equal_differences_leave_nothing_to_test(gain: float, scale: float) -> None:
+    base = [0.0, scale, 0.2, 0.3, 0.7]  # plus 0.1, whose differences differ in the last bit
     found = compare(grid({"a": {"sky": [x + gain for x in base]}, "b": {"sky": base}}), "a", "b")
     for entry in found:
         assert (entry.p, entry.corrected, entry.verdict) == (None, None, "no difference shown")
         assert "same for every seed" in entry.remark
+
+
+def test_who_leads_is_counted_without_ties_and_without_what_has_no_pair() -> None:
+    scores = {"up": [0.5, 0.6], "down": [0.1, 0.1], "even": [0.4, 0.6], "only a": [0.9]}
+    base = {"up": [0.4, 0.4], "down": [0.2, 0.3], "even": [0.6, 0.4], "down too": [0.3]}
+    *each, _ = compare(grid({"a": scores, "b": base}), "a", "b")
+    assert {one.shift: one.difference for one in each}["even"] == 0
+    assert leads(each, "accuracy") == (1, 1)
+    assert leads(each[:1], "ece") == (1, 0)  # down: lower is better
+
+
+def test_a_difference_is_shown_below_the_level_and_not_at_it() -> None:
+    results = grid({"a": {"sky": [0.50, 0.52, 0.57]}, "b": {"sky": [0.4, 0.4, 0.4]}})
+    found = compare(results, "a", "b")[0]
+    assert found.p is not None
+    assert 0.01 < found.p < 0.05
+    for level, verdict in ((found.p, "no difference shown"), (math.nextafter(found.p, 1), "a better")):
+        assert compare(results, "a", "b", level=level)[0].verdict == verdict
+    weaker = compare(grid({"a": {"sky": [0.50, 0.52, 0.62]}, "b": {"sky": [0.4, 0.4, 0.4]}}), "a", "b")[0]
+    assert weaker.p is not None
+    assert 0.05 < weaker.p < 0.075
+    assert weaker.verdict == "no difference shown"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
