@@ -359,6 +359,14 @@ def test_the_ece_of_a_stream_is_compared_batch_by_batch():
     assert [cell.value for cell in batches.rows[0].entries] == pytest.approx([25, 20, 5])
     offline = summarise([result(accuracy=0.2)], metric="ece", **options)
     assert [cell.value for cell in offline.rows[0].entries] == pytest.approx([10, 20, -10])
+    streamed = [replace(one, cell=replace(one.cell, protocol="online")) for one in stream]
+    given = {"methods": ("bufr",), "shifts": ("fog",), "published": published, "metric": "ece"}
+    for protocols in ({"offline": "offline", "online": "online"}, {"online": "online", "offline": "offline"}):
+        both = across([result(accuracy=0.2), *streamed], benchmark="emnist-da", protocols=protocols, **given)
+        titles = {name: [column.title for column in both.columns if column.heading == name] for name in protocols}
+        assert titles == {"offline": ["ours", "paper", "difference"], "online": ["ours", "paper"]}
+        assert note(both, "mean over its batches")
+        assert note(both, "difference is ours minus the paper's")
 
 
 def test_best_is_called_an_oracle_wherever_it_stands():
@@ -443,6 +451,8 @@ def test_the_origin_of_data_is_marked():
     own = summarise([replace(r, origin="own") for r in results])
     assert note(own, "§") == "§ data of our own: all shifts"
     assert selection(results, **NAMES, methods=METHODS, shifts=SHIFTS).title.endswith("†‡")
+    several = across([*results, *(replace(r, origin="rebuilt") for r in online("bufr"))], methods=METHODS, **ACROSS)
+    assert several.title.endswith(", all 4 shifts†‡")
     plain = summarise(grid()[1])
     assert not any(mark in text for text in (*plain.notes, plain.columns[0].title) for mark in "†‡§")
 
@@ -485,6 +495,9 @@ def test_a_method_that_was_not_run_has_no_row_and_takes_nothing_from_the_others(
     assert not [text for text in several.notes if "not run" in text]
     assert [row.label for row in across(without, methods=METHODS, **ACROSS).rows] == ["source-only", "bufr"]
     assert note(several, "deviation") == "mean ± standard deviation over 3 seeds"
+    rated = [replace(one, manifest={"learning_rate_chosen": "given"}) for one in online("bufr")]
+    assert footnotes.RATES in across([*without, *rated], methods=METHODS, **ACROSS).notes
+    assert footnotes.RATES not in several.notes
     failing = [replace(one, last=None, error="out of memory") for one in online("bufr")[:1]]
     told = note(across([*without, *failing], methods=METHODS, **ACROSS), "failed")  # of whichever protocol
     assert told.startswith("1 of 1 cells failed: bufr")

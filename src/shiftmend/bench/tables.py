@@ -55,9 +55,9 @@ def summary(
     compared = grid.comparisons(sets)
     shown = _with_a_row(grid)
     columns, rows = _side_by_side(
-        grid,
         [
             (
+                grid,
                 _named(name, members) + footnotes.origin_marks(grid, members),
                 [compared[method, name] for method in shown],
             )
@@ -97,7 +97,7 @@ def per_shift(
     sets = {shift: (shift,) for shift in shifts} | means
     compared = grid.comparisons(sets)
     shown = _with_a_row(grid)
-    columns, rows = _side_by_side(grid, [(method, [compared[method, name] for name in sets]) for method in shown])
+    columns, rows = _side_by_side([(grid, method, [compared[method, name] for name in sets]) for method in shown])
     labels = [_named(name, members) + footnotes.origin_marks(grid, members) for name, members in sets.items()]
     lines = [Row(label, row, name in means) for name, label, row in zip(sets, labels, rows, strict=True)]
     return _table(grid, shown, "shift", columns, lines, compared)
@@ -135,14 +135,15 @@ def across(
     entries: dict[tuple[str, str], Comparison] = {}
     for heading, grid in zip(protocols, grids, strict=True):
         compared = grid.comparisons(grid.sets(None))
-        blocks.append((heading, [compared[method, "all"] for method in shown]))
+        blocks.append((grid, heading, [compared[method, "all"] for method in shown]))
         entries |= {(method, heading): compared[method, "all"] for method in shown}
-    columns, rows = _side_by_side(grids[0], blocks)
+    columns, rows = _side_by_side(blocks)
     lines = [Row(method, row) for method, row in zip(shown, rows, strict=True)]
     made = _table(grids[0], shown, "method", columns, lines, entries)
     title = f"{benchmark}, {', '.join(protocols.values())}: {grids[0].shown.title}, {_named('all', shifts)}"
-    notes = [note for grid in grids for note in (*footnotes.about_data(grid), *footnotes.about_failures(grid))]
-    return replace(made, title=title, notes=tuple(dict.fromkeys((*made.notes, *notes))))
+    marks = {mark for grid in grids for mark in footnotes.origin_marks(grid, shifts)}
+    notes = [note for grid in grids for note in _notes_of_cells(grid, columns)]
+    return replace(made, title=title + "".join(sorted(marks)), notes=tuple(dict.fromkeys((*made.notes, *notes))))
 
 
 def selection(
@@ -201,13 +202,13 @@ def _contrast(last: int, selected: int, best: int) -> Callable[[Result], float |
 
 
 def _side_by_side(
-    grid: Grid, blocks: Sequence[tuple[str, Sequence[Comparison]]]
+    blocks: Sequence[tuple[Grid, str, Sequence[Comparison]]],
 ) -> tuple[list[Column], list[tuple[Entry, ...]]]:
     """Columns and rows from blocks of a heading and the comparisons under it; nothing published, no columns for it."""
-    title, digits = TITLES[grid.which], grid.shown.digits
     columns: list[Column] = []
-    rows: list[tuple[Entry, ...]] = [() for _ in blocks[0][1]]
-    for heading, compared in blocks:
+    rows: list[tuple[Entry, ...]] = [() for _ in blocks[0][2]]
+    for grid, heading, compared in blocks:
+        title, digits = TITLES[grid.which], grid.shown.digits
         added = [Column(title, heading, "ours", digits)]
         if grid.beside is not None and any(there.value is not None for _, there, _ in compared):
             added.append(Column(grid.beside, heading, "published", digits))
@@ -242,14 +243,20 @@ def _table(
         *([footnotes.ORACLE] if grid.which == "best" else []),
         *footnotes.about_numbers(grid, ours, line),
         *footnotes.about_rows(grid, shown, ours),
-        *footnotes.about_published(grid, any(column.kind == "published" for column in columns)),
-        *footnotes.about_rates(grid),
-        *footnotes.about_data(grid),
-        *footnotes.about_failures(grid),
+        *_notes_of_cells(grid, columns),
     )
     marked = _meaning(grid, shown, any(entry.best for _, _, entry in ours), line)
     title = f"{grid.benchmark}, {grid.protocol}: {grid.shown.title}{caption}"
     return counted(Table(title, corner, tuple(columns), tuple(rows), notes, marked))
+
+
+def _notes_of_cells(grid: Grid, columns: Sequence[Column]) -> list[str]:
+    return [
+        *footnotes.about_published(grid, any(column.kind == "published" for column in columns)),
+        *footnotes.about_rates(grid),
+        *footnotes.about_data(grid),
+        *footnotes.about_failures(grid),
+    ]
 
 
 def _meaning(grid: Grid, shown: Sequence[str], marked: bool, line: str) -> str:
