@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -101,6 +102,22 @@ def test_a_signal_that_was_not_measured_judges_nothing() -> None:
     assert {name: row for name, row in shown(near).items() if name != "slices"} == dict.fromkeys(
         ("marginals", "entropy", "confidence", "slices and marginals"), [None] * 6
     )
+
+
+def test_what_a_correlation_leaves_out_is_said() -> None:
+    """A run that has diverged has no signal to rank."""
+    made = [result(*cell) for cell in CELLS]
+    diverged = replace(result("fr", "dim", 0.1, 0.9, seed=2), signals={"slices": math.nan, "entropy": 0.5})
+    correlated = signals(part([*made, diverged]))[0]
+    assert [row[3] for row in shown(correlated).values()] == [7, 7, 8, 7]
+    assert isinstance(correlated, Table)
+    assert correlated.notes[1:] == ("slices: left out 1 whose signal or accuracy is not a number",)
+    unmeasured = signals(part([replace(one, signals={"slices": one.signals["slices"]}) for one in made]))[0]
+    assert isinstance(unmeasured, Table)
+    assert unmeasured.notes[1] == "marginals: too few points, expected at least 3"
+    whole = signals(part(made))[0]
+    assert isinstance(whole, Table)
+    assert len(whole.notes) == 1
 
 
 def test_ten_cells_of_a_kind_need_no_warning() -> None:

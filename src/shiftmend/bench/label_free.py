@@ -23,19 +23,14 @@ FEW = 10
 
 def signals(part: Part) -> list[Block]:
     """How the label-free signals go with accuracy, and whether one of them tells good adaptations from bad ones."""
-    rows = []
-    for name, value in correlations.signals_and_accuracy(part.unsupervised).items():
-        rows.append(
-            Row(
-                name,
-                (
-                    Entry(value.within_shifts),
-                    Entry(value.shifts),
-                    Entry(value.overall.value),
-                    Entry(value.overall.points),
-                ),
-            )
+    found = correlations.signals_and_accuracy(part.unsupervised)
+    rows = [
+        Row(
+            name,
+            (Entry(value.within_shifts), Entry(value.shifts), Entry(value.overall.value), Entry(value.overall.points)),
         )
+        for name, value in found.items()
+    ]
     columns = (
         Column("within shifts", digits=2, kind="difference"),
         Column("shifts", digits=0),
@@ -46,8 +41,9 @@ def signals(part: Part) -> list[Block]:
         "Spearman's rank correlation with accuracy (last), over all methods but target-supervised; within shifts is "
         "the mean of each shift's"
     )
+    remarks = [f"{name}: {value.overall.remark}" for name, value in found.items() if value.overall.remark]
     title = f"{part.benchmark.name}, {part.protocol}: signals and accuracy"
-    blocks: list[Block] = [Table(title, "signal", columns, tuple(rows), (note,))]
+    blocks: list[Block] = [Table(title, "signal", columns, tuple(rows), (note, *remarks))]
     at_home = _with_the_clean_source(part)
     near = thresholds.near_clean(at_home, part.reading.clean)
     meaning = _near_clean(part, len(part.unsupervised) - len(at_home))
