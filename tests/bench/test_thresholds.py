@@ -75,23 +75,28 @@ def test_the_threshold_lies_between_the_two_kinds() -> None:
     assert share == 0.5
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.booleans(), st.sampled_from("abc")), min_size=2, max_size=25))
-def test_held_out_shifts_are_judged_by_the_others(cells: list[tuple[int, bool, str]]) -> None:
-    values, good, shifts = ([cell[part] for cell in cells] for part in range(3))
-    found = judge("slices", values, good, shifts)  # type: ignore[arg-type]
-    assert (found.good, found.bad) == (sum(good), len(good) - sum(good))  # type: ignore[arg-type]
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.booleans(), st.sampled_from("abc")), max_size=25),
+    st.booleans(),
+)
+def test_held_out_shifts_are_judged_by_the_others(cells: list[tuple[int, int, bool, str]], together: bool) -> None:
+    first, second = [float(cell[0]) for cell in cells], [float(cell[1]) for cell in cells]
+    good, shifts = [cell[2] for cell in cells], [cell[3] for cell in cells]
+    found = judge_together(first, second, good, shifts) if together else judge("slices", first, good, shifts)
+    assert (found.good, found.bad) == (sum(good), len(good) - sum(good))
     if not (found.good and found.bad):
-        assert (found.area, found.threshold, found.held_out) == (None, None, None)
+        assert (found.area, found.threshold, found.second, found.held_out) == (None, None, None, None)
         return
     accepted, kinds, judged = [], [], 0
     for shift in "abc":
-        others = [(value, kind) for value, kind, where in cells if where != shift]
-        here = [(value, kind) for value, kind, where in cells if where == shift]
-        if not here or len({kind for _, kind in others}) < 2:
+        others = [cell for cell in cells if cell[3] != shift]
+        here = [cell for cell in cells if cell[3] == shift]
+        if not here or len({cell[2] for cell in others}) < 2:
             continue
-        limit = best_threshold([value for value, _ in others], [kind for _, kind in others])[0]
-        accepted += [value <= limit for value, _ in here]
-        kinds += [kind for _, kind in here]
+        one, other, learnt = [cell[0] for cell in others], [cell[1] for cell in others], [cell[2] for cell in others]
+        limit = best_pair(one, other, learnt)[:2] if together else (best_threshold(one, learnt)[0], math.inf)
+        accepted += [cell[0] <= limit[0] and cell[1] <= limit[1] for cell in here]
+        kinds += [cell[2] for cell in here]
         judged += 1
     if len(set(kinds)) < 2:
         assert found.held_out is None
@@ -161,7 +166,8 @@ def result(method: str, shift: str, seed: int, accuracy: float, **signals: float
 
 
 def test_what_is_good() -> None:
-    clean = [result("source-only", "clean", 1, 0.9)]
+    failed = Result(Cell("b", "offline", "source-only", "clean", 2, "r"), "own", error="x")
+    clean = [result("source-only", "clean", 1, 0.9), failed]
     cells = [
         result("source-only", "fog", 1, 0.5, slices=1.0),
         result("fr", "fog", 1, 0.8, slices=0.1),
