@@ -268,6 +268,9 @@ def test_no_mean_of_differences_without_a_whole_seed(tmp_path: Path) -> None:
     slices = section(text, "Does it help to align slices too?")
     assert re.search(r"^\| all shifts \| 0 \| – \| – \| – \| too few seeds \|$", slices, re.MULTILINE)
     assert "- no seed has every shift by both: all shifts" in slices
+    # of the two shifts that both have done, and so are neither better nor worse on the eleven others
+    assert "- bufr-sliced is better on 2 of 2 shifts, bufr on 0" in slices
+    assert re.search(r"^\| bufr-sliced .* 0 / 0 / 2 \|$", section(text, "Variants of a method"), re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shiftmend.bench import footnotes
 from shiftmend.bench.cells import Cell, Outcome, Result
+from shiftmend.bench.comparisons import compare
 from shiftmend.bench.grids import Grid
 from shiftmend.bench.tables import across, per_shift, selection, summary
 from shiftmend.bench.tabular import Table, beside_both, only, without_means
@@ -425,6 +426,15 @@ def test_other_source_images_than_the_published_are_named_under_every_table():
     chosen = selection(results, **NAMES, methods=METHODS, shifts=SHIFTS)
     assert all(table.notes.count(remark) == 1 for table in (by_shift(results), summarise(results), chosen))
     assert remark not in summarise(grid()[1]).notes
+
+
+def test_only_shifts_that_both_have_done_are_counted_for_who_is_better():
+    bufr = [result("bufr", shift, seed, 0.5 + seed / 1e4) for shift in SHIFTS for seed in SEEDS]
+    others = [result("adabn", shift, seed, 0.4) for shift in SHIFTS[:3] for seed in SEEDS]
+    told = footnotes.about_comparisons(compare([*bufr, *others], "bufr", "adabn"), len(SHIFTS))
+    assert told == ["bufr is better on 3 of 3 shifts, adabn on 0", "no seed done by both: zigzag"]
+    alone = footnotes.about_comparisons(compare([*bufr, *others[:3]], "bufr", "adabn"), len(SHIFTS))
+    assert alone == ["no seed done by both: sky, stripe, zigzag"]
 
 
 def test_a_model_trained_on_other_images_hides_no_other_that_was_trained_twice():

@@ -82,16 +82,17 @@ def about_mixtures(results: Iterable[Result]) -> list[str]:
 
 
 def about_comparisons(compared: Sequence[Comparison], known: int, metric: str = "accuracy") -> list[str]:
-    """On how many shifts the first is better, then each remark once; `known` is how many shifts the benchmark has."""
+    """On how many shifts of both the first is better, then each remark once; `known` is how many the benchmark has."""
     *each, overall = compared
     first, second = leads(each, metric)
-    counts = f"{overall.first} is better on {first} of {len(each)} shifts, {overall.second} on {second}"
+    done = sum(one.pairs > 0 for one in each)
+    counts = f"{overall.first} is better on {first} of {done} shifts, {overall.second} on {second}"
     remarks: dict[str, list[str]] = {}
     for one in compared:
         if one.remark:
             remarks.setdefault(one.remark, []).append(one.over(known))
     return [
-        *([counts] if len(each) > 1 else []),
+        *([counts] if done > 1 else []),
         *(f"{remark}: {listed(shifts, 3)}" for remark, shifts in remarks.items()),
     ]
 

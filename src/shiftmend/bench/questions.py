@@ -110,7 +110,7 @@ def _variant(part: Part, name: str, base: str, compared: Sequence[comparisons.Co
             Entry() if there[0] is None or there[1] is None else Entry(100 * (there[0].mean - there[1].mean)),
             _chance(overall.p),
             Entry(text=overall.verdict),
-            Entry(text=f"{decided[0]} / {decided[1]} / {len(each) - sum(decided)}"),
+            Entry(text=f"{decided[0]} / {decided[1]} / {sum(one.pairs > 0 for one in each) - sum(decided)}"),
         ),
     )
 
