@@ -49,6 +49,12 @@ def test_missing_entropies_leave_the_choice_to_the_slices() -> None:
     assert chosen((1.0, None), (1.05, 0.1)) == 0
 
 
+def test_predictions_that_are_no_numbers_give_way_to_equally_good_ones() -> None:
+    assert chosen((1.0, math.nan), (1.05, 0.1)) == 1
+    assert chosen((1.0, math.nan), (0.95, math.nan), (1.01, 2.0), (1.0, math.nan)) == 2
+    assert chosen((1.0, math.nan), (1.2, 0.1)) == 0  # beyond the tie the slices judge
+
+
 def test_a_slow_rise_with_falling_entropy_does_not_creep_away() -> None:
     creeping = [(1.02**i, 1.0 - 0.01 * i) for i in range(50)]
     kept = creeping[chosen(*creeping)]

@@ -51,6 +51,8 @@ class Choice:
         if self.kept.verification > within:
             return True
         if self.entropy_may_decide and row.entropy is not None and self.kept.entropy is not None:
+            if math.isnan(self.kept.entropy):  # below which nothing lies, though its predictions are no numbers
+                return not math.isnan(row.entropy)
             return row.entropy < self.kept.entropy
         return row.verification < self.kept.verification
 
