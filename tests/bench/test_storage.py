@@ -57,6 +57,12 @@ def test_files_of_the_source_are_counted(tmp_path: Path) -> None:
     (raw / "train-labels-idx1-ubyte.gz").write_bytes(b"x" * 50)
     (raw / "t10k-images-idx3-ubyte.gz").write_bytes(b"x" * 9000)
     assert measure("mnist-c", root=raw.parents[1]).files == 750
+    (raw / "train-images-idx3-ubyte").write_bytes(b"x" * 4000)  # unpacked beside them, as torchvision leaves them
+    (raw / "train-labels-idx1-ubyte").write_bytes(b"x" * 60)
+    assert measure("mnist-c", root=raw.parents[1]).files == 750
+    for file in raw.glob("*.gz"):
+        file.unlink()
+    assert measure("mnist-c", root=raw.parents[1]).files == 4060
 
 
 def test_the_table_stands_beside_the_paper() -> None:

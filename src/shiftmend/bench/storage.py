@@ -39,8 +39,8 @@ SMALLEST_SIDE = 32
 """Networks that average over positions have the same profile whatever the size of the image."""
 
 FILES = {
-    "mnist-c": ("MNIST/raw/train-*",),
-    "emnist-da": ("EMNIST/raw/emnist-balanced-train-*",),
+    "mnist-c": ("MNIST/raw/train-*.gz", "MNIST/raw/train-*-ubyte"),
+    "emnist-da": ("EMNIST/raw/emnist-balanced-train-*.gz", "EMNIST/raw/emnist-balanced-train-*-ubyte"),
     "cifar-10-c": ("cifar-10-batches-bin/data_batch_*", "cifar-10-batches-py/data_batch_*"),
     "cifar-100-c": ("cifar-100-binary/train.bin", "cifar-100-python/train"),
 }
