@@ -280,6 +280,7 @@ def test_on_a_gpu_update_does_not_wait_and_scores_are_the_same() -> None:
         (torch.zeros(4, 3), torch.zeros(5, dtype=torch.long), r"labels must be 4 class numbers.*int64 \[5\]"),
         (torch.zeros(4, 3), torch.zeros(4, 1, dtype=torch.long), r"labels must be 4 class.*\[4, 1\]"),
         (torch.zeros(4, 3), torch.zeros(4), r"labels must be 4 class numbers.*float32 \[4\]"),
+        (torch.zeros(4, 3), torch.zeros(4) + 0j, r"labels must be 4 class numbers.*complex64 \[4\]"),
         (torch.zeros(4, 0), torch.zeros(4, dtype=torch.long), r"shape \[N, classes\].*\[4, 0\].*must be fractions"),
         (torch.tensor(0.0), torch.zeros(1, dtype=torch.long), r"shape \[N, classes\].*\[\]"),
         (torch.zeros(4, 3, 2), torch.zeros(4, dtype=torch.long), r"shape \[N, classes\].*\[4, 3, 2\]"),
@@ -461,5 +462,5 @@ def test_restoration_distance_refuses() -> None:
         restoration_distance(torch.zeros(4, 0), torch.zeros(4, 0))
     with pytest.raises(DataError, match="no samples"):
         restoration_distance(torch.zeros(0, 8), torch.zeros(0, 8))
-    with pytest.raises(DataError, match="1 of 2 samples have features that are not finite"):
-        restoration_distance(torch.zeros(2, 2), torch.tensor([[0.0, torch.nan], [0.0, 0.0]]))
+    with pytest.raises(DataError, match="2 of 3 samples have features that are not finite"):
+        restoration_distance(torch.zeros(3, 2), torch.tensor([[torch.inf, torch.nan], [0.0, 0.0], [0.0, torch.nan]]))
