@@ -120,6 +120,18 @@ def test_what_a_correlation_leaves_out_is_said() -> None:
     assert len(whole.notes) == 1
 
 
+@pytest.mark.parametrize(
+    ("clean", "said"), [((), "0 cells are good and 0 bad"), ((1.1,), "0 cells are good and 6 bad"), ((0.1,), "6 cells")]
+)
+def test_one_kind_alone_leaves_nothing_to_tell_apart(clean: Sequence[float], said: str) -> None:
+    at_home = [result("source-only", "clean", accuracy, 0.0) for accuracy in clean]
+    _, near, better, *verdicts = signals(part([result(*cell) for cell in CELLS], clean=at_home))
+    assert isinstance(near, str)
+    assert f": {said}" in near
+    assert isinstance(better, Table)
+    assert len(verdicts) == len(clean)  # with cells that are neither good nor bad there is nothing to count
+
+
 def test_ten_cells_of_a_kind_need_no_warning() -> None:
     def made(number: int) -> list[Result]:
         good = [result(f"fr-{n}", "dim", 0.9, 0.001 * n) for n in range(number)]
