@@ -89,6 +89,7 @@ def test_summary_is_mean_and_sample_deviation_over_seeds_of_the_mean_over_shifts
     table = summarise(results)
     assert [row.label for row in table.rows] == list(METHODS)
     assert [column.title for column in table.columns] == ["all 4 shifts", "without backgrounds (3)", "severe (sky)"]
+    assert {column.heading for column in table.columns} == {""}
     for i, method in enumerate(METHODS):
         for heading, members in (
             ("all 4 shifts", [0, 1, 2, 3]),
@@ -123,6 +124,13 @@ def test_per_shift_has_a_row_a_shift_and_the_means_below():
         whole = entry(table, "all 4 shifts", method)
         assert whole.value == pytest.approx(100 * accuracies[i].mean(), abs=1e-10)
         assert whole.deviation == pytest.approx(100 * accuracies[i].mean(axis=0).std(ddof=1), abs=1e-10)
+
+
+def test_two_shifts_are_enough_for_a_mean():
+    accuracies, results = grid(shifts=SHIFTS[:2])
+    table = by_shift(results, shifts=SHIFTS[:2])
+    assert [(row.label, row.summary) for row in table.rows] == [("fog", False), ("sky", False), ("both shifts", True)]
+    assert entry(table, "both shifts", "bufr").value == pytest.approx(100 * accuracies[2].mean(), abs=1e-10)
 
 
 def test_one_seed_has_no_deviation():
@@ -411,6 +419,7 @@ def test_selection_says_what_it_costs_and_gains():
     assert note(table, "oracle")
     highest = [METHODS[values.mean(axis=(1, 2)).argmax()] for values in (last, selected)]
     assert best(table) == {(method, index) for index, method in enumerate(highest)}  # and none in the oracle's column
+    assert table.marked == "highest of its column"
 
 
 def test_selection_is_over_runs_that_have_all_three():
