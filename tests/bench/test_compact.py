@@ -21,6 +21,7 @@ MANIFEST: dict[str, Any] = {
     "environment": {"torch": "2.5", "device": "cpu", "platform": "Linux-6.1"},
     "cell": {"seed": 123},
     "source": {"name": "größer", "recipe": {"learning_rate": 0.1}},
+    "target": {"mean": [[0.123456789, 2 / 3]]},
     "reliability": [{"lower": 0.0, "count": 3}],
     "verification": {"before": {"divergence": 1.2345678, "verdict": "not restored"}, "after": {"divergence": 0.5}},
     "adapted_weights": "ab" * 32,
@@ -48,6 +49,7 @@ def test_everything_comes_back_but_what_is_left_out() -> None:
     kept = {
         "environment": {"torch": "2.5", "device": "cpu"},
         "source": MANIFEST["source"],
+        "target": {"mean": [[0.123457, 0.666667]]},
         "verification": {"before": {"divergence": 1.23457, "verdict": "not restored"}, "after": {}},
     }
     assert first == replace(DONE, last=replace(DONE.last, accuracy=0.853564), history=(), manifest=kept)  # type: ignore[type-var]
