@@ -407,6 +407,17 @@ def test_a_write_protected_place_is_named(tmp_path: Path) -> None:
             protected.chmod(before)
 
 
+def test_whoever_may_not_write_is_told_before_anything_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = filled(tmp_path / "store", done())
+    for protected in (path, tmp_path):
+        monkeypatch.setattr(os, "access", lambda place, mode, protected=protected: Path(place) != protected)
+        with pytest.raises(DataError, match="write-protected; permit writing or name another place"):
+            Store(path)
+        assert contents(path) == [done()]
+
+
 def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = filled(tmp_path / "store", done())
 
