@@ -125,8 +125,8 @@ def test_restoration_is_in_the_order_of_the_distances_beside_the_papers_figures(
 def test_only_the_model_without_adaptation_is_held_against_the_published_one(off: float) -> None:
     shifts = find("emnist-da").shifts
     there = {shift: published("emnist-da", "accuracy", "source-only", shift, "re-run") for shift in shifts}
-    results = [result("fr", shift, 123, 0.01) for shift in shifts]
-    results += [result("source-only", s, 123, there[s] + (off if s == "fog" else 0.09)) for s in shifts]
+    results = [result("source-only", s, 123, there[s] + (off if s == "fog" else 0.09)) for s in shifts]
+    results += [result("fr", shift, 123, 0.01) for shift in shifts]
     said, table = sanity(part("emnist-da", results))
     assert said == "Source-only accuracy lies within 10 points of the authors' re-run on 12 of 13 shifts."
     assert isinstance(table, Table)
