@@ -67,13 +67,9 @@ def restoration(part: Part) -> list[Block]:
 def variants(part: Part) -> list[Block]:
     """Rows that are a method with other options, each against the method as it is: what the option is worth."""
     settings = part.benchmark.settings[part.protocol]
-    pairs = [
-        (name, settings[name].method)
-        for name in part.methods
-        if settings[name].method != name and settings[name].method in part.methods
-    ]
-    found = {name: compared for name, base in pairs if (compared := _compared(part, name, base))}
-    rows = [_variant(part, name, base, found[name]) for name, base in pairs if name in found]
+    bases = {name: settings[name].method for name in part.methods if settings[name].method != name}
+    found = {name: compared for name, base in bases.items() if (compared := _compared(part, name, base))}
+    rows = [_variant(part, name, bases[name], compared) for name, compared in found.items()]
     if not rows:
         return []
     columns = (
