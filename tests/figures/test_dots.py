@@ -107,6 +107,13 @@ def test_published_figures_stand_hollow_in_the_same_lane() -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["fr", "bufr"]
 
 
+def test_the_published_ece_of_a_stream_is_said_to_be_another_quantity() -> None:
+    for more, said in (({}, False), ({"ece_per_batch": 0.2}, True)):
+        stream = [result("fr", "sky", 0, **more)]
+        assert ("the mean over its batches" in footer(dots.draw(stream, beside="paper"))) == said
+        assert "batches" not in footer(dots.draw(stream))
+
+
 def test_nothing_published_is_said() -> None:
     made_up = [result("fr", "rain", 0)]
     assert "has no figures" in footer(dots.draw(made_up, beside="paper"))

@@ -70,6 +70,7 @@ def draw(
         said.append(f"shifts sorted by the accuracy of {grids[0].methods[0]}")
     said += footnotes.about_published(grids[0], found)[: 0 if found else 1]
     said += [f"hollow: {'the paper' if beside == 'paper' else 'the re-run of the released code'}"] if found else []
+    said += [footnotes.STREAM.partition(":")[0]] if found and any(grid.unlike for grid in grids) else []
     style.footer(figure, [*said, *picking.notes(grids[0], methods, shifts, marked=True)])
     return figure
 
