@@ -110,6 +110,7 @@ def test_scalars_of_numpy_and_torch_are_kept_as_numbers() -> None:
         ({"epochs": 1.5}, "epochs is 1.5, expected a whole number"),
         ({"epochs": None}, "epochs is None, expected a whole number"),
         ({"seconds": "long"}, "seconds is 'long', expected a number"),
+        ({"finished": 5}, "finished is 5, expected text in Unicode"),
         ({"finished": "\udcff"}, "finished is .*, expected text in Unicode"),
         ({"manifest": {"a": [{"b": Path("x")}]}}, r"manifest\.a\[0\]\.b is a PosixPath"),
         ({"manifest": {"rates": {0: 0.1}}}, r"manifest\.rates is a dict .* strings as keys"),
@@ -124,6 +125,11 @@ def test_what_cannot_be_kept_is_refused_by_name(changes: dict[str, Any], message
 def test_words_that_stand_for_numbers_come_back_as_these() -> None:
     found = unflatten(flatten(replace(DONE, manifest={"a": "Infinity", "b": ["-Infinity", "nan", "NaN and more"]})))
     assert found.manifest == {"a": math.inf, "b": [-math.inf, "nan", "NaN and more"]}
+
+
+def test_whole_numbers_of_64_bits_are_kept() -> None:
+    for seed in (-(2**63), 2**63 - 1):
+        assert flatten(replace(DONE, cell=replace(CELL, seed=seed)))["seed"] == seed
 
 
 def test_an_error_may_quote_a_file_name_that_is_not_unicode() -> None:
