@@ -595,7 +595,11 @@ def test_as_many_seeds_but_others_are_told_and_not_compared():
     table = summarise(results)
     said = "one seed, hence no standard deviation; not the same everywhere: source-only 123; adabn 123; bufr 234"
     assert note(table, "one seed") == said
-    assert best(table) == set()
+    two = summarise([r for r in results if r.cell.method != "adabn"], methods=("source-only", "bufr"))
+    alone = summarise([r for r in results if r.cell.method == "bufr"], methods=("bufr",))
+    for made, rivals in ((table, True), (two, True), (alone, False)):
+        assert best(made) == set()
+        assert (footnotes.NO_BEST in made.notes) == rivals
 
 
 def test_a_part_of_the_columns_keeps_its_own_count():
@@ -619,6 +623,8 @@ def test_a_part_of_the_columns_keeps_its_own_count():
         *(summarise(uneven()[1], published=lambda *_, source: Figure(0.5), beside=side) for side in ("paper", "re-run"))
     )
     assert [column.kind for column in two.columns].count("seeds") == 1
+    even = summarise(grid()[1])
+    assert only(even, lambda column: True) == even  # the same number everywhere is not counted
 
 
 def test_long_lists_of_fewer_seeds_are_cut_short():
