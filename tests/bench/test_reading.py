@@ -55,6 +55,16 @@ def test_other_seeds_count_as_far_as_they_have_been_run(tmp_path: Path) -> None:
     found = read("digits", tmp_path, methods=["fr"])
     assert found.cells == [*plan(digits, methods=["fr"]), *extra]
     assert [result.cell for result in found.results] == extra
+    # a cell that was planned stands once, also when it is done; and who asks for some seeds or methods gets no others
+    usual = plan(digits, methods=["fr"], seeds=[123])
+    at_home = plan(digits, methods=["source-only"], shifts=["clean"], seeds=[5])
+    record(tmp_path, digits, [*usual, *at_home])
+    found = read("digits", tmp_path, methods=["fr"])
+    assert found.cells == [*plan(digits, methods=["fr"]), *extra]
+    assert {result.cell for result in found.results} == {*usual, *extra}
+    assert [result.cell for result in found.clean] == at_home
+    assert {result.cell for result in read("digits", tmp_path, methods=["fr"], seeds=[123]).results} == set(usual)
+    assert read("digits", tmp_path, methods=["bufr"]).results == []
 
 
 def test_the_origin_is_that_of_the_store_where_a_run_here_has_another(tmp_path: Path) -> None:
@@ -68,6 +78,20 @@ def test_the_origin_is_that_of_the_store_where_a_run_here_has_another(tmp_path: 
     found = {result.cell.shift: result for result in read("emnist-da", tmp_path, methods=["fr"]).results}
     assert found["sky"].cell == rebuilt[0]
     assert found["fog"].origin == "published"
+
+
+def test_a_failure_here_hides_nothing_that_was_done_elsewhere(tmp_path: Path) -> None:
+    here = find("emnist-da")
+    there = replace(here, origin=lambda shift, root: "published")
+    cells = plan(there, methods=["fr"], shifts=["sky"], seeds=[123])
+    (tried,) = plan(here, methods=["fr"], shifts=["sky"], seeds=[234])
+    with Store(tmp_path / STORE) as store:
+        store.record(Result(tried, here.origin("sky", None), error="out of memory", finished="2023"))
+    assert [result.cell for result in read("emnist-da", tmp_path, methods=["fr"]).results] == [tried]
+    record(tmp_path, there, cells)
+    found = read("emnist-da", tmp_path, methods=["fr"])
+    assert [result.cell for result in found.results] == cells
+    assert found.others == 1
 
 
 @pytest.mark.parametrize("latest", ["published", "regenerated"])

@@ -85,10 +85,15 @@ def _clean(benchmark: Benchmark, results: Sequence[Result], seeds: set[int], roo
 
 
 def _with_stored_origins(benchmark: Benchmark, results: Sequence[Result]) -> Benchmark:
-    """The origin of data is part of a cell's recipe; see `read` for which one it is taken to be."""
+    """The origin of data is part of a cell's recipe; see `read` for which one it is taken to be.
+
+    Failures count only for shifts on which nothing is done: one that failed here must not hide what was done elsewhere.
+    """
+    done = {result.cell.shift for result in results if not result.failed}
     found: dict[str, list[Origin]] = {}
-    for result in sorted(results, key=lambda result: (not result.failed, result.finished)):
-        found.setdefault(result.cell.shift, []).append(result.origin)
+    for result in sorted(results, key=lambda result: result.finished):
+        if not result.failed or result.cell.shift not in done:
+            found.setdefault(result.cell.shift, []).append(result.origin)
 
     def origin(shift: str, root: Root) -> Origin:
         here, there = benchmark.origin(shift, root), found.get(shift)
