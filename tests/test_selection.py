@@ -34,7 +34,7 @@ def test_entropy_decides_between_equally_good_ones() -> None:
     assert chosen((5.0, 0.1), (1.0, 0.8), (1.09, 0.3), (1.05, 0.5)) == 2
     assert chosen((1.0, 0.8), (1.0, 0.7)) == 1
     assert chosen((1.0, 0.7), (1.0, 0.7)) == 0  # nothing to choose: what came first stays
-    assert chosen((1.0, 0.8), (1.2, 0.1)) == 0  # beyond the tie no certainty helps
+    assert chosen((1.0, 0.8), (1.11, 0.1)) == 0  # beyond the tie no certainty helps
 
 
 def test_entropy_says_nothing_about_those_who_minimise_it() -> None:
