@@ -54,6 +54,9 @@ def test_everything_comes_back_but_what_is_left_out() -> None:
     }
     assert first == replace(DONE, last=replace(DONE.last, accuracy=0.853564), history=(), manifest=kept)  # type: ignore[type-var]
     assert second == replace(FAILED, manifest=kept)
+    for judged in ({"before": {"divergence": 1.5}}, {"after": None}, {}, None):  # as after an interrupted verification
+        (back,) = from_compact(to_compact([replace(DONE, manifest={"verification": judged})]))
+        assert back.manifest == {"verification": judged}
 
 
 def test_what_manifests_share_stands_once_and_cells_are_lines() -> None:
