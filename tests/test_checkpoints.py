@@ -249,3 +249,14 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path, content: bytes) -> None
     with pytest.raises(AdaptationError, match="no readable shiftmend checkpoint"):
         shiftmend.adapt(world.model, world.target, world.profile(), checkpoint=tmp_path / "c", **OPTIONS)
     assert (tmp_path / "c").read_bytes() == content
+
+
+def test_no_damaged_byte_goes_unnoticed(tmp_path: Path) -> None:
+    """Some would change a weight, others its name: the run would go on, to another end."""
+    checkpoints.save(tmp_path / "c", "run", 0, 1, [], torch.nn.Linear(2, 1), None)
+    whole = (tmp_path / "c").read_bytes()
+    assert checkpoints.load(tmp_path / "c", "run") is not None
+    for place in range(len(whole)):
+        (tmp_path / "c").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(AdaptationError, match="is no readable shiftmend checkpoint"):
+            checkpoints.load(tmp_path / "c", "run")

@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor, nn, optim
 
 from shiftmend.adaptations import Epoch
 from shiftmend.errors import AdaptationError
 from shiftmend.files import write_atomically
+from shiftmend.seals import UNSEALED, is_whole, sealed
 from shiftmend.states import as_file, check_types, held
 
 
@@ -75,8 +77,8 @@ def save(
     pairs = [name for name, value in tensors.items() if value.is_complex()]  # a file holds complex64 alone
     tensors |= {name: torch.view_as_real(tensors[name]) for name in pairs}
     facts = {"run": run, "stage": stage, "epoch": epoch, "history": [asdict(row) for row in history], "pairs": pairs}
-    metadata = {"format": "shiftmend checkpoint", "facts": json.dumps(facts)}
-    write_atomically(path, as_file(tensors, metadata))
+    metadata = {"format": "shiftmend checkpoint", "facts": json.dumps(facts), **UNSEALED}
+    write_atomically(path, sealed(as_file(tensors, metadata)))
 
 
 def _packed(value: Tensor) -> Tensor:
@@ -89,9 +91,12 @@ def load(path: Path, run: str) -> Checkpoint | None:
     if not path.exists():
         return None
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            facts = json.loads(file.metadata()["facts"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        content = path.read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+        if not is_whole(content, metadata):
+            raise ValueError("its content does not match its SHA-256")
+        facts, tensors = json.loads(metadata["facts"]), safetensors.torch.load(content)
         found = str(facts["run"])
         history = [Epoch(**row) for row in facts["history"]]
         position = int(facts["stage"]), int(facts["epoch"])
