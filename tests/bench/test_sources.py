@@ -220,7 +220,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(DataError, match=r"sources/\S+\.safetensors cannot be written \(No space left on device\)"):
         got(tmp_path)
     assert list((tmp_path / "sources").iterdir()) == []
 

@@ -20,7 +20,7 @@ from shiftmend.data.base import PathLike, Split
 from shiftmend.data.streamed import ImageFiles
 from shiftmend.errors import DataError
 from shiftmend.feeds import Preprocess
-from shiftmend.files import write_atomically
+from shiftmend.files import said_where, write_atomically
 
 FORMAT = "shiftmend source model"
 
@@ -102,7 +102,8 @@ def _write(path: Path, model: nn.Module, facts: dict[str, str], seed: int) -> No
         "torch": str(torch.__version__),
     }
     tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
-    write_atomically(path, safetensors.torch.save(tensors, metadata))
+    with said_where(path):
+        write_atomically(path, safetensors.torch.save(tensors, metadata))
 
 
 @torch.no_grad()
