@@ -346,6 +346,14 @@ def test_text_that_cannot_be_decoded_is_damage_in_a_short_sentence(tmp_path: Pat
         contents(path)
 
 
+def test_a_damaged_row_is_named_with_its_store(tmp_path: Path) -> None:
+    """Which of several stores that are merged it is in would not be known otherwise."""
+    path = filled(tmp_path / "store.sqlite", replace(done(), manifest={"long": "x" * 3000}))
+    path.write_bytes(path.read_bytes().replace(b"x" * 500, b"\n" * 500, 1))
+    with pytest.raises(DataError, match=r"^the store .*store\.sqlite: the row of bufr on sky, seed 123 is damaged "):
+        contents(path)
+
+
 def test_another_programs_unfinished_business_is_not_finished(tmp_path: Path) -> None:
     """SQLite would move a write-ahead log into the file of whoever left it there."""
     owner = sqlite3.connect(tmp_path / "theirs")

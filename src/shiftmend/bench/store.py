@@ -152,7 +152,10 @@ class Store:
         query = f"SELECT {', '.join(_STORED)} FROM cells WHERE {conditions} ORDER BY {', '.join(KEY)}"
         with _explained(self.path):
             rows = self._connection.execute(query, wanted).fetchall()
-        return [_restored(row) for row in rows]
+        try:
+            return [_restored(row) for row in rows]
+        except DataError as error:
+            raise DataError(f"the store {self.path}: {error}") from None
 
     def cells(self) -> set[Cell]:
         """The cells that are done; failed ones are to be tried again."""
