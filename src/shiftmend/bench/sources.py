@@ -125,7 +125,8 @@ def _read(path: Path, recipe: Recipe, digest: str, seed: int, probe: Tensor | No
             metadata = file.metadata() or {}
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         model.load_state_dict(state)
-    except (safetensors.SafetensorError, OSError, RuntimeError) as error:
+        json.loads(metadata.get("answers", "[]"))
+    except (safetensors.SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise _unfit(path, "it cannot be read") from error
     if (metadata.get("format"), metadata.get("digest"), metadata.get("seed")) != (FORMAT, digest, str(seed)):
         raise _unfit(path, "it was written for something else")
