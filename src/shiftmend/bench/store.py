@@ -249,6 +249,12 @@ def _explained(path: Path) -> Iterator[None]:
             raise DataError(
                 f"the store {path} has been held by another process for {PATIENCE:g} seconds; end it or try later"
             ) from None
+        if name == "SQLITE_FULL":
+            raise DataError(f"the store {path} has no room left on its disk; make some and run again") from None
+        if name == "SQLITE_READONLY_DBMOVED":
+            raise DataError(
+                f"the store {path} was moved or deleted while it was in use; put it back and run again"
+            ) from None
         if name.startswith("SQLITE_READONLY"):
             raise DataError(f"the store {path} is open for reading only or write-protected") from None
         raise DataError(f"the store {path} cannot be used: {error}") from error
