@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -223,6 +224,18 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_first_epoch(tmp_pa
         **(OPTIONS | {"epochs_per_block": 1}),
     )
     assert (tmp_path / "new/folder/c").exists()
+
+
+def test_what_a_killed_process_left_half_written_goes_and_nothing_else(tmp_path: Path) -> None:
+    """Each may be as large as the model, and nobody sees hidden files."""
+    path, others = tmp_path / "run[1]", ["run[1]", ".run[1].rate-0.1.a1b2c3_4.partial", ".run1.a1b2c3_4.partial"]
+    descriptor, left = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=tmp_path)  # as files.py does
+    os.close(descriptor)
+    for name in others:
+        (tmp_path / name).touch()
+    checkpoints.check_place(path)
+    assert not Path(left).exists()
+    assert sorted(found.name for found in tmp_path.iterdir()) == sorted(others)
 
 
 def test_a_full_disk_does_not_end_the_run(

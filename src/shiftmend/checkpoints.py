@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -36,13 +37,15 @@ class Checkpoint:
 
 
 def check_place(path: Path) -> None:
-    """Refuse a path that cannot be written to before an epoch is spent."""
+    """Refuse a path that cannot be written to before an epoch is spent; delete what a killed process left beside it."""
     if path.is_dir():
         raise AdaptationError(f"checkpoint {path} is a folder, expected the name of a file in it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(13, "no permission to write there")
+        for left in path.parent.glob(f".{glob.escape(path.name)}.{'?' * 8}.partial"):  # as `write_atomically` names it
+            left.unlink(missing_ok=True)
     except OSError as error:
         raise AdaptationError(f"checkpoint {path} cannot be written: {error.strerror}") from error
 
