@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -225,6 +226,18 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_first_epoch(tmp_pa
     assert (tmp_path / "new/folder/c").exists()
 
 
+def test_what_a_killed_process_left_half_written_goes_and_nothing_else(tmp_path: Path) -> None:
+    """Each may be as large as the model, and nobody sees hidden files."""
+    path, others = tmp_path / "run[1]", ["run[1]", ".run[1].rate-0.1.a1b2c3_4.partial", ".run1.a1b2c3_4.partial"]
+    descriptor, left = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=tmp_path)  # as files.py does
+    os.close(descriptor)
+    for name in others:
+        (tmp_path / name).touch()
+    checkpoints.check_place(path)
+    assert not Path(left).exists()
+    assert sorted(found.name for found in tmp_path.iterdir()) == sorted(others)
+
+
 def test_a_full_disk_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -249,3 +262,14 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path, content: bytes) -> None
     with pytest.raises(AdaptationError, match="no readable shiftmend checkpoint"):
         shiftmend.adapt(world.model, world.target, world.profile(), checkpoint=tmp_path / "c", **OPTIONS)
     assert (tmp_path / "c").read_bytes() == content
+
+
+def test_no_damaged_byte_goes_unnoticed(tmp_path: Path) -> None:
+    """Some would change a weight, others its name: the run would go on, to another end."""
+    checkpoints.save(tmp_path / "c", "run", 0, 1, [], torch.nn.Linear(2, 1), None)
+    whole = (tmp_path / "c").read_bytes()
+    assert checkpoints.load(tmp_path / "c", "run") is not None
+    for place in range(len(whole)):
+        (tmp_path / "c").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(AdaptationError, match="is no readable shiftmend checkpoint"):
+            checkpoints.load(tmp_path / "c", "run")

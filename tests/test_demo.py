@@ -9,6 +9,7 @@ import torch
 import shiftmend
 from shiftmend import demo
 from shiftmend.data.digits import enlarged_digits
+from shiftmend.errors import DataError
 
 
 @pytest.fixture
@@ -36,6 +37,16 @@ def test_the_demo_says_and_writes_what_it_promises(tmp_path: Path) -> None:
     for lesson in demo.LESSONS:
         assert lesson.text in text
     assert "Accuracy needs labels" in text
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    images, digits, lesson = torch.zeros(2, 1, 28, 28, dtype=torch.uint8), torch.zeros(2).long(), demo.LESSONS[0]
+    with pytest.raises(DataError, match=r"digits\.png cannot be written \(No space left on device\)"):
+        demo.draw([(lesson, images, {"fr": digits})], digits, {(lesson.title, "fr"): 1.0}, tmp_path / "digits.png")
 
 
 def test_digits_are_real_and_upright() -> None:

@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -845,18 +846,25 @@ def test_an_adaptation_is_saved_in_a_folder_with_a_name(wrong: object) -> None:
         result.save(wrong)  # type: ignore[arg-type]
 
 
-def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("files", [0, 1, 2])
+def test_a_disk_that_is_full_after_some_files_leaves_an_earlier_result_whole(
+    files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, room = sensors(), iter(range(files))
+    shiftmend.adapt(world.model, world.target, method="source-only", progress=False).save(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    result = shiftmend.adapt(world.model, world.target, method="adabn", progress=False)
 
-    world = sensors()
-    result = shiftmend.adapt(world.model, world.target, method="source-only", progress=False)
+    def full(*_: object) -> None:
+        if next(room, None) is None:
+            raise OSError(28, "No space left on device")
+
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(
         AdaptationError, match=r"cannot be written into \(No space left on device\); name another folder"
     ):
         result.save(tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_model_that_cannot_be_copied_is_refused() -> None:

@@ -181,6 +181,24 @@ def test_an_interrupt_returns_the_selected_state() -> None:
     assert same(cut.model, known(cut.selected).model)
 
 
+@pytest.mark.parametrize("epochs", [0, 1, 3])
+def test_an_interrupt_while_a_state_is_remembered_leaves_history_and_model_of_one_epoch(
+    epochs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied, calls = loop.tensors_of, itertools.count(1)
+
+    def press(model: nn.Module) -> dict[str, torch.Tensor]:
+        if next(calls) == epochs + 3:  # the first are of the model as it came and of row 0
+            raise KeyboardInterrupt
+        return copied(model)
+
+    monkeypatch.setattr(loop, "tensors_of", press)
+    cut = adapt()
+    assert cut.interrupted
+    assert cut.manifest["epochs"] == epochs
+    assert same(cut.model, known(epochs).model if epochs else sensors().model)
+
+
 def test_divergence_hands_the_selected_state_over() -> None:
     world = sensors(norm=False)
     with pytest.raises(DivergedError) as caught:

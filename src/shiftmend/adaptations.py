@@ -13,7 +13,7 @@ from torch import nn
 
 from shiftmend.__about__ import __version__
 from shiftmend.errors import AdaptationError
-from shiftmend.files import as_path, check_folder, write_atomically
+from shiftmend.files import as_path, check_folder, write_together
 from shiftmend.states import as_file, whole_state
 from shiftmend.verification import Verification
 
@@ -78,8 +78,7 @@ class Adaptation:
             "manifest.json": (json.dumps(self.manifest, indent=1) + "\n").encode(),
         }
         try:
-            for name, content in contents.items():
-                write_atomically(home / name, content)
+            write_together({home / name: content for name, content in contents.items()})
         except OSError as error:  # the system names a temporary file at best
             reason = error.strerror or error
             raise AdaptationError(f"{home} cannot be written into ({reason}); name another folder") from error

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
+import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor, nn, optim
 
 from shiftmend.adaptations import Epoch
 from shiftmend.errors import AdaptationError
 from shiftmend.files import write_atomically
+from shiftmend.seals import UNSEALED, is_whole, sealed
 from shiftmend.states import as_file, check_types, held
 
 
@@ -34,13 +37,15 @@ class Checkpoint:
 
 
 def check_place(path: Path) -> None:
-    """Refuse a path that cannot be written to before an epoch is spent."""
+    """Refuse a path that cannot be written to before an epoch is spent; delete what a killed process left beside it."""
     if path.is_dir():
         raise AdaptationError(f"checkpoint {path} is a folder, expected the name of a file in it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(13, "no permission to write there")
+        for left in path.parent.glob(f".{glob.escape(path.name)}.{'?' * 8}.partial"):  # as `write_atomically` names it
+            left.unlink(missing_ok=True)
     except OSError as error:
         raise AdaptationError(f"checkpoint {path} cannot be written: {error.strerror}") from error
 
@@ -75,8 +80,8 @@ def save(
     pairs = [name for name, value in tensors.items() if value.is_complex()]  # a file holds complex64 alone
     tensors |= {name: torch.view_as_real(tensors[name]) for name in pairs}
     facts = {"run": run, "stage": stage, "epoch": epoch, "history": [asdict(row) for row in history], "pairs": pairs}
-    metadata = {"format": "shiftmend checkpoint", "facts": json.dumps(facts)}
-    write_atomically(path, as_file(tensors, metadata))
+    metadata = {"format": "shiftmend checkpoint", "facts": json.dumps(facts), **UNSEALED}
+    write_atomically(path, sealed(as_file(tensors, metadata)))
 
 
 def _packed(value: Tensor) -> Tensor:
@@ -89,9 +94,12 @@ def load(path: Path, run: str) -> Checkpoint | None:
     if not path.exists():
         return None
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            facts = json.loads(file.metadata()["facts"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        content = path.read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+        if not is_whole(content, metadata):
+            raise ValueError("its content does not match its SHA-256")
+        facts, tensors = json.loads(metadata["facts"]), safetensors.torch.load(content)
         found = str(facts["run"])
         history = [Epoch(**row) for row in facts["history"]]
         position = int(facts["stage"]), int(facts["epoch"])

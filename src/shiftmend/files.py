@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,24 +27,33 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     An existing file keeps its permissions, and is untouched if anything fails before the last step. A link stays one:
     the file that it leads to is replaced. A device or a pipe, such as /dev/null, is written into.
     """
-    target = Path(path)
-    if target.is_dir():
-        raise IsADirectoryError(f"{target} is a folder, expected the name of a file to write")
-    if target.exists() and not target.is_file():
-        target.write_bytes(content)
-        return
-    target = Path(os.path.realpath(target))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
+    write_together({Path(path): content})
+
+
+def write_together(contents: Mapping[Path, bytes]) -> None:
+    """Files that belong together, each as by `write_atomically`: none is replaced before all are on the disk."""
+    staged: dict[str, Path] = {}
     try:
-        with os.fdopen(descriptor, "wb") as handle:
-            handle.write(content)
-            handle.flush()
-            os.fchmod(handle.fileno(), _permissions(target))
-            os.fsync(handle.fileno())
-        os.replace(temporary, target)
+        for path, content in contents.items():
+            if path.is_dir():
+                raise IsADirectoryError(f"{path} is a folder, expected the name of a file to write")
+            if path.exists() and not path.is_file():
+                path.write_bytes(content)
+                continue
+            target = Path(os.path.realpath(path))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
+            staged[temporary] = target
+            with os.fdopen(descriptor, "wb") as handle:
+                handle.write(content)
+                handle.flush()
+                os.fchmod(handle.fileno(), _permissions(target))
+                os.fsync(handle.fileno())
+        for temporary, target in staged.items():
+            os.replace(temporary, target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        for temporary in staged:
+            Path(temporary).unlink(missing_ok=True)
         raise
 
 

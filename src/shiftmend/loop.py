@@ -144,8 +144,8 @@ class Run:
         divergence = seen.verification.divergence if seen.verification else None
         seconds = round(time.perf_counter() - started, 4) if number else 0.0
         row = Epoch(number, stage, rate, losses, divergence, seconds, seen.marginals, seen.entropy, seen.confidence)
+        self._keep()  # before the row counts: Ctrl-C may come between
         self.history.append(row)
-        self._keep()
         if self.choice.consider(row) and self.settings.keep == "selected":
             self.selected = self.good
         if self.settings.on_epoch is not None:

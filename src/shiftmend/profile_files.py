@@ -1,12 +1,11 @@
 """The profile's file: one safetensors file, checked from the first byte to the last before it is believed.
 
-The header's metadata holds the SHA-256 of the whole file, taken with 64 zeros in its own place, so any damaged byte
-is noticed; whoever writes a matching sum on purpose still has to pass every check of `shiftmend.profile_checks`.
+It is sealed by its SHA-256; whoever writes a matching sum on purpose still has to pass every check of
+`shiftmend.profile_checks`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import reprlib
@@ -24,13 +23,13 @@ from shiftmend.gaussians import FullGaussian, MarginalGaussian
 from shiftmend.histograms import Bins
 from shiftmend.profile_checks import problems
 from shiftmend.profiles import Profile
+from shiftmend.seals import UNSEALED, is_whole, sealed
 from shiftmend.statistics import MOST_WEIGHTS, Histogram, Projector, Slices
 from shiftmend.taps import Tap
 
 SCHEMA = 2
 MOST_BYTES = 64 << 20
 _MOST_HEADER = 4 << 20
-_NO_SUM = "0" * 64
 _SUM = "[0-9a-f]{64}"
 _SPREADS = {MarginalGaussian.kind: "variance", FullGaussian.kind: "covariance"}
 
@@ -71,14 +70,14 @@ def encode(profile: Profile) -> bytes:
         "inputs_seen": profile.inputs_seen,
         **({"shares": list(profile.shares)} if profile.shares else {}),
     }
-    metadata = {"format": "shiftmend profile", "schema": str(SCHEMA), "sha256": _NO_SUM}
+    metadata = {"format": "shiftmend profile", "schema": str(SCHEMA), **UNSEALED}
     content = _ordered(safetensors.torch.save(tensors, metadata | {"profile": json.dumps(facts)}))
     wrong = problems(profile)
     if len(content) > MOST_BYTES:
         wrong.append(f"it would have {len(content):,} bytes, more than {MOST_BYTES:,}; tap fewer units")
     if wrong:
         raise ProfileError(f"this profile could not be loaded again: {wrong[0]}")
-    return _with_sum(content, hashlib.sha256(content).hexdigest())
+    return sealed(content)
 
 
 def _ordered(content: bytes) -> bytes:
@@ -87,10 +86,6 @@ def _ordered(content: bytes) -> bytes:
     header = json.dumps(json.loads(content[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     return struct.pack("<Q", len(header)) + header + content[8 + length :]
-
-
-def _with_sum(content: bytes, digest: str) -> bytes:
-    return content.replace(f'"sha256":"{_NO_SUM}"'.encode(), f'"sha256":"{digest}"'.encode(), 1)
 
 
 def read(path: Path) -> Profile:
@@ -116,10 +111,7 @@ def decode(content: bytes) -> Profile:
     if metadata.get("schema") != str(SCHEMA):
         schema = reprlib.repr(metadata.get("schema"))
         raise ProfileError(f"it has schema {schema}, this version reads {SCHEMA}; profile again")
-    digest = metadata.get("sha256", "")
-    digest = digest if re.fullmatch(_SUM, digest) else _NO_SUM
-    blank = content.replace(f'"sha256":"{digest}"'.encode(), f'"sha256":"{_NO_SUM}"'.encode(), 1)
-    if hashlib.sha256(blank).hexdigest() != digest:
+    if not is_whole(content, metadata):
         raise ProfileError("it is damaged: its content does not match its SHA-256; copy it again from the source site")
     try:
         tensors = safetensors.torch.load(content)

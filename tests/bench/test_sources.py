@@ -147,6 +147,8 @@ def damaged(path: Path, how: str) -> None:
         path.write_bytes(whole[: len(whole) // 2])
     elif how == "a bit flipped":
         path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    elif how == "unreadable answers":
+        path.write_bytes(whole.replace(b'"answers":"[', b'"answers":"{'))
     elif how == "another network":
         safetensors.torch.save_file({"conv1.weight": torch.zeros(1)}, path)
     elif how == "no description":
@@ -157,7 +159,8 @@ def damaged(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["empty", "cut short", "a bit flipped", "another network", "no description", "a folder"]
+    "how",
+    ["empty", "cut short", "a bit flipped", "unreadable answers", "another network", "no description", "a folder"],
 )
 def test_a_damaged_file_is_named_and_can_be_deleted(how: str, tmp_path: Path) -> None:
     model, path = got(tmp_path)
@@ -220,7 +223,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(DataError, match=r"sources/\S+\.safetensors cannot be written \(No space left on device\)"):
         got(tmp_path)
     assert list((tmp_path / "sources").iterdir()) == []
 

@@ -346,6 +346,14 @@ def test_text_that_cannot_be_decoded_is_damage_in_a_short_sentence(tmp_path: Pat
         contents(path)
 
 
+def test_a_damaged_row_is_named_with_its_store(tmp_path: Path) -> None:
+    """Which of several stores that are merged it is in would not be known otherwise."""
+    path = filled(tmp_path / "store.sqlite", replace(done(), manifest={"long": "x" * 3000}))
+    path.write_bytes(path.read_bytes().replace(b"x" * 500, b"\n" * 500, 1))
+    with pytest.raises(DataError, match=r"^the store .*store\.sqlite: the row of bufr on sky, seed 123 is damaged "):
+        contents(path)
+
+
 def test_another_programs_unfinished_business_is_not_finished(tmp_path: Path) -> None:
     """SQLite would move a write-ahead log into the file of whoever left it there."""
     owner = sqlite3.connect(tmp_path / "theirs")
@@ -445,10 +453,18 @@ def test_names_with_odd_characters(tmp_path: Path) -> None:
 def test_a_full_disk_is_said_and_takes_nothing_with_it(tmp_path: Path) -> None:
     with Store(filled(tmp_path / "store", done())) as store:
         store._connection.execute("PRAGMA max_page_count = 4")  # the only disk a test can fill
-        with pytest.raises(DataError, match="cannot be used: database or disk is full"):
+        with pytest.raises(DataError, match="store has no room left on its disk; make some and run again"):
             store.record(done(cell=replace(CELL, seed=1), manifest={"long": "x" * 100_000}))
         assert store.record(done(cell=replace(CELL, seed=2))) is True
         assert [result.cell.seed for result in store.results()] == [2, 123]
+
+
+def test_a_store_that_was_taken_away_takes_no_result_with_it(tmp_path: Path) -> None:
+    with Store(filled(tmp_path / "store", done())) as store:
+        (tmp_path / "store").rename(tmp_path / "elsewhere")
+        with pytest.raises(DataError, match="store was moved or deleted while it was in use; put it back"):
+            store.record(done(cell=replace(CELL, seed=1)))
+    assert contents(tmp_path / "elsewhere") == [done()]
 
 
 # Several processes, and their deaths

@@ -342,13 +342,15 @@ def test_a_result_is_written_whole_or_not_at_all(
     assert "cannot be written" in refused(
         capsys, "shifts", "--only", "emnist-da/inverse", "-d", copy, "--sheet", tmp_path / "file/x.png"
     )
+    (tmp_path / "new.json").mkdir()  # where the manifest goes
+    assert "cannot be written" in refused(capsys, "shift", "emnist-da/inverse", copy, tmp_path / "new.npz")
 
     def full(image: Image.Image, path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Image.Image, "save", full)
     assert "No space left" in refused(capsys, "shift", "emnist-da/inverse", copy, tmp_path / "pictures")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy.npz", "file"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy.npz", "file", "new.json"]
     assert copy.read_bytes() == (site / "source.npz").read_bytes()
 
 

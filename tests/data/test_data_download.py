@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import socket
@@ -323,6 +324,35 @@ def test_offline_it_says_which_file_goes_where(tmp_path: Path, monkeypatch: pyte
         get(tmp_path, one_file("file:///etc/passwd"))
     with pytest.raises(DataError, match="no address is known"):
         get(tmp_path, one_file())
+
+
+def test_two_processes_do_not_write_into_one_file(site: Site, tmp_path: Path) -> None:
+    site.files["/file.bin"] = BODY
+    catalogue = one_file(f"{site.address}/file.bin", md5=None)  # nothing would tell one whole file from two mixed
+    refusals: list[str] = []
+
+    def another(progress: Progress) -> None:
+        with pytest.raises(DataError) as caught:
+            get(tmp_path, catalogue)
+        refusals.append(str(caught.value))
+
+    fetch("set", tmp_path, catalogue=catalogue, pause=0, timeout=5, report=another)
+    assert "another process is fetching" in refusals[0]
+    assert (tmp_path / "SET/file.bin").read_bytes() == BODY
+    assert [p.name for p in (tmp_path / "SET").iterdir()] == ["file.bin"]
+    (tmp_path / "SET/file.bin").rename(tmp_path / "SET/.file.bin.lock")  # as if its process had been killed
+    assert get(tmp_path, catalogue).state == "complete"
+
+
+def test_a_drive_without_locks_is_written_to_all_the_same(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    site.files["/file.bin"] = BODY
+    assert get(tmp_path, one_file(f"{site.address}/file.bin")).state == "complete"
 
 
 def test_what_cannot_be_fetched_says_what_to_do(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from shiftmend.data.base import PathLike, Split
 from shiftmend.data.streamed import ImageFiles
 from shiftmend.errors import DataError
 from shiftmend.feeds import Preprocess
-from shiftmend.files import write_atomically
+from shiftmend.files import said_where, write_atomically
 
 FORMAT = "shiftmend source model"
 
@@ -104,7 +104,8 @@ def _write(path: Path, model: nn.Module, facts: dict[str, str], seed: int) -> No
         "torch": str(torch.__version__),
     }
     tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
-    write_atomically(path, safetensors.torch.save(tensors, metadata))
+    with said_where(path):
+        write_atomically(path, safetensors.torch.save(tensors, metadata))
 
 
 @torch.no_grad()
@@ -126,7 +127,8 @@ def _read(path: Path, recipe: Recipe, digest: str, seed: int, probe: Tensor | No
             metadata = file.metadata() or {}
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         model.load_state_dict(state)
-    except (safetensors.SafetensorError, OSError, RuntimeError) as error:
+        json.loads(metadata.get("answers", "[]"))
+    except (safetensors.SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise _unfit(path, "it cannot be read") from error
     if (metadata.get("format"), metadata.get("digest"), metadata.get("seed")) != (FORMAT, digest, str(seed)):
         raise _unfit(path, "it was written for something else")

@@ -152,7 +152,10 @@ class Store:
         query = f"SELECT {', '.join(_STORED)} FROM cells WHERE {conditions} ORDER BY {', '.join(KEY)}"
         with _explained(self.path):
             rows = self._connection.execute(query, wanted).fetchall()
-        return [_restored(row) for row in rows]
+        try:
+            return [_restored(row) for row in rows]
+        except DataError as error:
+            raise DataError(f"the store {self.path}: {error}") from None
 
     def cells(self) -> set[Cell]:
         """The cells that are done; failed ones are to be tried again."""
@@ -245,6 +248,12 @@ def _explained(path: Path) -> Iterator[None]:
         if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
             raise DataError(
                 f"the store {path} has been held by another process for {PATIENCE:g} seconds; end it or try later"
+            ) from None
+        if name == "SQLITE_FULL":
+            raise DataError(f"the store {path} has no room left on its disk; make some and run again") from None
+        if name == "SQLITE_READONLY_DBMOVED":
+            raise DataError(
+                f"the store {path} was moved or deleted while it was in use; put it back and run again"
             ) from None
         if name.startswith("SQLITE_READONLY"):
             raise DataError(f"the store {path} is open for reading only or write-protected") from None

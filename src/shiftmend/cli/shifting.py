@@ -14,7 +14,7 @@ from rich.table import Table
 
 from shiftmend.cli.options import Json, console
 from shiftmend.errors import DataError
-from shiftmend.files import said_where, write_atomically
+from shiftmend.files import said_where, write_atomically, write_together
 
 Textures = Annotated[Path | None, typer.Option(help="A folder with your own texture pictures.")]
 Severity = Annotated[int | None, typer.Option(help="Severity, from 1; default: that of the published set.")]
@@ -65,8 +65,8 @@ def shift(
     text = (json.dumps(manifest, indent=1) + "\n").encode()
     with said_where(target):
         if target.suffix == ".npz":
-            _write_npz("images" if found.domain == "image" else "inputs", shifted, split, target)
-            write_atomically(beside, text)
+            arrays = _npz("images" if found.domain == "image" else "inputs", shifted, split)
+            write_together({target: arrays, beside: text})
         else:
             _write_folder(shifted, split, target, text)
     if as_json:
@@ -107,13 +107,13 @@ def _read(source: Path, size: int | None = None) -> Any:
     return replace(split, images=scaled(split.images, size))
 
 
-def _write_npz(key: str, images: Any, split: Any, target: Path) -> None:
+def _npz(key: str, images: Any, split: Any) -> bytes:
     import numpy as np
 
     arrays = {key: images.numpy()} | ({} if split.labels is None else {"labels": split.labels.numpy()})
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
-    write_atomically(target, buffer.getvalue())
+    return buffer.getvalue()
 
 
 def _write_folder(images: Any, split: Any, target: Path, manifest: bytes) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import os
 import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -49,9 +51,9 @@ def fetch(
 
     Files that are there and whole are not fetched again, and an archive that was put in its place by hand is
     used as if it had been fetched. A download goes to `<file>.partial` and continues there after an
-    interruption. `attempts` counts rounds through all mirrors in which nothing was gained; between them it
-    waits `pause` seconds, twice as long each time. An archive fetched here is deleted once it is unpacked,
-    unless `keep_archives`.
+    interruption; another process that wants the same file meanwhile is refused. `attempts` counts rounds
+    through all mirrors in which nothing was gained; between them it waits `pause` seconds, twice as long each
+    time. An archive fetched here is deleted once it is unpacked, unless `keep_archives`.
     """
     entry = find_entry(name, catalogue)
     folder = data_root(root)
@@ -64,7 +66,8 @@ def fetch(
     for download in entry.downloads:
         transfer = _Transfer(entry, download, folder, tell, attempts, pause, timeout)
         try:
-            _provide(transfer, keep_archives)
+            with _alone(transfer):
+                _provide(transfer, keep_archives)
         except OSError as error:
             raise DataError(
                 f"{transfer.target} cannot be written ({error}); make room or get leave to write there, or choose "
@@ -114,6 +117,26 @@ class _Refused(Exception):
     """This mirror does not have the file."""
 
 
+@contextmanager
+def _alone(transfer: _Transfer) -> Iterator[None]:
+    """Two processes must not write into one partial file; the lock of one that is killed goes with it."""
+    target = transfer.target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = target.with_name(f".{target.name}.lock")
+    with lock.open("ab") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = os.fstat(handle.fileno()).st_nlink > 0  # else it has just been deleted: a third may have a new one
+        except OSError as error:  # some network drives have no locks
+            free = not isinstance(error, BlockingIOError)
+        if not free:
+            raise DataError(f"another process is fetching {target}; let it finish, then call again")
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
 def _provide(transfer: _Transfer, keep_archive: bool) -> None:
     """One file of the set, in place and unpacked."""
     download, target = transfer.download, transfer.target
@@ -130,7 +153,6 @@ def _provide(transfer: _Transfer, keep_archive: bool) -> None:
 
 def _obtain(transfer: _Transfer) -> None:
     """Go round the mirrors until the file is whole, the mirrors are used up or nothing moves any more."""
-    transfer.target.parent.mkdir(parents=True, exist_ok=True)
     mirrors = list(transfer.download.urls)
     failures: dict[str, str] = {}
     idle = 0

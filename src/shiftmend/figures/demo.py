@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn import functional
 
-from shiftmend.files import write_atomically
+from shiftmend.files import said_where, write_atomically
 
 if TYPE_CHECKING:
     from shiftmend.demo import Lesson
@@ -62,7 +62,8 @@ def draw(
     )
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
-    write_atomically(path, buffer.getvalue())
+    with said_where(path):
+        write_atomically(path, buffer.getvalue())
 
 
 def _strip(axis: Any, images: Tensor) -> None:
