@@ -77,7 +77,7 @@ def test_what_is_no_file_is_written_into_and_not_replaced(tmp_path: Path) -> Non
     assert names(tmp_path) == ["pipe"]
 
 
-@pytest.mark.parametrize("step", ["replace", "fsync", "fchmod"])
+@pytest.mark.parametrize("step", ["replace", "fsync", "chmod"])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "ctrl-c"])
 @pytest.mark.parametrize("existing", [True, False])
 def test_a_failure_leaves_everything_as_it_was(

@@ -47,7 +47,7 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
             with os.fdopen(descriptor, "wb") as handle:
                 handle.write(content)
                 handle.flush()
-                os.fchmod(handle.fileno(), _permissions(target))
+                os.chmod(temporary, _permissions(target))
                 os.fsync(handle.fileno())
         for temporary, target in staged.items():
             os.replace(temporary, target)

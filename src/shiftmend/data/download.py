@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import http.client
 import os
 import re
@@ -10,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -124,17 +123,26 @@ def _alone(transfer: _Transfer) -> Iterator[None]:
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = target.with_name(f".{target.name}.lock")
     with lock.open("ab") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            free = os.fstat(handle.fileno()).st_nlink > 0  # else it has just been deleted: a third may have a new one
-        except OSError as error:  # some network drives have no locks
-            free = not isinstance(error, BlockingIOError)
-        if not free:
+        if not _locked(handle.fileno()):
             raise DataError(f"another process is fetching {target}; let it finish, then call again")
         try:
             yield
         finally:
-            lock.unlink(missing_ok=True)
+            with suppress(OSError):  # not every system deletes what is open
+                lock.unlink()
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether no other process holds this file, as far as the system can tell."""
+    try:
+        import fcntl  # no such thing on Windows
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(descriptor).st_nlink > 0  # else it has just been deleted: a third may have a new one
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):  # some network drives have no locks
+        return True
 
 
 def _provide(transfer: _Transfer, keep_archive: bool) -> None:
