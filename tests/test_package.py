@@ -6,6 +6,8 @@ import importlib
 import subprocess
 import sys
 
+import pytest
+
 import shiftmend
 
 
@@ -19,9 +21,20 @@ def test_importing_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import shiftmend.cli, sys; print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_everything_exported_exists() -> None:
-    assert all(hasattr(shiftmend, name) for name in shiftmend.__all__)
-    assert list(shiftmend.__all__) == sorted(shiftmend.__all__)
+    assert list(shiftmend.__all__) == sorted({*shiftmend._HOMES, "__version__"})
+    for name, module in shiftmend._HOMES.items():
+        exported = getattr(shiftmend, name)
+        assert (exported.__module__, exported.__name__) == (f"shiftmend.{module}", name)
+    assert set(shiftmend.__all__) <= set(dir(shiftmend))
+    with pytest.raises(AttributeError, match="module 'shiftmend' has no attribute 'mend'"):
+        shiftmend.mend  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_importing_prints_and_logs_nothing() -> None:

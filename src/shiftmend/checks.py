@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from numbers import Integral
 from typing import Any
-
-import numpy as np
-from torch import Tensor
 
 from shiftmend.errors import DataError, ShiftmendError
 
@@ -25,7 +23,7 @@ def kind(value: Any) -> str:
 
 def brief(value: Any) -> str:
     """A value as Python writes it, or what kind it is where that would not fit into a sentence."""
-    if isinstance(value, type) or (isinstance(value, Tensor | np.ndarray) and value.ndim > 0):
+    if isinstance(value, type) or getattr(value, "ndim", None):  # a tensor or an array, and no single number
         return kind(value)
     text = repr(value)
     return text if len(text) <= _SHORT and "\n" not in text else kind(value)
@@ -33,7 +31,7 @@ def brief(value: Any) -> str:
 
 def is_whole(value: Any) -> bool:
     """A whole number of Python or numpy; Python would take True for one, too."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_known(given: Any, known: Collection[str], what: str, error: type[ShiftmendError] = ShiftmendError) -> None:
