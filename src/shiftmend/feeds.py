@@ -8,18 +8,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate
 
+from shiftmend.batching import full, joined, keeps_order, known_length, together
 from shiftmend.checks import brief, check_function, is_whole, kind
 from shiftmend.devices import room_on
 from shiftmend.distributed import of_first_process, share, shares
 from shiftmend.errors import DataError
-from shiftmend.loaders import DEFAULT_BATCH, as_loader, drawn, full, joined, refuse_non_finite, split_batch, together
+from shiftmend.loaders import DEFAULT_BATCH, as_loader, drawn, refuse_non_finite, split_batch
 from shiftmend.prefetch import Batch, Rows, copier_to, prefetched, read
 from shiftmend.turns import has_turns
 
@@ -28,6 +28,7 @@ logger.addFilter(of_first_process)
 
 Preprocess = Callable[[Tensor], Tensor]
 VALUES_AT_ONCE = 1 << 23
+FIRST = 64
 
 
 class Feed:
@@ -66,6 +67,7 @@ class Feed:
         self._labels: Tensor | None = None
         self._samples: int | None = None
         self._clean = False
+        self._first: Tensor | None = None
         limit = 0 if not resident else room_on(self.device) if limit is None else limit
         if isinstance(self._loader, tuple):
             self._keep(self._loader[0], self._loader[1], limit)
@@ -91,17 +93,18 @@ class Feed:
 
     @property
     def samples(self) -> int:
-        """Number of samples; a streamed source is counted on its first whole pass."""
+        """Number of samples; a streamed source that does not know it is counted on its first whole pass."""
         if self._samples is None:
-            self._samples = sum(len(inputs) for inputs, _ in self._stream(copy=False))
+            self._samples = known_length(self._loader) or sum(len(inputs) for inputs, _ in self._stream(copy=False))
         return self._samples
 
     def first(self, count: int) -> Tensor:
         """The first few inputs, preprocessed and on the device."""
         if self._inputs is not None:
             return self.ready(self._inputs[:count].clone())
-        inputs, _ = next(self._stream())
-        return self.ready(inputs[:count])
+        if self._first is None or count > FIRST:  # remembered: each look at a loader starts its workers
+            self._first = next(self._stream())[0][: max(count, FIRST)].clone()
+        return self.ready(self._first[:count].clone())
 
     def batches(self, at_once: int = 0) -> Iterator[Tensor]:
         """Every sample once, in the order given; at least `at_once` of them together where they are resident."""
@@ -192,11 +195,8 @@ class Feed:
 
     @property
     def ordered(self) -> bool:
-        """Whether sample i of a pass is sample i of the source: not so behind a loader that shuffles."""
-        loader = self._loader
-        if not isinstance(loader, DataLoader):
-            return True
-        return isinstance(loader.sampler, SequentialSampler) and type(loader.batch_sampler) in (BatchSampler, NoneType)
+        """Whether sample i of a pass is sample i of the source."""
+        return keeps_order(self._loader)
 
     def _spans(self, samples: int, at_once: int = 0) -> list[tuple[int, int]]:
         """First and one past the last of each batch of so many samples."""
@@ -243,27 +243,28 @@ class Feed:
         assert not isinstance(self._loader, tuple)
         # a list gives its own batches, and a loader that does not put them together itself may give its memory again
         copy = copy and getattr(self._loader, "collate_fn", None) is not default_collate
-        empty = True
+        samples = 0
         for batch in drawn(self._shuffled if shuffled else self._loader, seed, self.what):
             inputs, labels = split_batch(batch, self.what)
             if len(inputs) == 0:
                 continue
-            empty = False
+            samples += len(inputs)
             if not self._clean:
                 refuse_non_finite(inputs, self.what)
             yield (inputs.clone(), labels if labels is None else labels.clone()) if copy else (inputs, labels)
-        if empty:
+        if not samples:
             raise DataError(f"the {self.what} is empty: expected at least one sample")
-        self._clean = True
+        self._clean, self._samples = True, self._samples or samples
 
     def _read(self, limit: int) -> None:
         """Keep everything if it stays below the limit; if not, forget it and stream."""
         inputs: list[Tensor] = []
         labels: list[Tensor] = []
-        size = 0
+        size, samples = 0, known_length(self._loader) or 0
         for batch, label in self._stream(copy=not isinstance(self._loader, list)):
-            size += batch.numel() * batch.element_size()
-            if size > limit:
+            own = batch.numel() * batch.element_size()
+            size += own
+            if max(size, own // len(batch) * samples) > limit:
                 return
             inputs.append(batch)
             if label is not None:

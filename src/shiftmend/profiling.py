@@ -245,7 +245,8 @@ def _counts(
         if covariance is not None:
             covariance.update(samples["features"])
         for name, projector in projectors.items():
-            reach[name].update(projector(samples["features"]))
+            for part in projector.by_parts(samples["features"]):
+                reach[name].update(part)
     if like is not None:
         homes = {name: part.histogram.to(place) for name, part in like.slices.items()}
         slice_ranges = {name: (home.low, home.high) for name, home in homes.items()}
@@ -255,7 +256,8 @@ def _counts(
     slice_counters = {name: CountTracker(low, high, cut) for name, (low, high) in slice_ranges.items()}
     for samples in passes():
         for name, projector in projectors.items():
-            slice_counters[name].update(projector(samples["features"]))
+            for part in projector.by_parts(samples["features"]):
+                slice_counters[name].update(part)
     return (
         {name: counter.joined() for name, counter in counters.items()},
         {name: counter.joined() for name, counter in slice_counters.items()},
