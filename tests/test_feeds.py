@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from copiers import AsLateAsPossible, AtOnce
-from shiftmend import devices, distributed, feeds
-from shiftmend.batching import together
+from shiftmend import batching, devices, distributed, feeds
+from shiftmend.batching import Gathered
 from shiftmend.data import Split
 from shiftmend.errors import DataError
 from shiftmend.feeds import Feed
@@ -902,18 +902,22 @@ def test_a_loader_is_started_once_for_its_first_samples() -> None:
     assert torch.equal(Feed(DataLoader(data, batch_size=70), resident=False).first(66), INPUTS[:66])
 
 
-def test_batches_are_given_up_as_they_are_put_together() -> None:
-    parts = [INPUTS[:16].double(), INPUTS[16:30], INPUTS[30:]]
-    held = [weakref.ref(part) for part in parts]
+@pytest.mark.parametrize("block", [1, 300, 1 << 26])
+def test_batches_are_given_up_as_they_are_put_together(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "BLOCK", block)
+    gathered = Gathered()
+    for part in (INPUTS[:16].double(), *INPUTS[16:].split(10)):
+        gathered.add(part, None)
+    held = [weakref.ref(part) for part in gathered.inputs]
+    assert len(held) == {1: 7, 300: 5, 1 << 26: 7}[block]
     left: list[int] = []
 
     class Watched(Tensor):
         def __setitem__(self, where: Any, value: Any) -> None:
             super().__setitem__(where, value)
-            left.append(sum(ref() is not None for ref in held))
+            left.append(sum(ref() is not None for ref in held[1:]))
 
-    parts[0] = parts[0].as_subclass(Watched)
-    held[0] = weakref.ref(parts[0])
-    whole, _ = together(parts, [], "data", False)
-    assert left == [3, 2, 1]
+    gathered.inputs[0] = gathered.inputs[0].as_subclass(Watched)
+    whole, _ = gathered.together("data", False)
+    assert left == [*range(len(held) - 1, 0, -1), 0]
     assert torch.equal(whole.as_subclass(Tensor), INPUTS.double())

@@ -20,6 +20,9 @@ from torch.utils.data import (
 
 from shiftmend.errors import DataError
 
+BLOCK = 1 << 26
+"""Bytes: what is smaller than 32 MiB may stay with the process when it is freed."""
+
 
 def known_length(loader: Any) -> int | None:
     """Samples that a loader gives in a pass, where that is certain without one."""
@@ -65,26 +68,50 @@ def joined(stream: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]
         yield held
 
 
-def together(inputs: list[Tensor], labels: list[Tensor], what: str, listed: bool) -> tuple[Tensor, Tensor | None]:
-    """Batches as one, without labels where there is not one for each sample: beside inputs there may be anything."""
-    if not _alike(inputs):
-        pair = listed and len(inputs) == 2 and len(inputs[0]) == len(inputs[1])
-        advice = ", and pass inputs with labels as a tuple, not as a list of batches" if pair else ""
-        raise DataError(f"the batches of the {what} differ in shape; bring all samples to one size first{advice}")
-    one_each = [len(part) for part in labels] == [len(part) for part in inputs] and _alike(labels)
-    return _given_up(inputs), torch.cat(labels) if one_each else None
+class Gathered:
+    """Batches that become one tensor, without being in memory beside it.
 
+    They are put together in blocks so large that the memory of each goes back to the system once it is copied.
+    """
 
-def _given_up(parts: list[Tensor]) -> Tensor:
-    """One tensor of many, which the list loses one by one: `torch.cat` would have everything in memory twice."""
-    dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
-    end = sum(map(len, parts))
-    whole = parts[0].new_empty(end, *parts[0].shape[1:], dtype=dtype)
-    while parts:
-        part = parts.pop()
-        whole[end - len(part) : end] = part
-        end -= len(part)
-    return whole
+    def __init__(self) -> None:
+        self.inputs: list[Tensor] = []
+        self.labels: list[Tensor] = []
+        self.sizes: list[int] = []
+        self.bytes = 0
+        self._blocks = self._loose = 0
+
+    def add(self, inputs: Tensor, labels: Tensor | None) -> None:
+        self.inputs.append(inputs)
+        self.sizes.append(len(inputs))
+        if labels is not None:
+            self.labels.append(labels)
+        self.bytes += inputs.nbytes
+        self._loose += inputs.nbytes
+        if self._loose >= BLOCK and _alike(self.inputs[self._blocks :]):
+            self.inputs[self._blocks :] = [torch.cat(self.inputs[self._blocks :])]
+            self._blocks, self._loose = len(self.inputs), 0
+
+    def together(self, what: str, listed: bool) -> tuple[Tensor, Tensor | None]:
+        """All of them, without labels where there is not one for each sample: beside inputs there may be anything."""
+        if not _alike(self.inputs):
+            pair = listed and len(self.sizes) == 2 and self.sizes[0] == self.sizes[1]
+            advice = ", and pass inputs with labels as a tuple, not as a list of batches" if pair else ""
+            raise DataError(f"the batches of the {what} differ in shape; bring all samples to one size first{advice}")
+        one_each = [len(part) for part in self.labels] == self.sizes and _alike(self.labels)
+        return self._given_up(), torch.cat(self.labels) if one_each else None
+
+    def _given_up(self) -> Tensor:
+        """One tensor of the parts, which are let go one by one."""
+        parts = self.inputs
+        end = sum(self.sizes)
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+        whole = parts[0].new_empty(end, *parts[0].shape[1:], dtype=dtype)
+        while parts:
+            part = parts.pop()
+            whole[end - len(part) : end] = part
+            end -= len(part)
+        return whole
 
 
 def _alike(batches: Iterable[Tensor]) -> bool:

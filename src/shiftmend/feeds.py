@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate
 
-from shiftmend.batching import full, joined, keeps_order, known_length, together
+from shiftmend.batching import Gathered, full, joined, keeps_order, known_length
 from shiftmend.checks import brief, check_function, is_whole, kind
 from shiftmend.devices import room_on
 from shiftmend.distributed import of_first_process, share, shares
@@ -258,18 +258,12 @@ class Feed:
 
     def _read(self, limit: int) -> None:
         """Keep everything if it stays below the limit; if not, forget it and stream."""
-        inputs: list[Tensor] = []
-        labels: list[Tensor] = []
-        size, samples = 0, known_length(self._loader) or 0
+        gathered, samples = Gathered(), known_length(self._loader) or 0
         for batch, label in self._stream(copy=not isinstance(self._loader, list)):
-            own = batch.numel() * batch.element_size()
-            size += own
-            if max(size, own // len(batch) * samples) > limit:
+            gathered.add(batch, label)
+            if max(gathered.bytes, batch.nbytes // len(batch) * samples) > limit:
                 return
-            inputs.append(batch)
-            if label is not None:
-                labels.append(label)
-        self._keep(*together(inputs, labels, self.what, isinstance(self._loader, list)), limit)
+        self._keep(*gathered.together(self.what, isinstance(self._loader, list)), limit)
 
     def _keep(self, inputs: Tensor, labels: Tensor | None, limit: int) -> None:
         if len(inputs) == 0:
