@@ -908,6 +908,7 @@ def test_batches_are_given_up_as_they_are_put_together(block: int, monkeypatch: 
     gathered = Gathered()
     for part in (INPUTS[:16].double(), *INPUTS[16:].split(10)):
         gathered.add(part, None)
+    del part
     held = [weakref.ref(part) for part in gathered.inputs]
     assert len(held) == {1: 7, 300: 5, 1 << 26: 7}[block]
     left: list[int] = []
