@@ -233,7 +233,7 @@ def test_a_full_disk_does_not_end_the_run(
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "write_atomically", full)
+    monkeypatch.setattr(checkpoints, "write_tensors", full)
     world = sensors()
     result = shiftmend.adapt(
         world.model, world.target, world.profile(), checkpoint=tmp_path / "c", **(OPTIONS | {"epochs_per_block": 1})

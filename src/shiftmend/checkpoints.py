@@ -15,8 +15,7 @@ from torch import Tensor, nn, optim
 
 from shiftmend.adaptations import Epoch
 from shiftmend.errors import AdaptationError
-from shiftmend.files import write_atomically
-from shiftmend.states import as_file, check_types, held
+from shiftmend.states import check_types, held, write_tensors
 
 
 @dataclass(frozen=True)
@@ -66,22 +65,17 @@ def save(
     selected: dict[str, Tensor] | None = None,
 ) -> None:
     """Write the state of a run, atomically."""
-    tensors = {f"model.{name}": _packed(value) for name, value in held(model).items()}
-    tensors |= {f"selected.{name}": _packed(value) for name, value in (selected or {}).items()}
+    tensors = {f"model.{name}": value.cpu() for name, value in held(model).items()}
+    tensors |= {f"selected.{name}": value.cpu() for name, value in (selected or {}).items()}
     if optimiser is not None:
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         for parameter, state in optimiser.state.items():
-            tensors[f"momentum.{names[parameter]}"] = _packed(state["momentum_buffer"])
+            tensors[f"momentum.{names[parameter]}"] = state["momentum_buffer"].cpu()
     pairs = [name for name, value in tensors.items() if value.is_complex()]  # a file holds complex64 alone
-    tensors |= {name: torch.view_as_real(tensors[name]) for name in pairs}
+    tensors |= {name: torch.view_as_real(tensors[name].resolve_conj()) for name in pairs}
     facts = {"run": run, "stage": stage, "epoch": epoch, "history": [asdict(row) for row in history], "pairs": pairs}
     metadata = {"format": "shiftmend checkpoint", "facts": json.dumps(facts)}
-    write_atomically(path, as_file(tensors, metadata))
-
-
-def _packed(value: Tensor) -> Tensor:
-    """A copy without gaps or sharing, whatever the memory format: a safetensors file knows no other."""
-    return value.cpu().clone(memory_format=torch.contiguous_format)
+    write_tensors(path, tensors, metadata)
 
 
 def load(path: Path, run: str) -> Checkpoint | None:

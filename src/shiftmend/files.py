@@ -22,24 +22,38 @@ def as_path(given: Any, what: str, error: type[ShiftmendError] = ShiftmendError)
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Put `content` at `path` in one step: temporary file beside it, flush, fsync, replace.
+    """Put `content` at `path` in one step, see `replacing`. A device or a pipe, such as /dev/null, is written into."""
+    if is_special(path):
+        Path(path).write_bytes(content)
+        return
+    with replacing(path) as place:
+        place.write_bytes(content)
+
+
+def is_special(path: str | os.PathLike[str]) -> bool:
+    """Whether it is a device or a pipe, which must never be replaced by a file."""
+    return Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir()
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary file to write, which is put at `path` in one step at the end of the block: fsync, replace.
 
     An existing file keeps its permissions, and is untouched if anything fails before the last step. A link stays one:
-    the file that it leads to is replaced. A device or a pipe, such as /dev/null, is written into.
+    the file that it leads to is replaced. Whatever writes the temporary file may replace that one in turn.
     """
     target = Path(path)
     if target.is_dir():
         raise IsADirectoryError(f"{target} is a folder, expected the name of a file to write")
-    if target.exists() and not target.is_file():
-        target.write_bytes(content)
-        return
+    if is_special(target):
+        raise FileExistsError(f"{target} is a device or a pipe, expected the name of a file to write")
     target = Path(os.path.realpath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
     try:
-        with os.fdopen(descriptor, "wb") as handle:
-            handle.write(content)
-            handle.flush()
+        os.close(descriptor)
+        yield Path(temporary)
+        with open(temporary, "rb+") as handle:
             os.fchmod(handle.fileno(), _permissions(target))
             os.fsync(handle.fileno())
         os.replace(temporary, target)

@@ -5,6 +5,8 @@ A model's own `state_dict` may leave tensors out or rename them, as one of adapt
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 
 import safetensors.torch
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.errors import ShiftmendError
+from shiftmend.files import is_special, replacing, write_atomically
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:
@@ -68,6 +71,33 @@ def as_file(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) 
             f"{name!r} holds numbers of the type {str(tensor.dtype).removeprefix('torch.')}, which a safetensors file "
             "cannot; convert them before the model is adapted, e.g. complex128 to complex64, or by dequantize()"
         ) from error
+
+
+def write_tensors(
+    path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file atomically, from where the tensors lie: as bytes they would be in memory twice more."""
+    packed = _unshared({name: value.resolve_conj().contiguous() for name, value in tensors.items()})
+    if is_special(path):
+        write_atomically(path, as_file(packed, metadata))
+        return
+    check_types(packed)
+    try:
+        with replacing(path) as place:
+            safetensors.torch.save_file(packed, place, metadata)
+    except safetensors.SafetensorError as error:
+        raise OSError(errno.EIO, str(error)) from error
+
+
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With copies of those that share memory, wholly or in part, which a safetensors file cannot express."""
+    seen: set[int] = set()
+    result = {}
+    for name, value in tensors.items():
+        memory = value.untyped_storage().data_ptr()
+        result[name] = value.clone() if memory in seen else value
+        seen.add(memory)
+    return result
 
 
 def check_types(tensors: dict[str, Tensor]) -> None:
