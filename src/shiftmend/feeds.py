@@ -68,6 +68,7 @@ class Feed:
         self._samples: int | None = None
         self._clean = False
         self._first: Tensor | None = None
+        self.heard: Callable[[int], None] = lambda samples: None  # whoever shows how far a pass has come
         limit = 0 if not resident else room_on(self.device) if limit is None else limit
         if isinstance(self._loader, tuple):
             self._keep(self._loader[0], self._loader[1], limit)
@@ -95,8 +96,13 @@ class Feed:
     def samples(self) -> int:
         """Number of samples; a streamed source that does not know it is counted on its first whole pass."""
         if self._samples is None:
-            self._samples = known_length(self._loader) or sum(len(inputs) for inputs, _ in self._stream(copy=False))
+            self._samples = self.known or sum(len(inputs) for inputs, _ in self._stream(copy=False))
         return self._samples
+
+    @property
+    def known(self) -> int | None:
+        """Number of samples, where it is known without counting them."""
+        return self._samples or known_length(self._loader)
 
     def first(self, count: int) -> Tensor:
         """The first few inputs, preprocessed and on the device."""
@@ -216,6 +222,7 @@ class Feed:
             arriving = prefetched(batches, copier, background=self._inputs is not None and not has_turns())
         with closing(arriving):
             for inputs, beside in arriving:
+                self.heard(len(inputs))
                 yield self.ready(inputs), None if beside is None else beside.to(self.device, non_blocking=True)
 
     def _sent_inputs(self, batches: Iterable[Tensor | Rows]) -> Iterator[Tensor]:
@@ -258,7 +265,7 @@ class Feed:
 
     def _read(self, limit: int) -> None:
         """Keep everything if it stays below the limit; if not, forget it and stream."""
-        gathered, samples = Gathered(), known_length(self._loader) or 0
+        gathered, samples = Gathered(), self.known or 0
         for batch, label in self._stream(copy=not isinstance(self._loader, list)):
             gathered.add(batch, label)
             if max(gathered.bytes, batch.nbytes // len(batch) * samples) > limit:

@@ -201,8 +201,8 @@ class CountTracker:
         if not active():
             return self
         every = CountTracker(self.low, self.high, self.bins)
-        every.counts = all_sum(self.counts)
-        every.samples = int(all_sum(torch.tensor(self.samples, device=self.counts.device)))
+        samples = torch.tensor(self.samples, device=self.counts.device)
+        every.counts, every.samples = all_sum(self.counts), int(all_sum(samples))
         return every
 
     def divergence(self, home: Histogram) -> Tensor:
