@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -489,3 +490,29 @@ def test_the_learning_rate_that_was_chosen_is_said() -> None:
     assert "learning rate" not in repr(
         shiftmend.adapt(world.model, world.target, world.profile(), "fr", learning_rate=0.1, **given)
     )
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_one_copy_of_the_state_is_remembered_and_an_interrupt_meanwhile_loses_nothing(
+    interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    take = loop.tensors_of
+
+    def watched(model: nn.Module) -> dict[str, torch.Tensor]:
+        alive.append(sum(copy() is not None for copy in copies))
+        if interrupted and len(alive) == 4:
+            raise KeyboardInterrupt
+        state = take(model)
+        copies.append(weakref.ref(next(iter(state.values()))))
+        return state
+
+    world = sensors()
+    whole = shiftmend.adapt(world.model, world.target, world.profile(), "fr", epochs=2)
+    monkeypatch.setattr(loop, "tensors_of", watched)
+    result = shiftmend.adapt(world.model, world.target, world.profile(), "fr", epochs=2)
+    assert alive == [0, 0, 0, 0]
+    assert result.interrupted == interrupted
+    for kept, wanted in zip(result.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(kept, wanted)

@@ -146,7 +146,8 @@ class Run:
         return self.history[-1].epoch if self.history else 0
 
     def _keep(self) -> None:
-        """Remember the state after the last whole epoch."""
+        """Remember the state after the last whole epoch: the model's own, should this be interrupted."""
+        self.good = {}  # not two of them at once: a copy may be gigabytes
         self.good = tensors_of(self.model)
 
     def _row(self, number: int, stage: str, rate: float, losses: dict[str, float], started: float) -> None:
