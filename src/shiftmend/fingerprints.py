@@ -80,12 +80,12 @@ class InputSummary:
         tracker, seen, first, bad = RangeTracker(), 0, None, []
         for batch in batches:
             first = batch if first is None else first
-            values = batch[: most - seen]
-            values = (torch.view_as_real(values) if values.is_complex() else values).float()
-            bad.append(values.isnan().any())
-            values = values.nan_to_num()
-            by_channel = values.ndim > 2 and values.shape[1] <= _MOST_CHANNELS
-            tracker.update(values.movedim(1, -1).flatten(0, -2) if by_channel else values.reshape(-1, 1))
+            for part in in_parts(batch[: most - seen]):
+                values = (torch.view_as_real(part) if part.is_complex() else part).float()
+                bad.append(values.isnan().any())
+                values = values.nan_to_num()
+                by_channel = values.ndim > 2 and values.shape[1] <= _MOST_CHANNELS
+                tracker.update(values.movedim(1, -1).flatten(0, -2) if by_channel else values.reshape(-1, 1))
             seen += len(batch)
             if seen >= most:
                 break
