@@ -213,7 +213,9 @@ def test_a_run_has_one_name_in_whatever_order_its_facts_are_given() -> None:
 def test_a_place_that_cannot_be_written_is_refused_before_the_first_epoch(tmp_path: Path) -> None:
     world = sensors()
     (tmp_path / "file").write_text("")
-    for path, words in ((tmp_path, "is a folder"), (tmp_path / "file/c", "cannot be written")):
+    os.mkfifo(tmp_path / "pipe")
+    places = {tmp_path: "is a folder", tmp_path / "file/c": "cannot be written", tmp_path / "pipe": "is a device or"}
+    for path, words in places.items():
         with pytest.raises(AdaptationError, match=words):
             shiftmend.adapt(world.model, world.target, world.profile(), checkpoint=path, **OPTIONS)
     shiftmend.adapt(
@@ -246,7 +248,7 @@ def test_a_full_disk_does_not_end_the_run(
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "write_atomically", full)
+    monkeypatch.setattr(checkpoints, "save_tensors", full)
     world = sensors()
     result = shiftmend.adapt(
         world.model, world.target, world.profile(), checkpoint=tmp_path / "c", **(OPTIONS | {"epochs_per_block": 1})

@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from copiers import AsLateAsPossible, AtOnce
-from shiftmend import distributed, feeds
+from shiftmend import batching, devices, distributed, feeds
+from shiftmend.batching import Gathered
 from shiftmend.data import Split
 from shiftmend.errors import DataError
 from shiftmend.feeds import Feed
@@ -817,3 +819,106 @@ print(float(feed.first(1).abs().sum()) > 0)
 """  # torch warns once in the life of a process
     ran = subprocess.run([sys.executable, "-c", script, str(tmp_path / "inputs.npy")], capture_output=True, text=True)
     assert ran.stdout == "True\n", ran.stderr
+
+
+class Reads(Pairs):
+    """Knows how often a sample was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.asked += 1
+        return super().__getitem__(index)
+
+
+def test_the_check_for_numbers_looks_at_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    isfinite = torch.isfinite
+
+    def look(values: Tensor) -> Tensor:
+        seen.append(values.numel())
+        return isfinite(values)
+
+    monkeypatch.setitem(devices.AT_ONCE, "cpu", 30)
+    monkeypatch.setattr(torch, "isfinite", look)
+    Feed(INPUTS)
+    assert max(seen) == 30
+    assert sum(seen) == INPUTS.numel()
+    bad = INPUTS.clone()
+    bad[[3, 4, 69], 1] = float("nan")
+    with pytest.raises(DataError, match="in 3 samples"):
+        Feed(bad)
+
+
+def test_what_is_known_to_be_too_large_is_not_read_to_find_out() -> None:
+    data = Reads()
+    feed = Feed(DataLoader(data, batch_size=10), limit=69 * 12)
+    assert (feed.resident, data.asked) == (False, 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "samples"),
+    [
+        ({"batch_size": 16}, 70),
+        ({"batch_size": 16, "drop_last": True}, 64),
+        ({"batch_size": 16, "shuffle": True}, 70),
+        ({"batch_size": 16, "sampler": SubsetRandomSampler(range(20))}, 20),
+        ({"batch_sampler": [[0, 1, 2], [5]]}, 4),
+        ({"batch_size": 16, "collate_fn": lambda rows: torch.stack([row for row, _ in rows[1:]])}, 65),
+        ({"batch_size": None}, 70),
+    ],
+    ids=["plain", "last dropped", "shuffled", "subset", "own batches", "own collation", "no batches"],
+)
+def test_a_streamed_loader_is_read_to_be_counted_only_where_it_does_not_know(
+    options: dict[str, Any], samples: int
+) -> None:
+    data = Reads()
+    if options == {"batch_size": None}:
+        data.inputs = INPUTS.unsqueeze(1)
+    feed = Feed(DataLoader(data, **options), resident=False)
+    known = "batch_sampler" not in options and "collate_fn" not in options and options["batch_size"] is not None
+    assert feed.samples == samples
+    assert (data.asked == 0) == known
+
+
+def test_a_whole_pass_has_counted_the_samples() -> None:
+    data = Endless()
+    feed = Feed(data, batch_size=16, resident=False)
+    list(feed.batches())
+    data.__class__ = Pairs  # type: ignore[assignment]  # cannot be read any more
+    assert feed.samples == 70
+
+
+def test_a_loader_is_started_once_for_its_first_samples() -> None:
+    data = Reads()
+    feed = Feed(DataLoader(data, batch_size=10), resident=False)
+    for count in (2, 64, 1):
+        first = feed.first(count)
+        assert torch.equal(first, INPUTS[: min(count, 10)])
+        first.zero_()
+    assert data.asked == 10
+    assert torch.equal(Feed(DataLoader(data, batch_size=70), resident=False).first(66), INPUTS[:66])
+
+
+@pytest.mark.parametrize("block", [1, 300, 1 << 26])
+def test_batches_are_given_up_as_they_are_put_together(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "BLOCK", block)
+    gathered = Gathered()
+    for part in (INPUTS[:16].double(), *INPUTS[16:].split(10)):
+        gathered.add(part, None)
+    del part
+    held = [weakref.ref(part) for part in gathered.inputs]
+    assert len(held) == {1: 7, 300: 5, 1 << 26: 7}[block]
+    left: list[int] = []
+
+    class Watched(Tensor):
+        def __setitem__(self, where: Any, value: Any) -> None:
+            super().__setitem__(where, value)
+            left.append(sum(ref() is not None for ref in held[1:]))
+
+    gathered.inputs[0] = gathered.inputs[0].as_subclass(Watched)
+    whole, _ = gathered.together("data", False)
+    assert left == [*range(len(held) - 1, 0, -1), 0]
+    assert torch.equal(whole.as_subclass(Tensor), INPUTS.double())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shiftmend.errors import DataError, ShiftmendError
-from shiftmend.files import as_path, check_folder, said_where, write_atomically
+from shiftmend.files import as_path, check_folder, replacing, said_where, write_atomically
 
 
 def mode(path: Path) -> int:
@@ -73,6 +73,8 @@ def test_what_is_no_file_is_written_into_and_not_replaced(tmp_path: Path) -> Non
         assert os.read(reader, 100) == b"content"
     finally:
         os.close(reader)
+    with pytest.raises(FileExistsError, match="pipe is a device or a pipe"), replacing(pipe):
+        pytest.fail("a file would take its place")
     assert pipe.is_fifo()
     assert names(tmp_path) == ["pipe"]
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shiftmend.devices import AT_ONCE
 from shiftmend.errors import ShiftmendError
 from shiftmend.fingerprints import InputSummary, architecture, tensor_bytes, weights
 from shiftmend.states import whole_state
+from shiftmend.statistics import RangeTracker
 
 
 def network(width: int = 8, name: str = "first") -> nn.Module:
@@ -279,3 +281,15 @@ def test_what_a_new_device_does_is_not_taken_for_another_preprocessing(seed: int
 def test_constant_inputs_do_not_break_the_comparison() -> None:
     flat = summary(torch.zeros(4, 3, 2, 2))
     assert "normalisation" in flat.differences(summary(torch.ones(4, 3, 2, 2)))[0]
+
+
+@pytest.mark.parametrize("shape", [(20, 3, 4, 4), (20, 7)])
+def test_inputs_are_summarised_a_part_at_a_time(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    whole = InputSummary.of([values])
+    monkeypatch.setitem(AT_ONCE, "cpu", 3 * values[0].numel())
+    update = RangeTracker.update
+    rows: list[int] = []
+    monkeypatch.setattr(RangeTracker, "update", lambda self, part: (rows.append(part.numel()), update(self, part)))
+    assert InputSummary.of([values]) == whole
+    assert rows == [size * values[0].numel() for size in (3, 3, 3, 3, 3, 3, 2)]

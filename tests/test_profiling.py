@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shiftmend
 from same_profiles import same
+from shiftmend import profiling
 from shiftmend.errors import DataError, ProfileError, TapError
+from shiftmend.feeds import Feed
 from shiftmend.gaussians import FullGaussian, MarginalGaussian
 from shiftmend.histograms import Bins
 from shiftmend.profile_checks import problems
-from shiftmend.taps import tapped
+from shiftmend.progress import Bar
+from shiftmend.taps import Tap, tapped
 from zoo import SMALL, ZOO, hooks
 
 
@@ -392,3 +396,14 @@ def test_conjugates_which_torch_computes_only_when_they_are_read() -> None:
     result = shiftmend.adapt(model, inputs, method="source-only", progress=False)
     read = shiftmend.adapt(model, inputs.resolve_conj(), method="source-only", progress=False)
     assert result.manifest["target"] == read.manifest["target"]
+
+
+@pytest.mark.parametrize(("room", "held"), [(39 * 40, 0), (40 * 40, 1)])
+def test_what_will_not_fit_is_not_kept_from_the_first_batch_on(room: int, held: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    specs = {"features": Tap("features", "2", "input"), "logits": Tap("logits", "2")}
+    feed = Feed(torch.randn(40, 3), batch_size=10)
+    passes = iter(profiling._Passes(model, feed, specs, room, Bar())())
+    first = weakref.ref(next(passes)["features"])
+    next(passes)
+    assert (first() is not None) == held

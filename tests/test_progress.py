@@ -1,10 +1,25 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 
 import pytest
+import torch
+from torch import nn
 
-from shiftmend.progress import Bar, progress_bar
+import shiftmend
+from shiftmend import loop, profiling
+from shiftmend.progress import Bar, Pass, progress_bar
+
+
+class Notes(Bar):
+    """Remembers what was shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        self.shown.append(note)
 
 
 @pytest.mark.parametrize("show", [False, None])
@@ -38,3 +53,31 @@ def test_errors_pass_through() -> None:
     for show in (True, False):
         with pytest.raises(KeyError), progress_bar(show, "work", 3):
             raise KeyError("inside")
+
+
+@pytest.mark.parametrize(("whole", "amount"), [(None, "1,500"), (3000, "1,500 of 3,000")])
+def test_a_pass_says_how_far_it_is(whole: int | None, amount: str) -> None:
+    notes = Notes()
+    step = Pass(notes, "reading", whole)
+    step(1000)
+    step(500)
+    assert notes.shown[-1] == f"reading  {amount} samples"
+
+
+def test_every_pass_over_the_data_is_shown_from_the_first_batch_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = Notes()
+    for module in (loop, profiling):
+        monkeypatch.setattr(module, "progress_bar", lambda *_: nullcontext(notes))
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    inputs = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    profile = shiftmend.profile(model, inputs, batch_size=10, keep_bytes=0)
+    assert [notes.shown[0], notes.shown[-1]] == ["pass 1  10 of 40 samples", "pass 3  40 of 40 samples"]
+    notes.shown.clear()
+    shiftmend.adapt(model, inputs, profile, "fr", epochs=1, batch_size=20)
+    assert [note for note in notes.shown if note.endswith("  20 of 40 samples")] == [
+        "verification before  20 of 40 samples",
+        "verification of epoch 0  20 of 40 samples",
+        "all blocks  slices 0.0000  20 of 40 samples",
+        "verification of epoch 1  20 of 40 samples",
+        "verification after  20 of 40 samples",
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import safetensors.torch
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 from shiftmend.adapting import still_finite
 from shiftmend.errors import ShiftmendError
 from shiftmend.models import build
-from shiftmend.states import as_file, is_writable, put_back, tensors_of, whole_state
+from shiftmend.states import as_file, is_writable, put_back, save_tensors, tensors_of, whole_state
 
 DEVICES = [
     "cpu",
@@ -110,3 +112,30 @@ def test_numbers_that_no_file_holds_are_named() -> None:
         match=r"^'finer' holds numbers of the type complex128, .*; convert them .* complex128 to complex64, or by",
     ):
         as_file(good | {"finer": torch.ones(2, dtype=torch.complex128)})
+
+
+def test_a_file_is_written_from_where_the_tensors_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, channels_last = torch.rand(3, 4), torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    given = {"weight": weight, "tied": weight, "row": weight[1], "turned": weight.T, "last": channels_last}
+    written: list[dict[str, torch.Tensor]] = []
+    save = safetensors.torch.save_file
+    monkeypatch.setattr(safetensors.torch, "save_file", lambda t, *rest: (written.append(t), save(t, *rest)))
+    save_tensors(tmp_path / "file", given, {"a": "b"})
+    assert written[0]["weight"].data_ptr() == weight.data_ptr()
+    found = safetensors.torch.load_file(tmp_path / "file")
+    assert found.keys() == given.keys()
+    assert all(torch.equal(found[name], value) for name, value in given.items())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_that_cannot_be_written_is_an_error_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise safetensors.SafetensorError("No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match="No space left on device") as error:
+        save_tensors(tmp_path / "file", {"weight": torch.ones(2)})
+    assert error.value.strerror == "No space left on device"
+    assert not [*tmp_path.iterdir()]

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shiftmend.devices import AT_ONCE
 from shiftmend.errors import ProfileError
 from shiftmend.histograms import Bins
 from shiftmend.statistics import CountTracker, Histogram, Projector, RangeTracker, Slices, random_directions
@@ -407,3 +408,19 @@ def test_gradients_pass_through_slices() -> None:
     assert target.grad is not None
     assert bool(torch.isfinite(target.grad).all())
     assert bool((target.grad.abs().sum(0) > 0).all())
+
+
+def test_work_on_large_maps_is_done_in_parts_and_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(101, 5, generator=torch.Generator().manual_seed(0))
+    projector = Projector.build(values.mean(0), values.std(0), torch.ones(5, dtype=torch.bool), 8, 1)
+    monkeypatch.setitem(AT_ONCE, "cpu", 80)
+    assert [len(part) for part in projector.by_parts(values)] == [10] * 10 + [1]
+    torch.testing.assert_close(torch.cat([*projector.by_parts(values)]), projector(values))
+    tracker, taken = RangeTracker(), []
+    monkeypatch.setattr(tracker, "_take", lambda part, take=tracker._take: (taken.append(len(part)), take(part)))
+    tracker.update(values)
+    assert taken == [16] * 6 + [5]
+    exact = values.double().numpy()
+    np.testing.assert_array_equal(tracker.low, values.amin(0))
+    np.testing.assert_allclose(tracker.mean, exact.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(tracker.deviation, exact.std(0), rtol=1e-12)

@@ -13,8 +13,8 @@ from torch import nn
 
 from shiftmend.__about__ import __version__
 from shiftmend.errors import AdaptationError
-from shiftmend.files import as_path, check_folder, write_together
-from shiftmend.states import as_file, whole_state
+from shiftmend.files import as_path, check_folder, replacing
+from shiftmend.states import save_tensors, whole_state
 from shiftmend.verification import Verification
 
 
@@ -70,15 +70,17 @@ class Adaptation:
         """
         home = as_path(folder, "the folder to write into")
         check_folder(home)
-        tensors = {name: value.contiguous() for name, value in _unshared(whole_state(self.model)).items()}
+        tensors = whole_state(self.model)
         rows = [asdict(row) for row in self.history]
-        contents = {
-            "model.safetensors": as_file(tensors),
-            "history.json": (json.dumps(rows, indent=1) + "\n").encode(),
-            "manifest.json": (json.dumps(self.manifest, indent=1) + "\n").encode(),
+        texts = {
+            "history.json": json.dumps(rows, indent=1) + "\n",
+            "manifest.json": json.dumps(self.manifest, indent=1) + "\n",
         }
         try:
-            write_together({home / name: content for name, content in contents.items()})
+            with replacing(home / "model.safetensors", *(home / name for name in texts)) as (weights, *places):
+                save_tensors(weights, tensors)
+                for place, text in zip(places, texts.values(), strict=True):
+                    place.write_text(text, encoding="utf-8")
         except OSError as error:  # the system names a temporary file at best
             reason = error.strerror or error
             raise AdaptationError(f"{home} cannot be written into ({reason}); name another folder") from error
@@ -95,17 +97,6 @@ class Adaptation:
         lines += [f"  before  {self.before}"] if self.before else []
         lines += [f"  after   {self.after}"] if self.after else []
         return "\n".join(lines)
-
-
-def _unshared(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of tensors that share memory, wholly or in part, which a safetensors file cannot express."""
-    seen: set[int] = set()
-    result = {}
-    for name, value in state.items():
-        memory = value.untyped_storage().data_ptr()
-        result[name] = value.clone() if memory in seen else value
-        seen.add(memory)
-    return result
 
 
 def environment(device: torch.device) -> dict[str, str]:

@@ -6,20 +6,19 @@ import glob
 import hashlib
 import json
 import os
-import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
+import safetensors
 import torch
 from torch import Tensor, nn, optim
 
 from shiftmend.adaptations import Epoch
 from shiftmend.errors import AdaptationError
-from shiftmend.files import write_atomically
-from shiftmend.seals import UNSEALED, is_whole, sealed
-from shiftmend.states import as_file, check_types, held
+from shiftmend.files import is_special, replacing
+from shiftmend.seals import UNSEALED, is_whole, seal
+from shiftmend.states import check_types, held, save_tensors
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,13 @@ def check_place(path: Path) -> None:
     """Refuse a path that cannot be written to before an epoch is spent; delete what a killed process left beside it."""
     if path.is_dir():
         raise AdaptationError(f"checkpoint {path} is a folder, expected the name of a file in it")
+    if is_special(path):
+        raise AdaptationError(f"checkpoint {path} is a device or a pipe, expected the name of a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(13, "no permission to write there")
-        for left in path.parent.glob(f".{glob.escape(path.name)}.{'?' * 8}.partial"):  # as `write_atomically` names it
+        for left in path.parent.glob(f".{glob.escape(path.name)}.{'?' * 8}.partial"):  # as `replacing` names it
             left.unlink(missing_ok=True)
     except OSError as error:
         raise AdaptationError(f"checkpoint {path} cannot be written: {error.strerror}") from error
@@ -71,22 +72,20 @@ def save(
     selected: dict[str, Tensor] | None = None,
 ) -> None:
     """Write the state of a run, atomically."""
-    tensors = {f"model.{name}": _packed(value) for name, value in held(model).items()}
-    tensors |= {f"selected.{name}": _packed(value) for name, value in (selected or {}).items()}
+    tensors = {f"model.{name}": value.cpu() for name, value in held(model).items()}
+    tensors |= {f"selected.{name}": value.cpu() for name, value in (selected or {}).items()}
     if optimiser is not None:
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         for parameter, state in optimiser.state.items():
-            tensors[f"momentum.{names[parameter]}"] = _packed(state["momentum_buffer"])
+            tensors[f"momentum.{names[parameter]}"] = state["momentum_buffer"].cpu()
     pairs = [name for name, value in tensors.items() if value.is_complex()]  # a file holds complex64 alone
-    tensors |= {name: torch.view_as_real(tensors[name]) for name in pairs}
+    tensors |= {name: torch.view_as_real(tensors[name].resolve_conj()) for name in pairs}
     facts = {"run": run, "stage": stage, "epoch": epoch, "history": [asdict(row) for row in history], "pairs": pairs}
     metadata = {"format": "shiftmend checkpoint", "facts": json.dumps(facts), **UNSEALED}
-    write_atomically(path, sealed(as_file(tensors, metadata)))
-
-
-def _packed(value: Tensor) -> Tensor:
-    """A copy without gaps or sharing, whatever the memory format: a safetensors file knows no other."""
-    return value.cpu().clone(memory_format=torch.contiguous_format)
+    with replacing(path) as (place,):
+        save_tensors(place, tensors, metadata)
+        with place.open("rb+") as file:
+            seal(file)
 
 
 def load(path: Path, run: str) -> Checkpoint | None:
@@ -94,12 +93,12 @@ def load(path: Path, run: str) -> Checkpoint | None:
     if not path.exists():
         return None
     try:
-        content = path.read_bytes()
-        (length,) = struct.unpack("<Q", content[:8])
-        metadata = json.loads(content[8 : 8 + length])["__metadata__"]
-        if not is_whole(content, metadata):
-            raise ValueError("its content does not match its SHA-256")
-        facts, tensors = json.loads(metadata["facts"]), safetensors.torch.load(content)
+        with path.open("rb") as content:
+            if not is_whole(content):
+                raise ValueError("its content does not match its SHA-256")
+        with safetensors.safe_open(path, framework="pt") as file:
+            facts = json.loads(file.metadata()["facts"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         found = str(facts["run"])
         history = [Epoch(**row) for row in facts["history"]]
         position = int(facts["stage"]), int(facts["epoch"])

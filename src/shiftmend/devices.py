@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shiftmend.checks import brief
 from shiftmend.distributed import world_size
 from shiftmend.errors import ShiftmendError
 from shiftmend.states import is_writable
+
+AT_ONCE = {"cpu": 1 << 20, "other": 1 << 24}
+"""Numbers that are worked on together: near the caches of a core; enough for a GPU."""
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -49,6 +52,17 @@ def _own_gpu() -> int:
 def sum_dtype(device: torch.device) -> torch.dtype:
     """In which long sums stay exact; some devices have no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def in_parts(values: Tensor, width: int | None = None) -> tuple[Tensor, ...]:
+    """Some rows at a time, for work that writes down `width` numbers for each, or as many as a row has.
+
+    Done to all of them at once, it would need several times the memory of what it looks at: a file mapped into memory,
+    or the maps of a dense output.
+    """
+    numbers = AT_ONCE["cpu" if values.device.type == "cpu" else "other"]
+    parts: tuple[Tensor, ...] = values.split(max(1, numbers // max(1, width or values[:1].numel())))
+    return parts
 
 
 def room_on(device: torch.device) -> int:

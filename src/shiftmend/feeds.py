@@ -8,18 +8,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate
 
+from shiftmend.batching import Gathered, full, joined, keeps_order, known_length
 from shiftmend.checks import brief, check_function, is_whole, kind
 from shiftmend.devices import room_on
 from shiftmend.distributed import of_first_process, share, shares
 from shiftmend.errors import DataError
-from shiftmend.loaders import DEFAULT_BATCH, as_loader, drawn, full, joined, refuse_non_finite, split_batch, together
+from shiftmend.loaders import DEFAULT_BATCH, as_loader, drawn, refuse_non_finite, split_batch
 from shiftmend.prefetch import Batch, Rows, copier_to, prefetched, read
 from shiftmend.turns import has_turns
 
@@ -28,6 +28,7 @@ logger.addFilter(of_first_process)
 
 Preprocess = Callable[[Tensor], Tensor]
 VALUES_AT_ONCE = 1 << 23
+FIRST = 64
 
 
 class Feed:
@@ -66,6 +67,8 @@ class Feed:
         self._labels: Tensor | None = None
         self._samples: int | None = None
         self._clean = False
+        self._first: Tensor | None = None
+        self.heard: Callable[[int], None] = lambda samples: None  # whoever shows how far a pass has come
         limit = 0 if not resident else room_on(self.device) if limit is None else limit
         if isinstance(self._loader, tuple):
             self._keep(self._loader[0], self._loader[1], limit)
@@ -91,17 +94,23 @@ class Feed:
 
     @property
     def samples(self) -> int:
-        """Number of samples; a streamed source is counted on its first whole pass."""
+        """Number of samples; a streamed source that does not know it is counted on its first whole pass."""
         if self._samples is None:
-            self._samples = sum(len(inputs) for inputs, _ in self._stream(copy=False))
+            self._samples = self.known or sum(len(inputs) for inputs, _ in self._stream(copy=False))
         return self._samples
+
+    @property
+    def known(self) -> int | None:
+        """Number of samples, where it is known without counting them."""
+        return self._samples or known_length(self._loader)
 
     def first(self, count: int) -> Tensor:
         """The first few inputs, preprocessed and on the device."""
         if self._inputs is not None:
             return self.ready(self._inputs[:count].clone())
-        inputs, _ = next(self._stream())
-        return self.ready(inputs[:count])
+        if self._first is None or count > FIRST:  # remembered: each look at a loader starts its workers
+            self._first = next(self._stream())[0][: max(count, FIRST)].clone()
+        return self.ready(self._first[:count].clone())
 
     def batches(self, at_once: int = 0) -> Iterator[Tensor]:
         """Every sample once, in the order given; at least `at_once` of them together where they are resident."""
@@ -192,11 +201,8 @@ class Feed:
 
     @property
     def ordered(self) -> bool:
-        """Whether sample i of a pass is sample i of the source: not so behind a loader that shuffles."""
-        loader = self._loader
-        if not isinstance(loader, DataLoader):
-            return True
-        return isinstance(loader.sampler, SequentialSampler) and type(loader.batch_sampler) in (BatchSampler, NoneType)
+        """Whether sample i of a pass is sample i of the source."""
+        return keeps_order(self._loader)
 
     def _spans(self, samples: int, at_once: int = 0) -> list[tuple[int, int]]:
         """First and one past the last of each batch of so many samples."""
@@ -216,6 +222,7 @@ class Feed:
             arriving = prefetched(batches, copier, background=self._inputs is not None and not has_turns())
         with closing(arriving):
             for inputs, beside in arriving:
+                self.heard(len(inputs))
                 yield self.ready(inputs), None if beside is None else beside.to(self.device, non_blocking=True)
 
     def _sent_inputs(self, batches: Iterable[Tensor | Rows]) -> Iterator[Tensor]:
@@ -243,32 +250,27 @@ class Feed:
         assert not isinstance(self._loader, tuple)
         # a list gives its own batches, and a loader that does not put them together itself may give its memory again
         copy = copy and getattr(self._loader, "collate_fn", None) is not default_collate
-        empty = True
+        samples = 0
         for batch in drawn(self._shuffled if shuffled else self._loader, seed, self.what):
             inputs, labels = split_batch(batch, self.what)
             if len(inputs) == 0:
                 continue
-            empty = False
+            samples += len(inputs)
             if not self._clean:
                 refuse_non_finite(inputs, self.what)
             yield (inputs.clone(), labels if labels is None else labels.clone()) if copy else (inputs, labels)
-        if empty:
+        if not samples:
             raise DataError(f"the {self.what} is empty: expected at least one sample")
-        self._clean = True
+        self._clean, self._samples = True, self._samples or samples
 
     def _read(self, limit: int) -> None:
         """Keep everything if it stays below the limit; if not, forget it and stream."""
-        inputs: list[Tensor] = []
-        labels: list[Tensor] = []
-        size = 0
+        gathered, samples = Gathered(), self.known or 0
         for batch, label in self._stream(copy=not isinstance(self._loader, list)):
-            size += batch.numel() * batch.element_size()
-            if size > limit:
+            gathered.add(batch, label)
+            if max(gathered.bytes, batch.nbytes // len(batch) * samples) > limit:
                 return
-            inputs.append(batch)
-            if label is not None:
-                labels.append(label)
-        self._keep(*together(inputs, labels, self.what, isinstance(self._loader, list)), limit)
+        self._keep(*gathered.together(self.what, isinstance(self._loader, list)), limit)
 
     def _keep(self, inputs: Tensor, labels: Tensor | None, limit: int) -> None:
         if len(inputs) == 0:

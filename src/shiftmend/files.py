@@ -22,38 +22,54 @@ def as_path(given: Any, what: str, error: type[ShiftmendError] = ShiftmendError)
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Put `content` at `path` in one step: temporary file beside it, flush, fsync, replace.
-
-    An existing file keeps its permissions, and is untouched if anything fails before the last step. A link stays one:
-    the file that it leads to is replaced. A device or a pipe, such as /dev/null, is written into.
-    """
+    """Put `content` at `path` in one step, see `write_together`."""
     write_together({Path(path): content})
 
 
 def write_together(contents: Mapping[Path, bytes]) -> None:
-    """Files that belong together, each as by `write_atomically`: none is replaced before all are on the disk."""
-    staged: dict[str, Path] = {}
+    """Write files that belong together, see `replacing`. A device or a pipe, such as /dev/null, is written into."""
+    files = [path for path in contents if not is_special(path)]
+    for path in contents.keys() - files:
+        path.write_bytes(contents[path])
+    with replacing(*files) as places:
+        for path, place in zip(files, places, strict=True):
+            place.write_bytes(contents[path])
+
+
+def is_special(path: Path) -> bool:
+    """Whether it is a device or a pipe, which must never be replaced by a file."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+@contextmanager
+def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
+    """Temporary files to write, which are put at `paths` at the end of the block: none before all are on the disk.
+
+    An existing file keeps its permissions, and is untouched if anything fails before the last step. A link stays one:
+    the file that it leads to is replaced. Whatever writes a temporary file may replace that one in turn.
+    """
+    staged: dict[Path, Path] = {}
     try:
-        for path, content in contents.items():
+        for path in paths:
             if path.is_dir():
                 raise IsADirectoryError(f"{path} is a folder, expected the name of a file to write")
-            if path.exists() and not path.is_file():
-                path.write_bytes(content)
-                continue
+            if is_special(path):
+                raise FileExistsError(f"{path} is a device or a pipe, expected the name of a file to write")
             target = Path(os.path.realpath(path))
             target.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
-            staged[temporary] = target
-            with os.fdopen(descriptor, "wb") as handle:
-                handle.write(content)
-                handle.flush()
+            descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
+            staged[Path(name)] = target
+            os.close(descriptor)
+        yield tuple(staged)
+        for temporary, target in staged.items():
+            with temporary.open("rb+") as handle:
                 os.chmod(temporary, _permissions(target))
                 os.fsync(handle.fileno())
         for temporary, target in staged.items():
             os.replace(temporary, target)
     except BaseException:
         for temporary in staged:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shiftmend.devices import in_parts
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.states import whole_state
 from shiftmend.statistics import RangeTracker
@@ -39,10 +40,10 @@ def weights(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def tensor_bytes(value: Tensor) -> bytes:
-    """The raw bytes of a tensor of any dtype."""
+def tensor_bytes(value: Tensor) -> memoryview:
+    """The raw bytes of a tensor of any dtype, where they lie if they lie in a row on the CPU."""
     flat = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
 
 
 def _is_number(value: Any) -> bool:
@@ -53,7 +54,7 @@ def _is_number(value: Any) -> bool:
 def digest(values: Tensor) -> str:
     """SHA-256 over shape, type and values, a part at a time so that nothing large is copied."""
     result = hashlib.sha256(f"{tuple(values.shape)} {values.dtype}".encode())
-    for part in values.split(max(1, (1 << 24) // max(1, values[:1].numel()))):
+    for part in in_parts(values):
         result.update(tensor_bytes(part))
     return result.hexdigest()
 
@@ -79,12 +80,12 @@ class InputSummary:
         tracker, seen, first, bad = RangeTracker(), 0, None, []
         for batch in batches:
             first = batch if first is None else first
-            values = batch[: most - seen]
-            values = (torch.view_as_real(values) if values.is_complex() else values).float()
-            bad.append(values.isnan().any())
-            values = values.nan_to_num()
-            by_channel = values.ndim > 2 and values.shape[1] <= _MOST_CHANNELS
-            tracker.update(values.movedim(1, -1).flatten(0, -2) if by_channel else values.reshape(-1, 1))
+            for part in in_parts(batch[: most - seen]):
+                values = (torch.view_as_real(part) if part.is_complex() else part).float()
+                bad.append(values.isnan().any())
+                values = values.nan_to_num()
+                by_channel = values.ndim > 2 and values.shape[1] <= _MOST_CHANNELS
+                tracker.update(values.movedim(1, -1).flatten(0, -2) if by_channel else values.reshape(-1, 1))
             seen += len(batch)
             if seen >= most:
                 break

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from shiftmend.checks import kind
+from shiftmend.devices import in_parts
 from shiftmend.errors import DataError
 
 DEFAULT_BATCH = 256
@@ -150,8 +151,14 @@ def _by_names(named: Mapping[Any, Any]) -> Any:
 
 
 def refuse_non_finite(inputs: Tensor, what: str) -> None:
-    if (inputs.is_floating_point() or inputs.is_complex()) and not bool(torch.isfinite(inputs).all()):
-        bad = int((~torch.isfinite(inputs)).flatten(1).any(1).sum()) if inputs.ndim > 1 else "some"
+    """A part at a time: what the check writes down is as large as what it looks at, which may be a mapped file."""
+    if not (inputs.is_floating_point() or inputs.is_complex()):
+        return
+    parts = in_parts(inputs)
+    flags = torch.stack([torch.isfinite(part).all() for part in parts])
+    if not bool(flags.all()):
+        counts = [(~torch.isfinite(part)).flatten(1).any(1).sum() for part in parts] if inputs.ndim > 1 else []
+        bad = int(sum(counts)) if counts else "some"
         raise DataError(f"the {what} has NaN or infinite values in {bad} samples; remove or repair them first")
 
 
@@ -172,45 +179,6 @@ def drawn(loader: Iterable[Any], seed: int, what: str = "data") -> Iterator[Any]
     finally:
         for generator, state in states:
             generator.set_state(state)
-
-
-def full(stream: Iterable[tuple[Tensor, Any]]) -> Iterator[Tensor]:
-    """Leave out a last batch of less than half the size, unless it is the only one.
-
-    The first batch says what the size is: a list of batches need not have been cut to `batch_size`.
-    """
-    size = 0
-    for inputs, _ in stream:
-        size = size or len(inputs)
-        if len(inputs) * 2 >= size and (len(inputs) > 1 or size == 1):
-            yield inputs
-
-
-def joined(stream: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-    """A lone sample, as the last one may be, joins the batch before it if they are alike, as in `Feed._spans`."""
-    held: tuple[Tensor, ...] | None = None
-    for batch in stream:
-        pairs = [] if held is None else list(zip(held, batch, strict=True))
-        lone = held is not None and len(batch[0]) == 1 < len(held[0]) and all(map(_alike, pairs))
-        if held is not None:
-            yield tuple(map(torch.cat, pairs)) if lone else held
-        held = None if lone else batch
-    if held is not None:
-        yield held
-
-
-def together(inputs: list[Tensor], labels: list[Tensor], what: str, listed: bool) -> tuple[Tensor, Tensor | None]:
-    """Batches as one, without labels where there is not one for each sample: beside inputs there may be anything."""
-    if not _alike(inputs):
-        pair = listed and len(inputs) == 2 and len(inputs[0]) == len(inputs[1])
-        advice = ", and pass inputs with labels as a tuple, not as a list of batches" if pair else ""
-        raise DataError(f"the batches of the {what} differ in shape; bring all samples to one size first{advice}")
-    one_each = [len(part) for part in labels] == [len(part) for part in inputs] and _alike(labels)
-    return torch.cat(inputs), torch.cat(labels) if one_each else None
-
-
-def _alike(batches: Iterable[Tensor]) -> bool:
-    return len({batch.shape[1:] for batch in batches}) == 1
 
 
 def _refuse_uncollated(error: Exception, what: str) -> None:

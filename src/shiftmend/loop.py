@@ -26,7 +26,7 @@ from shiftmend.looks import Looker
 from shiftmend.methods import Method, Network, Stage
 from shiftmend.methods.contract import check_objective
 from shiftmend.profiles import Profile
-from shiftmend.progress import progress_bar
+from shiftmend.progress import Bar, Pass, progress_bar
 from shiftmend.selection import Choice
 from shiftmend.settings import Settings
 from shiftmend.signals import Watch, observe
@@ -79,6 +79,7 @@ class Run:
             {key: value for key, value in manifest.items() if key != "environment"}
             | {"trained": [stage.parameters for stage in stages], "seen": fingerprints.digest(feed.first(64))}
         )
+        self.bar = Bar()
         self.before: Verification | None = None
         self.history: list[Epoch] = []
         self.good: dict[str, Tensor] = {}
@@ -98,6 +99,15 @@ class Run:
 
     def go(self) -> Adaptation:
         """Run to the end, or as far as it gets."""
+        total = sum(stage.epochs for stage in self.stages)
+        with progress_bar(self.settings.progress, self.method.name, total) as self.bar:
+            return self._go()
+
+    def _show(self, what: str) -> None:
+        """Of the pass over the data that comes next, show how far it is: an epoch may take hours."""
+        self.feed.heard = Pass(self.bar, what, self.feed.known)
+
+    def _go(self) -> Adaptation:
         started = time.perf_counter()
         resumed = checkpoints.load(self.path, self.name) if self.path is not None else None
         position = (resumed.stage, resumed.epoch) if resumed is not None else None
@@ -107,6 +117,7 @@ class Run:
         if resumed is not None:
             self._take_up(resumed)
         try:
+            self._show("verification before")
             self.before = observe(self.model, self.feed, self.profile, self.settings.output).verification
             if resumed is None:
                 self._row(0, "", 0.0, {}, started)
@@ -135,17 +146,19 @@ class Run:
         return self.history[-1].epoch if self.history else 0
 
     def _keep(self) -> None:
-        """Remember the state after the last whole epoch."""
+        """Remember the state after the last whole epoch: the model's own, should this be interrupted."""
+        self.good = {}  # not two of them at once: a copy may be gigabytes
         self.good = tensors_of(self.model)
 
     def _row(self, number: int, stage: str, rate: float, losses: dict[str, float], started: float) -> None:
         """Look at the model as it is now, write that down, and see whether it is the one to keep."""
+        self._show(f"verification of epoch {number}")
         seen = self.watch()
         divergence = seen.verification.divergence if seen.verification else None
         seconds = round(time.perf_counter() - started, 4) if number else 0.0
         row = Epoch(number, stage, rate, losses, divergence, seconds, seen.marginals, seen.entropy, seen.confidence)
-        self._keep()  # before the row counts: Ctrl-C may come between
         self.history.append(row)
+        self._keep()
         if self.choice.consider(row) and self.settings.keep == "selected":
             self.selected = self.good
         if self.settings.on_epoch is not None:
@@ -159,6 +172,7 @@ class Run:
             put_back(self.model, self.selected)
         selected = self.choice.kept.epoch if self.choice.kept is not None else 0
         kept = selected if self.selected else self._epochs()
+        self._show("verification after")
         try:
             after = self.before
             if self.profile is not None and (kept > 0 or after is None):
@@ -195,35 +209,33 @@ class Run:
             logger.info("going on from %s after epoch %d", self.path, self._epochs())
         objective = self.method.objective(self.profile, self.feed.device)
         check_objective(objective, self.method, self.stages)
-        total = sum(stage.epochs for stage in self.stages)
-        with progress_bar(self.settings.progress, self.method.name, total) as bar:
-            bar.advance(self._epochs())
-            for index, stage in enumerate(self.stages):
-                if resumed is not None and index < resumed.stage:
-                    continue
-                optimiser = fresh_optimiser(self.model, stage, self.method.momentum)
-                done = 0
-                if resumed is not None and index == resumed.stage:
-                    done = resumed.epoch
-                    self._restore_momentum(optimiser, resumed.momentum)
-                steps = Steps(
-                    self.model,
-                    self.feed,
-                    self.taps,
-                    objective,
-                    optimiser,
-                    precision=self.precision,
-                    dropout=self.method.dropout,
-                    capture=self.capture,
-                    compile=self.compile,
-                    what=stage.name,
-                )
-                for epoch in range(done, stage.epochs):
-                    self._epoch(stage, steps)
-                    # what was refused once would be again, and why has been said
-                    self.capture, self.compile = self.capture and not steps.refused, steps.compile
-                    self._checkpoint(index, epoch + 1, optimiser)
-                    bar.advance(1, f"{stage.name}  {_note(self.history[-1])}")
+        self.bar.advance(self._epochs())
+        for index, stage in enumerate(self.stages):
+            if resumed is not None and index < resumed.stage:
+                continue
+            optimiser = fresh_optimiser(self.model, stage, self.method.momentum)
+            done = 0
+            if resumed is not None and index == resumed.stage:
+                done = resumed.epoch
+                self._restore_momentum(optimiser, resumed.momentum)
+            steps = Steps(
+                self.model,
+                self.feed,
+                self.taps,
+                objective,
+                optimiser,
+                precision=self.precision,
+                dropout=self.method.dropout,
+                capture=self.capture,
+                compile=self.compile,
+                what=stage.name,
+            )
+            for epoch in range(done, stage.epochs):
+                self._epoch(stage, steps)
+                # what was refused once would be again, and why has been said
+                self.capture, self.compile = self.capture and not steps.refused, steps.compile
+                self._checkpoint(index, epoch + 1, optimiser)
+                self.bar.advance(1, f"{stage.name}  {_note(self.history[-1])}")
 
     def _checkpoint(self, stage: int, epoch: int, optimiser: optim.SGD | None) -> None:
         if self.path is None or rank() > 0:
@@ -244,6 +256,7 @@ class Run:
         number = self._epochs() + 1
         started = time.perf_counter()
         targets = self._targets() if self.method.by_sample else None
+        self._show(f"{stage.name}  {_note(self.history[-1])}")
         enter_adapting_modes(self.model, self.method.dropout)
         sums, batches = steps.epoch(self.settings.seed, number, targets)
         self.model.eval()
@@ -278,5 +291,5 @@ class Run:
 
 
 def _note(row: Epoch) -> str:
-    loss = "" if row.loss is None else f"loss {row.loss:.4f}"
-    return loss if row.verification is None else f"{loss}  slices {row.verification:.4f}"
+    parts = {"loss": row.loss, "slices": row.verification}
+    return "  ".join(f"{name} {value:.4f}" for name, value in parts.items() if value is not None)

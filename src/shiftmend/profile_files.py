@@ -6,6 +6,7 @@ It is sealed by its SHA-256; whoever writes a matching sum on purpose still has 
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import reprlib
@@ -23,7 +24,7 @@ from shiftmend.gaussians import FullGaussian, MarginalGaussian
 from shiftmend.histograms import Bins
 from shiftmend.profile_checks import problems
 from shiftmend.profiles import Profile
-from shiftmend.seals import UNSEALED, is_whole, sealed
+from shiftmend.seals import UNSEALED, is_whole, seal
 from shiftmend.statistics import MOST_WEIGHTS, Histogram, Projector, Slices
 from shiftmend.taps import Tap
 
@@ -77,7 +78,9 @@ def encode(profile: Profile) -> bytes:
         wrong.append(f"it would have {len(content):,} bytes, more than {MOST_BYTES:,}; tap fewer units")
     if wrong:
         raise ProfileError(f"this profile could not be loaded again: {wrong[0]}")
-    return sealed(content)
+    file = io.BytesIO(content)
+    seal(file)
+    return file.getvalue()
 
 
 def _ordered(content: bytes) -> bytes:
@@ -111,7 +114,7 @@ def decode(content: bytes) -> Profile:
     if metadata.get("schema") != str(SCHEMA):
         schema = reprlib.repr(metadata.get("schema"))
         raise ProfileError(f"it has schema {schema}, this version reads {SCHEMA}; profile again")
-    if not is_whole(content, metadata):
+    if not is_whole(io.BytesIO(content)):
         raise ProfileError("it is damaged: its content does not match its SHA-256; copy it again from the source site")
     try:
         tensors = safetensors.torch.load(content)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -24,7 +24,7 @@ from shiftmend.joined_batch_norm import synchronised
 from shiftmend.presets import Preset
 from shiftmend.presets import preset as find_preset
 from shiftmend.profiles import Profile, as_profile
-from shiftmend.progress import Progress, progress_bar
+from shiftmend.progress import Bar, Pass, Progress, progress_bar
 from shiftmend.statistics import MOST_WEIGHTS, CountTracker, Projector, RangeTracker, Slices
 from shiftmend.taps import Entry, Tap, modes, tapped, unwrap
 from shiftmend.tracing import trace
@@ -101,7 +101,7 @@ def profile(
         specs = trace(model, feed.first(2), head=head, taps=like.specs if like else taps, output=output).taps
         _check_agreement(model, feed, (specs, chosen.name, cut, full, keep_bytes), like)
         with together(), synchronised(model):
-            passes = _Passes(model, feed, specs, keep_bytes, bar.advance)
+            passes = _Passes(model, feed, specs, keep_bytes, bar)
             trackers = _ranges(passes, specs, like)
             frame = _frame(trackers, chosen, like)
             counters, slice_counters, covariance = _counts(passes, frame, cut, like, full)
@@ -176,10 +176,10 @@ class _Passes:
         feed: Feed,
         specs: Mapping[str, Tap],
         keep_bytes: int,
-        advance: Callable[[int], None],
+        bar: Bar,
     ) -> None:
-        self.model, self.feed, self.specs, self.advance = model, feed, specs, advance
-        self.room = keep_bytes
+        self.model, self.feed, self.specs, self.bar = model, feed, specs, bar
+        self.room, self.number = keep_bytes, 0
         self.kept: list[Samples] | None = None
 
     def __call__(self) -> Iterator[Samples]:
@@ -187,17 +187,21 @@ class _Passes:
             yield from self.kept
             return
         kept: list[Samples] | None = []
-        used = 0
+        used = seen = 0
+        own = (self.feed.known or 0) / world_size()
+        self.number += 1
+        advance = Pass(self.bar, f"pass {self.number}", self.feed.known)
         with tapped(self.model, self.specs) as recorder:
             for batch in self.feed.batches():
                 self.model(batch)
                 samples = recorder.read()
                 used += sum(value.numel() * value.element_size() for value in samples.values())
-                if used > self.room:
+                seen += len(batch)
+                if max(used, used / seen * own) > self.room:  # in the first batch, if the data knows its size
                     kept = None
                 if kept is not None:
                     kept.append(samples)
-                self.advance(len(batch))
+                advance(len(batch))
                 yield samples
         self.kept = kept if everywhere(kept is not None, self.feed.device) else None
 
@@ -245,7 +249,8 @@ def _counts(
         if covariance is not None:
             covariance.update(samples["features"])
         for name, projector in projectors.items():
-            reach[name].update(projector(samples["features"]))
+            for part in projector.by_parts(samples["features"]):
+                reach[name].update(part)
     if like is not None:
         homes = {name: part.histogram.to(place) for name, part in like.slices.items()}
         slice_ranges = {name: (home.low, home.high) for name, home in homes.items()}
@@ -255,7 +260,8 @@ def _counts(
     slice_counters = {name: CountTracker(low, high, cut) for name, (low, high) in slice_ranges.items()}
     for samples in passes():
         for name, projector in projectors.items():
-            slice_counters[name].update(projector(samples["features"]))
+            for part in projector.by_parts(samples["features"]):
+                slice_counters[name].update(part)
     return (
         {name: counter.joined() for name, counter in counters.items()},
         {name: counter.joined() for name, counter in slice_counters.items()},

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shiftmend.distributed import rank
+from shiftmend.distributed import rank, world_size
 
 Progress = bool | None
 """True: show; False: do not; None: show if standard error is a terminal."""
@@ -17,6 +17,18 @@ class Bar:
 
     def advance(self, steps: int = 1, note: str = "") -> None:
         """Say that so many steps more are done."""
+
+
+class Pass:
+    """Says on a bar how far a pass over data has come; of `whole` samples, where it is known how many there are."""
+
+    def __init__(self, bar: Bar, what: str, whole: int | None) -> None:
+        self.bar, self.what, self.whole, self.done = bar, what, whole, 0
+
+    def __call__(self, samples: int) -> None:
+        self.done += samples * world_size()
+        of = "" if self.whole is None else f" of {self.whole:,}"
+        self.bar.advance(0, f"{self.what}  {self.done:,}{of} samples")
 
 
 @contextmanager

@@ -5,7 +5,9 @@ A model's own `state_dict` may leave tensors out or rename them, as one of adapt
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
+from pathlib import Path
 
 import safetensors.torch
 import torch
@@ -68,6 +70,30 @@ def as_file(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) 
             f"{name!r} holds numbers of the type {str(tensor.dtype).removeprefix('torch.')}, which a safetensors file "
             "cannot; convert them before the model is adapted, e.g. complex128 to complex64, or by dequantize()"
         ) from error
+
+
+def save_tensors(place: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file from where the tensors lie: as bytes they would be in memory twice more.
+
+    `place` is one of `files.replacing`: what is there is replaced, be it a device.
+    """
+    packed = _unshared({name: value.resolve_conj().contiguous() for name, value in tensors.items()})
+    check_types(packed)
+    try:
+        safetensors.torch.save_file(packed, place, metadata)
+    except safetensors.SafetensorError as error:
+        raise OSError(errno.EIO, str(error)) from error
+
+
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With copies of those that share memory, wholly or in part, which a safetensors file cannot express."""
+    seen: set[int] = set()
+    result = {}
+    for name, value in tensors.items():
+        memory = value.untyped_storage().data_ptr()
+        result[name] = value.clone() if memory in seen else value
+        seen.add(memory)
+    return result
 
 
 def check_types(tensors: dict[str, Tensor]) -> None:

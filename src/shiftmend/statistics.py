@@ -6,7 +6,7 @@ other kinds of `Statistic`, Gaussians, are in `gaussians.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Protocol, Self
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shiftmend import kernels
-from shiftmend.devices import sum_dtype
+from shiftmend.devices import in_parts, sum_dtype
 from shiftmend.distributed import active, all_sum, joined_moments, joined_range
 from shiftmend.errors import ProfileError
 from shiftmend.gaussians import MarginalGaussian
@@ -145,17 +145,18 @@ class RangeTracker:
         self.squares: Tensor  # sum of squared deviations from the mean
 
     def update(self, values: Tensor) -> None:
-        values = values.detach()
+        for part in in_parts(values.detach()):
+            self._take(part)
+
+    def _take(self, values: Tensor) -> None:
         low, high = values.amin(0).float(), values.amax(0).float()
         work = values.to(sum_dtype(values.device))
-        mean = work.mean(0)
+        count, mean = len(values), work.mean(0)
         squares = (work - mean).square().sum(0)
-        count = values.shape[0]
         if self.samples == 0:
             self.low, self.high, self.mean, self.squares = low, high, mean, squares
         else:
-            total = self.samples + count
-            delta = mean - self.mean
+            total, delta = self.samples + count, mean - self.mean
             self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
             self.squares = self.squares + squares + delta.square() * (self.samples * count / total)
             self.mean = self.mean + delta * (count / total)
@@ -200,8 +201,8 @@ class CountTracker:
         if not active():
             return self
         every = CountTracker(self.low, self.high, self.bins)
-        every.counts = all_sum(self.counts)
-        every.samples = int(all_sum(torch.tensor(self.samples, device=self.counts.device)))
+        samples = torch.tensor(self.samples, device=self.counts.device)
+        every.counts, every.samples = all_sum(self.counts), int(all_sum(samples))
         return every
 
     def divergence(self, home: Histogram) -> Tensor:
@@ -209,9 +210,8 @@ class CountTracker:
         return home.mean_divergence((self.counts / self.samples).to(home.counts.dtype))
 
     def histogram(self) -> Histogram:
-        return Histogram(
-            self.counts.float().cpu(), self.low.float().cpu(), self.high.float().cpu(), self.samples, self.bins
-        )
+        counts, low, high = (part.float().cpu() for part in (self.counts, self.low, self.high))
+        return Histogram(counts, low, high, self.samples, self.bins)
 
 
 def random_directions(count: int, units: int, seed: int) -> Tensor:
@@ -267,6 +267,10 @@ class Projector:
         with torch.autocast(device_type=values.device.type, enabled=False):
             projected: Tensor = torch.nn.functional.linear(values.to(self.weight.dtype), self.weight)
             return projected - self.offset
+
+    def by_parts(self, values: Tensor) -> Iterator[Tensor]:
+        """The same of some rows at a time: of a feature map there are many times more slices than units."""
+        return map(self, in_parts(values, len(self.weight)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -174,7 +174,8 @@ class Stream:
         assert self._judge is not None
         home = self._judge.histogram
         counter = home.counter()
-        counter.update(self._judge.projector(features))
+        for part in self._judge.projector.by_parts(features):
+            counter.update(part)
         self._seen.append((counter, inputs))
 
     @property

@@ -131,7 +131,8 @@ class Tally:
     def update(self, activations: Mapping[str, Tensor], inputs: int) -> None:
         """Activations `[samples, units]` by tap, of so many inputs: a feature map has many samples of one."""
         self.inputs += inputs
-        self.slices.update(self.profile.slices["verification"].projector(activations["features"]))
+        for part in self.profile.slices["verification"].projector.by_parts(activations["features"]):
+            self.slices.update(part)
         for name, counter in self.taps.items():
             counter.update(activations[name])
 

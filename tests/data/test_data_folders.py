@@ -252,3 +252,19 @@ def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None:
 def test_a_folder_has_a_name(wrong: object) -> None:
     with pytest.raises(DataError, match=r"the folder of images is .*, expected a name"):
         image_folder(wrong)  # type: ignore[arg-type]
+
+
+def test_grey_pictures_before_and_behind_the_first_coloured_one(tmp_path: Path) -> None:
+    for position, mode in enumerate(["L", "L", "RGB", "L"]):
+        colour = 50 * position + 9 if mode == "L" else (1, 2, 3)
+        Image.new(mode, (4, 5), colour).save(tmp_path / f"{position}.png")
+    found = image_folder(tmp_path).images
+    assert found.shape == (4, 3, 5, 4)
+    assert found[:, :, 0, 0].tolist() == [[9] * 3, [59] * 3, [1, 2, 3], [159] * 3]
+
+
+def test_decoded_images_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_out(tmp_path, ["0"], per_class=2)
+    decoded = np.zeros((2, 3, 8, 8), np.uint8)
+    monkeypatch.setattr(folders, "decode_images", lambda *_: decoded)
+    assert image_folder(tmp_path).images.data_ptr() == decoded.ctypes.data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import re
@@ -18,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from shiftmend.checks import brief, is_whole
-from shiftmend.data.base import PathLike, Split, as_images
+from shiftmend.data.base import PathLike, Split
 from shiftmend.errors import DataError
-from shiftmend.files import as_path, write_atomically
+from shiftmend.files import as_path, replacing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -83,7 +82,7 @@ def image_folder(
         if stored is not None:
             _write_cache(stored, images)
     labels = None if listing.labels is None else torch.tensor(listing.labels, dtype=torch.int64)
-    return Split(as_images(images), labels, label, listing.classes)
+    return Split(torch.from_numpy(np.ascontiguousarray(images)), labels, label, listing.classes)
 
 
 def list_images(folder: Path) -> FolderListing:
@@ -140,10 +139,12 @@ def decode_images(
         return picture
 
     with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
-        pictures = list(pool.map(decode, paths))
-    images = np.empty((len(paths), max(map(len, pictures)), *common), np.uint8)
-    for position, picture in enumerate(pictures):
-        images[position] = picture  # a grey picture among coloured ones fills all three channels
+        images = np.empty((len(paths), 1, *common), np.uint8)
+        for position, picture in enumerate(pool.map(decode, paths)):  # never all of them beside the array
+            if len(picture) > images.shape[1]:
+                grey, images = images[:position], np.empty((len(paths), len(picture), *common), np.uint8)
+                images[:position] = grey
+            images[position] = picture  # a grey picture among coloured ones fills all three channels
     return images
 
 
@@ -255,10 +256,9 @@ def _read_cache(path: Path, count: int) -> NDArray[np.uint8] | None:
 
 def _write_cache(path: Path, images: NDArray[np.uint8]) -> None:
     """Keep the array in place of older ones; a folder that cannot be written to merely goes without."""
-    buffer = io.BytesIO()
-    np.save(buffer, images)
     try:
-        write_atomically(path, buffer.getvalue())
+        with replacing(path) as (place,), place.open("wb") as file:
+            np.save(file, images)
         for old in path.parent.glob(f"{path.stem[:-16]}{'?' * 16}.npy"):
             if old != path:
                 old.unlink(missing_ok=True)

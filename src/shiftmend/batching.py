@@ -1,0 +1,118 @@
+"""What the batches of a loader are together: how many samples, in which order, and all of them as one tensor."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    default_collate,
+)
+
+from shiftmend.errors import DataError
+
+BLOCK = 1 << 26
+"""Bytes: what is smaller than 32 MiB may stay with the process when it is freed."""
+
+
+def known_length(loader: Any) -> int | None:
+    """Samples that a loader gives in a pass, where that is certain without one."""
+    if not isinstance(loader, DataLoader) or loader.collate_fn is not default_collate:
+        return None
+    sampler: Any = loader.sampler
+    known = type(sampler) in (SequentialSampler, RandomSampler, SubsetRandomSampler)
+    if not known or type(loader.batch_sampler) is not BatchSampler:
+        return None
+    samples = len(sampler)
+    return samples - samples % (loader.batch_size or 1) if loader.drop_last else samples
+
+
+def keeps_order(loader: Any) -> bool:
+    """Whether sample i of a pass is sample i of the source: not so behind a loader that shuffles."""
+    if not isinstance(loader, DataLoader):
+        return True
+    return isinstance(loader.sampler, SequentialSampler) and type(loader.batch_sampler) in (BatchSampler, NoneType)
+
+
+def full(stream: Iterable[tuple[Tensor, Any]]) -> Iterator[Tensor]:
+    """Leave out a last batch of less than half the size, unless it is the only one.
+
+    The first batch says what the size is: a list of batches need not have been cut to `batch_size`.
+    """
+    size = 0
+    for inputs, _ in stream:
+        size = size or len(inputs)
+        if len(inputs) * 2 >= size and (len(inputs) > 1 or size == 1):
+            yield inputs
+
+
+def joined(stream: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+    """A lone sample, as the last one may be, joins the batch before it if they are alike, as in `Feed._spans`."""
+    held: tuple[Tensor, ...] | None = None
+    for batch in stream:
+        pairs = [] if held is None else list(zip(held, batch, strict=True))
+        lone = held is not None and len(batch[0]) == 1 < len(held[0]) and all(map(_alike, pairs))
+        if held is not None:
+            yield tuple(map(torch.cat, pairs)) if lone else held
+        held = None if lone else batch
+    if held is not None:
+        yield held
+
+
+class Gathered:
+    """Batches that become one tensor, without being in memory beside it.
+
+    They are put together in blocks so large that the memory of each goes back to the system once it is copied.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: list[Tensor] = []
+        self.labels: list[Tensor] = []
+        self.sizes: list[int] = []
+        self.bytes = 0
+        self._blocks = self._loose = 0
+
+    def add(self, inputs: Tensor, labels: Tensor | None) -> None:
+        self.inputs.append(inputs)
+        self.sizes.append(len(inputs))
+        if labels is not None:
+            self.labels.append(labels)
+        self.bytes += inputs.nbytes
+        self._loose += inputs.nbytes
+        if self._loose >= BLOCK and _alike(self.inputs[self._blocks :]):
+            self.inputs[self._blocks :] = [torch.cat(self.inputs[self._blocks :])]
+            self._blocks, self._loose = len(self.inputs), 0
+
+    def together(self, what: str, listed: bool) -> tuple[Tensor, Tensor | None]:
+        """All of them, without labels where there is not one for each sample: beside inputs there may be anything."""
+        if not _alike(self.inputs):
+            pair = listed and len(self.sizes) == 2 and self.sizes[0] == self.sizes[1]
+            advice = ", and pass inputs with labels as a tuple, not as a list of batches" if pair else ""
+            raise DataError(f"the batches of the {what} differ in shape; bring all samples to one size first{advice}")
+        one_each = [len(part) for part in self.labels] == self.sizes and _alike(self.labels)
+        return self._given_up(), torch.cat(self.labels) if one_each else None
+
+    def _given_up(self) -> Tensor:
+        """One tensor of the parts, which are let go one by one."""
+        parts = self.inputs
+        end = sum(self.sizes)
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+        whole = parts[0].new_empty(end, *parts[0].shape[1:], dtype=dtype)
+        while parts:
+            part = parts.pop()
+            whole[end - len(part) : end] = part
+            end -= len(part)
+        return whole
+
+
+def _alike(batches: Iterable[Tensor]) -> bool:
+    return len({batch.shape[1:] for batch in batches}) == 1
