@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import math
+import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -1048,3 +1049,20 @@ def test_the_default_device_of_torch_changes_nothing(tmp_path) -> None:  # type:
     finally:
         torch.set_default_device(None)
     assert states_equal(found, expected)
+
+
+def test_where_there_is_nothing_to_mend_that_is_said_before_anything_is_done(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world, said = sensors(), list[list[str]]()
+    source = world.source.repeat(4, 1)  # of fewer it would be undecided
+    profile = shiftmend.profile(world.model, source)
+    for target in (source, world.target):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "shiftmend"):
+            shiftmend.adapt(
+                world.model, target, profile, "fr", epochs=1, on_epoch=lambda _, row: said.append([*caplog.messages])
+            )
+    home, away = said[1], said[3]  # after the first epoch of each
+    assert [one for one in home if re.match(r"the features are restored .* before anything is done: training may", one)]
+    assert not [one for one in away if "before anything is done" in one]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import nullcontext
 
@@ -8,8 +9,9 @@ import torch
 from torch import nn
 
 import shiftmend
-from shiftmend import loop, profiling
+from shiftmend import evaluation, loop, profiling, verification
 from shiftmend.progress import Bar, Pass, progress_bar
+from worlds import sensors
 
 
 class Notes(Bar):
@@ -47,6 +49,38 @@ def test_shown_on_standard_error_only(total: int | None, capsys: pytest.CaptureF
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "the work" in shown.err
+
+
+def test_there_is_one_bar_at_a_time() -> None:
+    """Whoever scores the model after every epoch, inside of `adapt`, must not draw over its bar."""
+    with progress_bar(True, "outer", 3):
+        with progress_bar(True, "inner", 3) as bar:
+            assert type(bar) is Bar
+        with progress_bar(True, "inner", 3) as bar:
+            assert type(bar) is Bar
+    with progress_bar(True, "next", 3) as bar:
+        assert type(bar) is not Bar
+
+
+@pytest.mark.parametrize("task", ["verify", "evaluate"])
+def test_long_passes_show_how_far_they_are(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, passed = sensors(), list[int]()
+    profile = world.profile()
+
+    class Counting(Bar):
+        def advance(self, steps: int = 1, note: str = "") -> None:
+            passed.append(steps)
+
+    opened: list[tuple[object, ...]] = []
+    module = verification if task == "verify" else evaluation
+    monkeypatch.setattr(module, "progress_bar", lambda *given: (opened.append(given), nullcontext(Counting()))[1])
+    if task == "verify":
+        shiftmend.verify(world.model, world.target, profile, batch_size=100, progress=True)
+    else:
+        shiftmend.evaluate(world.model, (world.target, world.labels), batch_size=100, progress=True)
+    assert opened == [(True, task, len(world.target))]
+    assert sum(passed) == len(world.target)
+    assert len(passed) == math.ceil(len(world.target) / 100)
 
 
 def test_errors_pass_through() -> None:

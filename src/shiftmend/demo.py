@@ -204,7 +204,7 @@ def _write_page(
 
 
 def _classification(model: nn.Module, images: Tensor, labels: Tensor) -> Scores:
-    scores = shiftmend.evaluate(model, (images, labels), preprocess=preprocess)
+    scores = shiftmend.evaluate(model, (images, labels), preprocess=preprocess, progress=False)
     assert isinstance(scores, Scores)
     return scores
 

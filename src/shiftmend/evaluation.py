@@ -13,6 +13,7 @@ from shiftmend.checks import check_classes
 from shiftmend.devices import placed, resolve_device
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.metrics import ClassificationMetrics, RegressionMetrics, metrics_for
+from shiftmend.progress import Progress, progress_bar
 from shiftmend.scores import RegressionScores, Scores
 from shiftmend.taps import Entry, check_takes, enter_eval, is_exported, modes, pick, unwrap
 
@@ -29,6 +30,7 @@ def evaluate(
     device: str | torch.device = "auto",
     classes: Sequence[str] | None = None,
     ignore_label: int | None = None,
+    progress: Progress = None,
 ) -> Scores | RegressionScores:
     """Score a model in eval mode on every sample of (inputs, labels).
 
@@ -37,13 +39,14 @@ def evaluate(
     a sample, and IoU is scored as well. What has the label `ignore_label`, such as 255 for pixels without a class,
     counts in no score; any other label that is no class number is refused. With the names of the `classes` that labels
     number, a model of another number of classes is refused. What is deployed may be scored as well: a scripted or
-    traced model, or the module of an exported one.
+    traced model, or the module of an exported one. `progress` is that of `adapt`.
     """
     deployed = isinstance(model, torch.jit.ScriptModule) or is_exported(model)
     model = model if deployed else unwrap(model)
     place = resolve_device(device, model)
     feed = Feed(data, batch_size=batch_size, device=place, preprocess=preprocess, what="data to evaluate on")
-    with placed(model, place):
+    with placed(model, place), progress_bar(progress, "evaluate", feed.known) as bar:
+        feed.heard = bar.advance
         return Scorer(model, feed, output, classes=classes, ignore_label=ignore_label)()
 
 

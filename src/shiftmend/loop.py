@@ -121,6 +121,8 @@ class Run:
             self.before = observe(self.model, self.feed, self.profile, self.settings.output).verification
             if resumed is None:
                 self._row(0, "", 0.0, {}, started)
+                if self.stages and self.before is not None and self.before.verdict == "restored":
+                    logger.warning("the features are %s before anything is done: training may do harm", self.before)
             with steady(self.model, self.method.dropout), self.method.prepared(self.model):
                 if type(self.method).prepared is not Method.prepared:
                     self.watch.forget()

@@ -5,11 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from shiftmend.distributed import rank, world_size
 
 Progress = bool | None
 """True: show; False: do not; None: show if standard error is a terminal."""
+
+
+_shown = ContextVar("shown", default=False)
+"""Whether there is a bar on the terminal."""
 
 
 class Bar:
@@ -33,8 +38,8 @@ class Pass:
 
 @contextmanager
 def progress_bar(show: Progress, title: str, total: int | None) -> Iterator[Bar]:
-    """A bar for the length of the block; of several processes only the first shows one."""
-    if show is False or rank() > 0 or (show is None and not sys.stderr.isatty()):
+    """A bar for the length of the block, unless there is one; of several processes only the first shows one."""
+    if show is False or rank() > 0 or _shown.get() or (show is None and not sys.stderr.isatty()):
         yield Bar()
         return
     from rich.console import Console
@@ -51,4 +56,8 @@ def progress_bar(show: Progress, title: str, total: int | None) -> Iterator[Bar]
             def advance(self, steps: int = 1, note: str = "") -> None:
                 shown.update(task, advance=steps, note=note)
 
-        yield RichBar()
+        before = _shown.set(True)
+        try:
+            yield RichBar()
+        finally:
+            _shown.reset(before)

@@ -25,6 +25,7 @@ from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
 from shiftmend.histograms import sampling_floor
 from shiftmend.profiles import Profile, as_profile
+from shiftmend.progress import Progress, progress_bar
 from shiftmend.taps import check_takes, modes, tapped, unwrap
 
 RESTORED = 0.005
@@ -166,11 +167,12 @@ def verify(
     batch_size: int | None = None,
     preprocess: Preprocess | None = None,
     device: str | torch.device = "auto",
+    progress: Progress = None,
 ) -> Verification:
     """Ask of any model, adapted or not, whether its features on the target are distributed as at home.
 
     `profile` may be the name of its file. Inputs that seem to be preprocessed otherwise than at the source are warned
-    of, as in `adapt`; other weights are not, because a mended model rightly has them.
+    of, as in `adapt`; other weights are not, because a mended model rightly has them. `progress` is that of `adapt`.
     """
     model = unwrap(model)
     profile = as_profile(profile)
@@ -178,7 +180,8 @@ def verify(
     place = resolve_device(device, model)
     feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
     profile.check_inputs(InputSummary.of(feed.batches()))
-    with placed(model, place):
+    with placed(model, place), progress_bar(progress, "verify", feed.known) as bar:
+        feed.heard = bar.advance
         check_takes(model, feed.first(2))
         taps = {name: profile.specs[name] for name in VERIFIED}
         with modes(model), torch.no_grad(), tapped(model, taps) as recorder:
