@@ -75,6 +75,39 @@ def test_names_and_default_severities():
     }
 
 
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("brightness", [0.1, 0.2, 0.3, 0.4, 0.5]),
+        ("fog", [(1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)]),
+        ("glass_blur", [(0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)]),
+        ("impulse_noise", [0.03, 0.06, 0.09, 0.17, 0.27]),
+        ("motion_blur", [(10, 3), (15, 5), (15, 8), (15, 12), (20, 15)]),
+        ("rotate", [0.2, 0.4, 0.6, 0.8, 1]),
+        ("scale", [0.9, 0.8, 0.7, 0.6, 0.5]),
+        ("shear", [0.2, 0.4, 0.6, 0.8, 1]),
+        ("shot_noise", [60, 25, 12, 5, 3]),
+        (
+            "spatter",
+            [
+                (0.65, 0.3, 4, 0.69, 0.6),
+                (0.65, 0.3, 3, 0.68, 0.6),
+                (0.65, 0.3, 2, 0.68, 0.5),
+                (0.65, 0.3, 1, 0.65, 1.5),
+                (0.67, 0.4, 1, 0.65, 1.5),
+            ],
+        ),
+        ("translate", [1, 2, 3, 4, 5]),
+    ],
+)
+def test_constants_are_the_published_ones(name, published):
+    """In the order in which the generator of MNIST-C names them; EMNIST-DA shares those that it has as well."""
+    rows = [row if isinstance(row, tuple) else (row,) for row in published]
+    for family in ("mnist-c", "emnist-da"):
+        if f"{family}/{name}" in SHIFTS:
+            assert [tuple(values.values()) for values in SHIFTS[f"{family}/{name}"].severities] == rows
+
+
 @pytest.mark.parametrize(("severity", "angle"), [(None, 0.4), (5, 1.0)])
 def test_rotate(severity, angle):
     images = grey(8)
