@@ -195,6 +195,16 @@ def test_glass_blur_exchanges_pixels_one_after_the_other(severity, sigma, reach,
     assert np.array_equal(shifted[:, 0].numpy(), np.stack(expected))
 
 
+def test_glass_blur_on_request_in_both_directions():
+    images = grey(3)
+    unit = images.numpy() / 255.0
+    for _ in range(2):  # before the pixels change places, of which there is nothing here, and afterwards
+        unit = (ndimage.gaussian_filter(unit, (0, 0, 1, 1), mode="nearest") * 255).astype(np.float32) // 1 / 255.0
+    shifted = apply("mnist-c/glass_blur", images, sigma=1.0, passes=0, isotropic=True)
+    assert np.abs(shifted.numpy() - unit * 255).max() < 1.01  # a whole level may be truncated either way
+    assert (np.abs(shifted.numpy() - unit * 255) > 0.5).mean() < 0.005
+
+
 def test_glass_blur_without_blur_is_a_permutation():
     images = grey(5)
     shifted = apply("mnist-c/glass_blur", images, sigma=0.01, isotropic=True)
