@@ -120,8 +120,11 @@ def test_usps_from_npz(tmp_path: Path) -> None:
         usps("valid", tmp_path)
     for wrong, labels in ((images[:, :8], LABELS), (images, LABELS[:, None])):
         np.savez(tmp_path / "USPS/usps.npz", x_train=wrong, y_train=labels)
-        with pytest.raises(DataError, match=r"expected uint8 \[N, 16, 16\] and one label each"):
+        with pytest.raises(DataError, match=r"expected uint8 \[N, 16, 16\] and one whole number each"):
             usps("train", tmp_path)
+    np.savez(tmp_path / "USPS/usps.npz", x_train=images, y_train=LABELS + 0.5)
+    with pytest.raises(DataError, match=r"usps\.npz holds .*labels float64 .*; expected .* one whole number each"):
+        usps("train", tmp_path)
     np.savez(tmp_path / "USPS/usps.npz", x_train=images.astype(float), y_train=LABELS)
     with pytest.raises(DataError, match=r"usps\.npz holds float64 .*expected uint8"):
         usps("train", tmp_path)
@@ -191,6 +194,7 @@ def test_damage_is_told_in_one_sentence(tmp_path: Path) -> None:
         ("11 1:0.1", "no USPS file"),
         ("3 1:7", "no USPS file"),
         ("3 1:-7", "no USPS file"),
+        ("3 1:nan", "no USPS file"),
         ("", "no USPS file"),
     ],
 )

@@ -96,9 +96,10 @@ def test_frost_refuses_missing_and_small_textures() -> None:
     images = random_images(1, 3, 32, 32)
     with pytest.raises(DataError, match="at least one texture"):
         frost(images, generator=generator(), image_weight=1.0, frost_weight=0.2, textures=[])
-    small = [torch.zeros(3, 32, 50, dtype=torch.uint8)]
-    with pytest.raises(DataError, match="larger"):
-        frost(images, generator=generator(), image_weight=1.0, frost_weight=0.2, textures=small)
+    for height, width in ((32, 50), (50, 32)):
+        small = [torch.zeros(3, height, width, dtype=torch.uint8)]
+        with pytest.raises(DataError, match="larger"):
+            frost(images, generator=generator(), image_weight=1.0, frost_weight=0.2, textures=small)
 
 
 @pytest.mark.parametrize("zoom_factor", [1.0, 1.75])
