@@ -51,7 +51,7 @@ def test_stripe_inverts_a_quarter_of_the_columns_whatever_the_height():
     assert torch.equal(apply("emnist-da/stripe", images), expected)
 
 
-@pytest.mark.parametrize(("severity", "sigma"), [(None, 3), (1, 1), (5, 6)])
+@pytest.mark.parametrize(("severity", "sigma"), [(None, 3), (1, 1), (2, 2), (3, 3), (4, 4), (5, 6)])
 def test_blur_is_vertical_only(severity, sigma):
     images = grey(6)
     unit = images.numpy() / 255.0
