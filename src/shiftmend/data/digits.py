@@ -148,7 +148,7 @@ def _idx_pair(
     images_path = _idx_file(base, f"{stem}-images-idx3-ubyte", "gzip-compressed images", dataset)
     labels_path = _idx_file(base, f"{stem}-labels-idx1-ubyte", "gzip-compressed labels", dataset)
     images, labels = read_idx(images_path), read_idx(labels_path)
-    if images.ndim != 3 or images.shape[1:] != (28, 28) or len(images) == 0:
+    if images.shape[1:] != (28, 28) or len(images) == 0:
         raise DataError(
             f"{images_path} holds {' x '.join(map(str, images.shape))} bytes; expected N x 28 x 28 (images): "
             "put the right file there"
