@@ -494,8 +494,10 @@ def test_mnist_m_in_its_forms(tmp_path: Path) -> None:
     write_png(tmp_path / "BSDS500/images/train/100075.jpg", random_images(1, 40, 50, 3)[0])
     assert benchmark.origin("mnist-m", tmp_path) == "rebuilt"  # on a part of the photographs
     blended = benchmark.load_target("mnist-m", tmp_path)
-    assert blended.score.name.endswith("made again with the pictures in train")
-    assert not torch.equal(blended.score.images, stand_in.score.images)
+    for blend, before in ((blended.adapt, stand_in.adapt), (blended.score, stand_in.score)):
+        assert blend.name.endswith("made again with the pictures in train")
+        assert not torch.equal(blend.images, before.images)
+        assert torch.equal(blend.labels, before.labels)
     for number in range(199):
         (tmp_path / f"BSDS500/images/train/{number}.jpg").touch()
     assert benchmark.origin("mnist-m", tmp_path) == "regenerated"
