@@ -178,6 +178,8 @@ def test_colour_images_are_refused():
     colour[0, 1] = 9
     with pytest.raises(DataError, match="three that differ"):
         apply("emnist-da/stripe", colour)
+    with pytest.raises(DataError, match="uint8"):
+        SHIFTS["emnist-da/stripe"].function(torch.zeros(2, 1, 28, 28))
 
 
 def test_too_small_and_too_large_images_are_refused():
