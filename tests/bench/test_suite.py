@@ -652,6 +652,7 @@ def test_emnist_da_from_the_published_files_and_made_again(tmp_path: Path) -> No
         write_idx(tmp_path / f"EMNIST/raw/emnist-balanced-{stem}-labels-idx1-ubyte", values)
     trained = no_leak(tmp_path, benchmark)
     assert trained == [*range(2_000), *range(2_003, 4_003)]  # the first 2,000 of each class
+    assert benchmark.source_remark(tmp_path).startswith("EMNIST, rebuilt: not the official Balanced split (its train")
     source = benchmark.load_source("shot", tmp_path)
     assert source.profiled is source.train
     assert len(source.test) == TEST
