@@ -662,6 +662,9 @@ def test_emnist_da_from_the_published_files_and_made_again(tmp_path: Path) -> No
     }
     rest = set(EMNIST_SHIFTS) - {"bricks", "crystals", "grass", "oranges", "sky"}
     assert {benchmark.origin(shift, tmp_path) for shift in rest} == {"regenerated"}
+    clean = benchmark.load_target(CLEAN, tmp_path)
+    assert clean.adapt is clean.score is clean.clean
+    assert torch.equal(clean.score.images, source.test.images)
     inverse = benchmark.load_target("inverse", tmp_path)
     assert inverse.adapt is inverse.score
     assert torch.equal(inverse.score.images, 255 - emnist("test", tmp_path).images)
@@ -734,6 +737,9 @@ def test_cifar_c_from_the_published_files_and_made_again(tmp_path: Path, name: s
 
     assert benchmark.origin("fog", tmp_path) == "regenerated"
     assert benchmark.origin("frost", tmp_path) == "rebuilt"
+    clean = benchmark.load_target(CLEAN, tmp_path)
+    assert clean.adapt is clean.score is clean.clean
+    assert torch.equal(clean.score.images, source.test.images)
     again = benchmark.load_target("contrast", tmp_path)
     assert again.adapt is again.score
     assert torch.equal(again.score.labels, again.clean.labels)
@@ -823,7 +829,9 @@ def test_visda_variants_take_their_own_source(tmp_path: Path) -> None:
         assert not set(paths(data.train)) & set(paths(data.test)), source
         assert len(set(paths(data.train))) == 27
         assert data.profiled is data.train
-        if per_class is not None:
+        if per_class is None:
+            assert (len(data.train), len(data.test)) == (27, 3)
+        else:
             assert data.train.labels.bincount().tolist() == [per_class[0]] * 2
             assert data.test.labels.bincount().tolist() == [per_class[1]] * 2
         assert data.train.size == (224, 224)
