@@ -18,7 +18,7 @@ def signals() -> torch.Tensor:
     return torch.randn(40, 2, 101, generator=generator).cumsum(-1) + 5
 
 
-@pytest.mark.parametrize("strength", [0.2, 1.0])
+@pytest.mark.parametrize("strength", [0.0, 0.2, 1.0])
 def test_gain_resampling_and_saturation(signals: torch.Tensor, strength: float) -> None:
     x = signals.double().numpy()
     np.testing.assert_allclose(apply("signal/gain", signals, strength=strength).numpy(), x * (1 + strength), rtol=1e-5)
