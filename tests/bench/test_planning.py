@@ -87,6 +87,9 @@ def test_a_protocol_that_cannot_be_followed_is_refused(wrong: dict[str, Any]) ->
     (name,) = wrong
     with pytest.raises(DataError, match=f"^{name} of a protocol must be a positive number"):
         FewShot(**{"per_class": 5} | wrong)
+    if name != "per_class":
+        with pytest.raises(DataError, match=f"^{name} of a protocol must be a positive number"):
+            Online(**wrong)
 
 
 # ---- recipes: a hash of what decides a result
@@ -224,5 +227,6 @@ def test_bfloat16_is_for_offline_adaptation_on_a_gpu() -> None:
     protocol = Offline(autocast=True)
     assert protocol.in_bfloat16(torch.device("cuda", 0))
     assert not protocol.in_bfloat16(torch.device("cpu"))
+    assert not Offline().in_bfloat16(torch.device("cuda", 0))
     assert "autocast" not in Offline().facts()
     assert protocol.facts()["autocast"] is True

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 import shiftmend
 from shiftmend import loop, signals, streams
 from shiftmend.bench.base import Benchmark, Setting, Target
-from shiftmend.bench.cells import SIGNALS, Result
+from shiftmend.bench.cells import SIGNALS, Outcome, Result
 from shiftmend.bench.planning import plan
 from shiftmend.bench.running import run_cell
+from shiftmend.bench.runs import Run
 from shiftmend.bench.store import Store
 from shiftmend.bench.workshop import Workshop
 from shiftmend.errors import DataError
@@ -165,6 +166,13 @@ def test_best_and_last_against_the_history_of_all_epochs() -> None:
     assert all(result.best.accuracy >= outcome.accuracy for outcome in (result.last, result.selected))
 
 
+def test_of_equals_the_first_is_best() -> None:
+    run = Run.__new__(Run)
+    accuracies = {6: 0.9, 0: 0.5, 4: 0.9, 2: 0.7}  # a selected epoch is scored after those behind it
+    run.outcomes = {epoch: Outcome(epoch, value, 0.0, 0.0, 0.0, 0.0) for epoch, value in accuracies.items()}
+    assert run.best.epoch == 4
+
+
 def preferred(rows: list[dict[str, Any]], entropy: bool) -> int:
     """The rule of docs/methods.md again: slices within a tenth of the lowest so far tie, and then entropy decides."""
     kept, lowest = rows[0], rows[0]["verification"]
@@ -210,6 +218,9 @@ def test_sparse_scores_still_have_first_last_and_selected() -> None:
         sparse, full = usual(method, shift, "sparse"), usual(method, shift)
         for one, other in ((sparse.selected, full.selected), (sparse.last, full.last)):
             assert asdict(one) == pytest.approx(asdict(other), rel=1e-5)  # scored in another layout of memory
+        assert sparse.signals == pytest.approx(full.signals, rel=1e-5)  # of the last epoch, not of the selected one
+        assert sparse.alignment_loss == pytest.approx(full.alignment_loss, rel=1e-5)
+        assert sparse.restoration_distance == pytest.approx(full.restoration_distance, rel=1e-5)
         unscored |= sparse.selected.epoch not in always[method]
     assert unscored, "no choice fell on an epoch whose state had to be held until the end"
 

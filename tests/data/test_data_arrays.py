@@ -54,9 +54,10 @@ def test_channels_that_cannot_be_told_apart(tmp_path: Path) -> None:
 
 
 def test_one_image_is_not_taken_for_its_rows(tmp_path: Path) -> None:
-    np.savez(tmp_path / "one.npz", images=COLOUR[0])
-    with pytest.raises(DataError, match=r"holds \[8, 9, 3\] .* looks like one image .* store it as \[1, H, W, C\]"):
-        npz_file(tmp_path / "one.npz")
+    for one, shape in ((COLOUR[0, ..., :1], r"\[8, 9, 1\]"), (COLOUR[0], r"\[8, 9, 3\]")):
+        np.savez(tmp_path / "one.npz", images=one)
+        with pytest.raises(DataError, match=f"holds {shape} .* looks like one image .* store it as .1, H, W, C."):
+            npz_file(tmp_path / "one.npz")
     assert npz_file(tmp_path / "one.npz", channels_last=False).images.shape == (8, 1, 9, 3)
 
 

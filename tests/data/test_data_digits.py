@@ -9,7 +9,7 @@ import pytest
 from data_layouts import idx_bytes, random_images, write_idx
 
 from shiftmend.data import emnist, fashion_mnist, kmnist, mnist, usps
-from shiftmend.data.digits import emnist_edition, read_idx
+from shiftmend.data.digits import emnist_edition, enlarged_digits, read_idx
 from shiftmend.errors import DataError
 
 LABELS = np.array([3, 1, 4, 1, 5], np.uint8)
@@ -120,8 +120,11 @@ def test_usps_from_npz(tmp_path: Path) -> None:
         usps("valid", tmp_path)
     for wrong, labels in ((images[:, :8], LABELS), (images, LABELS[:, None])):
         np.savez(tmp_path / "USPS/usps.npz", x_train=wrong, y_train=labels)
-        with pytest.raises(DataError, match=r"expected uint8 \[N, 16, 16\] and one label each"):
+        with pytest.raises(DataError, match=r"expected uint8 \[N, 16, 16\] and one whole number each"):
             usps("train", tmp_path)
+    np.savez(tmp_path / "USPS/usps.npz", x_train=images, y_train=LABELS + 0.5)
+    with pytest.raises(DataError, match=r"usps\.npz holds .*labels float64 .*; expected .* one whole number each"):
+        usps("train", tmp_path)
     np.savez(tmp_path / "USPS/usps.npz", x_train=images.astype(float), y_train=LABELS)
     with pytest.raises(DataError, match=r"usps\.npz holds float64 .*expected uint8"):
         usps("train", tmp_path)
@@ -189,8 +192,9 @@ def test_damage_is_told_in_one_sentence(tmp_path: Path) -> None:
         ("eleven 1:0.1", "no LIBSVM file"),
         ("0 1:0.1", "no USPS file"),
         ("11 1:0.1", "no USPS file"),
-        ("3 1:7", "no USPS file"),
-        ("3 1:-7", "no USPS file"),
+        ("3 1:1.01", "no USPS file"),
+        ("3 1:-1.01", "no USPS file"),
+        ("3 1:nan", "no USPS file"),
         ("", "no USPS file"),
     ],
 )
@@ -210,3 +214,20 @@ def test_read_idx_of_any_rank(tmp_path: Path) -> None:
         array = random_images(*shape)
         write_idx(tmp_path / "a-idx", array)
         np.testing.assert_array_equal(read_idx(tmp_path / "a-idx"), array)
+
+
+def test_enlarged_digits_are_scikit_learns() -> None:
+    from sklearn.datasets import load_digits
+
+    raw = load_digits()
+    small = enlarged_digits(8)  # at its own size an image has only its faint grey taken away
+    ink = raw.images / 16
+    np.testing.assert_array_equal(small.images[:, 0].numpy(), (np.where(ink > 0.3, ink, 0) * 255).astype(np.uint8))
+    assert small.labels is not None
+    assert small.labels.tolist() == raw.target.tolist()
+    large = enlarged_digits()
+    assert large.images.shape == (1797, 1, 28, 28)
+    assert large.images[large.images > 0].min() == 76  # 0.3 of 255 is 76.5
+    blocks = large.images[:, 0, :, :].double().reshape(1797, 4, 7, 4, 7).mean((2, 4)) / 255
+    means = ink.reshape(1797, 4, 2, 4, 2).mean((2, 4))
+    assert np.corrcoef(blocks.numpy().ravel(), means.ravel())[0, 1] > 0.98  # upright, and in its place

@@ -37,8 +37,8 @@ def test_numeric_classes_are_ordered_by_value(tmp_path: Path) -> None:
 def test_names_that_are_no_numbers_are_ordered_as_text(tmp_path: Path) -> None:
     lay_out(tmp_path, ["b", "a", "10"])
     assert image_folder(tmp_path).classes == ("10", "a", "b")
-    lay_out(tmp_path / "dotted", ["10.a", "2.b"])
-    assert image_folder(tmp_path / "dotted").classes == ("10.a", "2.b")
+    lay_out(tmp_path / "dotted", ["10.a", "2.b", "3.png"])  # of which the last is no image
+    assert image_folder(tmp_path / "dotted").classes == ("10.a", "2.b", "3.png")
 
 
 def test_files_with_numbers_are_ordered_by_value(tmp_path: Path) -> None:

@@ -8,14 +8,16 @@ import torch
 from scipy import ndimage
 
 from shiftmend.errors import DataError
-from shiftmend.shifts import SHIFTS, apply, digits, textures
+from shiftmend.shifts import SHIFTS, apply, digits, lines, textures
 from shiftmend.shifts.primitives import plasma
 
+SHAPES = [(28, 28), (20, 33)]
 
-def grey(count: int, seed: int = 0, side: int = 28) -> torch.Tensor:
+
+def grey(count: int, seed: int = 0, shape: tuple[int, int] = (28, 28)) -> torch.Tensor:
     """Glyph-like images: black ground, soft bright blobs, some flat white."""
     random = np.random.default_rng(seed)
-    fields = ndimage.gaussian_filter(random.normal(size=(count, side, side)), (0, 2, 2))
+    fields = ndimage.gaussian_filter(random.normal(size=(count, *shape)), (0, 2, 2))
     return torch.from_numpy((np.clip(fields * 8, 0, 1) * 255).astype(np.uint8))[:, None]
 
 
@@ -43,7 +45,13 @@ def test_stripe_inverts_seven_columns_on_each_side():
     assert torch.equal(apply("emnist-da/stripe", images), expected)
 
 
-@pytest.mark.parametrize(("severity", "sigma"), [(None, 3), (1, 1), (5, 6)])
+def test_stripe_inverts_a_quarter_of_the_columns_whatever_the_height():
+    images = grey(2, shape=(20, 33))
+    expected = torch.cat((255 - images[..., :8], images[..., 8:25], 255 - images[..., 25:]), dim=-1)
+    assert torch.equal(apply("emnist-da/stripe", images), expected)
+
+
+@pytest.mark.parametrize(("severity", "sigma"), [(None, 3), (1, 1), (2, 2), (3, 3), (4, 4), (5, 6)])
 def test_blur_is_vertical_only(severity, sigma):
     images = grey(6)
     unit = images.numpy() / 255.0
@@ -123,26 +131,24 @@ def test_fog_shows_a_corner_of_a_map_that_spans_everything():
     assert shifted.mean(dim=(1, 2, 3)).std() > 15
 
 
-def test_dotted_line_adds_one_of_the_possible_lines():
-    black = torch.zeros(300, 1, 28, 28, dtype=torch.uint8)
-    shifted = apply("emnist-da/dotted_line", black)[:, 0]
-    off = [column for column in range(28) if (column // 2) % 2 == 0]
-    assert not shifted[:, :, off + [27]].any()
-    assert shifted[:, :, 2].any(dim=1).all()
-    first = shifted[:, :, 2].float().argmax(dim=1)
-    assert first.min() <= 2
-    assert first.max() >= 24
+@pytest.mark.parametrize(("height", "width"), SHAPES)
+def test_dotted_line_equals_its_drawing(height, width):
+    images = grey(200, shape=(height, width))
+    shifted = apply("emnist-da/dotted_line", images, seed=5)[:, 0].numpy()
+    ends = torch.randint(0, height - 1, (2, 200), generator=torch.Generator().manual_seed(5)).double()
+    drawn = lines.dotted(ends[0], ends[1], height, width).numpy()
+    expected = np.clip(images[:, 0].numpy() / 255.0 + drawn, 0, 1) * 255
+    assert np.array_equal(shifted, expected.astype(np.float32).astype(np.uint8))
 
 
-def test_zigzag_equals_its_drawing():
-    from shiftmend.shifts import lines
-
-    images = grey(40)
+@pytest.mark.parametrize(("height", "width"), SHAPES)
+def test_zigzag_equals_its_drawing(height, width):
+    images = grey(40, shape=(height, width))
     shifted = apply("emnist-da/zigzag", images, seed=5)[:, 0].numpy()
     generator = torch.Generator().manual_seed(5)
-    start = torch.randint(0, 27, (40,), generator=generator).double()
+    start = torch.randint(0, height - 1, (40,), generator=generator).double()
     rise = torch.randint(-5, 5, (40,), generator=generator).double()
-    drawn = lines.zigzag(start, start + rise, 28, 28).numpy()
+    drawn = lines.zigzag(start, start + rise, height, width).numpy()
     expected = np.clip(images[:, 0].numpy() / 255.0 + drawn, 0, 1) * 255
     assert np.array_equal(shifted, expected.astype(np.float32).astype(np.uint8))
 
@@ -172,13 +178,17 @@ def test_colour_images_are_refused():
     colour[0, 1] = 9
     with pytest.raises(DataError, match="three that differ"):
         apply("emnist-da/stripe", colour)
+    with pytest.raises(DataError, match="uint8"):
+        SHIFTS["emnist-da/stripe"].function(torch.zeros(2, 1, 28, 28))
 
 
 def test_too_small_and_too_large_images_are_refused():
     with pytest.raises(DataError, match="at least 8 x 8"):
         apply("emnist-da/zigzag", torch.zeros(1, 1, 7, 28, dtype=torch.uint8))
     with pytest.raises(DataError, match="at most 256"):
-        apply("emnist-da/fog", torch.zeros(1, 1, 300, 28, dtype=torch.uint8))
+        apply("emnist-da/fog", torch.zeros(1, 1, 257, 28, dtype=torch.uint8))
+    for height, width in ((8, 28), (256, 28)):
+        assert apply("emnist-da/fog", torch.zeros(1, 1, height, width, dtype=torch.uint8)).shape[-2:] == (height, width)
 
 
 def test_to_levels_absorbs_rounding_errors_only():

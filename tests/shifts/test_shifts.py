@@ -83,6 +83,15 @@ def test_chunks_are_drawn_from_one_generator(name, images, monkeypatch):
     assert not torch.equal(shifted[:4], shifted[5:9])
 
 
+def test_a_portion_has_2000_images():
+    """Of other portions a set that was made again would be another one."""
+    glyphs = torch.zeros(2001, 1, 8, 8, dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(3)
+    dotted = SHIFTS["emnist-da/dotted_line"].function
+    parts = [dotted(glyphs[:2000], generator=generator), dotted(glyphs[2000:], generator=generator)]
+    assert torch.equal(apply("emnist-da/dotted_line", glyphs, seed=3), torch.cat(parts))
+
+
 def test_non_square_images():
     wide = torch.zeros(2, 1, 20, 32, dtype=torch.uint8)
     wide[:, :, 5:15, 8:24] = 200
@@ -172,6 +181,8 @@ def test_gpu(name, images):
         ({"name": ["fog"]}, r"named by text, .*, got \['fog'\]"),
         ({"seed": None}, "a seed is a whole number of at most 64 bits, got None"),
         ({"seed": 0.5}, "a seed is a whole number of at most 64 bits, got 0.5"),
+        ({"seed": 2**64}, "a seed is a whole number of at most 64 bits, got 18446744073709551616"),
+        ({"seed": -(2**63) - 1}, "a seed is a whole number of at most 64 bits, got -9223372036854775809"),
         ({"name": "emnist-da/bricks", "textures": 3}, "the folder of textures is 3, expected a name"),
     ],
 )

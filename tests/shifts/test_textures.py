@@ -97,6 +97,8 @@ def test_missing_file_says_which_and_where(tmp_path):
         textures.frost(tmp_path)
     with pytest.raises(DataError, match="no folder"):
         textures.texture("grass", tmp_path / "nowhere")
+    with pytest.raises(DataError, match="no folder"):
+        textures.photographs(tmp_path / "nowhere")
     (tmp_path / "photographs").mkdir()
     with pytest.raises(DataError, match="no photographs in"):
         textures.photographs(tmp_path)

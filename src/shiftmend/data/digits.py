@@ -102,10 +102,12 @@ def usps(split: str = "train", root: PathLike | None = None) -> Split:
         with open_npz(path) as archive:
             images = read_member(archive, path, f"x_{split}")
             labels = read_member(archive, path, f"y_{split}")
-        if images.dtype != np.uint8 or images.shape[1:] != (USPS_SIDE, USPS_SIDE) or labels.ndim != 1:
+        whole = labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer)
+        if images.dtype != np.uint8 or images.shape[1:] != (USPS_SIDE, USPS_SIDE) or not whole:
             raise DataError(
-                f"{path} holds {images.dtype} images {list(images.shape)} under x_{split}; expected uint8 "
-                f"[N, {USPS_SIDE}, {USPS_SIDE}] and one label each under y_{split}: replace the file"
+                f"{path} holds {images.dtype} images {list(images.shape)} under x_{split} and labels {labels.dtype} "
+                f"{list(labels.shape)} under y_{split}; expected uint8 [N, {USPS_SIDE}, {USPS_SIDE}] and one whole "
+                "number each: replace the file"
             )
     else:
         images, labels = _read_libsvm(path)
@@ -146,7 +148,7 @@ def _idx_pair(
     images_path = _idx_file(base, f"{stem}-images-idx3-ubyte", "gzip-compressed images", dataset)
     labels_path = _idx_file(base, f"{stem}-labels-idx1-ubyte", "gzip-compressed labels", dataset)
     images, labels = read_idx(images_path), read_idx(labels_path)
-    if images.ndim != 3 or images.shape[1:] != (28, 28) or len(images) == 0:
+    if images.shape[1:] != (28, 28) or len(images) == 0:
         raise DataError(
             f"{images_path} holds {' x '.join(map(str, images.shape))} bytes; expected N x 28 x 28 (images): "
             "put the right file there"
@@ -194,7 +196,7 @@ def _read_libsvm(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
             f"{path} is no LIBSVM file ({error}): expected lines of `class index:value` with indices 1 to 256; "
             "delete it and fetch it again"
         ) from error
-    if len(lines) == 0 or np.abs(values).max() > 1 or labels.min() < 0 or labels.max() > 9:
+    if len(lines) == 0 or not np.abs(values).max() <= 1 or labels.min() < 0 or labels.max() > 9:
         raise DataError(f"{path} is no USPS file: expected classes 1 to 10 and values from -1 to 1; replace the file")
     grey = np.rint((values + 1) * 127.5).astype(np.uint8)
     return grey.reshape(-1, USPS_SIDE, USPS_SIDE), labels

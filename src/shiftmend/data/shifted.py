@@ -104,7 +104,7 @@ def mnist_c(corruption: str, split: str = "test", root: PathLike | None = None) 
     images = map_npy(images_path, "uint8 images [N, 28, 28, 1]", fetch_hint("mnist-c"))
     labels = map_npy(labels_path, "one label an image", fetch_hint("mnist-c"))
     grey = images[..., 0] if images.ndim == 4 and images.shape[-1] == 1 else images
-    if grey.dtype != np.uint8 or grey.ndim != 3 or grey.shape[1:] != (28, 28):
+    if grey.dtype != np.uint8 or grey.shape[1:] != (28, 28):
         raise _wrong(images_path, images, "uint8 [N, 28, 28, 1]", "mnist-c")
     if labels.shape != grey.shape[:1] or not np.issubdtype(labels.dtype, np.integer):
         raise _wrong(labels_path, labels, f"{len(grey):,} integer labels", "mnist-c")

@@ -70,7 +70,7 @@ def _local_maxima(magnitude: Tensor, down: Tensor, right: Tensor) -> Tensor:
         diagonal = torch.where(falling, neighbour(sign, sign), rising)
         return diagonal * share + straight * (1 - share)
 
-    peaks = (magnitude > 0) & (ahead(1) <= magnitude) & (ahead(-1) <= magnitude)
+    peaks = (ahead(1) <= magnitude) & (ahead(-1) <= magnitude)
     peaks[..., 0, :] = peaks[..., -1, :] = False
     peaks[..., :, 0] = peaks[..., :, -1] = False
     return peaks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import colorsys
 import io
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -155,16 +156,19 @@ def test_the_mildest_pixelate_merges_two_pairs_per_axis() -> None:
     assert set(result[0, 0][untouched][:, untouched].flatten().tolist()) <= set(images.flatten().tolist())
 
 
-def test_affine_positions_take_jittered_points_back() -> None:
-    columns, rows = digital.affine_positions(3, 32, 32, 2.56, generator(3))
+@pytest.mark.parametrize(
+    ("height", "width", "points"),
+    [(32, 32, ((26, 26), (26, 6), (6, 6))), (21, 41, ((27, 17), (27, 3), (13, 3)))],  # (column, row)
+)
+def test_affine_positions_take_jittered_points_back(height: int, width: int, points: Sequence[Sequence[int]]) -> None:
+    columns, rows = digital.affine_positions(3, height, width, 2.56, generator(3))
     jitter = primitives.uniform((3, 3, 2), -2.56, 2.56, generator(3)).double().numpy()
-    points = np.array([[26.0, 26.0], [26.0, 6.0], [6.0, 6.0]])
     for image in range(3):
         # Solve for the forward map and invert it, where the code solves for the inverse.
         homogeneous = np.hstack((points, np.ones((3, 1))))
-        forward = np.vstack((np.linalg.solve(homogeneous, points + jitter[image]).T, [0, 0, 1]))
+        forward = np.vstack((np.linalg.solve(homogeneous, np.array(points) + jitter[image]).T, [0, 0, 1]))
         backward = np.linalg.inv(forward)
-        for row, column in ((0, 0), (5, 17), (31, 31)):
+        for row, column in ((0, 0), (5, 17), (height - 1, width - 1)):
             expected = backward @ np.array([column, row, 1])
             assert columns[image, row, column].item() == pytest.approx(expected[0], abs=1e-9)
             assert rows[image, row, column].item() == pytest.approx(expected[1], abs=1e-9)
@@ -179,14 +183,15 @@ def test_elastic_without_jitter_or_displacement_is_the_identity() -> None:
 @pytest.mark.parametrize(
     ("alpha", "sigma", "jitter"), [(0.0, 0.0, 2.56), (1.6, 6.4, 2.24), (3.2, 1.28, 1.6), (3.2, 0.96, 0.96)]
 )
-def test_elastic_samples_twice(alpha: float, sigma: float, jitter: float) -> None:
-    images = random_images(2, 3, 32, 32)
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (21, 41)])
+def test_elastic_samples_twice(alpha: float, sigma: float, jitter: float, height: int, width: int) -> None:
+    images = random_images(2, 3, height, width)
     result = digital.elastic_transform(images, generator=generator(), alpha=alpha, sigma=sigma, jitter=jitter)
     draws = generator()
-    columns, rows = digital.affine_positions(2, 32, 32, jitter, draws)
-    fields = primitives.uniform((2, 2, 32, 32), -1, 1, draws).double().numpy()
+    columns, rows = digital.affine_positions(2, height, width, jitter, draws)
+    fields = primitives.uniform((2, 2, height, width), -1, 1, draws).double().numpy()
     moves = ndimage.gaussian_filter(fields, (0, 0, sigma, sigma), truncate=3.0, mode="reflect") * alpha
-    grid_rows, grid_columns = np.mgrid[:32, :32]
+    grid_rows, grid_columns = np.mgrid[:height, :width]
     for image in range(2):
         for channel in range(3):
             bent = ndimage.map_coordinates(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,6 +26,43 @@ DRAWING_NOTHING = {
     *["brightness", "contrast", "pixelate", "jpeg_compression", "saturate"],
 }
 COLOUR_ONLY = {"snow", "frost", "brightness", "spatter", "saturate"}
+# The published generator's own constants, severity 1 to 5, in the order in which it names them.
+PUBLISHED: dict[str, tuple[Any, ...]] = {
+    "gaussian_noise": (0.04, 0.06, 0.08, 0.09, 0.10),
+    "shot_noise": (500, 250, 100, 75, 50),
+    "impulse_noise": (0.01, 0.02, 0.03, 0.05, 0.07),
+    "defocus_blur": ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)),
+    "glass_blur": ((0.05, 1), (0.25, 1), (0.4, 1), (0.25, 2), (0.4, 2)),
+    "motion_blur": ((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)),
+    "zoom_blur": tuple(len(np.arange(1, end, 0.01)) for end in (1.06, 1.11, 1.16, 1.21, 1.26)),
+    "snow": (
+        (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
+        (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
+        (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
+        (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
+        (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
+    ),
+    "frost": ((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)),
+    "fog": ((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),
+    "brightness": (0.05, 0.1, 0.15, 0.2, 0.3),
+    "contrast": (0.75, 0.5, 0.4, 0.3, 0.15),
+    "elastic_transform": tuple(
+        tuple(32 * share for share in shares)
+        for shares in ((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03))
+    ),
+    "pixelate": (0.95, 0.9, 0.85, 0.75, 0.65),
+    "jpeg_compression": (80, 65, 58, 50, 40),
+    "speckle_noise": (0.06, 0.1, 0.12, 0.16, 0.2),
+    "gaussian_blur": (0.4, 0.6, 0.7, 0.8, 1),
+    "spatter": (
+        ("water", 0.62, 0.1, 0.7, 0.7, 0.5),
+        ("water", 0.65, 0.1, 0.8, 0.7, 0.5),
+        ("water", 0.65, 0.3, 1, 0.69, 0.5),
+        ("mud", 0.65, 0.1, 0.7, 0.69, 0.6),
+        ("mud", 0.65, 0.1, 0.5, 0.68, 0.6),
+    ),
+    "saturate": ((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)),
+}
 CELLS = [(shift, severity) for shift in SHIFTS.values() for severity in range(1, 6)]
 
 
@@ -62,6 +101,18 @@ def test_every_entry_is_complete() -> None:
         assert shift.summary
         assert shift.random == (name not in DRAWING_NOTHING)
         assert shift.texture == ("frost" if name == "frost" else None)
+
+
+@pytest.mark.parametrize("name", OFFICIAL_ORDER)
+def test_constants_are_the_published_ones(name: str) -> None:
+    shift = SHIFTS[f"cifar-c/{name}"]
+    rows = [tuple(parameters.values()) for parameters in shift.severities]
+    if name == "spatter":  # what it softens an edge or lightens by is a default here, one for each liquid
+        options = {key: option.default for key, option in inspect.signature(shift.function).parameters.items()}
+        by_liquid = {"water": options["strength"], "mud": options["edge_sigma"]}
+        rows = [(*row, by_liquid[row[0]]) for row in rows]
+    expected = [row if isinstance(row, tuple) else (row,) for row in PUBLISHED[name]]
+    assert rows == [tuple(pytest.approx(v) if name == "elastic_transform" else v for v in row) for row in expected]
 
 
 @pytest.mark.parametrize(("shift", "severity"), CELLS, ids=cell_name)

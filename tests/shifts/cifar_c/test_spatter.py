@@ -179,7 +179,7 @@ def test_water_lightens_in_its_colour() -> None:
     difference = result.numpy().astype(int) - (np.clip(expected, 0, 1) * 255).astype(int)
     assert (difference != 0).mean() < 0.01
     assert (result >= 40).all()
-    assert result[:, 0].max() == 40 + 175 // 2
+    assert result.amax(dim=(0, 2, 3)).tolist() == [40 + 175 // 2, 40 + 238 // 2, 40 + 238 // 2]
 
 
 @pytest.mark.parametrize("severity", [4, 5])
@@ -195,8 +195,8 @@ def test_mud_covers_in_its_colour(severity: int) -> None:
     expected = (np.clip(images.numpy() / 255 * (1 - cover) + cover * colour, 0, 1) * 255).astype(np.uint8)
     difference = np.abs(result.astype(int) - expected)
     assert difference.max() <= 1
-    assert (difference != 0).mean() < 0.05
     bare = np.broadcast_to(cover == 0, result.shape)
+    assert (difference[~bare] != 0).mean() < 0.05
     assert np.array_equal(result[bare], images.numpy()[bare])
 
 

@@ -29,10 +29,11 @@ def assert_nearly_equal(result: Tensor, expected: np.ndarray, share: float = 1e-
 
 
 @pytest.mark.parametrize(("strength", "decay"), [(0.2, 3.0), (1.5, 1.75)])
-def test_fog_follows_its_formula(strength: float, decay: float) -> None:
-    images = random_images(5, 3, 32, 32) // 2
+@pytest.mark.parametrize(("height", "width", "side"), [(32, 32, 32), (33, 20, 64), (20, 31, 32)])
+def test_fog_follows_its_formula(strength: float, decay: float, height: int, width: int, side: int) -> None:
+    images = random_images(5, 3, height, width) // torch.arange(2, 7, dtype=torch.uint8).view(5, 1, 1, 1)
     result = fog(images, generator=generator(), strength=strength, decay=decay)
-    cloud = primitives.plasma(5, 32, decay, generator()).double().numpy()
+    cloud = primitives.plasma(5, side, decay, generator()).double().numpy()[:, :height, :width]
     for image in range(5):
         unit = images[image].numpy() / 255
         brightest = unit.max()
@@ -95,9 +96,10 @@ def test_frost_refuses_missing_and_small_textures() -> None:
     images = random_images(1, 3, 32, 32)
     with pytest.raises(DataError, match="at least one texture"):
         frost(images, generator=generator(), image_weight=1.0, frost_weight=0.2, textures=[])
-    small = [torch.zeros(3, 32, 50, dtype=torch.uint8)]
-    with pytest.raises(DataError, match="larger"):
-        frost(images, generator=generator(), image_weight=1.0, frost_weight=0.2, textures=small)
+    for height, width in ((32, 50), (50, 32)):
+        small = [torch.zeros(3, height, width, dtype=torch.uint8)]
+        with pytest.raises(DataError, match="larger"):
+            frost(images, generator=generator(), image_weight=1.0, frost_weight=0.2, textures=small)
 
 
 @pytest.mark.parametrize("zoom_factor", [1.0, 1.75])

@@ -30,7 +30,7 @@ def textures(root: Root, *parts: str) -> Path | None:
 def apply(name: str, clean: Split, *, pictures: Path | None = None, severity: int | None = None) -> Split:
     """A clean set under a shift, in the same order."""
     needed = shifts.find(name).texture is not None
-    images = shifts.apply(name, clean.images, severity=severity, seed=SEED, textures=pictures if needed else None)
+    images = shifts.apply(name, clean.images, severity=severity, seed=SEED, textures=pictures)
     using = "" if not needed else f" with {'stand-ins' if pictures is None else 'the pictures in ' + pictures.name}"
     return Split(images, clean.labels, f"{name} of {clean.name}, made again{using}", clean.classes)
 
