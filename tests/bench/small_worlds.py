@@ -14,7 +14,7 @@ from shiftmend.bench.base import CLEAN, Benchmark, Setting, Source, Target
 from shiftmend.bench.cells import Cell
 from shiftmend.bench.planning import plan
 from shiftmend.bench.protocols import FewShot, Offline, Online
-from shiftmend.bench.training import Recipe
+from shiftmend.bench.recipes import Recipe
 from shiftmend.data.base import Split
 from shiftmend.data.preprocessing import signed
 

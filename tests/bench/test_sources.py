@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import shiftmend
-from shiftmend.bench import sources, training
+from shiftmend.bench import recipes, sources, training
+from shiftmend.bench.recipes import Recipe
 from shiftmend.bench.sources import identity, obtain
-from shiftmend.bench.training import Recipe, train
+from shiftmend.bench.training import train
 from shiftmend.data.base import Split
 from shiftmend.data.streamed import ImageFiles
 from shiftmend.demo import preprocess
@@ -249,13 +250,13 @@ def test_weights_are_not_taken_for_a_network_whose_code_has_changed(
     def perceptron(activation: type[nn.Module]) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(300, 8), activation(), nn.Linear(8, 2))
 
-    monkeypatch.setitem(training.MODELS, "own", lambda: perceptron(nn.ReLU))
+    monkeypatch.setitem(recipes.MODELS, "own", lambda: perceptron(nn.ReLU))
     recipe = Recipe(network="own", epochs=1, batch_size=32)
     first, _ = got(tmp_path, recipe)
     second, path = got(tmp_path, recipe)
     assert same(first, second)
     kept = path.read_bytes()
-    monkeypatch.setitem(training.MODELS, "own", lambda: perceptron(nn.Tanh))
+    monkeypatch.setitem(recipes.MODELS, "own", lambda: perceptron(nn.Tanh))
     with pytest.raises(DataError, match=r"the code of its network has changed.*delete it to train again"):
         got(tmp_path, recipe)
     assert path.read_bytes() == kept

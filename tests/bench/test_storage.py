@@ -10,11 +10,11 @@ import safetensors.torch
 import torch
 
 import shiftmend
+from shiftmend.bench.recipes import untrained
 from shiftmend.bench.rendering import render
 from shiftmend.bench.sources import obtain
 from shiftmend.bench.storage import Sizes, measure, page, table
 from shiftmend.bench.suite import find
-from shiftmend.bench.training import untrained
 
 HEADER = 64
 """Bytes by which headers may differ, where numbers are written out."""

@@ -22,10 +22,10 @@ from shiftmend.bench import published
 from shiftmend.bench.augmentations import AUGMENTATIONS
 from shiftmend.bench.base import CLEAN, Benchmark, Setting
 from shiftmend.bench.protocols import FewShot, Offline, Online
+from shiftmend.bench.recipes import Recipe, untrained
 from shiftmend.bench.sources import identity
 from shiftmend.bench.suite import BENCHMARKS, faults, find, mnist_m
 from shiftmend.bench.suite.usps import enlarged
-from shiftmend.bench.training import Recipe, untrained
 from shiftmend.data.base import Split
 from shiftmend.data.digits import emnist, mnist
 from shiftmend.data.shifted import EMNIST_SHIFTS

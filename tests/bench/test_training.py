@@ -1,9 +1,7 @@
 """Training from a recipe: against steps written out by hand, bit for bit from the seed, and through files."""
 
 import dataclasses
-import json
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from graphs import captured_without_a_gpu
-from shiftmend.bench import training
+from shiftmend.bench import recipes, training
 from shiftmend.bench.batches import batches_of
-from shiftmend.bench.training import Recipe, rate, train, untrained
+from shiftmend.bench.recipes import Recipe, rate, untrained
+from shiftmend.bench.training import train
 from shiftmend.data.base import Split
 from shiftmend.data.streamed import ImageFiles
 from shiftmend.demo import preprocess
@@ -84,7 +83,7 @@ def scoreboard_data() -> Split:
     ],
 )
 def test_equals_sgd_written_out(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(training.MODELS, "scoreboard", Scoreboard)
+    monkeypatch.setitem(MODELS, "scoreboard", Scoreboard)
     steps = Recipe(network="scoreboard", epochs=5, **({"learning_rate": 0.5} | changes))
     model = train(steps, scoreboard_data(), one_hot_rows, seed=3, device="cpu")
 
@@ -103,26 +102,6 @@ def test_equals_sgd_written_out(changes: dict[str, Any], monkeypatch: pytest.Mon
         move = gradient + steps.momentum * velocity if steps.nesterov else velocity
         scores = scores - steps.learning_rate * factor * move
     np.testing.assert_allclose(model.scores.detach().numpy(), scores, rtol=1e-12)
-
-
-def test_cosine_is_pytorchs_and_constant_within_an_epoch() -> None:
-    plan = recipe(epochs=7, learning_rate=0.3)
-    optimiser = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 7)
-    for epoch in range(7):
-        rates = {rate(plan, epoch * 5 + step, 5) for step in range(5)}
-        assert len(rates) == 1
-        assert rates.pop() == pytest.approx(optimiser.param_groups[0]["lr"], rel=1e-9)
-        optimiser.step()
-        schedule.step()
-    assert rate(plan, 35, 5) == pytest.approx(0, abs=1e-12)
-
-
-def test_inverse_schedule_falls_with_every_step() -> None:
-    plan = recipe(epochs=4, learning_rate=0.2, schedule="inverse")
-    rates = [rate(plan, step, 5) for step in range(20)]
-    np.testing.assert_allclose(rates, 0.2 * (1 + 10 * np.arange(20) / 20) ** -0.75, rtol=1e-12)
-    assert rates[0] == 0.2
 
 
 def test_learns_what_is_there_to_learn() -> None:
@@ -181,7 +160,7 @@ def test_full_batches_only_in_a_new_order_each_epoch(monkeypatch: pytest.MonkeyP
                 seen.append(images[:, 0, 0, 0].clone())
             return super().forward(images)
 
-    monkeypatch.setitem(training.MODELS, "spy", Spy)
+    monkeypatch.setitem(MODELS, "spy", Spy)
     numbered = torch.arange(50, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 6, 6)
     split = Split(numbered.contiguous(), torch.arange(50) % 3, "numbered")
     ticks: list[int] = []
@@ -212,7 +191,7 @@ def test_a_diverging_training_is_one_clear_error() -> None:
 
 
 def test_weights_that_go_bad_in_the_last_step_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(training.MODELS, "scoreboard", Scoreboard)
+    monkeypatch.setitem(MODELS, "scoreboard", Scoreboard)
     # one step: its loss is that of the first weights, and finite
     with pytest.raises(ShiftmendError, match="diverged in epoch 1"):
         train(
@@ -235,77 +214,6 @@ def test_unusable_data_are_refused() -> None:
 
 
 # --- the recipe itself
-
-
-OTHERS: dict[str, Any] = {
-    "network": "resnet18-cifar",
-    "options": TINY | {"classes": 4},
-    "epochs": 3,
-    "learning_rate": 0.2,
-    "momentum": 0.8,
-    "weight_decay": 1e-4,
-    "batch_size": 65,
-    "label_smoothing": 0.1,
-    "augmentation": "rotate-10",
-    "schedule": "inverse",
-    "pretrained": "weights.safetensors",
-    "nesterov": True,
-    "autocast": True,
-}
-
-
-def test_digest_changes_with_every_field_and_fact() -> None:
-    assert set(OTHERS) == {field.name for field in dataclasses.fields(Recipe)}
-    changed = [recipe(**{name: value}) for name, value in OTHERS.items()]
-    digests = {plan.digest() for plan in (recipe(), *changed)}
-    digests |= {recipe().digest({"data": name}) for name in ("a", "b")}
-    assert len(digests) == len(OTHERS) + 3
-    assert all(len(digest) == 16 and set(digest) <= set("0123456789abcdef") for digest in digests)
-
-
-def test_equal_recipes_are_one() -> None:
-    first = recipe(options={"classes": 3, "width": 4}, learning_rate=1)
-    second = recipe(options={"width": 4, "classes": 3}, learning_rate=1.0)
-    assert first == second
-    assert len({first, second}) == 1
-    assert first.digest({"a": 1, "b": 2}) == second.digest({"b": 2, "a": 1})
-    assert Recipe(**json.loads(json.dumps(first.facts()))) == first == pickle.loads(pickle.dumps(first))
-    assert dataclasses.replace(first, epochs=9) != first
-
-
-def test_a_recipe_keeps_its_own_options() -> None:
-    options = dict(TINY)
-    plan = recipe(options=options)
-    options["classes"] = 99
-    assert plan.options["classes"] == 3
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("network", "vgg", "one of digit-cnn"),
-        ("epochs", 0, "at least 1"),
-        ("learning_rate", 0, "above 0"),
-        ("learning_rate", math.nan, "above 0"),
-        ("momentum", 1, "below 1"),
-        ("weight_decay", -1, "at least 0"),
-        ("batch_size", 1, "at least 2"),
-        ("label_smoothing", 1, "below 1"),
-        ("augmentation", "mixup", "one of none, rotate-10"),
-        ("schedule", "step", "one of cosine, inverse"),
-    ],
-)
-def test_wrong_fields_are_refused(name: str, value: Any, expected: str) -> None:
-    with pytest.raises(DataError, match=rf"{name} of a recipe must be .*{expected}.*, got {value!r}"):
-        recipe(**{name: value})
-
-
-def test_nesterov_needs_momentum() -> None:
-    with pytest.raises(DataError, match="nesterov of a recipe must be False without momentum"):
-        recipe(nesterov=True, momentum=0)
-
-
-# --- going on after an interruption
 
 
 class Killed(Exception):
@@ -353,8 +261,8 @@ def test_a_checkpoint_of_a_network_that_was_changed_since_is_refused(
     monkeypatch.setattr(training, "SECONDS_BETWEEN_CHECKPOINTS", 0)
     path = tmp_path / "training.checkpoint"
     killed_after(1, path)
-    make = training.build
-    monkeypatch.setattr(training, "build", lambda *args, **kw: nn.Sequential(make(*args, **kw)))
+    make = recipes.build
+    monkeypatch.setattr(recipes, "build", lambda *args, **kw: nn.Sequential(make(*args, **kw)))
     with pytest.raises(ShiftmendError, match=r"training\.checkpoint is of a network with other layers"):
         train(recipe(), toy(), preprocess, seed=1, device="cpu", checkpoint=path)
 
@@ -486,12 +394,6 @@ def test_weights_that_the_callers_autocast_would_keep_are_cast_anew_in_training(
     assert differences(*found) == []
 
 
-def test_what_is_off_does_not_change_a_recipe() -> None:
-    assert "autocast" not in recipe().facts()
-    assert recipe(autocast=True).facts()["autocast"] is True
-    assert recipe(autocast=True).digest() != recipe().digest()
-
-
 @pytest.mark.parametrize("compile", [False, True])
 def test_captured_training_is_the_training_that_it_stands_for(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, compiled = recipe(epochs=1), list[bool]()  # the rate of other epochs is in memory on a GPU alone
@@ -532,7 +434,7 @@ def test_training_on_a_gpu_is_captured_and_learns_as_an_eager_one(
     model = train(plan, toy(), preprocess, seed=0, device="cuda", compile=compile)
     assert captured == [True]
     again = train(plan, toy(), preprocess, seed=0, device="cuda", compile=compile)
-    first = training.untrained(plan, 0)
+    first = untrained(plan, 0)
     for one, other, begun in zip(model.parameters(), again.parameters(), first.parameters(), strict=True):
         # cuDNN adds in no fixed order; another seed ends as far away as the training went
         assert (one - other).norm() <= 0.1 * (one - begun).norm() + 1e-5

@@ -20,7 +20,7 @@ from torch import Tensor
 from shiftmend.bench.base import CLEAN, Benchmark, Setting, Source, Target
 from shiftmend.bench.cells import Origin
 from shiftmend.bench.protocols import Offline, Online
-from shiftmend.bench.training import Recipe
+from shiftmend.bench.recipes import Recipe
 from shiftmend.data.base import Split
 from shiftmend.data.preprocessing import signed
 from shiftmend.errors import DataError

@@ -28,7 +28,7 @@ TINY = """
 import torch
 from shiftmend.bench.base import CLEAN, Benchmark, Setting, Source, Target
 from shiftmend.bench.protocols import Offline, Online
-from shiftmend.bench.training import Recipe
+from shiftmend.bench.recipes import Recipe
 from shiftmend.data.base import Split
 from shiftmend.data.preprocessing import signed
 

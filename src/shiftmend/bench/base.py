@@ -9,7 +9,7 @@ from typing import Any
 
 from shiftmend.bench.cells import Origin
 from shiftmend.bench.protocols import Protocol
-from shiftmend.bench.training import Recipe
+from shiftmend.bench.recipes import Recipe
 from shiftmend.data.base import Split
 from shiftmend.data.streamed import ImageFiles
 from shiftmend.feeds import Preprocess

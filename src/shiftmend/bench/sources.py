@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from shiftmend import fingerprints
 from shiftmend.__about__ import __version__
-from shiftmend.bench.training import Recipe, train, untrained
+from shiftmend.bench.recipes import Recipe, untrained
+from shiftmend.bench.training import train
 from shiftmend.checks import kind
 from shiftmend.data.base import PathLike, Split
 from shiftmend.data.streamed import ImageFiles

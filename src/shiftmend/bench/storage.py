@@ -22,10 +22,10 @@ import torch
 import shiftmend
 from shiftmend.bench.base import CLEAN, Benchmark, Root, Setting
 from shiftmend.bench.grids import Entry
+from shiftmend.bench.recipes import untrained
 from shiftmend.bench.rendering import for_markdown, render
 from shiftmend.bench.suite import find
 from shiftmend.bench.tabular import Column, Row, Table
-from shiftmend.bench.training import untrained
 from shiftmend.bench.warnings import collected
 from shiftmend.data.base import Split, data_root
 from shiftmend.errors import DataError

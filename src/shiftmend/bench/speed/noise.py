@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from shiftmend.bench.base import Benchmark, Setting, Source, Target
 from shiftmend.bench.protocols import Offline
+from shiftmend.bench.recipes import Recipe
 from shiftmend.bench.speed.packing import CELLS, EPOCHS_PER_BLOCK, SAMPLES, SCORED_EVERY, random_images
-from shiftmend.bench.training import Recipe
 from shiftmend.data.preprocessing import signed
 
 CLASSES = 47

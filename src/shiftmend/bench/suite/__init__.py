@@ -13,7 +13,7 @@ import torch
 from shiftmend.bench.base import CLEAN, Benchmark, Setting
 from shiftmend.bench.grids import SUPERVISED
 from shiftmend.bench.protocols import Protocol
-from shiftmend.bench.training import Recipe
+from shiftmend.bench.recipes import Recipe
 from shiftmend.checks import brief, is_whole
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.methods import method

@@ -9,7 +9,7 @@ from __future__ import annotations
 from shiftmend.bench.base import CLEAN, Benchmark, Root, Setting, Source, Target
 from shiftmend.bench.cells import Origin
 from shiftmend.bench.protocols import FewShot, Offline
-from shiftmend.bench.training import Recipe
+from shiftmend.bench.recipes import Recipe
 from shiftmend.data.partitions import fractions
 from shiftmend.data.preprocessing import standardised
 from shiftmend.data.streamed import HOSPITALS, SOURCE_HOSPITAL, camelyon17

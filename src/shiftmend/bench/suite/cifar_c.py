@@ -14,8 +14,8 @@ from shiftmend.bench.augmentations import AUGMENTATIONS
 from shiftmend.bench.base import CLEAN, Benchmark, Root, Setting, Source, Target
 from shiftmend.bench.cells import Origin
 from shiftmend.bench.protocols import Offline, Online
+from shiftmend.bench.recipes import Recipe
 from shiftmend.bench.suite import made
-from shiftmend.bench.training import Recipe
 from shiftmend.data.base import Split
 from shiftmend.data.preprocessing import standardised
 from shiftmend.data.shifted import CIFAR_CORRUPTIONS

@@ -15,7 +15,7 @@ from shiftmend import shifts
 from shiftmend.bench.base import CLEAN, Benchmark, Setting, Source, Target
 from shiftmend.bench.cells import Origin
 from shiftmend.bench.protocols import FewShot, Offline, Online
-from shiftmend.bench.training import Recipe
+from shiftmend.bench.recipes import Recipe
 from shiftmend.data.base import Split
 from shiftmend.data.digits import enlarged_digits
 from shiftmend.data.preprocessing import signed

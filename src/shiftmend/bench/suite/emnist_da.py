@@ -10,8 +10,8 @@ from __future__ import annotations
 from shiftmend.bench.base import CLEAN, Benchmark, Root, Setting, Source, Target
 from shiftmend.bench.cells import Origin
 from shiftmend.bench.protocols import FewShot, Offline
+from shiftmend.bench.recipes import Recipe
 from shiftmend.bench.suite import made
-from shiftmend.bench.training import Recipe
 from shiftmend.data.digits import emnist, emnist_edition
 from shiftmend.data.partitions import emnist_source
 from shiftmend.data.preprocessing import signed

@@ -9,8 +9,8 @@ from __future__ import annotations
 from shiftmend.bench.base import CLEAN, Benchmark, Root, Setting, Source, Target
 from shiftmend.bench.cells import Origin
 from shiftmend.bench.protocols import Offline
+from shiftmend.bench.recipes import Recipe
 from shiftmend.bench.suite import made
-from shiftmend.bench.training import Recipe
 from shiftmend.data.base import Split
 from shiftmend.data.digits import mnist
 from shiftmend.data.partitions import held_out

@@ -12,7 +12,7 @@ from __future__ import annotations
 from shiftmend.bench.base import CLEAN, Benchmark, Root, Setting, Source, Target
 from shiftmend.bench.cells import Origin
 from shiftmend.bench.protocols import Offline
-from shiftmend.bench.training import Recipe
+from shiftmend.bench.recipes import Recipe
 from shiftmend.data.partitions import balanced, fractions
 from shiftmend.data.preprocessing import standardised
 from shiftmend.data.streamed import VISDA_PER_CLASS, ImageFiles, visda_c
