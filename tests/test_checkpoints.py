@@ -240,6 +240,15 @@ def test_what_a_killed_process_left_half_written_goes_and_nothing_else(tmp_path:
     assert sorted(found.name for found in tmp_path.iterdir()) == sorted(others)
 
 
+def test_what_is_left_behind_a_link_goes_too(tmp_path: Path) -> None:
+    (tmp_path / "large disk").mkdir()
+    left = tmp_path / "large disk" / ".run.a1b2c3_4.partial"
+    left.touch()
+    (tmp_path / "link").symlink_to(tmp_path / "large disk" / "run")
+    checkpoints.check_place(tmp_path / "link")
+    assert not left.exists()
+
+
 def test_a_full_disk_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

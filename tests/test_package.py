@@ -37,6 +37,15 @@ def test_everything_exported_exists() -> None:
         shiftmend.mend  # type: ignore[attr-defined]  # noqa: B018
 
 
+def test_modules_of_the_package_are_there_without_an_import_of_their_own() -> None:
+    code = (
+        "import shiftmend as s; "
+        "print(s.methods.method('bufr').name, s.errors.DataError.__name__, hasattr(s, '__main__'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["bufr", "DataError", "False"]
+
+
 def test_importing_prints_and_logs_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", "import shiftmend"], capture_output=True, text=True, check=True)
     assert done.stdout == done.stderr == ""

@@ -115,3 +115,29 @@ def test_every_pass_over_the_data_is_shown_from_the_first_batch_on(monkeypatch: 
         "verification of epoch 1  20 of 40 samples",
         "verification after  20 of 40 samples",
     ]
+
+
+def test_a_pass_that_a_method_makes_is_shown_as_its_own_and_a_partial_one_as_partial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notes = Notes()
+    monkeypatch.setattr(loop, "progress_bar", lambda *_: nullcontext(notes))
+    monkeypatch.setattr(loop, "VERIFIED_PER_EPOCH", 30)
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    inputs = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    shiftmend.adapt(model, inputs, shiftmend.profile(model, inputs), "shot", epochs=1, batch_size=20)
+    assert [note.rpartition("  ")[::2] for note in notes.shown if note.startswith(("verification of", "targets"))] == [
+        ("verification of epoch 0", "20 of 30 samples"),
+        ("verification of epoch 0", "30 of 30 samples"),
+        ("targets of epoch 1", "20 of 40 samples"),
+        ("targets of epoch 1", "40 of 40 samples"),
+        ("verification of epoch 1", "20 of 30 samples"),
+        ("verification of epoch 1", "30 of 30 samples"),
+    ]
+
+
+def test_shares_that_are_not_even_are_no_more_than_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shiftmend.progress.world_size", lambda: 2)
+    notes = Notes()
+    Pass(notes, "reading", 7)(4)
+    assert notes.shown == ["reading  7 of 7 samples"]

@@ -12,7 +12,7 @@ from torch import nn
 from shiftmend.adapting import still_finite
 from shiftmend.errors import ShiftmendError
 from shiftmend.models import build
-from shiftmend.states import as_file, is_writable, put_back, save_tensors, tensors_of, whole_state
+from shiftmend.states import as_file, check_types, is_writable, put_back, save_tensors, tensors_of, whole_state
 
 DEVICES = [
     "cpu",
@@ -114,9 +114,17 @@ def test_numbers_that_no_file_holds_are_named() -> None:
         as_file(good | {"finer": torch.ones(2, dtype=torch.complex128)})
 
 
+def test_types_are_checked_of_tensors_that_share_memory_too() -> None:
+    weight = torch.ones(2)
+    check_types({"weight": weight, "bits": weight.view(torch.int32)})
+    with pytest.raises(ShiftmendError, match=r"^'finer' holds numbers of the type complex128"):
+        check_types({"weight": weight, "finer": torch.ones(2, dtype=torch.complex128)})
+
+
 def test_a_file_is_written_from_where_the_tensors_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, channels_last = torch.rand(3, 4), torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
     given = {"weight": weight, "tied": weight, "row": weight[1], "turned": weight.T, "last": channels_last}
+    given["bits"], given["negative"] = weight.view(torch.int32), torch.tensor([1 + 2j]).conj().imag
     written: list[dict[str, torch.Tensor]] = []
     save = safetensors.torch.save_file
     monkeypatch.setattr(safetensors.torch, "save_file", lambda t, *rest: (written.append(t), save(t, *rest)))

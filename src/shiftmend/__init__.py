@@ -6,6 +6,7 @@ At home: `profile = shiftmend.profile(model, source)`. At the new site: `shiftme
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from shiftmend.__about__ import __version__
@@ -70,11 +71,16 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 if not TYPE_CHECKING:  # which would take every name for one that is there
 
     def __getattr__(name: str) -> Any:
-        """What is exported is imported when it is first asked for: torch takes seconds, and `--help` needs none."""
-        if name not in _HOMES:
+        """What is exported is imported when it is first asked for: torch takes seconds, and `--help` needs none.
+
+        So is a module of the package, as in `shiftmend.methods.BUFR`.
+        """
+        if name in _HOMES:
+            value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+            return value
+        if name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-        return value
+        return import_module(f"{__name__}.{name}")
 
 
 def __dir__() -> list[str]:

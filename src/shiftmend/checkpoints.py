@@ -41,11 +41,12 @@ def check_place(path: Path) -> None:
         raise AdaptationError(f"checkpoint {path} is a folder, expected the name of a file in it")
     if is_special(path):
         raise AdaptationError(f"checkpoint {path} is a device or a pipe, expected the name of a file")
+    target = Path(os.path.realpath(path))  # as `replacing` does: a link stays one
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(path.parent, os.W_OK):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(target.parent, os.W_OK):
             raise PermissionError(13, "no permission to write there")
-        for left in path.parent.glob(f".{glob.escape(path.name)}.{'?' * 8}.partial"):  # as `replacing` names it
+        for left in target.parent.glob(f".{glob.escape(target.name)}.{'?' * 8}.partial"):  # as `replacing` names it
             left.unlink(missing_ok=True)
     except OSError as error:
         raise AdaptationError(f"checkpoint {path} cannot be written: {error.strerror}") from error

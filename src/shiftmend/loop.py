@@ -103,9 +103,10 @@ class Run:
         with progress_bar(self.settings.progress, self.method.name, total) as self.bar:
             return self._go()
 
-    def _show(self, what: str) -> None:
-        """Of the pass over the data that comes next, show how far it is: an epoch may take hours."""
-        self.feed.heard = Pass(self.bar, what, self.feed.known)
+    def _show(self, what: str, most: int | None = None) -> None:
+        """Of the pass over the data that comes next, or so many of them, show how far it is: it may take hours."""
+        known = self.feed.known
+        self.feed.heard = Pass(self.bar, what, known if known is None or most is None else min(known, most))
 
     def _go(self) -> Adaptation:
         started = time.perf_counter()
@@ -154,7 +155,7 @@ class Run:
 
     def _row(self, number: int, stage: str, rate: float, losses: dict[str, float], started: float) -> None:
         """Look at the model as it is now, write that down, and see whether it is the one to keep."""
-        self._show(f"verification of epoch {number}")
+        self._show(f"verification of epoch {number}", VERIFIED_PER_EPOCH)
         seen = self.watch()
         divergence = seen.verification.divergence if seen.verification else None
         seconds = round(time.perf_counter() - started, 4) if number else 0.0
@@ -257,6 +258,7 @@ class Run:
     def _epoch(self, stage: Stage, steps: Steps) -> None:
         number = self._epochs() + 1
         started = time.perf_counter()
+        self._show(f"targets of epoch {number}")
         targets = self._targets() if self.method.by_sample else None
         self._show(f"{stage.name}  {_note(self.history[-1])}")
         enter_adapting_modes(self.model, self.method.dropout)

@@ -32,8 +32,9 @@ class Pass:
 
     def __call__(self, samples: int) -> None:
         self.done += samples * world_size()
-        of = "" if self.whole is None else f" of {self.whole:,}"
-        self.bar.advance(0, f"{self.what}  {self.done:,}{of} samples")
+        # the shares of processes are not all alike
+        far = f"{self.done:,}" if self.whole is None else f"{min(self.done, self.whole):,} of {self.whole:,}"
+        self.bar.advance(0, f"{self.what}  {far} samples")
 
 
 @contextmanager

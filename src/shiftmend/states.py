@@ -77,7 +77,7 @@ def save_tensors(place: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
     `place` is one of `files.replacing`: what is there is replaced, be it a device.
     """
-    packed = _unshared({name: value.resolve_conj().contiguous() for name, value in tensors.items()})
+    packed = _packed(tensors)
     check_types(packed)
     try:
         safetensors.torch.save_file(packed, place, metadata)
@@ -85,11 +85,12 @@ def save_tensors(place: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         raise OSError(errno.EIO, str(error)) from error
 
 
-def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With copies of those that share memory, wholly or in part, which a safetensors file cannot express."""
+def _packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With copies of those that share memory, wholly or in part, or lie in it otherwise than a safetensors file can."""
     seen: set[int] = set()
     result = {}
-    for name, value in tensors.items():
+    for name, given in tensors.items():
+        value = given.resolve_conj().resolve_neg().contiguous()
         memory = value.untyped_storage().data_ptr()
         result[name] = value.clone() if memory in seen else value
         seen.add(memory)
@@ -100,7 +101,7 @@ def check_types(tensors: dict[str, Tensor]) -> None:
     """Refuse what `as_file` would, before any work is lost: the smallest tensor of each type is tried."""
     by_size = sorted(tensors, key=lambda name: -tensors[name].numel())
     one_each = {tensors[name].dtype: name for name in by_size}
-    as_file({name: tensors[name].contiguous() for name in one_each.values()})
+    as_file(_packed({name: tensors[name] for name in one_each.values()}))
 
 
 def is_writable(tensor: Tensor) -> bool:
