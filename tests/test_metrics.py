@@ -12,6 +12,7 @@ from sklearn.metrics import jaccard_score, mean_absolute_error, mean_squared_err
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 import shiftmend.metrics
+from shiftmend import devices
 from shiftmend.errors import DataError
 from shiftmend.metrics import ClassificationMetrics, RegressionMetrics, RestorationDistance, restoration_distance
 from shiftmend.scores import Scores
@@ -357,7 +358,7 @@ def test_refuses_to_mix() -> None:
 
 @pytest.mark.parametrize("ignored", [None, 255, 2])
 def test_dense_labels_have_an_iou_that_equals_sklearn(ignored: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shiftmend.metrics, "ROWS_AT_ONCE", 7)
+    monkeypatch.setitem(devices.AT_ONCE, "cpu", 35)  # seven positions of five classes
     logits, labels = torch.randn(6, 5, 4, 3), torch.randint(0, 3, (6, 4, 3))
     logits[:, 4] = -9  # neither there nor predicted
     if ignored is not None:

@@ -80,7 +80,7 @@ class Adaptation:
             with replacing(home / "model.safetensors", *(home / name for name in texts)) as (weights, *places):
                 save_tensors(weights, tensors)
                 for place, text in zip(places, texts.values(), strict=True):
-                    place.write_text(text, encoding="utf-8")
+                    place.write_bytes(text.encode())
         except OSError as error:  # the system names a temporary file at best
             reason = error.strerror or error
             raise AdaptationError(f"{home} cannot be written into ({reason}); name another folder") from error

@@ -149,8 +149,10 @@ class Run:
         return self.history[-1].epoch if self.history else 0
 
     def _keep(self) -> None:
-        """Remember the state after the last whole epoch: the model's own, should this be interrupted."""
-        self.good = {}  # not two of them at once: a copy may be gigabytes
+        """Remember the state after the last whole epoch: the model's own, should this be interrupted.
+
+        The one before is gone by then: a copy may be gigabytes.
+        """
         self.good = tensors_of(self.model)
 
     def _row(self, number: int, stage: str, rate: float, losses: dict[str, float], started: float) -> None:
@@ -160,7 +162,7 @@ class Run:
         divergence = seen.verification.divergence if seen.verification else None
         seconds = round(time.perf_counter() - started, 4) if number else 0.0
         row = Epoch(number, stage, rate, losses, divergence, seconds, seen.marginals, seen.entropy, seen.confidence)
-        self.history.append(row)
+        self.history, self.good = [*self.history, row], {}  # in one step: Ctrl-C may come at any other
         self._keep()
         if self.choice.consider(row) and self.settings.keep == "selected":
             self.selected = self.good

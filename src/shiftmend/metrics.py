@@ -22,16 +22,13 @@ import torch
 from torch import Tensor
 
 from shiftmend.checks import brief, is_whole
-from shiftmend.devices import sum_dtype
+from shiftmend.devices import in_parts, sum_dtype
 from shiftmend.errors import DataError
 from shiftmend.histograms import as_samples
 from shiftmend.scores import RegressionScores, ReliabilityBin, Scores
 from shiftmend.sums import Sums, beside, describe, refuse
 
 logger = logging.getLogger(__name__)
-
-ROWS_AT_ONCE = 1 << 16
-"""A few images have millions of positions, each of which takes some hundred bytes while it is scored."""
 
 
 class ClassificationMetrics(Sums):
@@ -79,7 +76,8 @@ class ClassificationMetrics(Sums):
                 f"{_advice(labels)}"
             )
         labels = beside(logits, labels).long()
-        for some, own in zip(logits.split(ROWS_AT_ONCE), labels.split(ROWS_AT_ONCE), strict=True):
+        parts = in_parts(logits)  # a few images have millions of positions
+        for some, own in zip(parts, labels.split(max(1, len(parts[0]))), strict=True):
             self._add(_classification_sums(some, own, self.bins, self.ignore_label), len(some), some.shape[1:])
         self._dense |= dense
 

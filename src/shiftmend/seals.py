@@ -30,7 +30,9 @@ def seal(file: BinaryIO) -> None:
 def is_whole(file: BinaryIO) -> bool:
     """Whether a file is as it was sealed; what is no safetensors file is a `ValueError`."""
     header = _header(file)
-    digest = str(json.loads(header[8:]).get("__metadata__", {}).get("sha256"))
+    facts = json.loads(header[8:])
+    metadata = facts.get("__metadata__") if isinstance(facts, dict) else None
+    digest = str(metadata.get("sha256")) if isinstance(metadata, dict) else ""
     if not re.fullmatch("[0-9a-f]{64}", digest):
         return False
     return _sum(header.replace(_entry(digest), _entry(_NO_SUM), 1), file) == digest
