@@ -294,7 +294,7 @@ def test_directions_never_change() -> None:
 def test_directions_do_not_depend_on_how_many_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = random_directions(50, 7, 11)
     for at_once in (1, 7, 20, 350):
-        monkeypatch.setattr("shiftmend.statistics._NUMBERS_AT_ONCE", at_once)
+        monkeypatch.setitem(AT_ONCE, "cpu", at_once)
         assert torch.equal(random_directions(50, 7, 11), whole)
 
 

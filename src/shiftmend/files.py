@@ -6,7 +6,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,36 @@ def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
         for temporary in staged:
             temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def alone_with(path: Path) -> Iterator[bool]:
+    """Whether no other process is inside such a block for this file, as far as the system can tell.
+
+    The lock of a process that is killed goes with it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_name(f".{path.name}.lock")
+    with lock.open("ab") as handle:
+        alone = _locked(handle.fileno())
+        try:
+            yield alone
+        finally:
+            if alone:
+                with suppress(OSError):  # not every system deletes what is open
+                    lock.unlink()
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        import fcntl  # no such thing on Windows
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(descriptor).st_nlink > 0  # else it has just been deleted: a third may have a new one
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):  # some network drives have no locks
+        return True
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class Run:
         position = (resumed.stage, resumed.epoch) if resumed is not None else None
         same_everywhere(str(position), "checkpoint", self.feed.device)
         status = "finished"
-        self._keep()
+        self.good = tensors_of(self.model)
         if resumed is not None:
             self._take_up(resumed)
         try:
@@ -148,13 +148,6 @@ class Run:
     def _epochs(self) -> int:
         return self.history[-1].epoch if self.history else 0
 
-    def _keep(self) -> None:
-        """Remember the state after the last whole epoch: the model's own, should this be interrupted.
-
-        The one before is gone by then: a copy may be gigabytes.
-        """
-        self.good = tensors_of(self.model)
-
     def _row(self, number: int, stage: str, rate: float, losses: dict[str, float], started: float) -> None:
         """Look at the model as it is now, write that down, and see whether it is the one to keep."""
         self._show(f"verification of epoch {number}", VERIFIED_PER_EPOCH)
@@ -162,8 +155,9 @@ class Run:
         divergence = seen.verification.divergence if seen.verification else None
         seconds = round(time.perf_counter() - started, 4) if number else 0.0
         row = Epoch(number, stage, rate, losses, divergence, seconds, seen.marginals, seen.entropy, seen.confidence)
-        self.history, self.good = [*self.history, row], {}  # in one step: Ctrl-C may come at any other
-        self._keep()
+        # in one step, since Ctrl-C may come at any other; until there is a copy, the state is the model's own
+        self.history, self.good = [*self.history, row], {}
+        self.good = tensors_of(self.model)  # the copy before is gone by now: it may be gigabytes
         if self.choice.consider(row) and self.settings.keep == "selected":
             self.selected = self.good
         if self.settings.on_epoch is not None:
@@ -210,7 +204,6 @@ class Run:
     def _all_stages(self, resumed: checkpoints.Checkpoint | None) -> None:
         if resumed is not None:
             put_back(self.model, resumed.state)
-            self._keep()
             logger.info("going on from %s after epoch %d", self.path, self._epochs())
         objective = self.method.objective(self.profile, self.feed.device)
         check_objective(objective, self.method, self.stages)

@@ -23,7 +23,6 @@ from shiftmend.errors import ProfileError
 from shiftmend.gaussians import MarginalGaussian
 from shiftmend.histograms import Bins, Divergence, divergence, scales, soft_histogram, usable_units
 
-_NUMBERS_AT_ONCE = 1 << 20
 _TOGETHER = "collect the others with like= the first, or all of them with like= one profile"
 
 MOST_WEIGHTS = 1 << 26
@@ -222,13 +221,14 @@ def random_directions(count: int, units: int, seed: int) -> Tensor:
     made at a time, so that a file which asks for many costs little more memory than the result.
     """
     directions = torch.empty(count, units, dtype=torch.float32, device="cpu")
-    rows = max(1, _NUMBERS_AT_ONCE // max(1, units))
-    for first in range(0, count, rows):
-        index = np.arange(first * units, min(count, first + rows) * units, dtype=np.uint64)
+    done = 0
+    for part in in_parts(directions):
+        index = np.arange(done, done + part.numel(), dtype=np.uint64)
         radius, angle = _uniform(index, seed), _uniform(index + np.uint64(count * units), seed)
         normal = np.sqrt(-2 * np.log(radius)) * np.cos(2 * np.pi * angle)
-        vectors = torch.from_numpy(normal.reshape(-1, units))
-        directions[first : first + rows] = torch.nn.functional.normalize(vectors, dim=1)
+        vectors = torch.from_numpy(normal.reshape(part.shape))
+        part.copy_(torch.nn.functional.normalize(vectors, dim=1))
+        done += part.numel()
     return directions
 
 

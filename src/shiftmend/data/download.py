@@ -8,8 +8,7 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -28,6 +27,7 @@ from shiftmend.data.integrity import (
     verify_entry,
 )
 from shiftmend.errors import DataError
+from shiftmend.files import alone_with
 
 CHUNK = 1 << 18
 # some publishers turn the default name of Python's client away
@@ -65,7 +65,9 @@ def fetch(
     for download in entry.downloads:
         transfer = _Transfer(entry, download, folder, tell, attempts, pause, timeout)
         try:
-            with _alone(transfer):
+            with alone_with(transfer.target) as alone:
+                if not alone:
+                    raise DataError(f"another process is fetching {transfer.target}; let it finish, then call again")
                 _provide(transfer, keep_archives)
         except OSError as error:
             raise DataError(
@@ -114,35 +116,6 @@ class _Interrupted(Exception):
 
 class _Refused(Exception):
     """This mirror does not have the file."""
-
-
-@contextmanager
-def _alone(transfer: _Transfer) -> Iterator[None]:
-    """Two processes must not write into one partial file; the lock of one that is killed goes with it."""
-    target = transfer.target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    lock = target.with_name(f".{target.name}.lock")
-    with lock.open("ab") as handle:
-        if not _locked(handle.fileno()):
-            raise DataError(f"another process is fetching {target}; let it finish, then call again")
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # not every system deletes what is open
-                lock.unlink()
-
-
-def _locked(descriptor: int) -> bool:
-    """Whether no other process holds this file, as far as the system can tell."""
-    try:
-        import fcntl  # no such thing on Windows
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.fstat(descriptor).st_nlink > 0  # else it has just been deleted: a third may have a new one
-    except BlockingIOError:
-        return False
-    except (ImportError, OSError):  # some network drives have no locks
-        return True
 
 
 def _provide(transfer: _Transfer, keep_archive: bool) -> None:
