@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import shiftmend
 from shiftmend import profile_files
+from shiftmend.directions import random_directions
 from shiftmend.errors import ProfileError
 from shiftmend.fingerprints import InputSummary
 from shiftmend.gaussians import FullGaussian, MarginalGaussian
@@ -29,7 +30,7 @@ from shiftmend.histograms import Bins
 from shiftmend.profile_checks import problems
 from shiftmend.profiles import Profile
 from shiftmend.profiling import SLICE_SEEDS
-from shiftmend.statistics import Histogram, Projector, Slices, random_directions
+from shiftmend.statistics import Histogram, Projector, Slices
 from shiftmend.taps import Tap
 
 Facts = dict[str, Any]

@@ -74,7 +74,7 @@ def test_slices_are_histograms_of_projected_standardised_features() -> None:
         features = model[:8](inputs).double()
     usable = made.taps["features"].usable
     standard = torch.where(usable, (features - made.mean) / made.deviation.clamp_min(1e-30), 0.0)
-    from shiftmend.statistics import random_directions
+    from shiftmend.directions import random_directions
 
     directions = random_directions(128, 16, part.seed).double() * usable
     directions /= directions.norm(dim=1, keepdim=True)
