@@ -98,3 +98,13 @@ def test_what_has_gone_bad_is_noticed_and_what_never_was_finite_is_not(bad: floa
         assert not still_finite(model, before)
         value[0] = good
     assert still_finite(model, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_large_weights_are_finite_however_large_their_squares(dtype: torch.dtype) -> None:
+    model = nn.Linear(2, 2).to(dtype)
+    before = tensors_of(model)
+    model.weight.data.fill_(torch.finfo(dtype).max)
+    assert still_finite(model, before)
+    model.weight.data[0, 0] = torch.inf
+    assert not still_finite(model, before)
