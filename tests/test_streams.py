@@ -180,6 +180,41 @@ def test_the_momentum_of_a_step_that_was_taken_back_is_forgotten(monkeypatch: py
     assert all(torch.equal(a, b) for a, b in zip(state(online.snapshot()), state(fresh.snapshot()), strict=True))
 
 
+@pytest.mark.parametrize(
+    "where", ["torch.optim.SGD.step", "shiftmend.streams.still_finite", "shiftmend.streams.Stream._count"]
+)
+def test_a_step_that_is_interrupted_at_whatever_point_changes_nothing(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = sensors()
+    online, calls = shiftmend.stream(world.model, world.profile(), learning_rate=0.05), list[int]()
+    online.step(world.target[:100])
+    before, judged, losses = state(online.snapshot()), online.verification, online.losses
+    whole, forward = torch.optim.SGD.step, type(world.model).forward
+
+    def interrupted(*arguments: object) -> None:
+        if isinstance(arguments[0], torch.optim.SGD):
+            whole(*arguments)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    def counted(*arguments: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return forward(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(where, interrupted)
+        patched.setattr(type(world.model), "forward", counted)
+        with pytest.raises(KeyboardInterrupt):
+            online.step(world.target[100:200])
+    assert len(calls) == 1  # nobody waits for a second look at the inputs
+    assert all(torch.equal(a, b) for a, b in zip(before, state(online.snapshot()), strict=True))
+    assert (online.steps, online.verification, online.losses) == (1, judged, losses)
+    fresh = shiftmend.stream(online.snapshot(), world.profile(), learning_rate=0.05)
+    for each in (online, fresh):  # momentum is forgotten
+        each.step(world.target[200:300])
+    assert all(torch.equal(a, b) for a, b in zip(state(online.snapshot()), state(fresh.snapshot()), strict=True))
+
+
 @pytest.mark.parametrize("name", ["fr", "pl"])  # a single one would be enough for pl, but not for BatchNorm
 def test_a_single_sample_is_predicted_and_not_learnt_from(name: str, caplog: pytest.LogCaptureFixture) -> None:
     world = sensors()

@@ -104,25 +104,30 @@ class Stream:
             enter_adapting_modes(self._model)
         assert self._taps is not None
         trains = adapts and self._optimiser is not None
+        good, moved = True, False
+        losses: dict[str, float] = {}
         try:
             with steady(self._model), tapped(self._model, self._taps) as recorder, torch.set_grad_enabled(trains):
                 result = pick(self._model(inputs), self.output, "the model")
                 activations = recorder.read()
-                good = self._update(activations) if trains else True
+                if trains:
+                    losses = self._differentiate(activations)
+            if losses and self._optimiser is not None:
+                moved = True
+                self._optimiser.step()
+            if adapts:
+                good = bool(losses) == trains and still_finite(self._model, before)
+            if self._judge is not None and good:
+                self._count(activations["features"].detach(), len(inputs))
         except BaseException as error:  # what the model or the method refuses has moved BatchNorm already
-            put_back(self._model, before)
-            self._model.eval()
-            if not isinstance(error, ShiftmendError):
+            self._take_back(before, moved)
+            if isinstance(error, Exception) and not isinstance(error, ShiftmendError):
                 check_takes(self._model, inputs)  # which says it in a sentence, if it is for the inputs
             raise
-        if adapts and not (good and still_finite(self._model, before)):
-            good = False
-            put_back(self._model, before)
-            if self._optimiser is not None:
-                self._optimiser.state.clear()  # momentum remembers the step that went wrong
+        if not good:
+            self._take_back(before, True)
             logger.warning("batch %d led to values that are not finite; it was not learnt from", self.steps + 1)
-        if self._judge is not None and good:
-            self._count(activations["features"].detach(), len(inputs))
+        self.losses = losses if good and losses else self.losses
         self._model.eval()
         self.steps += 1
         return result.detach()
@@ -157,18 +162,24 @@ class Stream:
             taps = {"features": self.profile.specs["features"], **taps}
         self._taps = taps
 
-    def _update(self, activations: dict[str, Tensor]) -> bool:
-        """One step; False, and nothing done, if the loss is not finite."""
+    def _differentiate(self, activations: dict[str, Tensor]) -> dict[str, float]:
+        """The terms of the loss, whose gradients the parameters then have; none of either if it is not finite."""
         assert self._objective is not None
         assert self._optimiser is not None
         terms, total = loss_of(self._objective, activations, self._what)
         if not bool(torch.isfinite(total)):
-            return False
+            return {}
+        losses = {name: float(term.detach()) for name, term in terms.items()}
         self._optimiser.zero_grad(set_to_none=True)
         total.backward()
-        self._optimiser.step()
-        self.losses = {name: float(term.detach()) for name, term in terms.items()}
-        return True
+        return losses
+
+    def _take_back(self, before: dict[str, Tensor], momentum: bool) -> None:
+        """The model as it was; a momentum that may be of the step that went wrong is forgotten."""
+        put_back(self._model, before)
+        self._model.eval()
+        if momentum and self._optimiser is not None:
+            self._optimiser.state.clear()
 
     def _count(self, features: Tensor, inputs: int) -> None:
         assert self._judge is not None
