@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from shiftmend import devices
 from shiftmend.devices import device_of, placed, resolve_device, room_on
 from shiftmend.errors import ShiftmendError
 
@@ -111,7 +112,14 @@ def test_buffers_that_change_in_forward_are_as_before() -> None:
     assert model.last._version == 0  # not written to: a graph that holds it can still be run backward
 
 
-def test_data_may_take_part_of_what_is_free_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_may_take_part_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
+    monkeypatch.setattr(devices, "available", lambda: 2000)
     assert room_on(torch.device("cuda", 0)) == 400
-    assert room_on(CPU) == 4 * 1024**3
+    assert room_on(CPU) == 800
+    monkeypatch.setattr(devices, "world_size", lambda: 8)
+    assert room_on(CPU) == 100
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # on each of two machines
+    assert room_on(CPU) == 200
+    monkeypatch.setattr(devices, "available", lambda: None)
+    assert room_on(CPU) == room_on(torch.device("mps")) == 4 * 1024**3

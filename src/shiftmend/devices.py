@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shiftmend.checks import brief
 from shiftmend.distributed import world_size
 from shiftmend.errors import ShiftmendError
+from shiftmend.free_memory import available
 from shiftmend.states import is_writable
 
 AT_ONCE = {"cpu": 1 << 20, "other": 1 << 24}
@@ -66,11 +67,17 @@ def in_parts(values: Tensor, width: int | None = None) -> tuple[Tensor, ...]:
 
 
 def room_on(device: torch.device) -> int:
-    """How much data may stay on the device: part of what is free there."""
+    """How much data may stay on the device: part of what is free there, shared by the processes of a machine."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * 0.4)
-    return 4 << 30
+    left = available() if device.type == "cpu" else None
+    return 4 << 30 if left is None else int(left * 0.4) // _processes_here()
+
+
+def _processes_here() -> int:
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(int(local), world_size()) if local.isdigit() and int(local) > 0 else world_size()
 
 
 @contextmanager

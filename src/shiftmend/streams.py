@@ -138,9 +138,15 @@ class Stream:
             batch = batch[0]
         if isinstance(batch, Dataset | DataLoader):
             raise DataError(f"step takes one batch, got {kind(batch)}; go through it, e.g. for batch in loader")
-        return next(
-            Feed(batch, device=self.device, preprocess=self.preprocess, batch_size=1 << 30, what="batch").batches()
+        feed = Feed(
+            batch,
+            batch_size=1 << 30,
+            device=self.device,
+            preprocess=self.preprocess,
+            limit=1 << 62,  # to ask how much memory is free takes as long as a small step
+            what="batch",
         )
+        return next(feed.batches())
 
     def _prepare(self, inputs: Tensor) -> None:
         """Taps and trained parameters, found with the first batch."""
