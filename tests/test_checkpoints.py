@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -235,7 +236,8 @@ def test_what_a_killed_process_left_half_written_goes_and_nothing_else(tmp_path:
     os.close(descriptor)
     for name in others:
         (tmp_path / name).touch()
-    checkpoints.check_place(path)
+    with checkpoints.alone_at(path) as alone:
+        assert alone
     assert not Path(left).exists()
     assert sorted(found.name for found in tmp_path.iterdir()) == sorted(others)
 
@@ -245,8 +247,30 @@ def test_what_is_left_behind_a_link_goes_too(tmp_path: Path) -> None:
     left = tmp_path / "large disk" / ".run.a1b2c3_4.partial"
     left.touch()
     (tmp_path / "link").symlink_to(tmp_path / "large disk" / "run")
-    checkpoints.check_place(tmp_path / "link")
+    with checkpoints.alone_at(tmp_path / "link") as alone:
+        assert alone
     assert not left.exists()
+
+
+def test_a_second_run_with_the_checkpoint_of_one_under_way_is_refused_and_the_first_ends_as_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = sensors()
+    profile, refusals, written = world.profile(), list[str](), checkpoints.save_tensors
+    (tmp_path / "link").symlink_to(tmp_path / "c")
+
+    def while_it_is_written(place: Path, *rest: Any) -> None:
+        written(place, *rest)
+        with pytest.raises(AdaptationError) as caught:
+            shiftmend.adapt(world.model, world.target, profile, checkpoint=tmp_path / "link", **OPTIONS)
+        refusals.append(str(caught.value))
+
+    monkeypatch.setattr(checkpoints, "save_tensors", while_it_is_written)
+    options = OPTIONS | {"epochs_per_block": 1}
+    result = shiftmend.adapt(world.model, world.target, profile, checkpoint=tmp_path / "c", **options)
+    words = f"another run uses checkpoint {tmp_path / 'link'}; let it finish, or name another file"
+    assert refusals == [words] * result.manifest["epochs"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "link"]
 
 
 def test_a_full_disk_does_not_end_the_run(

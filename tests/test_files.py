@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shiftmend.errors import DataError, ShiftmendError
-from shiftmend.files import as_path, check_folder, replacing, said_where, write_atomically
+from shiftmend.files import alone_with, as_path, check_folder, replacing, said_where, write_atomically
 
 
 def mode(path: Path) -> int:
@@ -170,3 +172,25 @@ def test_what_is_no_name_is_refused(wrong: Any) -> None:
     ):
         check_folder(wrong)
     assert as_path("a/b", "the file") == as_path(Path("a/b"), "the file") == Path("a/b")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_worker_that_outlives_its_process_does_not_hold_its_lock(tmp_path: Path) -> None:
+    script = """
+import os, sys
+from pathlib import Path
+from shiftmend.files import alone_with
+with alone_with(Path(sys.argv[1])) as alone:
+    if not os.fork():
+        sys.stdin.read()  # until the test is over
+        os._exit(0)
+    print(alone, flush=True)
+    os._exit(0)  # as if killed
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "file")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"True\n"
+        assert process.wait() == 0
+        with alone_with(tmp_path / "file") as alone:
+            assert alone

@@ -231,6 +231,8 @@ def resumed(folder: Path) -> Any:
     with mock.patch.object(checkpoints, "save", wraps=checkpoints.save) as save:
         result = adapted("bufr", epochs_per_block=2, checkpoint=checkpoint)
         begun = adapted("bufr", epochs_per_block=2, checkpoint=folder / "one.ckpt")
+    with checkpoints.alone_at(folder / "busy.ckpt") if distributed.rank() == 0 else contextlib.nullcontext():
+        busy = refusal(lambda: adapted("adabn", checkpoint=folder / "busy.ckpt"))
     missing = refusal(lambda: adapted("adabn", checkpoint=folder / f"adabn-{distributed.rank()}.ckpt"))
     return {
         "two": digest_of(result),
@@ -239,6 +241,7 @@ def resumed(folder: Path) -> Any:
         "rows": [row.epoch for row in result.history],
         "changed": checkpoint.stat().st_mtime_ns != written,
         "missing": missing,
+        "busy": busy,
     }
 
 
@@ -435,6 +438,7 @@ def test_a_run_of_two_processes_resumes_and_so_does_one_that_a_single_process_be
         np.testing.assert_allclose(found["one"], expected, rtol=1e-9, atol=1e-11)
         assert found["rows"] == [0, 1, 2, 3, 4]
         assert found["missing"].startswith("the checkpoint of process 1 differs")
+        assert found["busy"].startswith("another run uses checkpoint")
     # both runs stood after an epoch that was saved: two, and one, of four
     assert [report["resumed"]["writes"] for report in reports] == [2 + 3, 0]
     assert reports[0]["resumed"]["changed"]

@@ -6,6 +6,8 @@ import glob
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch import Tensor, nn, optim
 
 from shiftmend.adaptations import Epoch
 from shiftmend.errors import AdaptationError
-from shiftmend.files import is_special, replacing
+from shiftmend.files import alone_with, is_special, replacing
 from shiftmend.seals import UNSEALED, is_whole, seal
 from shiftmend.states import check_types, held, save_tensors
 
@@ -36,20 +38,34 @@ class Checkpoint:
 
 
 def check_place(path: Path) -> None:
-    """Refuse a path that cannot be written to before an epoch is spent; delete what a killed process left beside it."""
+    """Refuse a path that cannot be written to before an epoch is spent."""
     if path.is_dir():
         raise AdaptationError(f"checkpoint {path} is a folder, expected the name of a file in it")
     if is_special(path):
         raise AdaptationError(f"checkpoint {path} is a device or a pipe, expected the name of a file")
-    target = Path(os.path.realpath(path))  # as `replacing` does: a link stays one
+    target = _target(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(target.parent, os.W_OK):
             raise PermissionError(13, "no permission to write there")
-        for left in target.parent.glob(f".{glob.escape(target.name)}.{'?' * 8}.partial"):  # as `replacing` names it
-            left.unlink(missing_ok=True)
     except OSError as error:
         raise AdaptationError(f"checkpoint {path} cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def alone_at(path: Path) -> Iterator[bool]:
+    """Whether no other run has this checkpoint; if so, what a killed process left half written beside it is deleted."""
+    check_place(path)
+    target = _target(path)
+    with alone_with(target) as alone:
+        if alone:
+            for left in target.parent.glob(f".{glob.escape(target.name)}.{'?' * 8}.partial"):  # see `replacing`
+                left.unlink(missing_ok=True)
+        yield alone
+
+
+def _target(path: Path) -> Path:
+    return Path(os.path.realpath(path))  # as `replacing` does: a link stays one
 
 
 def check_model(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from shiftmend.checks import brief
 from shiftmend.errors import DataError, ShiftmendError
@@ -73,6 +73,19 @@ def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
         raise
 
 
+_HELD: set[BinaryIO] = set()
+
+
+def _let_go() -> None:
+    """A worker that outlives its process for some seconds would go on holding its locks."""
+    for handle in _HELD:
+        handle.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
 @contextmanager
 def alone_with(path: Path) -> Iterator[bool]:
     """Whether no other process is inside such a block for this file, as far as the system can tell.
@@ -83,9 +96,11 @@ def alone_with(path: Path) -> Iterator[bool]:
     lock = path.with_name(f".{path.name}.lock")
     with lock.open("ab") as handle:
         alone = _locked(handle.fileno())
+        _HELD.add(handle)
         try:
             yield alone
         finally:
+            _HELD.discard(handle)
             if alone:
                 with suppress(OSError):  # not every system deletes what is open
                     lock.unlink()

@@ -18,7 +18,7 @@ from shiftmend import checkpoints, fingerprints
 from shiftmend.adaptations import Adaptation, Epoch
 from shiftmend.adapting import enter_adapting_modes, fresh_optimiser, steady, still_finite
 from shiftmend.checks import brief
-from shiftmend.distributed import of_first_process, rank, same_everywhere, world_size
+from shiftmend.distributed import everywhere, of_first_process, rank, same_everywhere, together, world_size
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
 from shiftmend.halves import in_bfloat16
@@ -100,7 +100,12 @@ class Run:
     def go(self) -> Adaptation:
         """Run to the end, or as far as it gets."""
         total = sum(stage.epochs for stage in self.stages)
-        with progress_bar(self.settings.progress, self.method.name, total) as self.bar:
+        own = checkpoints.alone_at(self.path) if self.path is not None and rank() == 0 else nullcontext(True)
+        with own as alone, progress_bar(self.settings.progress, self.method.name, total) as self.bar:
+            with together():
+                alone = everywhere(alone, self.feed.device)
+            if not alone:
+                raise AdaptationError(f"another run uses checkpoint {self.path}; let it finish, or name another file")
             return self._go()
 
     def _show(self, what: str, most: int | None = None) -> None:

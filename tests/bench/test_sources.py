@@ -201,6 +201,26 @@ def test_a_killed_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_second_training_of_the_same_model_leaves_the_checkpoint_of_the_first_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "SECONDS_BETWEEN_CHECKPOINTS", 0)
+    epochs: list[int] = []
+
+    def second() -> None:
+        (left,) = (tmp_path / "sources").glob("*.checkpoint")
+        half = left.with_name(f".{left.name}.a1b2c3_4.partial")
+        half.touch()
+        written = left.stat().st_mtime_ns
+        got(tmp_path, tick=lambda: epochs.append(left.stat().st_mtime_ns - written))
+        half.unlink()  # is still there
+
+    model, path = got(tmp_path, tick=second)
+    assert epochs == [0, 0]
+    assert same(model, train(RECIPE, data(), preprocess, seed=7, device="cpu"))
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_the_first_to_finish_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if, on a GPU, another process had meanwhile trained the same model to slightly different weights."""
     other, path = got(tmp_path)

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from shiftmend import fingerprints
+from shiftmend import checkpoints, fingerprints
 from shiftmend.__about__ import __version__
 from shiftmend.bench.recipes import Recipe, untrained
 from shiftmend.bench.training import train
@@ -41,24 +41,26 @@ def obtain(
     """The source model of this recipe, seed and data, and its file under `home/sources`; trained if there is none yet.
 
     `device`, `tick`, `root` and `compile` are those of `train`. A training that was killed goes on at the next call. Of
-    two processes that train the same model at once, both end up with the file of the one that finished first.
+    two processes that train the same model at once, both end up with the file of the one that finished first; the
+    first to begin has the checkpoint.
     """
     digest = recipe.digest(identity(data, preprocess))
     probe = preprocess(data.images[:2]) if isinstance(data, Split) else None
     path = home / "sources" / f"{recipe.network}-{digest}-{seed}.safetensors"
     if not path.exists():
         checkpoint = path.with_suffix(".checkpoint")
-        model = train(
-            recipe,
-            data,
-            preprocess,
-            seed=seed,
-            device=device,
-            tick=tick,
-            checkpoint=checkpoint,
-            root=root,
-            compile=compile,
-        )
+        with checkpoints.alone_at(checkpoint) as alone:
+            model = train(
+                recipe,
+                data,
+                preprocess,
+                seed=seed,
+                device=device,
+                tick=tick,
+                checkpoint=checkpoint if alone else None,
+                root=root,
+                compile=compile,
+            )
         if not path.exists():
             facts = {"digest": digest, "recipe": json.dumps(recipe.facts()), "data": data.name}
             _write(path, model, facts | _answers(model, probe), seed)
