@@ -922,3 +922,25 @@ def test_batches_are_given_up_as_they_are_put_together(block: int, monkeypatch: 
     whole, _ = gathered.together("data", False)
     assert left == [*range(len(held) - 1, 0, -1), 0]
     assert torch.equal(whole.as_subclass(Tensor), INPUTS.double())
+
+
+@pytest.mark.parametrize("block", [1, 1 << 26])
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_batches_that_are_put_together_keep_their_memory_format(
+    form: torch.memory_format, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batching, "BLOCK", block)
+    images = torch.rand(10, 3, 4, 5).to(memory_format=form)
+    feed = Feed([*images[:9].split(4), images[9:].double()])
+    for found in (feed.inputs, *feed.batches(), *feed.epoch(0, 0)):
+        inputs = found[0] if isinstance(found, tuple) else found
+        assert inputs is not None
+        assert inputs.is_contiguous(memory_format=form)
+    assert feed.inputs is not None
+    assert torch.equal(feed.inputs, images.double())
+
+
+def test_batches_that_lie_in_memory_otherwise_are_put_together_as_they_are() -> None:
+    rows = torch.rand(6, 4, 5)
+    for batch in (rows.transpose(1, 2), rows[:, ::2], rows[:, :1].expand(6, 3, 5), rows.permute(1, 2, 0), rows[:, :0]):
+        assert torch.equal(Feed([batch, batch]).inputs, torch.cat([batch, batch]))

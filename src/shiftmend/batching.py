@@ -102,11 +102,13 @@ class Gathered:
         return self._given_up(), torch.cat(self.labels) if one_each else None
 
     def _given_up(self) -> Tensor:
-        """One tensor of the parts, which are let go one by one."""
+        """One tensor of the parts, in the memory format of the first; they are let go one by one."""
         parts = self.inputs
         end = sum(self.sizes)
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
-        whole = parts[0].new_empty(end, *parts[0].shape[1:], dtype=dtype)
+        sample = torch.empty_like(parts[0][:1])
+        strides = (sample.numel(), *sample.stride()[1:])
+        whole = parts[0].new_empty_strided((end, *sample.shape[1:]), strides, dtype=dtype)
         while parts:
             part = parts.pop()
             whole[end - len(part) : end] = part
