@@ -12,7 +12,7 @@ import shiftmend
 from shiftmend.errors import DataError, ProfileError
 from shiftmend.histograms import Bins, divergence, sampling_floor, soft_histogram
 from shiftmend.statistics import Projector
-from shiftmend.verification import FAILED, RESTORED, Tally, Verification
+from shiftmend.verification import FAILED, RESTORED, Tally, Verification, chance_of
 from worlds import sensors
 from zoo import ZOO
 
@@ -308,11 +308,11 @@ def test_the_sample_sizes_that_the_documentation_calls_too_few() -> None:
     assert verdict(many, 400) == verdict(400, many) == verdict(800, 800) == "restored"
 
 
-@pytest.mark.parametrize(("units", "least", "most"), [(1, 0.15, 0.4), (4, 0.0, 0.05), (32, 0.0, 0.0)])
-def test_how_often_chance_is_outside_the_stated_bounds(units: int, least: float, most: float) -> None:
-    """Two samples of one long-tailed distribution, again and again: half of a floor to one and a half, but for few
-    features, whose slices are much the same."""
+@pytest.mark.parametrize("units", [1, 2, 4, 32])
+def test_how_seldom_chance_is_outside_the_stated_bounds(units: int) -> None:
+    """Two samples of one long-tailed distribution, again and again; the slices of few features are much the same."""
     generator = torch.Generator().manual_seed(0)
+    least, most = chance_of(units)
     floor, outside, draws = sampling_floor(Bins(), 1000, 1000), 0, 60
     for _ in range(draws):
         source, target = (torch.empty(1000, units).exponential_(generator=generator) for _ in range(2))
@@ -320,8 +320,34 @@ def test_how_often_chance_is_outside_the_stated_bounds(units: int, least: float,
         slices = Projector.build(source.mean(0), source.std(0), varied, count=128, seed=1)
         low, high = slices(source).amin(0), slices(source).amax(0)
         home, away = (soft_histogram(slices(values), low, high, Bins()) for values in (source, target))
-        outside += not 0.5 * floor < float(divergence(home, away).mean()) < 1.5 * floor
-    assert least <= outside / draws <= most
+        outside += not least * floor < float(divergence(home, away).mean()) < most * floor
+    assert outside / draws <= 0.1
+
+
+def test_what_chance_explains_depends_on_how_many_features_vary_if_they_are_few() -> None:
+    def bounds(units: int | None, adapted: bool) -> tuple[float, float]:
+        return Verification(0.03, 0.01, 300, adapted=adapted, units=units).bounds
+
+    for many in (None, 0, 3, 512):
+        assert bounds(many, False) == pytest.approx((0.015, 0.025))
+        assert bounds(many, True) == pytest.approx((0.02, 0.03))
+    assert bounds(1, False) == pytest.approx((0.0075, 0.028))
+    assert bounds(1, True) == pytest.approx((0.0095, 0.03))
+    assert bounds(2, False) == pytest.approx((0.011, 0.027))
+
+
+def test_features_that_do_not_vary_are_not_among_those_that_chance_is_told_from() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(3))
+        model[0].bias.copy_(torch.tensor([0.0, -9.0, -9.0]))  # two are always off
+    made = shiftmend.profile(model, torch.rand(500, 3))
+    found = shiftmend.verify(model, torch.rand(400, 3), made)
+    assert found.units == 1
+    online = shiftmend.stream(model, made, "source-only")
+    online.step(torch.rand(400, 3))
+    assert online.verification is not None
+    assert online.verification.units == 1
 
 
 def test_inputs_of_another_normalisation_are_warned_of_as_in_adapt(caplog: pytest.LogCaptureFixture) -> None:

@@ -33,6 +33,19 @@ FAILED = 0.01
 VERIFIED = ("features", "logits")
 """The taps whose marginals count."""
 
+_FEW = {1: (0.2, 2.25), 2: (0.3, 1.9)}
+
+
+def chance_of(units: int | None) -> tuple[float, float]:
+    """How many floors chance adds to the divergence of new samples, at least and at most, for so many features.
+
+    A floor is a mean. The slices of one feature are all the same, and chance varies as in a single histogram, like a
+    chi-square of few degrees of freedom; those of two are much the same. The mean over those of more varies less,
+    unless they hang together so closely that they are as good as one, which a profile does not tell.
+    """
+    return _FEW.get(units or 0, (0.5, 1.5))
+
+
 Verdict = Literal["restored", "partly restored", "not restored", "undecided"]
 
 
@@ -50,6 +63,8 @@ class Verification:
     """Whether the model was adapted to these very inputs."""
     marginals: float | None = None
     """Mean divergence of the features plus that of the logits, each unit by itself; None where it is not known."""
+    units: int | None = None
+    """Features that vary at the source, where that is known: of one or two, chance varies more."""
 
     @property
     def excess(self) -> float:
@@ -62,9 +77,8 @@ class Verification:
     def bounds(self) -> tuple[float, float]:
         """Between which the divergence lies, about, that ever more samples would show.
 
-        Chance adds half of the floor to one and a half: so much was seen as long as the divergence is small, and of
-        features of many units less. Of one or two units all slices are much the same, and chance varies more: for a
-        single one it is outside these bounds in about a quarter of all samples. A model fits what it is adapted to
+        Chance adds half of the floor to one and a half, of one or two features less or more (`chance_of`): so much was
+        seen as long as the divergence is small, and of features of many units less. A model fits what it is adapted to
         together with its chance, of which none or most may be left.
         """
         if not math.isfinite(self.divergence):
@@ -84,7 +98,8 @@ class Verification:
     @property
     def _chance(self) -> tuple[float, float]:
         """Of the divergence at least and at most."""
-        return (0.0, self.floor) if self.adapted else (0.5 * self.floor, 1.5 * self.floor)
+        least, most = chance_of(self.units)
+        return (0.0, (most - least) * self.floor) if self.adapted else (least * self.floor, most * self.floor)
 
     @property
     def verdict(self) -> Verdict:
@@ -156,7 +171,8 @@ def judged(slices: float, marginals: float | None, inputs: int, profile: Profile
     Positions of one feature map are not independent: what counts against chance is the number of inputs.
     """
     floor = sampling_floor(profile.bins, profile.inputs_seen, inputs)
-    return Verification(slices, floor, inputs, profile.inputs_seen, marginals=marginals)
+    units = profile.taps["features"].usable_count
+    return Verification(slices, floor, inputs, profile.inputs_seen, marginals=marginals, units=units)
 
 
 def verify(

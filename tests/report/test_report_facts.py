@@ -309,15 +309,16 @@ def test_a_model_that_works_in_place_does_not_change_what_the_other_sees() -> No
 
 
 @pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("units", [None, 1, 2])
 @given(st.integers(50, 100_000))
-def test_enough_samples_are_just_enough(adapted: bool, source: int) -> None:
+def test_enough_samples_are_just_enough(units: int | None, adapted: bool, source: int) -> None:
     bins = Bins()
 
     def undecided(floor: float) -> bool:
-        divergences = np.linspace(0, 4 * floor, 2001)
-        return any(Verification(float(d), floor, 1, source, adapted).verdict == "undecided" for d in divergences)
+        found = (Verification(d, floor, 1, source, adapted, units=units) for d in np.linspace(0, 6 * floor, 3001))
+        return any(each.verdict == "undecided" for each in found)
 
-    least = enough(bins, source)
+    least = enough(bins, source, units)
     if least is None:
         assert undecided(1.01 * sampling_floor(bins, source, 10**12))
         return

@@ -131,7 +131,7 @@ def verification(result: Result) -> Verification | None:
         return None
     adapted = after.get("adapted", _method(result) != thresholds.NOTHING_DONE)
     source, marginals = after.get("source_samples"), result.signals.get("marginals")
-    return Verification(slices, after["floor"], after["samples"], source, adapted, marginals)
+    return Verification(slices, after["floor"], after["samples"], source, adapted, marginals, after.get("units"))
 
 
 def _method(result: Result) -> str | None:

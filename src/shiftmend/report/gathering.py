@@ -29,7 +29,7 @@ from shiftmend.report import saved
 from shiftmend.report.contents import Facts, Home, Mending, Predictions, Sample
 from shiftmend.report.looking import Look, guess, predictions, tap_shifts
 from shiftmend.taps import Entry, check_takes, modes, tapped, unwrap
-from shiftmend.verification import RESTORED
+from shiftmend.verification import RESTORED, chance_of
 
 SAMPLES = 12
 MOST_SAMPLES = 100
@@ -98,7 +98,7 @@ def facts(
         before=before.verification(),
         after=None if after is None else replace(after.verification(), adapted=adapted),
         slices=profile.slices["verification"].histogram.units,
-        enough=enough(profile.bins, profile.inputs_seen),
+        enough=enough(profile.bins, profile.inputs_seen, profile.taps["features"].usable_count),
         cautions=tuple(_cautions(model, profile, summary, result, guesses)),
         inputs=shown,
         taps=tap_shifts(before, after, profile, feed.samples),
@@ -112,12 +112,13 @@ def facts(
     )
 
 
-def enough(bins: Bins, source_samples: int) -> int | None:
+def enough(bins: Bins, source_samples: int, units: int | None = None) -> int | None:
     """Target samples with which no divergence is undecided; None if the profile has too few for that.
 
     Half as many may do for samples that were not adapted to, if the features are as at home.
     """
-    left = RESTORED * math.log(bins.total) / (bins.total - 1) - 1 / source_samples
+    least, most = chance_of(units)
+    left = RESTORED / (most - least) * math.log(bins.total) / (bins.total - 1) - 1 / source_samples
     return None if left <= 0 else math.ceil(1 / left)
 
 
