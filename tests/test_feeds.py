@@ -222,20 +222,36 @@ def test_an_empty_stream_is_noticed_whatever_is_asked_first(source: Any, use: Ca
         use(Feed(source, resident=False))
 
 
+def test_what_can_be_run_through_only_once_is_not_called_empty() -> None:
+    class Once:
+        def __init__(self) -> None:
+            self.batches = iter(INPUTS.split(10))
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return self.batches
+
+    feed = Feed(Once(), resident=False)
+    assert len(torch.cat(list(feed.batches()))) == len(INPUTS)
+    with pytest.raises(DataError, match="gave nothing when it was run through again; expected batches that begin anew"):
+        feed.first(2)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 def test_numbers_that_are_none_are_refused(bad: float, dtype: torch.dtype) -> None:
     inputs = torch.zeros(40, 3, 2, 2, dtype=dtype)
     inputs[7, 0, 1, 1] = inputs[7, 1, 0, 0] = inputs[31, 2, 0, 0] = bad
     for source in (inputs, inputs.numpy(), (inputs, LABELS[:40]), TensorDataset(inputs)):
-        with pytest.raises(DataError, match="NaN or infinite values in 2 samples"):
+        with pytest.raises(DataError, match=r"NaN or infinite values, first in sample 7 \(counted from 0\);"):
             Feed(source)
-    with pytest.raises(DataError, match="NaN or infinite values in 1 samples"):
-        Feed(list(inputs.split(8)))
-    with pytest.raises(DataError, match="NaN or infinite"):
+    with pytest.raises(DataError, match="first in sample 31 "):
+        Feed(list(torch.cat([inputs[:7], inputs[:1], inputs[8:]]).split(8)))
+    with pytest.raises(DataError, match="first in sample 7 "):
         list(Feed(list(inputs.split(8)), limit=0).batches())
-    with pytest.raises(DataError, match="NaN or infinite"):
+    with pytest.raises(DataError, match="first in sample 1 "):
         Feed(torch.tensor([1.0, bad], dtype=dtype))
+    with pytest.raises(DataError, match="NaN or infinite values; remove"):  # which of the Dataset, is not known
+        Feed(DataLoader(TensorDataset(inputs), shuffle=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.float16], ids=str)
@@ -847,8 +863,8 @@ def test_the_check_for_numbers_looks_at_a_part_at_a_time(monkeypatch: pytest.Mon
     assert max(seen) == 30
     assert sum(seen) == INPUTS.numel()
     bad = INPUTS.clone()
-    bad[[3, 4, 69], 1] = float("nan")
-    with pytest.raises(DataError, match="in 3 samples"):
+    bad[[68, 69], 1] = float("nan")
+    with pytest.raises(DataError, match="first in sample 68 "):
         Feed(bad)
 
 
