@@ -14,7 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from copiers import AsLateAsPossible, AtOnce
 from shiftmend import batching, devices, distributed, feeds
@@ -287,8 +296,9 @@ def test_a_loader_and_another_batch_size_contradict_each_other() -> None:
         Feed(loader, batch_size=32)
     assert Feed(loader, batch_size=16).batch_size == Feed(loader).batch_size == 16
     # a loader with its own sampler of batches has no batch size to contradict
-    sampler = torch.utils.data.BatchSampler(range(70), 16, drop_last=False)
+    sampler = BatchSampler(range(70), 16, drop_last=False)
     assert Feed(DataLoader(Pairs(), batch_sampler=sampler), batch_size=32).batch_size == 32
+    assert Feed(DataLoader(Pairs(), batch_sampler=sampler)).batch_size == 16
 
 
 def test_the_default_batch_size() -> None:
@@ -435,9 +445,23 @@ def test_a_streamed_epoch_leaves_out_a_small_last_batch_only(sizes: list[int]) -
 
 
 def test_a_streamed_loader_with_its_own_sampler_gives_all_its_batches() -> None:
-    sampler = torch.utils.data.BatchSampler(range(70), 10, drop_last=False)
+    sampler = BatchSampler(range(70), 10, drop_last=False)
     feed = Feed(DataLoader(Pairs(), batch_sampler=sampler), resident=False)
     assert torch.equal(torch.cat(list(an_epoch(feed, 0, 1))), INPUTS)
+
+
+def test_a_sampler_behind_a_sampler_of_batches_is_not_overlooked(caplog: pytest.LogCaptureFixture) -> None:
+    """Beside a `batch_sampler` torch gives every loader a sampler in order, which is never asked."""
+    generator = torch.Generator()
+    drawn = RandomSampler(Pairs(), num_samples=45, generator=generator)
+    feed = Feed(DataLoader(Pairs(), batch_sampler=BatchSampler(drawn, 10, drop_last=True)), resident=False)
+    assert not feed.ordered
+    assert "fixed order" not in caplog.text
+    assert feed.samples == len(torch.cat(list(feed.batches()))) == 40
+    assert torch.equal(torch.cat(list(feed.batches())), torch.cat(list(feed.batches())))
+    plain = Feed(DataLoader(Pairs(), batch_sampler=BatchSampler(SequentialSampler(Pairs()), 10, False)), resident=False)
+    assert plain.ordered
+    assert "fixed order" in caplog.text
 
 
 @pytest.mark.parametrize("way", WAYS)

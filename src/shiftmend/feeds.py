@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from shiftmend.batching import Gathered, full, joined, keeps_order, known_length
 from shiftmend.checks import brief, check_function, is_whole, kind
@@ -78,7 +78,7 @@ class Feed:
         if self._inputs is None and isinstance(self._loader, DataLoader):
             if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
                 self._shuffled = DataLoader(source, batch_size=self.batch_size, shuffle=True)
-            elif isinstance(self._loader.sampler, SequentialSampler):
+            elif self.ordered:
                 logger.warning(
                     "the %s streams in a fixed order: if it is sorted, batches are one-sided; use shuffle=True", what
                 )

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
 
 from shiftmend.checks import kind
 from shiftmend.devices import in_parts
@@ -46,7 +46,7 @@ def as_loader(source: Any, batch_size: int | None, what: str) -> tuple[Any, int 
                 f"the {what} is a DataLoader of batches of {source.batch_size}, but batch_size={batch_size} was asked "
                 "for; leave one of the two out"
             )
-        return source, source.batch_size
+        return source, source.batch_sampler.batch_size if type(source.batch_sampler) is BatchSampler else None
     if isinstance(source, IterableDataset | Dataset):
         if not isinstance(source, IterableDataset) and not hasattr(source, "__len__"):
             raise DataError(
@@ -185,7 +185,8 @@ def drawn(loader: Iterable[Any], seed: int, what: str = "data") -> Iterator[Any]
     used. A generator that a loader or its sampler brings along is set to the seed, too, and put back at the end.
     """
     own = torch.Generator().manual_seed(seed).get_state()
-    parts = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    batches = getattr(loader, "batch_sampler", None)
+    parts = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     brought = {id(g): g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)}
     states = [(generator, generator.get_state()) for generator in brought.values()]
     try:
