@@ -12,12 +12,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from shiftmend.checks import brief, is_whole, kind
 from shiftmend.errors import DataError, TapError
@@ -154,8 +154,8 @@ def module_of(model: nn.Module, tap: Tap) -> nn.Module:
     """The module that a tap names."""
     modules: dict[str, nn.Module] = dict(model.named_modules())
     if tap.module not in modules:
-        close = [name for name in modules if name and (tap.module in name or name in tap.module)][:4]
-        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        close = [name for name in modules if name.endswith(f".{tap.module}")] or get_close_matches(tap.module, modules)
+        hint = f"; did you mean {' or '.join(map(repr, close[:4]))}?" if close else ""
         raise TapError(f"tap {tap.name!r} names module {tap.module!r}, which the model does not have{hint}")
     return modules[tap.module]
 
@@ -261,7 +261,7 @@ def _takes_one_tensor(model: nn.Module) -> bool:
     return True
 
 
-class _Names(TorchFunctionMode):
+class _Names(torch.overrides.TorchFunctionMode):
     """Notices a model that takes its tensor for a dict: what torch says of such an index depends on the word."""
 
     asked = False
