@@ -268,7 +268,7 @@ class _Names(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.asked |= func is Tensor.__getitem__ and isinstance(args[1], str)
-        return func(*args, **(kwargs or {}))
+        return None if self.asked else func(*args, **(kwargs or {}))
 
 
 def _takes_it_for_a_dict(model: nn.Module, sample: Tensor) -> bool:
