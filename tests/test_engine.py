@@ -336,6 +336,16 @@ def test_warns_when_it_does_not_help(caplog: pytest.LogCaptureFixture) -> None:
     assert "verification got worse" in caplog.text
 
 
+def test_what_is_restored_has_not_got_worse(caplog: pytest.LogCaptureFixture) -> None:
+    world = sensors(samples=3000)
+    result = shiftmend.adapt(world.model, world.source, world.profile(), "fr", epochs=1, learning_rate=0.045)
+    assert result.before is not None
+    assert result.after is not None
+    assert result.after.excess > result.before.excess
+    assert (result.before.verdict, result.after.verdict) == ("restored", "restored")
+    assert "got worse" not in caplog.text
+
+
 def test_warns_of_the_run_that_was_chosen_alone(caplog: pytest.LogCaptureFixture) -> None:
     world = sensors()
     rates = [0.01, 20.0]

@@ -73,7 +73,7 @@ def test_labels_count_as_many_classes_as_the_model_knows() -> None:
 
 def test_without_labels_there_is_nothing_to_score() -> None:
     world = sensors()
-    with pytest.raises(DataError, match=r"the data to evaluate on has no labels: expected pairs of \(inputs, labels\)"):
+    with pytest.raises(DataError, match="or dicts in which the labels are called 'label' or"):
         shiftmend.evaluate(world.model, world.target)
     with pytest.raises(DataError, match=r"the model does not take inputs of shape \[5\]"):
         shiftmend.evaluate(world.model, (world.target[:, :5], world.labels))
@@ -134,6 +134,8 @@ def test_a_segmentation_is_scored_position_by_position() -> None:
         DataError, match=r"need labels \[4, 5, 6\], one class number for each position, got \[4, 1, 5, 6\]"
     ):
         shiftmend.evaluate(model, (images, labels.unsqueeze(1)))
+    with pytest.raises(DataError, match=r"got \[4, 2, 5\]; if classes are on the last axis, .*logits.movedim\(-1, 1\)"):
+        shiftmend.evaluate(nn.Linear(6, 3), (torch.randn(4, 2, 5, 6), labels[:, :2, :5]))
     with pytest.raises(DataError, match="logits must be floating point"):
         shiftmend.evaluate(model, (images, labels[:, 0, 0]))
 

@@ -14,7 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from copiers import AsLateAsPossible, AtOnce
 from shiftmend import batching, devices, distributed, feeds
@@ -222,20 +231,36 @@ def test_an_empty_stream_is_noticed_whatever_is_asked_first(source: Any, use: Ca
         use(Feed(source, resident=False))
 
 
+def test_what_can_be_run_through_only_once_is_not_called_empty() -> None:
+    class Once:
+        def __init__(self) -> None:
+            self.batches = iter(INPUTS.split(10))
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return self.batches
+
+    feed = Feed(Once(), resident=False)
+    assert len(torch.cat(list(feed.batches()))) == len(INPUTS)
+    with pytest.raises(DataError, match="gave nothing when it was run through again; expected batches that begin anew"):
+        feed.first(2)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 def test_numbers_that_are_none_are_refused(bad: float, dtype: torch.dtype) -> None:
     inputs = torch.zeros(40, 3, 2, 2, dtype=dtype)
     inputs[7, 0, 1, 1] = inputs[7, 1, 0, 0] = inputs[31, 2, 0, 0] = bad
     for source in (inputs, inputs.numpy(), (inputs, LABELS[:40]), TensorDataset(inputs)):
-        with pytest.raises(DataError, match="NaN or infinite values in 2 samples"):
+        with pytest.raises(DataError, match=r"NaN or infinite values, first in sample 7 \(counted from 0\);"):
             Feed(source)
-    with pytest.raises(DataError, match="NaN or infinite values in 1 samples"):
-        Feed(list(inputs.split(8)))
-    with pytest.raises(DataError, match="NaN or infinite"):
+    with pytest.raises(DataError, match="first in sample 31 "):
+        Feed(list(torch.cat([inputs[:7], inputs[:1], inputs[8:]]).split(8)))
+    with pytest.raises(DataError, match="first in sample 7 "):
         list(Feed(list(inputs.split(8)), limit=0).batches())
-    with pytest.raises(DataError, match="NaN or infinite"):
+    with pytest.raises(DataError, match="first in sample 1 "):
         Feed(torch.tensor([1.0, bad], dtype=dtype))
+    with pytest.raises(DataError, match="NaN or infinite values; remove"):  # which of the Dataset, is not known
+        Feed(DataLoader(TensorDataset(inputs), shuffle=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.float16], ids=str)
@@ -271,8 +296,9 @@ def test_a_loader_and_another_batch_size_contradict_each_other() -> None:
         Feed(loader, batch_size=32)
     assert Feed(loader, batch_size=16).batch_size == Feed(loader).batch_size == 16
     # a loader with its own sampler of batches has no batch size to contradict
-    sampler = torch.utils.data.BatchSampler(range(70), 16, drop_last=False)
+    sampler = BatchSampler(range(70), 16, drop_last=False)
     assert Feed(DataLoader(Pairs(), batch_sampler=sampler), batch_size=32).batch_size == 32
+    assert Feed(DataLoader(Pairs(), batch_sampler=sampler)).batch_size == 16
 
 
 def test_the_default_batch_size() -> None:
@@ -419,9 +445,23 @@ def test_a_streamed_epoch_leaves_out_a_small_last_batch_only(sizes: list[int]) -
 
 
 def test_a_streamed_loader_with_its_own_sampler_gives_all_its_batches() -> None:
-    sampler = torch.utils.data.BatchSampler(range(70), 10, drop_last=False)
+    sampler = BatchSampler(range(70), 10, drop_last=False)
     feed = Feed(DataLoader(Pairs(), batch_sampler=sampler), resident=False)
     assert torch.equal(torch.cat(list(an_epoch(feed, 0, 1))), INPUTS)
+
+
+def test_a_sampler_behind_a_sampler_of_batches_is_not_overlooked(caplog: pytest.LogCaptureFixture) -> None:
+    """Beside a `batch_sampler` torch gives every loader a sampler in order, which is never asked."""
+    generator = torch.Generator()
+    drawn = RandomSampler(Pairs(), num_samples=45, generator=generator)
+    feed = Feed(DataLoader(Pairs(), batch_sampler=BatchSampler(drawn, 10, drop_last=True)), resident=False)
+    assert not feed.ordered
+    assert "fixed order" not in caplog.text
+    assert feed.samples == len(torch.cat(list(feed.batches()))) == 40
+    assert torch.equal(torch.cat(list(feed.batches())), torch.cat(list(feed.batches())))
+    plain = Feed(DataLoader(Pairs(), batch_sampler=BatchSampler(SequentialSampler(Pairs()), 10, False)), resident=False)
+    assert plain.ordered
+    assert "fixed order" in caplog.text
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -847,8 +887,8 @@ def test_the_check_for_numbers_looks_at_a_part_at_a_time(monkeypatch: pytest.Mon
     assert max(seen) == 30
     assert sum(seen) == INPUTS.numel()
     bad = INPUTS.clone()
-    bad[[3, 4, 69], 1] = float("nan")
-    with pytest.raises(DataError, match="in 3 samples"):
+    bad[[68, 69], 1] = float("nan")
+    with pytest.raises(DataError, match="first in sample 68 "):
         Feed(bad)
 
 

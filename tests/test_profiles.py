@@ -99,7 +99,7 @@ def test_infinite_and_enormous_inputs_come_back_from_a_file(
 
 
 def test_a_profile_says_what_it_holds() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
     with torch.no_grad():
         model[0].bias.copy_(torch.tensor([9.0, -9.0, 9.0, -9.0]))  # two units that are silent on all of the source
     inputs = torch.linspace(-1, 1, 3000).reshape(1000, 3)
@@ -110,7 +110,7 @@ def test_a_profile_says_what_it_holds() -> None:
         "  bins        8 inner + 2 outer, temperature 0.01",
         "  inputs      [3] float32 in [-1, 1]",
         "  features    4 units at '2:input', 2 constant and left out",
-        "  logits      2 units at '2'",
+        "  logits      1 unit at '2'",
         "  moments     marginal-gaussian of the features",
         "  slices      128 for verification",
         f"  model       architecture {made.architecture[:12]}, weights {made.weights[:12]}",

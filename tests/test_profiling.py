@@ -373,7 +373,7 @@ def test_complex_inputs_and_weights(tmp_path) -> None:  # type: ignore[no-untype
     with pytest.raises(TapError, match="tap 'early' watches 'first', which gives complex numbers"):
         shiftmend.profile(model, inputs, taps={"early": "first"})
     inputs[3, 0] = complex(0, math.nan)
-    with pytest.raises(DataError, match="NaN or infinite values in 1 samples"):
+    with pytest.raises(DataError, match="NaN or infinite values, first in sample 3 "):
         shiftmend.profile(model, inputs)
 
 

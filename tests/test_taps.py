@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shiftmend.errors import DataError, TapError
 from shiftmend.returned import tensors_in
@@ -289,6 +289,17 @@ def test_whatever_a_model_raises_is_one_sentence(error: Exception, words: str) -
     with pytest.raises(DataError, match=rf"does not take inputs of shape \[3\] and type float32: {words}$") as caught:
         check_takes(Raises(error), torch.zeros(2, 3))
     assert caught.value.__cause__ is error
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+@pytest.mark.parametrize("read", [lambda batch: batch["x"], lambda batch: batch["tokens"]])
+def test_a_model_that_is_called_with_a_dict_is_to_be_wrapped(read: Callable[[Any], Tensor]) -> None:
+    class Named(nn.Module):
+        def forward(self, batch: Any) -> Tensor:
+            return read(batch)
+
+    with pytest.raises(DataError, match="expected a model that is called with one tensor: wrap it in a module"):
+        check_takes(Named(), torch.zeros(2, 3))
 
 
 def test_inputs_that_would_do_as_fractions_are_refused_with_what_to_do() -> None:

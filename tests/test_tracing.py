@@ -78,8 +78,13 @@ def test_tuples_and_dicts_ask_which_entry(kind: type) -> None:
 
 def test_unknown_modules_get_a_hint() -> None:
     case = ZOO["in-place"]
-    with pytest.raises(TapError, match=r"did you mean 'body'"):
-        trace(case.model(), case.inputs(2), taps={"mine": "body.conv9"})
+    for mistake, meant in {
+        "squeze": "'squeeze'",
+        "1": "'body.1'",
+        "body.o": "'body.4' or 'body.3' or 'body.2'",
+    }.items():
+        with pytest.raises(TapError, match=rf"did you mean {meant}\?"):
+            trace(case.model(), case.inputs(2), taps={"mine": mistake})
 
 
 def test_the_head_inside_a_wrapper_whose_inner_net_owns_tokens() -> None:

@@ -28,19 +28,24 @@ def known_length(loader: Any) -> int | None:
     """Samples that a loader gives in a pass, where that is certain without one."""
     if not isinstance(loader, DataLoader) or loader.collate_fn is not default_collate:
         return None
-    sampler: Any = loader.sampler
-    known = type(sampler) in (SequentialSampler, RandomSampler, SubsetRandomSampler)
-    if not known or type(loader.batch_sampler) is not BatchSampler:
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        return None
+    sampler: Any = batches.sampler  # the loader's own is another one where it was given a batch_sampler
+    if type(sampler) not in (SequentialSampler, RandomSampler, SubsetRandomSampler):
         return None
     samples = len(sampler)
-    return samples - samples % (loader.batch_size or 1) if loader.drop_last else samples
+    return samples - samples % batches.batch_size if batches.drop_last else samples
 
 
 def keeps_order(loader: Any) -> bool:
     """Whether sample i of a pass is sample i of the source: not so behind a loader that shuffles."""
     if not isinstance(loader, DataLoader):
         return True
-    return isinstance(loader.sampler, SequentialSampler) and type(loader.batch_sampler) in (BatchSampler, NoneType)
+    batches: Any = loader.batch_sampler
+    if type(batches) not in (BatchSampler, NoneType):
+        return False
+    return isinstance(loader.sampler if batches is None else batches.sampler, SequentialSampler)
 
 
 def full(stream: Iterable[tuple[Tensor, Any]]) -> Iterator[Tensor]:

@@ -117,10 +117,10 @@ def adapt(
 def _remarked(result: Adaptation) -> Adaptation:
     """What is returned, and a warning of what is wrong with it; runs that were not chosen are passed over."""
     before, after = result.before, result.after
-    if before is not None and after is not None and result.manifest["stages"]:
+    if before is not None and after is not None and after.verdict != "restored" and result.manifest["stages"]:
         if after.excess > before.excess:
             logger.warning("verification got worse: before %s, after %s", before, after)
-        elif after.verdict != "restored":
+        else:
             logger.warning("the features are %s", after)
     return result
 

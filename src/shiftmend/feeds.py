@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from shiftmend.batching import Gathered, full, joined, keeps_order, known_length
 from shiftmend.checks import brief, check_function, is_whole, kind
 from shiftmend.devices import room_on
 from shiftmend.distributed import of_first_process, share, shares
 from shiftmend.errors import DataError
-from shiftmend.loaders import DEFAULT_BATCH, as_loader, drawn, refuse_non_finite, split_batch
+from shiftmend.loaders import DEFAULT_BATCH, LABEL_NAMES, as_loader, drawn, refuse_empty, refuse_non_finite, split_batch
 from shiftmend.prefetch import Batch, Rows, copier_to, prefetched, read
 from shiftmend.turns import has_turns
 
@@ -78,7 +78,7 @@ class Feed:
         if self._inputs is None and isinstance(self._loader, DataLoader):
             if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
                 self._shuffled = DataLoader(source, batch_size=self.batch_size, shuffle=True)
-            elif isinstance(self._loader.sampler, SequentialSampler):
+            elif self.ordered:
                 logger.warning(
                     "the %s streams in a fixed order: if it is sorted, batches are one-sided; use shuffle=True", what
                 )
@@ -149,7 +149,10 @@ class Feed:
 
     def _known(self, labels: Tensor | None) -> Tensor:
         if labels is None:
-            raise DataError(f"the {self.what} has no labels: expected pairs of (inputs, labels), all alike")
+            raise DataError(
+                f"the {self.what} has no labels: expected pairs of (inputs, labels), all alike, or dicts in which the "
+                f"labels are called {' or '.join(map(repr, LABEL_NAMES))}"
+            )
         return labels
 
     def subset(self, count: int, seed: int, at_once: int = 0) -> Iterator[Tensor]:
@@ -255,12 +258,11 @@ class Feed:
             inputs, labels = split_batch(batch, self.what)
             if len(inputs) == 0:
                 continue
-            samples += len(inputs)
             if not self._clean:
-                refuse_non_finite(inputs, self.what)
+                refuse_non_finite(inputs, self.what, samples if self.ordered and not shuffled else None)
+            samples += len(inputs)
             yield (inputs.clone(), labels if labels is None else labels.clone()) if copy else (inputs, labels)
-        if not samples:
-            raise DataError(f"the {self.what} is empty: expected at least one sample")
+        refuse_empty(samples, self.what, again=self._clean)
         self._clean, self._samples = True, self._samples or samples
 
     def _read(self, limit: int) -> None:
@@ -273,8 +275,7 @@ class Feed:
         self._keep(*gathered.together(self.what, isinstance(self._loader, list)), limit)
 
     def _keep(self, inputs: Tensor, labels: Tensor | None, limit: int) -> None:
-        if len(inputs) == 0:
-            raise DataError(f"the {self.what} is empty: expected at least one sample")
+        refuse_empty(len(inputs), self.what)
         if not self._clean:
             refuse_non_finite(inputs, self.what)
         self._samples = len(inputs)

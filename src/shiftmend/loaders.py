@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
 
 from shiftmend.checks import kind
 from shiftmend.devices import in_parts
@@ -46,7 +46,7 @@ def as_loader(source: Any, batch_size: int | None, what: str) -> tuple[Any, int 
                 f"the {what} is a DataLoader of batches of {source.batch_size}, but batch_size={batch_size} was asked "
                 "for; leave one of the two out"
             )
-        return source, source.batch_size
+        return source, source.batch_sampler.batch_size if type(source.batch_sampler) is BatchSampler else None
     if isinstance(source, IterableDataset | Dataset):
         if not isinstance(source, IterableDataset) and not hasattr(source, "__len__"):
             raise DataError(
@@ -150,16 +150,32 @@ def _by_names(named: Mapping[Any, Any]) -> Any:
     return (*inputs, *labels) if len(inputs) == 1 and len(labels) < 2 else named
 
 
-def refuse_non_finite(inputs: Tensor, what: str) -> None:
-    """A part at a time: what the check writes down is as large as what it looks at, which may be a mapped file."""
+def refuse_empty(samples: int, what: str, again: bool = False) -> None:
+    """`again`: it was not empty before, as what can be run through only once."""
+    if not samples and again:
+        raise DataError(
+            f"the {what} gave nothing when it was run through again; expected batches that begin anew each time, as "
+            "those of a list or a DataLoader do"
+        )
+    if not samples:
+        raise DataError(f"the {what} is empty: expected at least one sample")
+
+
+def refuse_non_finite(inputs: Tensor, what: str, before: int | None = 0) -> None:
+    """A part at a time: what the check writes down is as large as what it looks at, which may be a mapped file.
+
+    `before` is how many samples came before these, None where their order is not that of the source.
+    """
     if not (inputs.is_floating_point() or inputs.is_complex()):
         return
     parts = in_parts(inputs)
     flags = torch.stack([torch.isfinite(part).all() for part in parts])
     if not bool(flags.all()):
-        counts = [(~torch.isfinite(part)).flatten(1).any(1).sum() for part in parts] if inputs.ndim > 1 else []
-        bad = int(sum(counts)) if counts else "some"
-        raise DataError(f"the {what} has NaN or infinite values in {bad} samples; remove or repair them first")
+        part = int(flags.int().argmin())
+        bad = (~torch.isfinite(parts[part])).reshape(len(parts[part]), -1).any(1)
+        first = sum(map(len, parts[:part])) + int(bad.int().argmax())
+        place = "" if before is None else f", first in sample {before + first} (counted from 0)"
+        raise DataError(f"the {what} has NaN or infinite values{place}; remove or repair such samples first")
 
 
 def drawn(loader: Iterable[Any], seed: int, what: str = "data") -> Iterator[Any]:
@@ -169,7 +185,8 @@ def drawn(loader: Iterable[Any], seed: int, what: str = "data") -> Iterator[Any]
     used. A generator that a loader or its sampler brings along is set to the seed, too, and put back at the end.
     """
     own = torch.Generator().manual_seed(seed).get_state()
-    parts = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    batches = getattr(loader, "batch_sampler", None)
+    parts = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     brought = {id(g): g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)}
     states = [(generator, generator.get_state()) for generator in brought.values()]
     try:

@@ -30,6 +30,8 @@ from shiftmend.sums import Sums, beside, describe, refuse
 
 logger = logging.getLogger(__name__)
 
+_LAST_AXIS = "; if classes are on the last axis, wrap the model in a module that returns logits.movedim(-1, 1)"
+
 
 class ClassificationMetrics(Sums):
     """Accuracy, calibration and proper scores of logits `[N, classes]` against labels `[N]`.
@@ -60,6 +62,7 @@ class ClassificationMetrics(Sums):
                 raise DataError(
                     f"logits {list(logits.shape)}, with classes on their second axis, need labels "
                     f"{[len(logits), *logits.shape[2:]]}, one class number for each position, got {list(labels.shape)}"
+                    f"{_LAST_AXIS if labels.shape == logits.shape[:-1] else ''}"
                 )
             logits, labels = as_samples(logits), labels.flatten()
         if logits.ndim == 1 or (logits.ndim == 2 and logits.shape[1] == 1):
@@ -103,8 +106,8 @@ class RegressionMetrics(Sums):
         if predictions.shape != targets.shape or not one_number_each:
             raise DataError(
                 "predictions and targets must both be of shape [N] or both of shape [N, 1], got "
-                f"{describe(predictions)} and {describe(targets)}; labels of a classifier must be whole numbers, one "
-                "class a sample"
+                f"{describe(predictions)} and {describe(targets)}; several quantities a sample are not scored, and "
+                "labels of a classifier must be whole numbers, one class a sample"
             )
         if len(predictions):
             sums = _regression_sums(predictions.flatten(), beside(predictions, targets.flatten()))

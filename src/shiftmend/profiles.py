@@ -147,7 +147,9 @@ class Profile:
             lines.insert(1, f"  mixture     {', '.join(f'{100 * share:.3g} %' for share in self.shares)}")
         for name, tap in self.taps.items():
             dead = f", {self.unusable[name]} constant and left out" if self.unusable[name] else ""
-            lines.append(f"  {name:<11} {tap.units} units at {str(self.specs[name])!r}{dead}")
+            lines.append(
+                f"  {name:<11} {tap.units} unit{'s' if tap.units > 1 else ''} at {str(self.specs[name])!r}{dead}"
+            )
         lines.append(f"  moments     {self.gaussian.kind} of the features")
         lines += [f"  slices      {s.histogram.units} for {name}" for name, s in self.slices.items()]
         lines.append(f"  model       architecture {self.architecture[:12]}, weights {self.weights[:12]}")

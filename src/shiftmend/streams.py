@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -135,6 +136,11 @@ class Stream:
     def _inputs(self, batch: Any) -> Tensor:
         """A batch is checked and moved as data for `adapt` is; of what a loader gives, the first entry is taken."""
         if isinstance(batch, tuple | list) and batch:
+            if isinstance(batch[0], tuple | list | Mapping):
+                raise DataError(
+                    f"step takes one batch, got {kind(batch)} that begins with {kind(batch[0])}; expected inputs, or "
+                    "(inputs, anything): give several batches one after the other"
+                )
             batch = batch[0]
         if isinstance(batch, Dataset | DataLoader):
             raise DataError(f"step takes one batch, got {kind(batch)}; go through it, e.g. for batch in loader")

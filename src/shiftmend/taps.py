@@ -10,8 +10,9 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
 import torch
@@ -153,8 +154,8 @@ def module_of(model: nn.Module, tap: Tap) -> nn.Module:
     """The module that a tap names."""
     modules: dict[str, nn.Module] = dict(model.named_modules())
     if tap.module not in modules:
-        close = [name for name in modules if name and (tap.module in name or name in tap.module)][:4]
-        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        close = [name for name in modules if name.endswith(f".{tap.module}")] or get_close_matches(tap.module, modules)
+        hint = f"; did you mean {' or '.join(map(repr, close[:4]))}?" if close else ""
         raise TapError(f"tap {tap.name!r} names module {tap.module!r}, which the model does not have{hint}")
     return modules[tap.module]
 
@@ -253,17 +254,33 @@ def check_takes(model: nn.Module, sample: Tensor, output: Entry = None) -> None:
 def _takes_one_tensor(model: nn.Module) -> bool:
     """Whether one argument is enough for its forward, as far as that can be told."""
     try:
-        inspect.signature(model.forward).bind(None)
+        with suppress(ValueError):  # something without a signature
+            inspect.signature(model.forward).bind(None)
     except TypeError:
         return False
-    except ValueError:  # something without a signature
-        return True
     return True
+
+
+class _Names(torch.overrides.TorchFunctionMode):
+    """Notices a model that takes its tensor for a dict: what torch says of such an index depends on the word."""
+
+    asked = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.asked |= func is Tensor.__getitem__ and isinstance(args[1], str)
+        return None if self.asked else func(*args, **(kwargs or {}))
+
+
+def _takes_it_for_a_dict(model: nn.Module, sample: Tensor) -> bool:
+    names = _Names()
+    with suppress(Exception), names:
+        model(sample)
+    return names.asked
 
 
 def _advice(model: nn.Module, sample: Tensor, reason: str) -> str:
     """What to do about inputs of another type than the weights, too few of them, or without an axis of samples."""
-    if not _takes_one_tensor(model):
+    if not _takes_one_tensor(model) or _takes_it_for_a_dict(model, sample):
         return "; expected a model that is called with one tensor: wrap it in a module that takes one and passes it on"
     if len(sample) == 1 and "more than 1 value per channel" in reason:
         return "; it normalises by the batch, so give it at least two samples at once"

@@ -522,6 +522,35 @@ def test_a_profile_of_weights_that_nobody_named_is_remarked(
     assert call(capsys, "profile", *common(site), *asked)[2] == ""  # and a profile may replace a profile
 
 
+def test_a_verdict_on_weights_that_nobody_named_is_remarked(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    verify = ["-d", site / "source.npz", "-p", site / "p.safetensors"]
+    assert "not those the profile was made with" in call(capsys, "verify", f"{site}/factory.py:make", *verify)[2]
+    assert call(capsys, "verify", *common(site), *verify)[2] == ""
+    evaluate = ["-d", site / "target.npz"]
+    err = call(capsys, "evaluate", f"{site}/factory.py:make", *evaluate)[2]
+    assert err.startswith("warning: no --weights given: these are the scores of the weights that")
+    assert call(capsys, "evaluate", *common(site), *evaluate)[2] == ""
+
+
+def test_what_to_do_is_said_in_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "named.py").write_text(
+        "from torch import nn\n"
+        "class Named(nn.Sequential):\n"
+        "    def forward(self, x):\n"
+        "        return {'logits': super().forward(x)}\n"
+        "def make():\n"
+        "    return Named(nn.Flatten(), nn.Linear(48, 4), nn.ReLU(), nn.Linear(4, 2))\n"
+    )
+    assert "e.g. --output-entry logits" in refused(capsys, "blocks", f"{tmp_path}/named.py:make", "--shape", "3,4,4")
+
+
+def test_the_bins_of_a_preset_can_be_softer(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = ["profile", *common(site), "-d", site / "source.npz", "-o", tmp_path / "p", "--preset", "paper"]
+    ok(capsys, *made, "--temperature", "0.05")
+    assert shiftmend.Profile.load(tmp_path / "p").bins == shiftmend.Bins(8, "paper", 0.05)
+    assert "temperature must be a number from" in refused(capsys, *made, "--temperature", "-1")
+
+
 def test_an_interrupted_adaptation_is_saved_and_no_success(
     site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,12 @@ def test_labels_that_are_no_numbers_are_left_out_with_a_warning(
     assert f"the labels in {path} are {np.array(labels).dtype} and are not used" in caplog.messages[0]
 
 
+def test_labels_of_every_position_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = stored(tmp_path / "a.npz", inputs=np.zeros((3, 1, 4, 4), np.float32), labels=np.zeros((3, 4, 4), np.int64))
+    assert load_data(path, None).labels is None
+    assert "are [3, 4, 4], several an input, and are not used" in caplog.text
+
+
 @pytest.mark.parametrize("key", ["inputs", "images"])
 def test_fractions_are_quantities_to_predict(tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str) -> None:
     values = np.zeros((3, 4, 4), np.uint8 if key == "images" else np.float32)

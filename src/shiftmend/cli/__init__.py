@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 
 import typer
@@ -51,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = app(args=arguments, prog_name="shiftmend", standalone_mode=False)
     except (ShiftmendError, OSError) as error:
-        console.print(f"error: {error}")
+        console.print(f"error: {_in_options(str(error))}")
         code = 2
     except KeyboardInterrupt:
         code = 130
@@ -75,6 +76,12 @@ def main(arguments: list[str] | None = None) -> None:
     if code == 130:  # Ctrl-C, which typer may have made an exit code of
         console.print("interrupted")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _in_options(sentence: str) -> str:
+    """What to write in Python, e.g. output='logits', as it is written here."""
+    names = {"output": "--output-entry", "head": "--head"}
+    return re.sub(r"\b(output|head)='?([\w.]+)'?", lambda found: f"{names[found[1]]} {found[2]}", sentence)
 
 
 def _show_warnings(console: Console) -> None:

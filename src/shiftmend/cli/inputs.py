@@ -155,7 +155,7 @@ def _other_inputs(archive: NpzFile, path: Path, size: int | None) -> Tensor:
 
 
 def _labels(archive: NpzFile, path: Path, count: int) -> Tensor | None:
-    """Class numbers, or fractions to be predicted; with a warning, none where they are text or objects."""
+    """Class numbers, or fractions; with a warning, none where they are text, objects or several an input."""
     if "labels" not in archive.files:
         return None
     try:
@@ -171,6 +171,14 @@ def _labels(archive: NpzFile, path: Path, count: int) -> Tensor | None:
             "predicts a quantity",
             path,
             labels.dtype,
+        )
+        return None
+    if labels.ndim > 1 and len(labels) == count < labels.size:
+        logger.warning(
+            "the labels in %s are %s, several an input, and are not used; what has a label for each position is scored "
+            "in Python, by shiftmend.evaluate",
+            path,
+            list(labels.shape),
         )
         return None
     if labels.shape != (count,):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict
 from typing import Any
 
@@ -29,6 +30,8 @@ from shiftmend.cli.options import (
 )
 from shiftmend.errors import DataError
 from shiftmend.scores import BY_PART
+
+logger = logging.getLogger(__name__)
 
 LABELLED = "expected one folder per class, or an array 'labels' in the .npz"
 
@@ -58,6 +61,8 @@ def verify(
 
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
     found = shiftmend.verify(net, given.inputs, profile, batch_size=batch_size, preprocess=preprocess, device=device)
+    if weights is None:  # weights that are named may be mended ones, and differ from the profile's
+        shiftmend.Profile.load(profile).check_weights(net)
     if as_json:
         print(json.dumps(asdict(found) | {"verdict": found.verdict}))
     else:
@@ -94,6 +99,8 @@ def evaluate(
         device=device,
         classes=given.classes,
     )
+    if weights is None:
+        logger.warning("no --weights given: these are the scores of the weights that %s gives by itself", model)
     if as_json:
         print(json.dumps(scores_json(scores)))
     else:

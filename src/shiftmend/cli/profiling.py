@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +48,9 @@ def profile(
     weights: Weights = None,
     model_option: Options = None,
     preset: Annotated[str | None, typer.Option(help="reference (the default), paper or sliced.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="How soft the bins are (0.01); more may help a network without BatchNorm.")
+    ] = None,
     gaussian: Annotated[
         str | None, typer.Option(help="marginal (the default), or full for the method full-gauss.")
     ] = None,
@@ -68,14 +71,17 @@ def profile(
 ) -> None:
     """At home: store how the model's features are distributed on its source data."""
     import shiftmend
+    from shiftmend import presets
     from shiftmend.distributed import rank
 
     _check_place(out, weights)
+    usual = presets.preset("reference" if preset is None else preset).bins
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
     made = shiftmend.profile(
         net,
         given.inputs,
         preset=preset,
+        bins=None if temperature is None else replace(usual, temperature=temperature),
         gaussian=gaussian,  # type: ignore[arg-type]
         head=head,
         taps=dict(named_tap(text) for text in tap) if tap else None,
