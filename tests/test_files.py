@@ -180,10 +180,13 @@ def test_a_worker_that_outlives_its_process_does_not_hold_its_lock(tmp_path: Pat
 import os, sys
 from pathlib import Path
 from shiftmend.files import alone_with
+begun, tell = os.pipe()
 with alone_with(Path(sys.argv[1])) as alone:
     if not os.fork():
+        os.write(tell, b".")
         sys.stdin.read()  # until the test is over
         os._exit(0)
+    os.read(begun, 1)
     print(alone, flush=True)
     os._exit(0)  # as if killed
 """
