@@ -34,8 +34,9 @@ VERIFIED = ("features", "logits")
 """The taps whose marginals count."""
 
 POSITIONS = 256
-"""Counted of each input at most, where its features or logits are maps: those of one input are much alike, and chance
-goes by the number of inputs. Drawing them anew for every input adds to the floor of the inputs one 256th at most."""
+"""Counted of each input at most, where its features or logits are maps. All of them, of 96 x 96 pixels, take a CPU
+several times as long as a small network, and tell little more: drawn anew for each input, so many add to chance about
+a 256th of what the inputs themselves do."""
 
 _WHOLE = 1 << 24
 _STEPS = (12664746, 9560334)
@@ -178,8 +179,9 @@ def some_positions(values: Tensor, inputs: int, before: int) -> Tensor:
     """Rows `[samples, units]` of so many inputs, at most `POSITIONS` of each.
 
     One from each of as many equal stretches of an input, at a place in it that follows a sequence of low discrepancy
-    over stretches and inputs: no two columns of a map are favoured, and all inputs together have positions from
-    everywhere. `before` is how many inputs came earlier. Computed on the device, so that a CUDA graph can hold it.
+    over stretches and inputs: no column of a map is favoured, and many inputs together have every position equally
+    often, which matters where each has values of its own. `before` is how many inputs came earlier, so that batches of
+    any size give the same. Computed on the device without a look at it: a CUDA graph can hold it.
     """
     each, rest = divmod(len(values), inputs)
     if rest or each <= POSITIONS:
