@@ -26,6 +26,7 @@ from shiftmend.feeds import Feed
 from shiftmend.looks import Looker
 from shiftmend.methods import Method
 from shiftmend.methods.fr import FR
+from shiftmend.signals import Watch, observe
 from shiftmend.taps import Tap
 from worlds import World, sensors
 
@@ -154,6 +155,28 @@ def test_a_captured_look_sees_a_model_that_its_method_has_changed(monkeypatch: p
     captured_without_a_gpu(monkeypatch)
     one, other = (adapted(sensors(), Blunted, capture=capture)[0] for capture in (True, False))
     same(one, other, 1e-6)
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_a_captured_look_at_maps_counts_the_positions_that_an_eager_one_counts(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":
+        captured_without_a_gpu(monkeypatch)
+    monkeypatch.setattr(Feed, "at_once", 16)  # with a last batch that is smaller
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 1)).to(device)
+    images = torch.rand(50, 1, 18, 18)
+    profile, feed = shiftmend.profile(model, images, progress=False), Feed(images, device=torch.device(device))
+    watch = Watch(model, feed, profile, capture=True)
+    for factor in (1.0, 0.9):
+        with torch.no_grad():
+            model[0].weight.mul_(factor)
+        seen, expected = watch().verification, observe(model, feed, profile).verification
+        assert watch._again is not None
+        assert seen is not None
+        assert expected is not None
+        assert (seen.divergence, seen.marginals) == pytest.approx((expected.divergence, expected.marginals), rel=1e-4)
 
 
 class Tabled(nn.Module):

@@ -3,16 +3,18 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import shiftmend
+from shiftmend import verification
 from shiftmend.errors import DataError, ProfileError
 from shiftmend.histograms import Bins, divergence, sampling_floor, soft_histogram
 from shiftmend.statistics import Projector
-from shiftmend.verification import FAILED, RESTORED, Tally, Verification, chance_of
+from shiftmend.verification import FAILED, RESTORED, Tally, Verification, chance_of, some_positions
 from worlds import sensors
 from zoo import ZOO
 
@@ -246,6 +248,69 @@ def test_positions_of_a_feature_map_do_not_count_as_so_many_samples() -> None:
     stream = shiftmend.stream(model, made, learning_rate=1e-6)
     stream.step(larger)
     assert (stream.verification.samples, stream.verification.floor) == (4, judged.floor)
+
+
+def chosen_positions(each: int, inputs: int, before: int = 0) -> np.ndarray:
+    """Which rows of each input are taken."""
+    rows = some_positions(torch.arange(each * inputs).unsqueeze(1), inputs, before).view(inputs, -1).numpy()
+    return rows - each * np.arange(inputs)[:, None]
+
+
+@pytest.mark.parametrize("each", [257, 1024, 9216, 50_000])
+def test_some_positions_of_each_input_follow_the_sequence_written_out(each: int) -> None:
+    g = 1.32471795724474602596
+    got = chosen_positions(each, 40, before=7)
+    for one, row in enumerate(got):
+        expected = [(j + (j / g + (one + 7) / g**2) % 1) * each / 256 for j in range(256)]
+        assert np.abs(row + 0.5 - expected).max() < 0.51  # the row that each lies in, but for rounding
+    assert np.array_equal(got, np.concatenate([chosen_positions(each, 15, before=7), chosen_positions(each, 25, 22)]))
+
+
+def test_positions_come_from_everywhere() -> None:
+    rows = chosen_positions(32 * 32, 1000)
+    assert min(len({*row % 32}) for row in rows) == 32  # every input has all columns
+    times = np.bincount(rows.flatten(), minlength=1024)
+    assert times.min() > 240
+    assert times.max() < 260
+
+
+@pytest.mark.parametrize(("rows", "inputs"), [(3, 3), (768, 3), (1537, 3), (2, 3)])
+def test_few_positions_are_counted_as_they_are(rows: int, inputs: int) -> None:
+    """Up to 256 of each, and where it cannot be told which input a row belongs to."""
+    values = torch.rand(rows, 2)
+    assert some_positions(values, inputs, 5) is values
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("shift", [0.0, 0.05, 0.3])
+def test_some_positions_tell_what_all_would(fixed: bool, shift: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where each has a value of its own at every site, as before a camera that does not move."""
+    generator = torch.Generator().manual_seed(0)
+    scene = torch.randn(1, 2, 24, 24, generator=generator)
+    noise = 0.2 if fixed else 1.0
+    home, away = (
+        fixed * scene
+        + noise * torch.randn(count, 2, 1, 1, generator=generator)
+        + 0.1 * torch.randn(count, 2, 24, 24, generator=generator)
+        for count in (300, 200)
+    )
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 2, 1), torch.nn.Conv2d(2, 2, 1))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(2)[..., None, None])
+        model[0].bias.zero_()
+    made = shiftmend.profile(model, home)
+    part = shiftmend.verify(model, away + shift, made)
+    batched = shiftmend.verify(model, away + shift, made, batch_size=33)
+    stream = shiftmend.stream(model, made, "source-only")
+    for batch in (away + shift).split(50):
+        stream.step(batch)
+    monkeypatch.setattr(verification, "POSITIONS", 1 << 20)
+    every = shiftmend.verify(model, away + shift, made)
+    assert part.divergence != every.divergence
+    assert abs(part.divergence - every.divergence) < every.floor / 50
+    assert (part.verdict, part.floor) == (every.verdict, every.floor)
+    assert batched.divergence == pytest.approx(part.divergence, rel=1e-4)
+    assert stream.verification.divergence == pytest.approx(part.divergence, rel=1e-4)
 
 
 def test_verification_leaves_the_model_alone() -> None:

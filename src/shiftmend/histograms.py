@@ -155,8 +155,10 @@ class _Counts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
         counts = values.new_zeros(bins.total, values.shape[1])
-        for rows in values.split(_rows_at_once(values, bins)):
-            counts += _shares(rows, low, scale, bins)[0].sum(1)
+        parts = values.split(_rows_at_once(values, bins))
+        room = _room(parts[0], bins)
+        for rows in parts:
+            counts += _shares(rows, low, scale, bins, room)[0].sum(1)
         ctx.save_for_backward(values, low, scale)
         ctx.bins = bins
         return counts.div_(values.shape[0]).T.contiguous()
@@ -169,16 +171,31 @@ class _Counts(torch.autograd.Function):
         gradient = gradients[0].T.unsqueeze(1)
         result = torch.empty_like(values)
         size = _rows_at_once(values, bins)
-        for rows, out in zip(values.split(size), result.split(size), strict=True):
+        parts = values.split(size)
+        room = _room(parts[0], bins)
+        product = torch.empty_like(room[0])
+        for rows, out in zip(parts, result.split(size), strict=True):
             # Raising a value by dx raises the share of a bin by share x (bin - mean bin) dx / temperature.
-            shares, steps = _shares(rows, low, scale, bins)
-            mean = (shares * steps).sum(0)
+            shares, steps = _shares(rows, low, scale, bins, room)
+            mean = torch.mul(shares, steps, out=product[:, : len(rows)]).sum(0)
             shares.mul_(gradient)
             torch.addcmul(steps.mul_(shares).sum(0), mean, shares.sum(0), value=-1, out=out)
         return result.mul_(scale / (bins.temperature * values.shape[0])), None, None, None
 
 
-def _shares(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> tuple[Tensor, Tensor]:
+Room = tuple[Tensor, Tensor]
+
+
+def _room(values: Tensor, bins: Bins) -> Room:
+    """Memory for the shares of so many values, used again by all parts: to get it anew can take longer than the work.
+
+    An allocator that gives large blocks back to the system gets them as pages that are yet to be filled with zeros.
+    """
+    shares = values.new_empty(bins.total, *values.shape)
+    return shares, torch.empty_like(shares)
+
+
+def _shares(values: Tensor, low: Tensor, scale: Tensor, bins: Bins, room: Room) -> Room:
     """u(x) of equation (4) `[B, N, D]`, and how many places above the bin that its value lies in each bin is.
 
     The weight of the bin i places above is exp(i t - i i s / 2) times that of the value's own, with t the distance of
@@ -191,8 +208,9 @@ def _shares(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> tuple[Ten
     position = ((values.contiguous() - low) * (scale * bins.inner)).clamp_(-far, bins.inner + far)
     own = position.ceil().clamp_(0, bins.inner + 1)
     away = position.sub_(own).add_(0.5).mul_(width)
-    steps = torch.arange(bins.total, dtype=values.dtype, device=values.device).view(-1, 1, 1) - own
-    shares = torch.add(away, steps, alpha=-width / 2).mul_(steps).clamp_(min=-_FAR).exp_()
+    shares, steps = (part[:, : len(values)] for part in room)
+    torch.sub(torch.arange(bins.total, dtype=values.dtype, device=values.device).view(-1, 1, 1), own, out=steps)
+    torch.add(away, steps, alpha=-width / 2, out=shares).mul_(steps).clamp_(min=-_FAR).exp_()
     return shares.mul_(shares.sum(0).reciprocal_()), steps
 
 

@@ -37,7 +37,7 @@ from shiftmend.profiles import Profile
 from shiftmend.states import put_back, tensors_of
 from shiftmend.statistics import CountTracker, Slices
 from shiftmend.taps import Entry, Tap, check_takes, pick, tapped, unwrap
-from shiftmend.verification import Verification, judged
+from shiftmend.verification import Verification, judged, some_positions
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class Stream:
         self._taps: dict[str, Tap] | None = None
         self._judge: Slices | None = profile.slices["verification"].to(device) if profile is not None else None
         self._seen: deque[tuple[CountTracker, int]] = deque(maxlen=window)
+        self._counted = 0
 
     @torch.inference_mode(False)
     @nothing_cached()
@@ -197,9 +198,10 @@ class Stream:
         assert self._judge is not None
         home = self._judge.histogram
         counter = home.counter()
-        for part in self._judge.projector.by_parts(features):
+        for part in self._judge.projector.by_parts(some_positions(features, inputs, self._counted)):
             counter.update(part)
         self._seen.append((counter, inputs))
+        self._counted += inputs
 
     @property
     def verification(self) -> Verification | None:
