@@ -26,9 +26,10 @@ from shiftmend.adapting import (
 )
 from shiftmend.checks import brief, check_function, is_whole, kind
 from shiftmend.devices import resolve_device
-from shiftmend.engine import examine, fitting_profile, refuse_broken
+from shiftmend.engine import examine
 from shiftmend.errors import AdaptationError, DataError, ShiftmendError
 from shiftmend.feeds import Feed, Preprocess
+from shiftmend.given import fitting_profile, refuse_broken
 from shiftmend.halves import nothing_cached
 from shiftmend.methods import METHODS, Method
 from shiftmend.methods import method as make_method
