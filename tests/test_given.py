@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import shiftmend
+from shiftmend.errors import DataError
 from worlds import sensors
 
 
@@ -39,3 +42,13 @@ def test_for_several_learning_rates_data_are_read_once_and_warned_of_once(caplog
     assert given.reads == 1
     assert caplog.text.count("look at the preprocessing of the target inputs") == 1
     assert caplog.text.count("weights are not those the profile was made with") == 1
+
+
+@pytest.mark.parametrize("call", [shiftmend.adapt, shiftmend.verify])
+def test_of_inputs_that_the_model_refuses_nothing_more_is_said(
+    call: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    world = sensors()
+    with pytest.raises(DataError, match=r"does not take inputs of shape \[5\]"):
+        call(world.model, 100 * world.target[:, :5], world.profile(), progress=False)
+    assert caplog.text == ""

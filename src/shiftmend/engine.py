@@ -153,10 +153,10 @@ def _given(
 def _once(given: Given, method: Method, settings: Settings) -> Adaptation:
     model, profile, feed = given.model, given.profile, given.feed
     place = feed.device
-    summary = given.summary
     adapted = plain_copy(model).to(place)
     with LeftAlone(model, adapted):
         check_takes(adapted, feed.first(2), settings.output)
+    summary = given.summary  # not before: of inputs that the model refuses there is nothing more to say
     channels_last(adapted, feed.first(2), settings.output)
     if settings.compile:
         works = method.trains and _can_be_compiled(adapted, feed, settings.capture)
