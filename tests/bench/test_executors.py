@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -92,6 +93,48 @@ def test_workers_that_die_cost_their_own_cell_and_nothing_else(job: Job, tmp_pat
     assert {task for task, done, _ in told if done} & {*needed, *cells}
     assert multiprocessing.active_children() == []
     assert not any(map(alive, seen(tmp_path / "root")))
+
+
+class Mortal:
+    """In place of a process."""
+
+    pid, exitcode = None, -signal.SIGKILL
+
+    def __init__(self) -> None:
+        self.alive = True
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_what_a_dying_process_did_not_hear_is_given_to_the_next_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It dies between two cells, just after it was seen alive; whether the task is to blame shows with the next."""
+    theirs: list[Connection] = []
+    worker: Any = executors._Worker(job)
+
+    def another(worker: Any) -> None:
+        worker.channel, end = Pipe()
+        worker._process = Mortal()
+        theirs.append(end)
+
+    def die() -> None:
+        worker._process.alive = False
+        theirs[-1].close()
+
+    monkeypatch.setattr(executors._Worker, "_open", another)
+    another(worker)
+    worker.start(CELL)
+    die()
+    assert worker.outcome(silent) is None
+    assert theirs[1].recv() == (job, CELL)
+    die()
+    task, result = worker.outcome(silent)
+    assert (task, result.cell, result.error) == (CELL, CELL, executors._ending(-signal.SIGKILL))
+    assert (len(theirs), worker.task) == (2, None)
 
 
 def test_an_error_in_a_worker_is_the_caller_s(job: Job, tmp_path: Path) -> None:
