@@ -194,7 +194,7 @@ def test_recipes_of_rows_with_a_preset_stay_the_same() -> None:
 def test_images_of_an_unknown_origin_are_refused_before_anything_is_run() -> None:
     known = "published, rebuilt, regenerated, own"
     with pytest.raises(DataError, match=rf"^benchmark small gives dim the origin 'found'; expected one of {known}$"):
-        plan(replace(BENCHMARK, origin=lambda shift, root: "found"))  # type: ignore[arg-type, return-value]
+        plan(replace(BENCHMARK, origin=lambda shift, root: "found"))  # type: ignore[arg-type]
 
 
 def test_a_preprocessing_that_wants_other_images_is_no_obstacle() -> None:
