@@ -24,7 +24,7 @@ from shiftmend.bench.cells import Cell, Result
 from shiftmend.bench.executors import inline, processes
 from shiftmend.bench.planning import plan
 from shiftmend.bench.runner import preparations
-from shiftmend.bench.tasks import Advance, Job, Preparation, Task, WorkerError, lost
+from shiftmend.bench.tasks import Advance, Job, Preparation, Task, WorkerError, lost, workshop_of
 from shiftmend.errors import DataError
 
 FILE = f"{Path(__file__).with_name('tiny.py')}:TINY"
@@ -127,6 +127,7 @@ def test_what_a_dying_process_did_not_hear_is_given_to_the_next_once(job: Job, m
 
     monkeypatch.setattr(executors._Worker, "_open", another)
     another(worker)
+    theirs[0].close()
     worker.start(CELL)
     die()
     assert worker.outcome(silent) is None
@@ -167,6 +168,7 @@ def test_nothing_of_a_run_stays_in_this_process(job: Job) -> None:
     finally:
         torch.set_num_threads(threads)
     assert signal.getsignal(signal.SIGINT) is handler
+    assert workshop_of.cache_info().currsize == 0  # models and data
 
 
 def test_what_swallows_ctrl_c_gives_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
