@@ -230,6 +230,26 @@ def test_a_worker_does_not_wait_for_a_parent_that_does_not_listen(monkeypatch: p
     assert not worker.is_alive()
 
 
+def test_an_unexpected_error_in_a_worker_comes_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*given: Any) -> None:
+        raise KeyError("unexpected")
+
+    monkeypatch.setattr(executors, "work", work)
+    ours, theirs = Pipe()
+    worker = threading.Thread(target=executors._serve, args=(theirs, os.getppid()))
+    worker.start()
+    try:
+        ours.send((Job(FILE, "nowhere"), CELL))
+        assert ours.recv() == (0, 0)
+        assert ours.poll(20)
+        error = ours.recv().error
+    finally:
+        ours.close()
+        worker.join(20)
+    assert isinstance(error, KeyError)
+    assert "in work" in error.__notes__[0]
+
+
 class Unpicklable(Exception):
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} {second}")
