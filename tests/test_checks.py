@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shiftmend.checks import brief, check_function, check_known, is_whole, kind
+from shiftmend.checks import brief, check_function, check_known, counted, is_whole, kind
 from shiftmend.errors import DataError, ProfileError
 
 
@@ -33,6 +33,12 @@ def test_kinds_are_part_of_a_sentence(value: Any, words: str) -> None:
 )
 def test_what_is_long_is_named_by_its_kind(value: Any, words: str) -> None:
     assert brief(value) == words
+
+
+def test_one_of_something_is_not_several() -> None:
+    given = [(0, "epoch"), (1, "epoch"), (1200, "class folder"), (1, "entry", "entries"), (2, "entry", "entries")]
+    said = [counted(*words) for words in given]
+    assert said == ["0 epochs", "1 epoch", "1,200 class folders", "1 entry", "2 entries"]
 
 
 def test_whole_numbers_are_those_of_python_and_numpy() -> None:

@@ -183,7 +183,7 @@ class Pictures(Uneven):
         (torch.tensor(3.0), "single number"),
         (np.array(3.0), "single number"),
         ((INPUTS, LABELS[:-1]), "70 inputs but 69 labels"),
-        ((INPUTS, torch.tensor(1)), "70 inputs but 1 labels"),
+        ((INPUTS, torch.tensor(1)), "70 inputs but 1 label"),
         (np.array([None, "a"], dtype=object), "array of object"),
         (np.ma.masked_less(np.arange(6.0).reshape(3, 2), 1), r"has masked values; .*filled\(\.\.\.\)"),
         ([np.ma.masked_less(np.arange(6.0).reshape(3, 2), 1)], r"has masked values; .*filled"),

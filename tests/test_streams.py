@@ -421,3 +421,21 @@ def test_infinities_that_preprocess_makes_are_left_to_the_model() -> None:
     finite = world.target[:50].clamp_min(0).log().clamp_min(-3)
     assert torch.equal(online.step(world.target[:50]), shiftmend.stream(model, method="tent").step(finite))
     assert online.losses
+
+
+def test_a_stream_says_what_it_is_and_how_its_last_batches_were() -> None:
+    world = sensors()
+    online = shiftmend.stream(world.model, world.profile(), learning_rate=0.02, window=2)
+    assert repr(online) == "Stream adapted by fr, 0 steps"
+    for said in ("1 step\n  over the last 1 batch", "2 steps\n  over the last 2 batches"):
+        online.step(world.target[:50])
+        assert repr(online) == f"Stream adapted by fr, {said}: {online.verification}"
+    online.step(world.target[:50])
+    assert repr(online).startswith("Stream adapted by fr, 3 steps\n  over the last 2 batches: ")
+
+
+@pytest.mark.parametrize(("name", "option"), [("fr", "epochs"), ("adabn", "passes")])
+def test_options_without_effect_on_a_stream_are_refused(name: str, option: str) -> None:
+    world = sensors()
+    with pytest.raises(AdaptationError, match=f"^{option} has no effect on a stream, each batch .* leave it out$"):
+        shiftmend.stream(world.model, world.profile(), name, **{option: 3})

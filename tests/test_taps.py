@@ -291,7 +291,7 @@ def test_whatever_a_model_raises_is_one_sentence(error: Exception, words: str) -
     assert caught.value.__cause__ is error
 
 
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+@pytest.mark.filterwarnings("error")  # of torch's, about sequences as indices
 @pytest.mark.parametrize("read", [lambda batch: batch["x"], lambda batch: batch["tokens"]])
 def test_a_model_that_is_called_with_a_dict_is_to_be_wrapped(read: Callable[[Any], Tensor]) -> None:
     class Named(nn.Module):

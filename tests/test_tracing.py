@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import shiftmend
 from shiftmend.errors import TapError
 from shiftmend.taps import modes, tapped
 from shiftmend.tracing import trace
@@ -74,6 +75,27 @@ def test_tuples_and_dicts_ask_which_entry(kind: type) -> None:
         trace(Wrapped(kind), torch.randn(2, 6))
     with pytest.raises(TapError, match="no entry"):
         trace(Wrapped(kind), torch.randn(2, 6), output="nothing" if kind is dict else 7)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.ReLU())
+        self.species, self.age = nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.body(x)
+        species = self.species(x)
+        return {"species": species, "shares": species.softmax(1), "age": self.age(x)}
+
+
+def test_an_output_of_another_head_than_the_profile_s_is_refused() -> None:
+    model, inputs = TwoHeads().eval(), torch.randn(64, 6)
+    profile = shiftmend.profile(model, inputs, output="species", progress=False)
+    with pytest.raises(TapError, match=r"^output='age' is not what the tap 'logits' sees: 'species' writes another"):
+        shiftmend.adapt(model, inputs, profile, "fr", output="age", epochs=1, progress=False)
+    for same in ("species", "shares", None):
+        assert trace(model, inputs[:2], taps=profile.specs, output=same).head == "species"
 
 
 def test_unknown_modules_get_a_hint() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shiftmend.__about__ import __version__
+from shiftmend.checks import counted
 from shiftmend.errors import AdaptationError
 from shiftmend.files import as_path, check_folder, replacing
 from shiftmend.states import save_tensors, whole_state
@@ -87,7 +88,9 @@ class Adaptation:
 
     def __repr__(self) -> str:
         epochs = self.history[-1].epoch if self.history else 0
-        lines = [f"Adaptation by {self.manifest['method']['name']}, {epochs} epochs, {self.manifest['status']}"]
+        lines = [
+            f"Adaptation by {self.manifest['method']['name']}, {counted(epochs, 'epoch')}, {self.manifest['status']}"
+        ]
         if self.manifest["kept"] == "selected":
             lines[0] += f"; kept is epoch {self.selected}, chosen without labels"
         tried = [row["learning_rate"] for row in self.manifest.get("learning_rates_tried", ())]

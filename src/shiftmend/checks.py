@@ -29,6 +29,11 @@ def brief(value: Any) -> str:
     return text if len(text) <= _SHORT and "\n" not in text else kind(value)
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """So many of something, as part of a sentence: "1 sample", "1,200 samples", "3 entries"."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 def is_whole(value: Any) -> bool:
     """A whole number of Python or numpy; Python would take True for one, too."""
     return isinstance(value, Integral) and not isinstance(value, bool)

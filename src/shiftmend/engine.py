@@ -16,23 +16,22 @@ from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation, environment
 from shiftmend.adapting import LeftAlone, batch_norms, plain_copy, refuse_shared, settle
 from shiftmend.blocks import Names, split
-from shiftmend.devices import resolve_device
 from shiftmend.distributed import of_first_process, same_everywhere, warn_if_apart, world_size
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed, Preprocess
-from shiftmend.fingerprints import InputSummary
+from shiftmend.given import Given
 from shiftmend.halves import nothing_cached
 from shiftmend.layouts import channels_last
 from shiftmend.loop import Run
-from shiftmend.methods import METHODS, Method, Network, kind_of
+from shiftmend.methods import METHODS, Method, Network
 from shiftmend.methods import method as make_method
 from shiftmend.methods.contract import facts_of, stages_of, taps_of
-from shiftmend.profiles import Profile, as_profile
+from shiftmend.profiles import Profile
 from shiftmend.progress import Progress
-from shiftmend.rates import best_rate
+from shiftmend.rates import best_rate, check_rates
 from shiftmend.settings import Keep, OnEpoch, Settings
-from shiftmend.taps import Entry, Tap, check_takes, unwrap
-from shiftmend.tracing import trace, trainable
+from shiftmend.taps import Entry, Tap, check_takes
+from shiftmend.tracing import trace
 
 logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
@@ -103,15 +102,22 @@ def adapt(
     if isinstance(rates, np.ndarray):
         rates = options["learning_rate"] = rates.tolist()
     if not isinstance(rates, list | tuple):
-        return _remarked(_once(model, target, profile, make_method(method, **options), settings))
-
-    def attempt(rate: float, own: Settings) -> Adaptation:
-        return _once(model, target, profile, make_method(method, **options | {"learning_rate": rate}), own)
-
+        alone = make_method(method, **options)
+        return _remarked(_once(_given(model, target, profile, alone, settings), alone, settings))
     if profile is None:
         raise AdaptationError("several learning rates need a judge between them: a profile of the source")
-    entropy_may_decide = isinstance(method, Method) or not kind_of(method).minimises_entropy
-    return _remarked(best_rate(rates, attempt, settings, entropy_may_decide=entropy_may_decide))
+    check_rates(rates)
+    methods = {rate: make_method(method, **options | {"learning_rate": rate}) for rate in map(float, rates)}
+    first = next(iter(methods.values()))
+    given = _given(model, target, profile, first, settings)
+    return _remarked(
+        best_rate(
+            rates,
+            lambda rate, own: _once(given, methods[rate], own),
+            settings,
+            entropy_may_decide=not first.minimises_entropy,
+        )
+    )
 
 
 def _remarked(result: Adaptation) -> Adaptation:
@@ -125,39 +131,32 @@ def _remarked(result: Adaptation) -> Adaptation:
     return result
 
 
-def _once(
+def _given(
     model: nn.Module,
     target: Any,
     profile: Profile | str | os.PathLike[str] | None,
     method: Method,
     settings: Settings,
-) -> Adaptation:
+) -> Given:
+    """What the runs of a call share; nothing is read for a method that cannot be run."""
     warn_if_apart()
-    facts = facts_of(method)
+    facts_of(method)  # refuses what is no method
     if world_size() > 1 and not method.several_processes:
         able = ", ".join(name for name, kind in METHODS.items() if kind.several_processes)
         raise AdaptationError(
             f"{method.name} works in one process only, and these are {world_size()}: its loss needs the whole of a "
             f"batch; use one process, or one of {able}"
         )
-    model = unwrap(model)
-    profile = fitting_profile(profile, model, method)
-    refuse_broken(model)
-    place = resolve_device(settings.device, model)
-    feed = Feed(
-        target,
-        batch_size=settings.batch_size,
-        device=place,
-        preprocess=settings.preprocess,
-        resident=settings.resident,
-        what="target data",
-    )
-    summary = InputSummary.of(feed.batches())
-    if profile is not None:
-        profile.check_inputs(summary)
+    return Given.of(model, target, profile, method, settings)
+
+
+def _once(given: Given, method: Method, settings: Settings) -> Adaptation:
+    model, profile, feed = given.model, given.profile, given.feed
+    place = feed.device
     adapted = plain_copy(model).to(place)
     with LeftAlone(model, adapted):
         check_takes(adapted, feed.first(2), settings.output)
+    summary = given.summary  # not before: of inputs that the model refuses there is nothing more to say
     channels_last(adapted, feed.first(2), settings.output)
     if settings.compile:
         works = method.trains and _can_be_compiled(adapted, feed, settings.capture)
@@ -167,7 +166,7 @@ def _once(
     refuse_shared(model, adapted, stages)
     _refuse_unfit(method, feed, bool(stages) and bool(batch_norms(adapted)), profile)
     manifest = {
-        "method": facts,
+        "method": facts_of(method),
         "stages": [{k: v for k, v in asdict(stage).items() if k != "parameters"} for stage in stages],
         "preset": profile.preset if profile else None,
         "learning_rate_chosen": _how_chosen(method),
@@ -233,34 +232,6 @@ def _refuse_unfit(method: Method, feed: Feed, normalises: bool, profile: Profile
         raise AdaptationError(
             f"{method.name} takes labels in the order of the samples, and this loader shuffles them; use shuffle=False"
         )
-
-
-def fitting_profile(
-    profile: Profile | str | os.PathLike[str] | None, model: nn.Module, method: Method
-) -> Profile | None:
-    """The profile, read if a file is named, and checked: it fits the model, and is there if the method needs one."""
-    profile = None if profile is None else as_profile(profile)
-    if profile is None and method.needs_profile:
-        raise AdaptationError(f"method {method.name!r} needs a profile of the source: make one with shiftmend.profile")
-    if profile is not None:
-        profile.check_architecture(model)
-        profile.check_weights(model)
-    return profile
-
-
-def refuse_broken(model: nn.Module) -> None:
-    """Refuse weights that make every loss NaN, for which the learning rate would be blamed later."""
-    for name, parameter in model.named_parameters():
-        if not trainable(parameter):
-            continue
-        value = parameter.detach()
-        # a mask that is kept among the parameters may hold infinities
-        bad = ~torch.isfinite(value) if parameter.requires_grad else torch.isnan(value)
-        if bool(bad.any()):
-            raise AdaptationError(
-                f"the model's weights are NaN or infinite in {name!r} before anything is adapted; load those of a "
-                "model that works"
-            )
 
 
 def _how_chosen(method: Method) -> str | None:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shiftmend.checks import counted
 from shiftmend.devices import sum_dtype
 from shiftmend.distributed import active, all_sum, joined_moments
 from shiftmend.errors import AdaptationError, ProfileError
@@ -138,8 +139,8 @@ class Comparison:
         factor, failed = torch.linalg.cholesky_ex(shrunk(source.covariance.to(wide), shrinkage))
         if bool(failed):
             raise AdaptationError(
-                f"the covariance of the source's {len(source.mean)} features is singular ({source.samples} samples); "
-                "use full-gauss with shrinkage, e.g. shrinkage=0.1"
+                f"the covariance of the source's {len(source.mean)} features is singular "
+                f"({counted(source.samples, 'sample')}); use full-gauss with shrinkage, e.g. shrinkage=0.1"
             )
         return Comparison(source.mean.to(wide), torch.cholesky_inverse(factor), _log_determinant(factor), shrinkage)
 

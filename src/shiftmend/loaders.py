@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
 
-from shiftmend.checks import kind
+from shiftmend.checks import counted, kind
 from shiftmend.devices import in_parts
 from shiftmend.errors import DataError
 
@@ -38,7 +38,10 @@ def as_loader(source: Any, batch_size: int | None, what: str) -> tuple[Any, int 
         inputs = _as_inputs(source[0], what)
         labels = as_tensor(source[1], what) if len(source) > 1 and source[1] is not None else None
         if labels is not None and (labels.ndim == 0 or len(inputs) != len(labels)):
-            raise DataError(f"the {what} has {len(inputs)} inputs but {len(labels) if labels.ndim else 1} labels")
+            raise DataError(
+                f"the {what} has {counted(len(inputs), 'input')} but "
+                f"{counted(len(labels) if labels.ndim else 1, 'label')}"
+            )
         return (inputs, labels), None
     if isinstance(source, DataLoader):
         if batch_size is not None and source.batch_size is not None and batch_size != source.batch_size:

@@ -17,7 +17,7 @@ from torch import Tensor, optim
 from shiftmend import checkpoints, fingerprints
 from shiftmend.adaptations import Adaptation, Epoch
 from shiftmend.adapting import enter_adapting_modes, fresh_optimiser, steady, still_finite
-from shiftmend.checks import brief
+from shiftmend.checks import brief, counted
 from shiftmend.distributed import everywhere, of_first_process, rank, same_everywhere, together, world_size
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
@@ -138,7 +138,7 @@ class Run:
                 raise
             put_back(self.model, self.good)
             status = "interrupted"
-            logger.warning("interrupted after %d epochs; this is the state reached then", self._epochs())
+            logger.warning("interrupted after %s; this is the state reached then", counted(self._epochs(), "epoch"))
         except DivergedError as error:
             error.adaptation = self._result("diverged", started)
             raise

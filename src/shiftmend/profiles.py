@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shiftmend import fingerprints
 from shiftmend.__about__ import __version__
-from shiftmend.checks import brief, kind
+from shiftmend.checks import brief, counted, kind
 from shiftmend.devices import resolve_device
 from shiftmend.distributed import of_first_process
 from shiftmend.errors import ProfileError
@@ -138,7 +138,7 @@ class Profile:
 
     def __repr__(self) -> str:
         lines = [
-            f"Profile of {self.samples:,} source samples, preset {self.preset!r}, shiftmend {self.library}",
+            f"Profile of {counted(self.samples, 'source sample')}, preset {self.preset!r}, shiftmend {self.library}",
             f"  bins        {self.bins.inner} inner + 2 outer, temperature {self.bins.temperature:g}",
             f"  inputs      {list(self.inputs.shape)} {self.inputs.dtype} in "
             f"[{self.inputs.low:.3g}, {self.inputs.high:.3g}]",
@@ -147,9 +147,7 @@ class Profile:
             lines.insert(1, f"  mixture     {', '.join(f'{100 * share:.3g} %' for share in self.shares)}")
         for name, tap in self.taps.items():
             dead = f", {self.unusable[name]} constant and left out" if self.unusable[name] else ""
-            lines.append(
-                f"  {name:<11} {tap.units} unit{'s' if tap.units > 1 else ''} at {str(self.specs[name])!r}{dead}"
-            )
+            lines.append(f"  {name:<11} {counted(tap.units, 'unit')} at {str(self.specs[name])!r}{dead}")
         lines.append(f"  moments     {self.gaussian.kind} of the features")
         lines += [f"  slices      {s.histogram.units} for {name}" for name, s in self.slices.items()]
         lines.append(f"  model       architecture {self.architecture[:12]}, weights {self.weights[:12]}")

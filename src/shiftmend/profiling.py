@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend import fingerprints
-from shiftmend.checks import brief, check_known, is_whole
+from shiftmend.checks import brief, check_known, counted, is_whole
 from shiftmend.devices import placed, resolve_device
 from shiftmend.distributed import everywhere, of_first_process, same_everywhere, together, warn_if_apart, world_size
 from shiftmend.errors import ProfileError
@@ -223,8 +223,9 @@ def _ranges(passes: _Passes, specs: Mapping[str, Tap], like: Profile | None) -> 
             )
         if like is None and not bool(usable_units(tracker.low, tracker.high).any()):
             raise ProfileError(
-                f"every unit at tap {name!r} was constant over the source data ({passes.feed.samples} samples): a "
-                "profile needs varied samples, and a model that reacts to them"
+                f"every unit at tap {name!r} was constant over the source data "
+                f"({counted(passes.feed.samples, 'sample')}): a profile needs varied samples, and a model that "
+                "reacts to them"
             )
     return trackers
 

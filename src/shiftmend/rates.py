@@ -15,6 +15,13 @@ from shiftmend.selection import Choice
 from shiftmend.settings import Settings
 
 
+def check_rates(rates: Sequence[float]) -> None:
+    if not rates:
+        raise AdaptationError("the list of learning rates is empty; name at least one, or leave it out")
+    for rate in rates:
+        check_positive(rate, "every learning rate")
+
+
 def best_rate(
     rates: Sequence[float],
     attempt: Callable[[float, Settings], Adaptation],
@@ -23,10 +30,6 @@ def best_rate(
     entropy_may_decide: bool = True,
 ) -> Adaptation:
     """One run for each learning rate; the one whose kept epoch the verification slices prefer is the result."""
-    if not rates:
-        raise AdaptationError("the list of learning rates is empty; name at least one, or leave it out")
-    for rate in rates:
-        check_positive(rate, "every learning rate")
     chosen: Adaptation | None = None
     choice: Choice | None = None
     tried: list[dict[str, Any]] = []

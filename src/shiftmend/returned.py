@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shiftmend.checks import kind
+from shiftmend.checks import counted, kind
 from shiftmend.errors import TapError
 
 Entry = int | str | None
@@ -83,5 +83,5 @@ def _describe(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a dict with entries {', '.join(map(repr, value))}" if value else "an empty dict"
     if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)} entries"
+        return f"a {type(value).__name__} of {counted(len(value), 'entry', 'entries')}"
     return kind(value)

@@ -24,11 +24,12 @@ from shiftmend.adapting import (
     steady,
     still_finite,
 )
-from shiftmend.checks import brief, check_function, is_whole, kind
+from shiftmend.checks import brief, check_function, counted, is_whole, kind
 from shiftmend.devices import resolve_device
-from shiftmend.engine import examine, fitting_profile, refuse_broken
+from shiftmend.engine import examine
 from shiftmend.errors import AdaptationError, DataError, ShiftmendError
 from shiftmend.feeds import Feed, Preprocess
+from shiftmend.given import fitting_profile, refuse_broken
 from shiftmend.halves import nothing_cached
 from shiftmend.methods import METHODS, Method
 from shiftmend.methods import method as make_method
@@ -77,6 +78,12 @@ class Stream:
         self._judge: Slices | None = profile.slices["verification"].to(device) if profile is not None else None
         self._seen: deque[tuple[CountTracker, int]] = deque(maxlen=window)
         self._counted = 0
+
+    def __repr__(self) -> str:
+        with self._lock:
+            steps, batches, judged = self.steps, len(self._seen), self.verification
+        line = f"Stream adapted by {self.method.name}, {counted(steps, 'step')}"
+        return line if judged is None else f"{line}\n  over the last {counted(batches, 'batch', 'batches')}: {judged}"
 
     @torch.inference_mode(False)
     @nothing_cached()
@@ -249,6 +256,9 @@ def stream(
     if not chosen.online or chosen.by_sample:
         able = ", ".join(name for name, kind in METHODS.items() if kind.online)
         raise AdaptationError(f"{chosen.name} needs the whole of the data, which a stream never is; use one of {able}")
+    for name in ("epochs", "passes"):
+        if name in options:
+            raise AdaptationError(f"{name} has no effect on a stream, each batch of which is seen once; leave it out")
     if not is_whole(window) or window < 1:
         raise DataError(f"the window must be a whole number of batches, at least 1, got {brief(window)}")
     check_function(preprocess, "preprocess", "inputs")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -232,10 +233,12 @@ def enter_eval(model: nn.Module) -> None:
 
 def check_takes(model: nn.Module, sample: Tensor, output: Entry = None) -> None:
     """Refuse inputs the model cannot take, and an entry it does not return, before anything else is done with them."""
+    names = _Names()
     with torch.no_grad(), modes(model), eager(model):
         enter_eval(model)
         try:
-            returned = model(sample)
+            with names:
+                returned = model(sample)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a model asserts, looks up and indexes as it likes
@@ -245,7 +248,7 @@ def check_takes(model: nn.Module, sample: Tensor, output: Entry = None) -> None:
             dtype = str(sample.dtype).removeprefix("torch.")
             raise DataError(
                 f"the model does not take inputs of shape {list(sample.shape[1:])} and type {dtype}: {reason}"
-                f"{_advice(model, sample, reason)}"
+                f"{_advice(model, sample, reason, names.asked)}"
             ) from error
     if output is not None:
         pick(returned, output, "the model")
@@ -267,20 +270,17 @@ class _Names(torch.overrides.TorchFunctionMode):
     asked = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.asked |= func is Tensor.__getitem__ and isinstance(args[1], str)
-        return None if self.asked else func(*args, **(kwargs or {}))
+        if func is not Tensor.__getitem__ or not isinstance(args[1], str):
+            return func(*args, **(kwargs or {}))
+        self.asked = True
+        with warnings.catch_warnings():  # before it refuses some words, torch warns of sequences as indices
+            warnings.simplefilter("ignore")
+            return func(*args)
 
 
-def _takes_it_for_a_dict(model: nn.Module, sample: Tensor) -> bool:
-    names = _Names()
-    with suppress(Exception), names:
-        model(sample)
-    return names.asked
-
-
-def _advice(model: nn.Module, sample: Tensor, reason: str) -> str:
+def _advice(model: nn.Module, sample: Tensor, reason: str, for_a_dict: bool) -> str:
     """What to do about inputs of another type than the weights, too few of them, or without an axis of samples."""
-    if not _takes_one_tensor(model) or _takes_it_for_a_dict(model, sample):
+    if not _takes_one_tensor(model) or for_a_dict:
         return "; expected a model that is called with one tensor: wrap it in a module that takes one and passes it on"
     if len(sample) == 1 and "more than 1 value per channel" in reason:
         return "; it normalises by the batch, so give it at least two samples at once"

@@ -191,11 +191,10 @@ def _behind(value: Any) -> set[Tensor]:
 
 def _find_head(events: _Events, returned: Any, output: Entry, given: Mapping[str, str | Tap]) -> str:
     if "logits" in given:
-        return Tap.parse("logits", given["logits"]).module
-    result = pick(returned, output, "the model")
-    matching = [name for name, out in events.written if name and isinstance(out, Tensor) and _same(out, result)]
-    # a container with parameters of its own (tokens) writes the same output as the layer inside it
-    layers = [name for name in matching if not any(other.startswith(f"{name}.") for other in matching)]
+        tap = Tap.parse("logits", given["logits"])
+        _refuse_other_head(events, returned, output, tap)
+        return tap.module
+    layers = _writers(events, pick(returned, output, "the model"))
     if layers:
         return layers[-1]
     last = next((name for name, _ in reversed(events.written) if name), None)
@@ -205,6 +204,26 @@ def _find_head(events: _Events, returned: Any, output: Entry, given: Mapping[str
         "no layer with parameters writes the model's output, so the head could not be found; name it, "
         f"e.g. head={last!r} (the last one that ran)"
     )
+
+
+def _writers(events: _Events, result: Tensor) -> list[str]:
+    """Layers with parameters that wrote a tensor, innermost: a container with tokens of its own writes it as well."""
+    matching = [name for name, out in events.written if name and isinstance(out, Tensor) and _same(out, result)]
+    return [name for name in matching if not any(other.startswith(f"{name}.") for other in matching)]
+
+
+def _refuse_other_head(events: _Events, returned: Any, output: Entry, tap: Tap) -> None:
+    """Refuse an `output` of one head where the tap, which decides what is aligned, is on another one."""
+    if output is None or tap.side == "input":
+        return
+    writers = _writers(events, pick(returned, output, "the model"))
+    if not writers or tap.module in writers:
+        return
+    if any(tap.module in _writers(events, entry) for entry in tensors_in(returned)):
+        raise TapError(
+            f"output={output!r} is not what the tap 'logits' sees: {tap.module!r} writes another entry of what the "
+            f"model returns; name that one, or make the profile with output={output!r}"
+        )
 
 
 def _same(written: Tensor, result: Tensor) -> bool:

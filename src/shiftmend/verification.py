@@ -223,10 +223,10 @@ def verify(
     profile.check_architecture(model)
     place = resolve_device(device, model)
     feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
-    profile.check_inputs(InputSummary.of(feed.batches()))
     with placed(model, place), progress_bar(progress, "verify", feed.known) as bar:
-        feed.heard = bar.advance
         check_takes(model, feed.first(2))
+        profile.check_inputs(InputSummary.of(feed.batches()))
+        feed.heard = bar.advance
         taps = {name: profile.specs[name] for name in VERIFIED}
         with modes(model), torch.no_grad(), tapped(model, taps) as recorder:
             model.eval()

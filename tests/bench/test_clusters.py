@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,3 +141,66 @@ def test_without_ray(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ShiftmendError, match=r"^--executor ray needs Ray: pip install 'shiftmend\[ray\]'$"):
         run(FILE, tmp_path / "home", root=root, executor="ray")
+
+
+class Pretended:
+    """As much of Ray as an executor touches; tasks run here, when they are asked for."""
+
+    exceptions = SimpleNamespace(RayTaskError=type("RayTaskError", (Exception,), {}), RayError=OSError)
+
+    def __init__(self, **resources: float) -> None:
+        self.resources, self.asked, self.begun, self.over = resources, dict[str, Any](), dict[str, Any](), 0
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **options: Any) -> None:
+        self.begun = options
+        signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def shutdown(self) -> None:
+        self.over += 1
+
+    def cluster_resources(self) -> dict[str, float]:
+        return self.resources
+
+    def remote(self, **options: Any) -> Callable[..., Any]:
+        self.asked = options
+        return lambda function: SimpleNamespace(remote=lambda *given: functools.partial(function, *given))
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def wait(self, waiting: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
+        return waiting[:1], waiting[1:]
+
+    def get(self, task: Callable[[], Any]) -> Any:
+        return task()
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(2.0, "cuda"), (0.0, "auto")])
+def test_a_task_is_given_what_it_needs_and_what_is_lost_is_not_run_twice(
+    gpus: float, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that has a GPU sees no other, whatever its number; one that killed its worker would kill the next."""
+    cells, devices = plan(TINY, methods=["fr"], seeds=[1]), list[str]()
+    monkeypatch.setitem(sys.modules, "ray", ray := Pretended(CPU=4.0, GPU=gpus))
+    monkeypatch.setattr(clusters, "_work_there", lambda job, *given: (devices.append(job.device), {}))
+    with clusters.on_ray(Job(FILE, str(tmp_path), None, "auto"), 2) as execute:
+        assert [task for task, _ in execute(cells)] == cells
+    assert devices == [device] * 2
+    assert ray.asked == {"num_cpus": 1, "num_gpus": int(gpus > 0), "max_retries": 0}
+
+
+@pytest.mark.parametrize("address", ["", "ray://head:10001"])
+def test_the_cluster_that_is_named_is_used_and_left_as_it_was_found(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray, before = Pretended(), signal.getsignal(signal.SIGTERM)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(KeyboardInterrupt), clusters._connected(ray, workers=3):
+        raise KeyboardInterrupt
+    here = {"address": "local", "num_cpus": 3, "include_dashboard": False}
+    assert {name: value for name, value in ray.begun.items() if not name.startswith("log")} == ({} if address else here)
+    assert ray.over == 1
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -23,7 +24,7 @@ from shiftmend.bench.cells import Cell, Result
 from shiftmend.bench.executors import inline, processes
 from shiftmend.bench.planning import plan
 from shiftmend.bench.runner import preparations
-from shiftmend.bench.tasks import Advance, Job, Preparation, Task, WorkerError, lost
+from shiftmend.bench.tasks import Advance, Job, Preparation, Task, WorkerError, lost, workshop_of
 from shiftmend.errors import DataError
 
 FILE = f"{Path(__file__).with_name('tiny.py')}:TINY"
@@ -94,6 +95,49 @@ def test_workers_that_die_cost_their_own_cell_and_nothing_else(job: Job, tmp_pat
     assert not any(map(alive, seen(tmp_path / "root")))
 
 
+class Mortal:
+    """In place of a process."""
+
+    pid, exitcode = None, -signal.SIGKILL
+
+    def __init__(self) -> None:
+        self.alive = True
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_what_a_dying_process_did_not_hear_is_given_to_the_next_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It dies between two cells, just after it was seen alive; whether the task is to blame shows with the next."""
+    theirs: list[Connection] = []
+    worker: Any = executors._Worker(job)
+
+    def another(worker: Any) -> None:
+        worker.channel, end = Pipe()
+        worker._process = Mortal()
+        theirs.append(end)
+
+    def die() -> None:
+        worker._process.alive = False
+        theirs[-1].close()
+
+    monkeypatch.setattr(executors._Worker, "_open", another)
+    another(worker)
+    theirs[0].close()
+    worker.start(CELL)
+    die()
+    assert worker.outcome(silent) is None
+    assert theirs[1].recv() == (job, CELL)
+    die()
+    task, result = worker.outcome(silent)
+    assert (task, result.cell, result.error) == (CELL, CELL, executors._ending(-signal.SIGKILL))
+    assert (len(theirs), worker.task) == (2, None)
+
+
 def test_an_error_in_a_worker_is_the_caller_s(job: Job, tmp_path: Path) -> None:
     needed: list[Task] = [Preparation("plain", 1, 0.01)]
     with processes(job, silent, workers=2) as execute:
@@ -124,6 +168,7 @@ def test_nothing_of_a_run_stays_in_this_process(job: Job) -> None:
     finally:
         torch.set_num_threads(threads)
     assert signal.getsignal(signal.SIGINT) is handler
+    assert workshop_of.cache_info().currsize == 0  # models and data
 
 
 def test_what_swallows_ctrl_c_gives_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,13 +178,14 @@ def test_what_swallows_ctrl_c_gives_no_result(monkeypatch: pytest.MonkeyPatch) -
         with suppress(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
+            waited.append(task)  # as if nobody had pressed anything
         return Result(CELL, "own", error="something broke")
 
     monkeypatch.setattr(executors, "work", work)
-    given = []
+    given, waited = [], list[Task]()
     with pytest.raises(KeyboardInterrupt), inline(Job(FILE, "nowhere"), silent) as execute:
         given.extend(execute([CELL, CELL]))
-    assert given == []
+    assert given == waited == []
 
 
 def test_from_another_thread(job: Job) -> None:
@@ -182,6 +228,26 @@ def test_a_worker_does_not_wait_for_a_parent_that_does_not_listen(monkeypatch: p
         ours.close()
         worker.join(20)
     assert not worker.is_alive()
+
+
+def test_an_unexpected_error_in_a_worker_comes_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*given: Any) -> None:
+        raise KeyError("unexpected")
+
+    monkeypatch.setattr(executors, "work", work)
+    ours, theirs = Pipe()
+    worker = threading.Thread(target=executors._serve, args=(theirs, os.getppid()))
+    worker.start()
+    try:
+        ours.send((Job(FILE, "nowhere"), CELL))
+        assert ours.recv() == (0, 0)
+        assert ours.poll(20)
+        error = ours.recv().error
+    finally:
+        ours.close()
+        worker.join(20)
+    assert isinstance(error, KeyError)
+    assert "in work" in error.__notes__[0]
 
 
 class Unpicklable(Exception):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import threading
 import time
 import weakref
-from contextlib import nullcontext
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +157,81 @@ def test_lanes_have_as_many_threads_of_torch_as_the_job_says(tmp_path: Path, mon
             list(execute([Preparation("plain", 1, 0.01)]))
         assert torch.get_num_threads() == before
     assert found == [1, 3, before]
+
+
+def test_a_lane_takes_a_task_when_it_is_free_and_has_one_workshop_and_one_stream_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And neither memory, which is that of all lanes, nor what was set for the run outlives it."""
+    seen: list[Any] = []
+    rooms: list[Workshop] = []
+    before = sys.getswitchinterval()
+
+    @contextmanager
+    def within(stream: NoStream) -> Iterator[None]:
+        seen.append("stream")
+        yield
+        seen.append("left")
+
+    def work(job: Job, task: Cell, advance: Advance, workshop: Workshop) -> Result:
+        assert sys.getswitchinterval() < before / 10
+        seen.append("work")
+        rooms.append(workshop)
+        return Result(task, "own", peak_memory=5)
+
+    def drawn() -> Iterator[Task]:
+        for cell in cells:
+            seen.append("drawn")
+            yield cell
+
+    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr("shiftmend.bench.lanes.work", work)
+    monkeypatch.setattr("shiftmend.bench.lanes.give_back", lambda device: seen.append("given back"))
+    cells = plan(find(f"{TINY}:GENTLE"))[:2]
+    job = Job(f"{TINY}:GENTLE", str(tmp_path), str(tmp_path / "data"), "cpu")
+    with lanes(job, lambda task, done, total: seen.append((done, total)), 1) as execute:
+        for _, result in execute(drawn()):
+            assert result is not None
+            seen.append((result.peak_memory, result.manifest["lanes"]))
+    assert seen == ["drawn", (0, 0), "stream", "work", "given back", "left", (None, 1)] * 2
+    assert rooms[0] is rooms[1]
+    assert rooms[0].root == tmp_path / "data"
+    assert sys.getswitchinterval() == before
+
+
+def test_what_the_caller_raises_is_the_caller_s_and_ends_the_lanes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    leaving = threading.Event()
+    ended_by_themselves: list[Task] = []
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, *given: Any, **options: Any) -> None:
+            leaving.set()
+            super().shutdown(*given, **options)
+
+    def work(job: Job, task: Task, advance: Advance, workshop: Workshop) -> None:
+        if task.seed > 1:
+            with others_may_go():
+                assert leaving.wait(10)
+            advance(task, 1, 2)
+            ended_by_themselves.append(task)
+
+    def full_disk() -> None:
+        with lanes(job, lambda task, done, total: None, 2) as execute:
+            outcomes = execute([Preparation("plain", seed, 0.01) for seed in (1, 2)])
+            next(outcomes)
+            raise OSError("the disk is full")
+
+    monkeypatch.setattr("shiftmend.bench.lanes.work", work)
+    monkeypatch.setattr("shiftmend.bench.lanes.ThreadPoolExecutor", Pool)
+    job = Job(f"{TINY}:GENTLE", str(tmp_path), str(tmp_path), "cpu")
+    with pytest.raises(OSError, match="the disk is full"):
+        full_disk()
+    assert ended_by_themselves == []
 
 
 class Cycle:

@@ -46,6 +46,8 @@ def test_clean_images_are_for_the_source_model_offline() -> None:
 def test_who_starts_from_another_model_is_known_by_the_model_and_not_by_name() -> None:
     assert with_another_source(BENCHMARK, "offline") == ["shot"]
     assert with_another_source(find("usps"), "offline") == ["shot"]  # though each shift has a source model of its own
+    last = dict(reversed(BENCHMARK.settings["offline"].items()))  # source-only is the measure wherever it stands
+    assert with_another_source(replace(BENCHMARK, settings={"offline": last}), "offline") == ["shot"]
     rows = {"first": Setting("fr", source="shot"), "second": Setting("fr", source="shot"), "third": Setting("fr")}
     assert with_another_source(replace(BENCHMARK, settings={"offline": rows}), "offline") == ["third"]
 
@@ -183,6 +185,16 @@ def test_recipes_of_stores_from_before_rows_had_presets_are_the_same(protocol: s
     setting = BENCHMARK.settings[protocol][row]
     assert made(protocol=protocol, setting=setting) == expected
     assert made(protocol=protocol, setting=replace(setting, preset="reference")) == expected
+
+
+def test_recipes_of_rows_with_a_preset_stay_the_same() -> None:
+    assert made(setting=replace(SETTINGS["fr"], preset="sliced")) == "24dfb2285d846f4b"
+
+
+def test_images_of_an_unknown_origin_are_refused_before_anything_is_run() -> None:
+    known = "published, rebuilt, regenerated, own"
+    with pytest.raises(DataError, match=rf"^benchmark small gives dim the origin 'found'; expected one of {known}$"):
+        plan(replace(BENCHMARK, origin=lambda shift, root: "found"))  # type: ignore[arg-type]
 
 
 def test_a_preprocessing_that_wants_other_images_is_no_obstacle() -> None:

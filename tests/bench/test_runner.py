@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from test_executors import alive, eventually, seen
 from tiny import CELLS, DOOMED, SEEDS, TINY
 
 from shiftmend.bench import runner
+from shiftmend.bench.base import Setting
 from shiftmend.bench.planning import plan
 from shiftmend.bench.runner import STORE, run
-from shiftmend.bench.tasks import Preparation
+from shiftmend.bench.tasks import Job, Preparation
 from shiftmend.cli import main
 from shiftmend.errors import DataError
 
@@ -166,6 +168,48 @@ def test_workers_get_what_they_cannot_know(
 def test_source_models_are_shared() -> None:
     needed = runner.preparations(TINY, plan(TINY, seeds=[1, 2]))
     assert needed == [Preparation(source, seed, 0.01) for seed in (1, 2) for source in ("plain", "shot")]
+
+
+def test_presets_of_one_source_model_are_one_preparation() -> None:
+    """Two workers must not train the same model at the same time."""
+    rows = {name: Setting("fr", {"epochs": 1}, preset=name) for name in ("reference", "sliced")}
+    benchmark = replace(TINY, settings={"offline": rows})
+    (needed,) = runner.preparations(benchmark, plan(benchmark, seeds=[1]))
+    assert sorted(needed.presets) == ["reference", "sliced"]
+
+
+def test_where_cells_run_and_what_a_job_says(home: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[str, Job, Any]] = []
+
+    def executor(name: str) -> Callable[..., AbstractContextManager[Any]]:
+        @contextmanager
+        def record(job: Job, *rest: Any) -> Iterator[Any]:
+            taken.append((name, job, rest[-1]))
+            yield lambda tasks: iter(())
+
+        return record
+
+    def place(**options: Any) -> tuple[str, int]:
+        given = {"seeds": [1, 2], "methods": ["fr"], "device": "auto"} | options
+        run(f"{FILE}:TINY", home, root=root, **given)
+        return taken[-1][0], taken[-1][1].threads
+
+    for name in ("inline", "processes", "lanes", "on_ray"):
+        monkeypatch.setattr(runner, name, executor(name))
+    monkeypatch.setattr(os, "cpu_count", lambda: 9)
+    monkeypatch.setattr(runner.torch.cuda, "is_available", lambda: False)
+    assert place(workers=3, rates=[1, 0.1], compile=True) == ("processes", 1)
+    assert (taken[-1][1].rates, taken[-1][1].compile, taken[-1][2]) == ((1, 0.1), True, 3)
+    assert place(workers=2, executor="ray") == ("on_ray", 1)
+    monkeypatch.setattr(runner, "find", lambda name: replace(TINY, small=False, lanes=3))
+    assert place() == ("inline", 0)  # with all threads
+    assert place(workers=3) == ("processes", 3)
+    assert place(workers=100) == ("processes", 2)  # there are but four cells
+    assert taken[-1][2] == 4
+    monkeypatch.setattr(runner.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(runner.torch.cuda, "device_count", lambda: 1)
+    assert place() == ("lanes", 3)
+    assert place(device="cpu") == ("inline", 0)
 
 
 def arguments(home: Path, root: Path, workers: int) -> list[str]:

@@ -421,7 +421,7 @@ def test_a_benchmark_of_ones_own_is_run_resumed_and_shown(tmp_path: Path, capsys
     assert (report["cells"], report["already"], report["done"], report["failed"]) == (3, 0, 3, [])
     text = ok(capsys, *common, "--shifts", "dim")
     assert re.search(r"^1/1  fr-slow on dim, seed 1: \d", text, re.MULTILINE)
-    assert "1 cells done in" in text
+    assert "1 cell done in" in text
     assert "2 were done before, 0 failed" in text
     assert f"see `shiftmend bench table {name} --folder {home}`" in text
     # a failed cell is no reason to stop, but one to say so

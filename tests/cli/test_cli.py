@@ -184,7 +184,7 @@ def test_adapt_writes_everything_and_says_what_changed(
     assert not torch.equal(adapted["conv1.weight"], source["conv1.weight"])
     assert torch.equal(adapted["head.weight"], source["head.weight"])
     text = ok(capsys, *arguments, "-o", tmp_path / "b", "--option", "epochs=1", "--option", "align=features,logits")
-    assert "Adaptation by fr, 1 epochs, finished" in text
+    assert "Adaptation by fr, 1 epoch, finished" in text
     verified = json.loads(
         ok(capsys, "verify", f"{site}/factory.py:make", *("-w", tmp_path / "a/model.safetensors"),
            *("-d", site / "target.npz", "-p", site / "p.safetensors", "--json"))

@@ -39,7 +39,7 @@ def test_take_keeps_order_and_names() -> None:
     assert (part.name, part.classes, len(part)) == ("part", ("a", "b", "c"), 3)
     assert repr(split).endswith(", 3 classes")
     rest = Split(images, None, "unlabelled").take(torch.tensor([1]))
-    assert repr(rest) == f"unlabelled: 1 images {list(images.shape[1:])}, without labels"
+    assert repr(rest) == f"unlabelled: 1 image {list(images.shape[1:])}, without labels"
     assert (rest.labels, rest.name) == (None, "unlabelled")
 
 

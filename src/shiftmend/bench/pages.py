@@ -19,6 +19,7 @@ from shiftmend.bench.reading import read
 from shiftmend.bench.rendering import for_markdown, render
 from shiftmend.bench.sections import Block, Part
 from shiftmend.bench.suite import find
+from shiftmend.checks import counted
 from shiftmend.errors import DataError
 
 ONCE = (
@@ -150,7 +151,7 @@ def _missing(parts: Mapping[str, Part]) -> list[Block]:
         if not missing:
             continue
         if not reading.results:
-            lines.append(f"- {protocol}: everything ({len(missing):,} cells)")
+            lines.append(f"- {protocol}: everything ({counted(len(missing), 'cell')})")
             continue
         failed = sum(result.failed for result in reading.results)
         facts = [
@@ -207,7 +208,7 @@ def _machines(results: Sequence[Result]) -> list[str]:
     )
     dates = sorted(result.finished[:10] for result in results if result.finished)
     hours = sum(result.seconds for result in results) / 3600
-    lines = [f"{for_markdown(text)}: {count:,} cells" for text, count in found.most_common()]
+    lines = [f"{for_markdown(text)}: {counted(count, 'cell')}" for text, count in found.most_common()]
     if dates:
         when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
         shared = any(result.manifest.get("lanes", 1) > 1 for result in results)

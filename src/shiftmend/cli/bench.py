@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shiftmend.checks import counted
 from shiftmend.cli import bench_pages, bench_results, bench_speed
 from shiftmend.cli.bench_options import (
     HOME,
@@ -164,7 +165,7 @@ def run(
         failed = [{"cell": asdict(result.cell), "error": result.error} for result in report.failed]
         print_json(asdict(report) | {"failed": failed})
     else:
-        done = f"{report.done} cells done in {report.seconds:.0f} s"
+        done = f"{counted(report.done, 'cell')} done in {report.seconds:.0f} s"
         left = f", no time for {report.left}" if report.left else ""
         say(f"{done}, {report.already} were done before, {len(report.failed)} failed{left}")
         first = {result.error: result.cell for result in reversed(report.failed)}
@@ -224,7 +225,7 @@ def merge(
         print_json(taken)
         return
     for name, count in taken.items():
-        say(f"{count} results from {name}")
+        say(f"{counted(count, 'result')} from {name}")
 
 
 def _show_methods(benchmark: Benchmark, facts: Mapping[str, Any]) -> None:

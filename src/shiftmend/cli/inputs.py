@@ -14,6 +14,7 @@ from numpy.lib.npyio import NpzFile
 from torch import Tensor
 from torch.nn import functional
 
+from shiftmend.checks import counted
 from shiftmend.data.arrays import npz_file, open_npz, read_member
 from shiftmend.data.base import as_labels
 from shiftmend.data.preprocessing import per_channel
@@ -38,8 +39,8 @@ class Normalisation:
         present, means, deviations = images.shape[1], len(self.mean), len(self.deviation)
         if len({present, means, deviations} - {1}) > 1:
             raise DataError(
-                f"--mean names {means} numbers and --std {deviations}, and the images have {present} channels; "
-                "expected one number, or one per channel"
+                f"--mean names {counted(means, 'number')} and --std {deviations}, and the images have "
+                f"{counted(present, 'channel')}; expected one number, or one per channel"
             )
         values = images.float().div_(255)
         return (values - per_channel(self.mean, values)) / per_channel(self.deviation, values)

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shiftmend.checks import counted
 from shiftmend.errors import DataError
 
 PathLike = str | os.PathLike[str]
@@ -35,7 +36,7 @@ class Split:
 
     def __repr__(self) -> str:
         known = "without labels" if self.labels is None else f"{len(self.classes) or 'unnamed'} classes"
-        return f"{self.name}: {len(self.images):,} images {list(self.images.shape[1:])}, {known}"
+        return f"{self.name}: {counted(len(self.images), 'image')} {list(self.images.shape[1:])}, {known}"
 
     def __post_init__(self) -> None:
         images, labels = self.images, self.labels
@@ -48,7 +49,7 @@ class Split:
             return
         if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
             raise DataError(
-                f"{self.name} has {len(images)} images but labels of "
+                f"{self.name} has {counted(len(images), 'image')} but labels of "
                 f"{str(labels.dtype).removeprefix('torch.')} {list(labels.shape)}; expected one int64 label "
                 "an image"
             )

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shiftmend.checks import brief, is_whole
+from shiftmend.checks import brief, counted, is_whole
 from shiftmend.data.base import PathLike, Split
 from shiftmend.errors import DataError
 from shiftmend.files import as_path, replacing
@@ -222,7 +222,7 @@ def _in_order(names: list[str], suffixed: bool = False) -> list[str]:
 
 def _few(classes: tuple[str, ...]) -> str:
     names = ", ".join(classes) if len(classes) < 6 else f"{', '.join(classes[:3])}, ... {classes[-1]}"
-    return f"{len(classes)} class folders ({names})" if classes else "no class folders"
+    return f"{counted(len(classes), 'class folder')} ({names})" if classes else "no class folders"
 
 
 def _signature(parts: dict[str, list[os.DirEntry[str]]]) -> str:

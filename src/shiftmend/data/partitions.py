@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shiftmend.checks import counted
 from shiftmend.errors import DataError
 
 MNIST_VALIDATION = 6_000
@@ -35,7 +36,8 @@ def emnist_source(labels: Tensor, train: int = 2_000, validation: int = 400) -> 
     smallest = min(groups, key=len)
     if len(smallest) < train:
         raise DataError(
-            f"class {int(labels[smallest[0]])} has {len(smallest)} samples; expected at least {train} in every class"
+            f"class {int(labels[smallest[0]])} has {counted(len(smallest), 'sample')}; expected at least {train} "
+            "in every class"
         )
     first = torch.cat([group[:train] for group in groups]).sort().values
     if validation < 1 or len(smallest) < train + validation:
@@ -64,7 +66,7 @@ def few_shot(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
     for group in _by_class(labels):
         if len(group) < per_class:
             raise DataError(
-                f"class {int(labels[group[0]])} has {len(group)} samples, too few to draw {per_class} from; "
+                f"class {int(labels[group[0]])} has {counted(len(group), 'sample')}, too few to draw {per_class} from; "
                 "ask for less"
             )
         chosen.append(group[torch.randperm(len(group), generator=generator)[:per_class]])

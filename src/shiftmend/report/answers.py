@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shiftmend.checks import counted
 from shiftmend.report import charts
 from shiftmend.report.contents import Facts, Guesses
 from shiftmend.report.distances import legend
@@ -138,7 +139,7 @@ def scores(facts: Facts) -> Part:
     return element(
         "section",
         element("h2", "Scores by labels"),
-        element("p", f"{facts.samples:,} inputs came with labels. {said}"),
+        element("p", f"{counted(facts.samples, 'input')} came with labels. {said}"),
         element(
             "div",
             element("div", table, class_="scroll", tabindex="0", role="region", aria_label="Scores"),

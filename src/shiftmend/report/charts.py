@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shiftmend.checks import counted
 from shiftmend.report.contents import Unit
 from shiftmend.report.drawing import (
     BOTTOM,
@@ -130,7 +131,7 @@ def ranks(before: Sequence[float], after: Sequence[float] | None, floor: float, 
         points = [(across(first + place, longest - 1), axis(known[place])) for place in thinned(len(known))]
         parts.append(polyline(points, kind))
     parts.append(text(LEFT, height - 18, "worst", anchor="start"))
-    parts.append(text(WIDTH - RIGHT, height - 18, f"{longest:,} units", anchor="end"))
+    parts.append(text(WIDTH - RIGHT, height - 18, counted(longest, "unit"), anchor="end"))
     parts.append(text((LEFT + WIDTH) / 2, height - 4, "units, sorted by distance from home"))
     return svg(height, label, *parts)
 

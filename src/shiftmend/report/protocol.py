@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+from shiftmend.checks import counted
 from shiftmend.report.contents import Facts
 from shiftmend.report.markup import Markup, element, join
 
@@ -77,7 +78,7 @@ def run(facts: Facts) -> Markup:
             f"epoch {mending.kept}, {'chosen without labels' if manifest['kept'] == 'selected' else 'the last one'}",
         ),
         ("ended", manifest["status"]),
-        ("adapted to", f"{target['samples']:,} inputs" if type(target.get("samples")) is int else None),
+        ("adapted to", counted(target["samples"], "input") if type(target.get("samples")) is int else None),
         ("judged on", judged),
         ("batch size", manifest.get("batch_size")),
         ("seed", manifest.get("seed")),

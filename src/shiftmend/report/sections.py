@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from shiftmend.checks import counted
 from shiftmend.report import charts, pictures
 from shiftmend.report.contents import Facts
 from shiftmend.report.markup import Markup, Part, element, figure
@@ -19,7 +20,7 @@ def opening(facts: Facts) -> Markup:
     return element(
         "header",
         element("h1", facts.title),
-        element("p", f"{facts.samples:,} inputs ({shape}), seen by the model {what}"),
+        element("p", f"{counted(facts.samples, 'input')} ({shape}), seen by the model {what}"),
     )
 
 
@@ -163,8 +164,8 @@ def training(facts: Facts) -> Part:
         element("h2", "How mending went"),
         element(
             "p",
-            f"The method {mending.method} ran {rows[-1].epoch} epochs over the data (an epoch is one run through it)."
-            f"{released}",
+            f"The method {mending.method} ran {counted(rows[-1].epoch, 'epoch')} over the data (an epoch is one run "
+            f"through it).{released}",
         ),
         element("div", *figures, class_="charts pair"),
         id="training",

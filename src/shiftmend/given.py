@@ -1,0 +1,85 @@
+"""What an adaptation is given: a model, its profile and data, read and checked once, however many runs follow."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shiftmend.devices import resolve_device
+from shiftmend.errors import AdaptationError
+from shiftmend.feeds import Feed
+from shiftmend.fingerprints import InputSummary
+from shiftmend.methods import Method
+from shiftmend.profiles import Profile, as_profile
+from shiftmend.settings import Settings
+from shiftmend.taps import unwrap
+from shiftmend.tracing import trainable
+
+
+@dataclass(frozen=True)
+class Given:
+    model: nn.Module
+    profile: Profile | None
+    feed: Feed
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        target: Any,
+        profile: Profile | str | os.PathLike[str] | None,
+        method: Method,
+        settings: Settings,
+    ) -> Given:
+        model = unwrap(model)
+        profile = fitting_profile(profile, model, method)
+        refuse_broken(model)
+        feed = Feed(
+            target,
+            batch_size=settings.batch_size,
+            device=resolve_device(settings.device, model),
+            preprocess=settings.preprocess,
+            resident=settings.resident,
+            what="target data",
+        )
+        return Given(model, profile, feed)
+
+    @functools.cached_property
+    def summary(self) -> InputSummary:
+        """Of the target's inputs; when it is first asked for, what the source's inputs were not like is warned of."""
+        found = InputSummary.of(self.feed.batches())
+        if self.profile is not None:
+            self.profile.check_inputs(found)
+        return found
+
+
+def fitting_profile(
+    profile: Profile | str | os.PathLike[str] | None, model: nn.Module, method: Method
+) -> Profile | None:
+    """The profile, read if a file is named, and checked: it fits the model, and is there if the method needs one."""
+    profile = None if profile is None else as_profile(profile)
+    if profile is None and method.needs_profile:
+        raise AdaptationError(f"method {method.name!r} needs a profile of the source: make one with shiftmend.profile")
+    if profile is not None:
+        profile.check_architecture(model)
+        profile.check_weights(model)
+    return profile
+
+
+def refuse_broken(model: nn.Module) -> None:
+    """Refuse weights that make every loss NaN, for which the learning rate would be blamed later."""
+    for name, parameter in model.named_parameters():
+        if not trainable(parameter):
+            continue
+        value = parameter.detach()
+        # a mask that is kept among the parameters may hold infinities
+        bad = ~torch.isfinite(value) if parameter.requires_grad else torch.isnan(value)
+        if bool(bad.any()):
+            raise AdaptationError(
+                f"the model's weights are NaN or infinite in {name!r} before anything is adapted; load those of a "
+                "model that works"
+            )
