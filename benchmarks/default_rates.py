@@ -212,7 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", default=";".join(NETWORKS), help="with semicolons")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--temperature", type=float, default=0.01, help="of the soft bins")
+    parser.add_argument("--temperature", type=float, default=0.01, help="of the soft bins; the paper's by default")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # that features are not restored is what is measured here

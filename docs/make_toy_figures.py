@@ -34,7 +34,7 @@ def accuracy(toy: Toy, model: nn.Module, site: str) -> float:
 def mend(
     toy: Toy,
     title: str,
-    bins: shiftmend.Bins = SOFT,
+    bins: shiftmend.Bins | None = SOFT,
     method: str = "fr",
     positives: float | None = None,
     **options: Any,
@@ -69,7 +69,7 @@ def tidy(axes: Axes) -> None:
 
 def draw_offset() -> None:
     toy = offset_toy()
-    result = mend(toy, "offset 2")
+    result = mend(toy, "offset 2", bins=None)
     rows = [
         ("source", toy.model, toy.source_inputs, toy.source_labels, "source"),
         ("target, before", toy.model, toy.target_inputs, toy.target_labels, "target"),
@@ -153,8 +153,16 @@ def draw_rotation() -> None:
 
 def print_the_rest() -> None:
     mend(rotation_toy(180.0), "rotation by 180 degrees")
-    mend(offset_toy(), "offset 2, hard bins", shiftmend.Bins())
-    mend(offset_toy(normalised=True), "offset 2, hard bins, BatchNorm", shiftmend.Bins())
+    mend(offset_toy(), "offset 2, sharp bins", shiftmend.Bins())
+    mend(offset_toy(4.0), "offset 4", bins=None)
+    mend(offset_toy(4.0), "offset 4, softer bins")
+    mend(offset_toy(normalised=True), "offset 2, sharp bins, BatchNorm", bins=None)
+    mend(
+        offset_toy(0.0, positives=0.9, normalised=True),
+        "no offset, 90%, sharp bins, BatchNorm, mixed",
+        None,
+        positives=0.9,
+    )
     mend(offset_toy(normalised=True), "offset 2, BatchNorm, AdaBN", method="adabn")
     for positives in (0.5, 0.7, 0.9):
         toy = offset_toy(0.0, positives=positives, normalised=True)

@@ -555,11 +555,11 @@ def test_a_preset_whose_slices_are_missing_is_refused() -> None:
     assert "alignment" in refusal(change(lambda facts, tensors, metadata: facts.update(preset="sliced")))
 
 
-@pytest.mark.parametrize("schema", ["0", "1", "3", "2.0", "", "two", "9" * 5000])
+@pytest.mark.parametrize("schema", ["0", "2", "4", "3.0", "", "three", "9" * 5000])
 def test_other_schemas_are_refused(schema: str) -> None:
     message = refusal(change(lambda facts, tensors, metadata: metadata.update(schema=schema)))
     assert "schema" in message
-    assert "reads 2" in message
+    assert "reads 3" in message
 
 
 @pytest.mark.parametrize("key", ["format", "schema", "sha256", "profile"])

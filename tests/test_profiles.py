@@ -107,7 +107,7 @@ def test_a_profile_says_what_it_holds() -> None:
     assert made.unusable == {"features": 2, "logits": 0}
     assert repr(made).splitlines() == [
         f"Profile of 1,000 source samples, preset 'reference', shiftmend {shiftmend.__version__}",
-        "  bins        8 inner + 2 outer, temperature 0.01",
+        "  bins        8 inner + 2 outer, temperature 0.05",
         "  inputs      [3] float32 in [-1, 1]",
         "  features    4 units at '2:input', 2 constant and left out",
         "  logits      1 unit at '2'",

@@ -121,8 +121,32 @@ def test_presets_store_what_they_say() -> None:
     assert made["sliced"].slices["alignment"].histogram.units == 512
     assert made["sliced"].slices["alignment"].seed != made["sliced"].slices["verification"].seed
     assert "alignment" not in made["reference"].slices
-    online = shiftmend.profile(case.model(), case.inputs(), bins=Bins(temperature=0.05))
-    assert online.bins.temperature == 0.05
+
+
+@pytest.mark.parametrize("preset", ["reference", "paper", "sliced"])
+def test_bins_are_softer_without_batch_norm_unless_they_are_named(preset: str) -> None:
+    inputs = torch.randn(64, 3)
+    for norm, temperature in ((nn.Identity(), 0.05), (nn.LayerNorm(4), 0.05), (nn.BatchNorm1d(4), 0.01)):
+        model = nn.Sequential(nn.Linear(3, 4), norm, nn.ReLU(), nn.Linear(4, 2)).eval()
+        assert shiftmend.profile(model, inputs, preset=preset).bins.temperature == temperature
+        assert shiftmend.profile(model, inputs, preset=preset, bins=Bins(temperature=0.2)).bins.temperature == 0.2
+
+
+def test_slices_that_verify_are_sharp_however_soft_the_rest_is(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(500, 3)
+    sharp, soft = (
+        shiftmend.profile(model, inputs, preset="sliced", bins=Bins(temperature=temperature))
+        for temperature in (0.01, 0.3)
+    )
+    soft.save(tmp_path / "soft")
+    for one in (soft, shiftmend.Profile.load(tmp_path / "soft"), shiftmend.profile(model, inputs, like=soft)):
+        judge, aligned = one.slices["verification"].histogram, one.slices["alignment"].histogram
+        assert (judge.bins.temperature, aligned.bins.temperature) == (0.01, 0.3)
+        assert torch.equal(judge.counts, sharp.slices["verification"].histogram.counts)
+        assert not torch.allclose(aligned.counts, sharp.slices["alignment"].histogram.counts, atol=0.1)
+        away = shiftmend.verify(model, inputs + 0.5, one)
+        assert away.divergence == shiftmend.verify(model, inputs + 0.5, sharp).divergence
 
 
 def test_more_taps() -> None:

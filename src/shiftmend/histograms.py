@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,6 +22,12 @@ Layout = Literal["reference", "paper"]
 Divergence = Literal["psi", "symmetric-kl", "kl-source-target", "kl-target-source"]
 
 MOST_INNER = 1024
+SHARP = 0.01
+"""The paper's temperature. The slices that verify have it, however soft the bins of a profile are otherwise: a softer
+one makes every divergence smaller, and a verdict must not depend on it."""
+SOFT = 0.05
+"""For networks without BatchNorm, whose features may lie where sharp bins give no gradient; measured by
+`benchmarks/temperatures.py`."""
 COLDEST, HOTTEST = 1e-30, 1e30
 """Temperatures that float32 can reckon with; these are as good as hard bins and as no bins at all."""
 EPSILON = 1e-8
@@ -47,7 +53,7 @@ class Bins:
 
     count: int = 8
     layout: Layout = "reference"
-    temperature: float = 0.01
+    temperature: float = SHARP
 
     def __post_init__(self) -> None:
         check_known(self.layout, get_args(Layout), "bin layout")
@@ -65,6 +71,10 @@ class Bins:
             )
         object.__setattr__(self, "count", int(self.count))
         object.__setattr__(self, "temperature", float(given))
+
+    def at(self, temperature: float) -> Bins:
+        """The same cuts, softer or sharper."""
+        return replace(self, temperature=temperature)
 
     @property
     def total(self) -> int:

@@ -25,12 +25,14 @@ from shiftmend.histograms import Bins
 from shiftmend.profile_checks import problems
 from shiftmend.profiles import Profile
 from shiftmend.seals import UNSEALED, is_whole, seal
-from shiftmend.statistics import MOST_WEIGHTS, Histogram, Projector, Slices
+from shiftmend.statistics import MOST_WEIGHTS, Histogram, Projector, Slices, bins_of_slices
 from shiftmend.taps import Tap
 
-SCHEMA = 2
+SCHEMA = 3
 MOST_BYTES = 64 << 20
 _MOST_HEADER = 4 << 20
+_MOST = (1 << 53) - 1
+"""Samples: JSON has no larger whole numbers that every reader takes for the same."""
 _SUM = "[0-9a-f]{64}"
 _SPREADS = {MarginalGaussian.kind: "variance", FullGaussian.kind: "covariance"}
 
@@ -156,8 +158,11 @@ def _metadata(content: bytes) -> dict[str, str]:
 def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     bins = _bins(facts["bins"])
     _check_tensors(facts, tensors)
-    taps = _histograms("tap", facts["taps"], tensors, bins)
-    slices = _histograms("slices", facts["slices"], tensors, bins)
+    taps = {name: _histogram(f"tap.{name}", entry, tensors, bins) for name, entry in facts["taps"].items()}
+    slices = {
+        name: _histogram(f"slices.{name}", entry, tensors, bins_of_slices(name, bins))
+        for name, entry in facts["slices"].items()
+    }
     specs = {name: _spec(name, entry) for name, entry in facts["taps"].items()}
     if not {"features", "logits"} <= set(taps):
         raise ProfileError("it lacks the taps 'features' and 'logits'")
@@ -182,7 +187,7 @@ def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
         architecture=_text(facts["architecture"], "architecture", _SUM),
         weights=_text(facts["weights"], "weights", _SUM),
         inputs=InputSummary.from_json(facts["inputs"]),
-        inputs_seen=_whole(facts["inputs_seen"], "the number of inputs", 1, (1 << 53) - 1),
+        inputs_seen=_whole(facts["inputs_seen"], "the number of inputs", 1, _MOST),
         shares=_shares(facts.get("shares", [])),
         library=_text(facts["library"], "library", "[ -~]{1,64}"),
     )
@@ -229,7 +234,7 @@ def _gaussian_tensors(gaussian: MarginalGaussian | FullGaussian) -> dict[str, Te
 
 
 def _gaussian(facts: dict[str, Any], tensors: dict[str, Tensor], units: int) -> MarginalGaussian | FullGaussian:
-    samples = _whole(facts["samples"], "the number of samples of the Gaussian", 1, (1 << 53) - 1)
+    samples = _whole(facts["samples"], "the number of samples of the Gaussian", 1, _MOST)
     mean, spread = tensors["gaussian.mean"], tensors[f"gaussian.{_SPREADS[facts['kind']]}"]
     full = facts["kind"] == FullGaussian.kind
     if mean.shape != (units,) or spread.shape != ((units * (units + 1)) // 2 if full else units,):
@@ -250,17 +255,9 @@ def _bins(cut: dict[str, Any]) -> Bins:
     return Bins(**cut)
 
 
-def _histograms(group: str, facts: dict[str, Any], tensors: dict[str, Tensor], bins: Bins) -> dict[str, Histogram]:
-    return {
-        name: Histogram(
-            counts=tensors[f"{group}.{name}.counts"],
-            low=tensors[f"{group}.{name}.low"],
-            high=tensors[f"{group}.{name}.high"],
-            samples=_whole(entry["samples"], f"the number of samples of {name!r}", 1, (1 << 53) - 1),
-            bins=bins,
-        )
-        for name, entry in facts.items()
-    }
+def _histogram(name: str, facts: dict[str, Any], tensors: dict[str, Tensor], bins: Bins) -> Histogram:
+    counts, low, high = (tensors[f"{name}.{part}"] for part in ("counts", "low", "high"))
+    return Histogram(counts, low, high, _whole(facts["samples"], f"the number of samples of {name}", 1, _MOST), bins)
 
 
 def _shares(given: Any) -> tuple[float, ...]:

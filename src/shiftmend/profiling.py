@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend import fingerprints
+from shiftmend.adapting import batch_norms
 from shiftmend.checks import brief, check_known, counted, is_whole
 from shiftmend.devices import placed, resolve_device
 from shiftmend.distributed import everywhere, of_first_process, same_everywhere, together, warn_if_apart, world_size
@@ -19,13 +20,13 @@ from shiftmend.errors import ProfileError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
 from shiftmend.gaussians import CovarianceTracker, FullGaussian
-from shiftmend.histograms import Bins, as_bins, usable_units
+from shiftmend.histograms import SOFT, Bins, as_bins, usable_units
 from shiftmend.joined_batch_norm import synchronised
 from shiftmend.presets import Preset
 from shiftmend.presets import preset as find_preset
 from shiftmend.profiles import Profile, as_profile
 from shiftmend.progress import Bar, Pass, Progress, progress_bar
-from shiftmend.statistics import MOST_WEIGHTS, CountTracker, Projector, RangeTracker, Slices
+from shiftmend.statistics import MOST_WEIGHTS, CountTracker, Projector, RangeTracker, Slices, bins_of_slices
 from shiftmend.taps import Entry, Tap, modes, tapped, unwrap
 from shiftmend.tracing import trace
 
@@ -68,8 +69,9 @@ def profile(
     The model runs in eval mode and gets its own modes back. One pass is enough where the activations at the taps fit
     into `keep_bytes`; otherwise the network runs three times (ranges, counts, slices) with the same result. With
     `like`, the ranges and slices of another profile (or of the one in that file) are used, and the two can be merged.
-    The preset is `reference` unless another is named. `gaussian="full"` stores the covariance of the features too,
-    which the method `full-gauss` needs: four bytes for each pair of features.
+    The preset is `reference` unless another is named; its bins are softer for a network without BatchNorm, with a
+    temperature of 0.05. `gaussian="full"` stores the covariance of the features too, which the method `full-gauss`
+    needs: four bytes for each pair of features.
 
     In a process group every process calls this with the same model and the same data and gets the same profile; each
     runs its share of every batch.
@@ -88,7 +90,8 @@ def profile(
         raise ProfileError(f"keep_bytes must be a whole number of bytes, got {brief(keep_bytes)}")
     full = isinstance(like.gaussian, FullGaussian) if like else gaussian == "full"
     chosen = find_preset(like.preset if like else "reference" if preset is None else preset)
-    cut = like.bins if like else as_bins(bins, chosen.bins)
+    usual = chosen.bins if batch_norms(model) else chosen.bins.at(SOFT)
+    cut = like.bins if like else as_bins(bins, usual)
     feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, what="source data")
     with (
         placed(model, place),
@@ -258,7 +261,9 @@ def _counts(
     else:
         reach = {name: tracker.joined() for name, tracker in reach.items()}
         slice_ranges = {name: (tracker.low, tracker.high) for name, tracker in reach.items()}
-    slice_counters = {name: CountTracker(low, high, cut) for name, (low, high) in slice_ranges.items()}
+    slice_counters = {
+        name: CountTracker(low, high, bins_of_slices(name, cut)) for name, (low, high) in slice_ranges.items()
+    }
     for samples in passes():
         for name, projector in projectors.items():
             for part in projector.by_parts(samples["features"]):

@@ -20,7 +20,7 @@ from shiftmend.directions import random_directions
 from shiftmend.distributed import active, all_sum, joined_moments, joined_range
 from shiftmend.errors import ProfileError
 from shiftmend.gaussians import MarginalGaussian
-from shiftmend.histograms import Bins, Divergence, divergence, scales, soft_histogram, usable_units
+from shiftmend.histograms import SHARP, Bins, Divergence, divergence, scales, soft_histogram, usable_units
 
 _TOGETHER = "collect the others with like= the first, or all of them with like= one profile"
 
@@ -241,6 +241,11 @@ class Projector:
     def by_parts(self, values: Tensor) -> Iterator[Tensor]:
         """The same of some rows at a time: of a feature map there are many times more slices than units."""
         return map(self, in_parts(values, len(self.weight)))
+
+
+def bins_of_slices(name: str, bins: Bins) -> Bins:
+    """The bins of slices in a profile with these: those that verify are sharp, so that verdicts compare."""
+    return bins.at(SHARP) if name == "verification" else bins
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,7 +41,7 @@ def test_curves_and_figures_are_those_of_a_reference(inputs: Tensor) -> None:
     adapted = tiny()
     with torch.no_grad():
         adapted[0].bias -= 2 * adapted[0].weight.sum(1)
-    profile = shiftmend.profile(model, inputs, device="cpu", progress=False)
+    profile = shiftmend.profile(model, inputs, bins=shiftmend.Bins(), device="cpu", progress=False)
     figure = activations.draw(model, target, profile, adapted, units=2, batch_size=64, device="cpu")
 
     axes = np.array(figure.axes).reshape(2, 2)

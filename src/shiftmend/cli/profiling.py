@@ -49,7 +49,7 @@ def profile(
     model_option: Options = None,
     preset: Annotated[str | None, typer.Option(help="reference (the default), paper or sliced.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="How soft the bins are (0.01); more may help a network without BatchNorm.")
+        float | None, typer.Option(help="How soft the bins are (0.01; 0.05 for a network without BatchNorm).")
     ] = None,
     gaussian: Annotated[
         str | None, typer.Option(help="marginal (the default), or full for the method full-gauss.")
