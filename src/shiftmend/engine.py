@@ -16,14 +16,14 @@ from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation, environment
 from shiftmend.adapting import LeftAlone, batch_norms, plain_copy, refuse_shared, settle
 from shiftmend.blocks import Names, split
-from shiftmend.distributed import of_first_process, same_everywhere, warn_if_apart, world_size
+from shiftmend.distributed import of_first_process, same_everywhere, world_size
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.given import Given
 from shiftmend.halves import nothing_cached
 from shiftmend.layouts import channels_last
 from shiftmend.loop import Run
-from shiftmend.methods import METHODS, Method, Network
+from shiftmend.methods import Method, Network
 from shiftmend.methods import method as make_method
 from shiftmend.methods.contract import facts_of, stages_of, taps_of
 from shiftmend.profiles import Profile
@@ -103,13 +103,13 @@ def adapt(
         rates = options["learning_rate"] = rates.tolist()
     if not isinstance(rates, list | tuple):
         alone = make_method(method, **options)
-        return _remarked(_once(_given(model, target, profile, alone, settings), alone, settings))
+        return _remarked(_once(Given.of(model, target, profile, alone, settings), alone, settings))
     if profile is None:
         raise AdaptationError("several learning rates need a judge between them: a profile of the source")
     check_rates(rates)
     methods = {rate: make_method(method, **options | {"learning_rate": rate}) for rate in map(float, rates)}
     first = next(iter(methods.values()))
-    given = _given(model, target, profile, first, settings)
+    given = Given.of(model, target, profile, first, settings)
     return _remarked(
         best_rate(
             rates,
@@ -129,25 +129,6 @@ def _remarked(result: Adaptation) -> Adaptation:
         else:
             logger.warning("the features are %s", after)
     return result
-
-
-def _given(
-    model: nn.Module,
-    target: Any,
-    profile: Profile | str | os.PathLike[str] | None,
-    method: Method,
-    settings: Settings,
-) -> Given:
-    """What the runs of a call share; nothing is read for a method that cannot be run."""
-    warn_if_apart()
-    facts_of(method)  # refuses what is no method
-    if world_size() > 1 and not method.several_processes:
-        able = ", ".join(name for name, kind in METHODS.items() if kind.several_processes)
-        raise AdaptationError(
-            f"{method.name} works in one process only, and these are {world_size()}: its loss needs the whole of a "
-            f"batch; use one process, or one of {able}"
-        )
-    return Given.of(model, target, profile, method, settings)
 
 
 def _once(given: Given, method: Method, settings: Settings) -> Adaptation:

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from shiftmend.devices import resolve_device
+from shiftmend.distributed import warn_if_apart, world_size
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
 from shiftmend.fingerprints import InputSummary
-from shiftmend.methods import Method
+from shiftmend.methods import METHODS, Method
+from shiftmend.methods.contract import facts_of
 from shiftmend.profiles import Profile, as_profile
 from shiftmend.settings import Settings
 from shiftmend.taps import unwrap
@@ -35,6 +37,15 @@ class Given:
         method: Method,
         settings: Settings,
     ) -> Given:
+        """Nothing is read for a method that cannot be run."""
+        warn_if_apart()
+        facts_of(method)  # refuses what is no method
+        if world_size() > 1 and not method.several_processes:
+            able = ", ".join(name for name, kind in METHODS.items() if kind.several_processes)
+            raise AdaptationError(
+                f"{method.name} works in one process only, and these are {world_size()}: its loss needs the whole of a "
+                f"batch; use one process, or one of {able}"
+            )
         model = unwrap(model)
         profile = fitting_profile(profile, model, method)
         refuse_broken(model)
