@@ -7,8 +7,8 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -202,6 +202,22 @@ def test_from_another_thread(job: Job) -> None:
     assert given == [(Preparation("plain", 1, 0.01), None)]
 
 
+@contextmanager
+def serving(monkeypatch: pytest.MonkeyPatch, work: Callable[..., None]) -> Iterator[Connection]:
+    """A worker that has been given a cell, and the end of its pipe."""
+    monkeypatch.setattr(executors, "work", work)
+    ours, theirs = Pipe()
+    worker = threading.Thread(target=executors._serve, args=(theirs, os.getppid()))
+    worker.start()
+    try:
+        ours.send((Job(FILE, "nowhere"), CELL))
+        yield ours
+    finally:
+        ours.close()
+        worker.join(20)
+    assert not worker.is_alive()
+
+
 def test_a_worker_does_not_wait_for_a_parent_that_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipe holds 64 KiB; a stream of many small batches has more progress than that to tell."""
     finished = threading.Event()
@@ -211,12 +227,7 @@ def test_a_worker_does_not_wait_for_a_parent_that_does_not_listen(monkeypatch: p
             advance(task, number, 100_000)
         finished.set()
 
-    monkeypatch.setattr(executors, "work", work)
-    ours, theirs = Pipe()
-    worker = threading.Thread(target=executors._serve, args=(theirs, os.getppid()))
-    worker.start()
-    try:
-        ours.send((Job(FILE, "nowhere"), CELL))
+    with serving(monkeypatch, work) as ours:
         assert finished.wait(20)
         heard = [ours.recv()]
         while isinstance(heard[-1], tuple):
@@ -224,28 +235,16 @@ def test_a_worker_does_not_wait_for_a_parent_that_does_not_listen(monkeypatch: p
         assert heard[:2] == [(0, 0), (0, 100_000)]
         assert len(heard) < 500
         assert heard[-1] == executors._Over()
-    finally:
-        ours.close()
-        worker.join(20)
-    assert not worker.is_alive()
 
 
 def test_an_unexpected_error_in_a_worker_comes_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(*given: Any) -> None:
         raise KeyError("unexpected")
 
-    monkeypatch.setattr(executors, "work", work)
-    ours, theirs = Pipe()
-    worker = threading.Thread(target=executors._serve, args=(theirs, os.getppid()))
-    worker.start()
-    try:
-        ours.send((Job(FILE, "nowhere"), CELL))
+    with serving(monkeypatch, work) as ours:
         assert ours.recv() == (0, 0)
         assert ours.poll(20)
         error = ours.recv().error
-    finally:
-        ours.close()
-        worker.join(20)
     assert isinstance(error, KeyError)
     assert "in work" in error.__notes__[0]
 
