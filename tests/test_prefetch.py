@@ -214,7 +214,6 @@ def test_an_iterator_given_up_leaves_nothing_behind(copier: Callable[[], AtOnce]
             next(arriving)
         return arriving
 
-    before = time.monotonic()
     started().close()  # type: ignore[attr-defined]
     assert not threads()
     started()  # dropped
@@ -226,7 +225,6 @@ def test_an_iterator_given_up_leaves_nothing_behind(copier: Callable[[], AtOnce]
         if number == taken:
             break
     assert not threads()
-    assert time.monotonic() - before < 5
 
 
 def test_an_iterator_in_a_cycle_is_collected_with_its_thread() -> None:
