@@ -8,7 +8,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -26,7 +25,6 @@ from shiftmend.bench.base import Setting
 from shiftmend.bench.planning import plan
 from shiftmend.bench.runner import STORE, run
 from shiftmend.bench.tasks import Job, Preparation
-from shiftmend.cli import main
 from shiftmend.errors import DataError
 
 FILE = str(Path(__file__).with_name("tiny.py"))
@@ -276,22 +274,16 @@ def check_that_all_is_whole(home: Path) -> None:
     assert all(DIVERGED in str(row) for row in rows(home, "failed").values())
 
 
-def test_ctrl_c_with_one_process(home: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_with_one_process(home: Path, root: Path) -> None:
     """In the middle of FR, which answers an interruption with what it has reached."""
     (root / "slow").touch()
-
-    def press() -> None:
+    with start(home, root, 1) as process:
         assert eventually(lambda: len(rows(home)) >= 2)
         time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    presser = threading.Thread(target=press)
-    presser.start()
-    with pytest.raises(SystemExit) as caught:
-        main(arguments(home, root, workers=1))
-    presser.join()
-    assert caught.value.code == 130
-    assert "adabn on dark" in capsys.readouterr().out
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "adabn on dark" in said
     assert 2 <= len(rows(home)) < CELLS - DOOMED
     check_that_all_is_whole(home)
 
