@@ -197,3 +197,20 @@ with alone_with(Path(sys.argv[1])) as alone:
         assert process.wait() == 0
         with alone_with(tmp_path / "file") as alone:
             assert alone
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_that_leaves_the_block_does_not_delete_the_lock(tmp_path: Path) -> None:
+    script = """
+import os, sys
+from pathlib import Path
+from shiftmend.files import alone_with
+with alone_with(Path(sys.argv[1])):
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        with alone_with(Path(sys.argv[1])) as second:
+            print(second)
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "file")], capture_output=True, check=True)
+    assert done.stdout == b"False\n"

@@ -44,6 +44,13 @@ def test_what_is_available_is_what_the_machine_and_every_group_leave(
     assert available(tmp_path) == free
 
 
+def test_odd_groups_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(MACHINE["proc/meminfo"])
+    (tmp_path / "proc/self/cgroup").write_bytes(b"\n0\n0::\n4:memory\n0::/\xff\xfe/../..\n")
+    assert available(tmp_path) == FREE
+
+
 def test_elsewhere_half_of_the_memory_is_taken_to_be_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
     assert available(tmp_path) == 500 * 4096

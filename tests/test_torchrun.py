@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shiftmend
-from shiftmend import checkpoints, distributed, feeds, loop
+from shiftmend import checkpoints, distributed, feeds, loop, verification
 from shiftmend.adaptations import Adaptation, Epoch
 from shiftmend.devices import resolve_device
 from shiftmend.errors import AdaptationError
@@ -136,9 +136,9 @@ def of_adaptation(result: Adaptation) -> Tensors:
             row.confidence,
         )
         found[f"epoch {row.epoch}"] = torch.tensor([np.nan if number is None else number for number in numbers])
-    for name, verification in (("before", result.before), ("after", result.after)):
-        if verification is not None:
-            found[name] = torch.tensor([verification.divergence, verification.floor, verification.samples])
+    for name, judged in (("before", result.before), ("after", result.after)):
+        if judged is not None:
+            found[name] = torch.tensor([judged.divergence, judged.floor, judged.samples])
     found["selected"] = torch.tensor(result.selected)
     return found
 
@@ -167,8 +167,19 @@ SAME: dict[str, Callable[[], Tensors]] = {
     "adabn": lambda: of_adaptation(adapted("adabn")),
     "adabn without a profile": lambda: of_adaptation(adapted("adabn", profile=None)),
     "source-only": lambda: of_adaptation(adapted("source-only")),
+    "positions of maps": lambda: of_maps(),
 }
 """What one process and two must agree on."""
+
+
+def of_maps() -> Tensors:
+    """Of which verification counts some positions, whichever process an input falls to."""
+    generator = torch.Generator().manual_seed(4)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 1), nn.Tanh(), nn.Conv2d(4, 3, 1))
+    for parameter in model.double().parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    with mock.patch.object(verification, "POSITIONS", 5):
+        return of_adaptation(adapted("source-only", model=model, profile=profiled(model=model, taps=None)))
 
 
 def profile_of_a_stream() -> Tensors:

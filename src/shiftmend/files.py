@@ -101,7 +101,7 @@ def alone_with(path: Path) -> Iterator[bool]:
             yield alone
         finally:
             _HELD.discard(handle)
-            if alone:
+            if alone and not handle.closed:  # it is in a forked process, whose lock this is not
                 with suppress(OSError):  # not every system deletes what is open
                     lock.unlink()
 

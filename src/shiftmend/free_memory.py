@@ -40,7 +40,7 @@ def _of_machine(root: Path) -> int | None:
 def _of_groups(root: Path) -> Iterator[int]:
     """What each group that this process is in, and each around it, leaves of its limit, if it has one."""
     for line in _text(root / "proc/self/cgroup").splitlines():
-        number, kinds, path = line.split(":", 2)
+        number, kinds, path = (*line.split(":", 2), "", "")[:3]
         if number != "0" and "memory" not in kinds.split(","):
             continue
         groups = _V2 if number == "0" else _V1
@@ -59,6 +59,6 @@ def _fields(path: Path) -> dict[str, int]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")  # groups may have any name
     except OSError:
         return ""

@@ -48,7 +48,8 @@ class Bins:
 
     Both layouts have equal inner bins over the source range and one open bin at either end, which catches what
     lies outside it. `layout="paper"` counts all of them (appendix A: B bins, B - 1 cut points from 0 to 1, so
-    B - 2 inner ones); `layout="reference"` counts the inner ones, so that 8 bins are 8 + 2.
+    B - 2 inner ones); `layout="reference"` counts the inner ones, so that 8 bins are 8 + 2. The temperature is the
+    paper's unless it is named, for a network without BatchNorm too.
     """
 
     count: int = 8

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.devices import placed, resolve_device
-from shiftmend.distributed import active, all_sum
+from shiftmend.distributed import active, all_sum, gathered, rank
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
 from shiftmend.histograms import sampling_floor
@@ -152,11 +152,14 @@ class Tally:
         self.slices = profile.slices["verification"].histogram.counter()
         self.taps = {name: profile.taps[name].counter() for name in taps}
         self.inputs = 0
+        self._earlier: int | Tensor = 0  # inputs of the batches before, in all processes
 
     def update(self, activations: Mapping[str, Tensor], inputs: int) -> None:
         """Activations `[samples, units]` by tap, of so many inputs: a feature map has many samples of one."""
-        counted = {name: some_positions(activations[name], inputs, self.inputs) for name in self.taps}
+        before, batch = _place(inputs, self.slices.counts.device)
+        counted = {name: some_positions(activations[name], inputs, self._earlier + before) for name in self.taps}
         self.inputs += inputs
+        self._earlier = self._earlier + batch
         for part in self.profile.slices["verification"].projector.by_parts(counted["features"]):
             self.slices.update(part)
         for name, counter in self.taps.items():
@@ -175,13 +178,22 @@ class Tally:
         return judged(slices, marginals, inputs, self.profile)
 
 
-def some_positions(values: Tensor, inputs: int, before: int) -> Tensor:
+def _place(inputs: int, device: torch.device) -> tuple[int | Tensor, int | Tensor]:
+    """Of a batch that several processes share: how many inputs come before those of this one, and how many it has."""
+    if not active():
+        return 0, inputs
+    every = gathered(torch.tensor(inputs, device=device))
+    return every[: rank()].sum(), every.sum()
+
+
+def some_positions(values: Tensor, inputs: int, before: int | Tensor) -> Tensor:
     """Rows `[samples, units]` of so many inputs, at most `POSITIONS` of each.
 
     One from each of as many equal stretches of an input, at a place in it that follows a sequence of low discrepancy
     over stretches and inputs: no column of a map is favoured, and many inputs together have every position equally
     often, which matters where each has values of its own. `before` is how many inputs came earlier, so that batches of
-    any size give the same. Computed on the device without a look at it: a CUDA graph can hold it.
+    any size, and any number of processes, give the same. Computed on the device without a look at it: a CUDA graph can
+    hold it.
     """
     each, rest = divmod(len(values), inputs)
     if rest or each <= POSITIONS:

@@ -532,16 +532,27 @@ def test_a_verdict_on_weights_that_nobody_named_is_remarked(site: Path, capsys: 
     assert call(capsys, "evaluate", *common(site), *evaluate)[2] == ""
 
 
-def test_what_to_do_is_said_in_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("entry", "option"), [("'logits'", "logits"), ("'class-logits'", "class-logits"), ("'all of it'", "'all of it'")]
+)
+def test_what_to_do_is_said_in_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], entry: str, option: str
+) -> None:
     (tmp_path / "named.py").write_text(
         "from torch import nn\n"
         "class Named(nn.Sequential):\n"
         "    def forward(self, x):\n"
-        "        return {'logits': super().forward(x)}\n"
+        f"        return {{{entry}: super().forward(x)}}\n"
         "def make():\n"
         "    return Named(nn.Flatten(), nn.Linear(48, 4), nn.ReLU(), nn.Linear(4, 2))\n"
     )
-    assert "e.g. --output-entry logits" in refused(capsys, "blocks", f"{tmp_path}/named.py:make", "--shape", "3,4,4")
+    said = refused(capsys, "blocks", f"{tmp_path}/named.py:make", "--shape", "3,4,4")
+    assert said.rstrip().endswith(f"e.g. --output-entry {option}")
+
+
+def test_a_file_in_an_error_keeps_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "output=3" / "head=fc"
+    assert str(place) in refused(capsys, "inspect", place)
 
 
 def test_the_bins_of_a_preset_can_be_softer(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

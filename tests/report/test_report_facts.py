@@ -93,7 +93,9 @@ def test_units_against_numpy(found: report.Facts) -> None:
                 middle = np.concatenate([[0.0], np.arange(profile.bins.inner) + 0.5, [profile.bins.inner]])
                 middle = middle / profile.bins.inner
                 assert np.allclose(seen.shares, shares, atol=2e-4)
-                assert seen.outside == pytest.approx(shares[0] + shares[-1], abs=2e-4)
+                assert seen.outside == pytest.approx(
+                    ((values[:, unit] < low) | (values[:, unit] > high)).mean(), abs=2e-3
+                )
                 assert seen.moved == pytest.approx(((shares - home) * middle).sum(), abs=2e-4)
                 deviations = [np.sqrt((p * (middle - (p * middle).sum()) ** 2).sum()) for p in (shares, home)]
                 assert seen.spread == pytest.approx(deviations[0] / deviations[1], rel=1e-2, abs=1e-3)
@@ -104,6 +106,17 @@ def test_units_against_numpy(found: report.Facts) -> None:
         assert tap.floor == sampling_floor(profile.bins, 600, 600)
         distances = [one.before.divergence for one in tap.worst]
         assert distances == sorted(distances, reverse=True)
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.1])
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU])
+def test_at_home_nothing_is_beyond_the_range(activation: type[nn.Module], temperature: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), activation(), nn.Linear(12, 3))
+    inputs = torch.randn(600, 6)
+    profile = shiftmend.profile(model, inputs, bins=Bins(temperature=temperature))
+    for tap in report.facts(model, inputs, profile).taps:
+        assert max(unit.before.outside for unit in tap.worst) < 2e-3
 
 
 def test_predictions_against_numpy(found: report.Facts) -> None:

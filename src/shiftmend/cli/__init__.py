@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import re
+import shlex
 import sys
 
 import typer
@@ -11,7 +13,7 @@ from rich.console import Console
 
 from shiftmend.__about__ import __version__
 from shiftmend.cli import bench, core, datasets, drawing, judging, profiling, reporting, shifting
-from shiftmend.errors import ShiftmendError
+from shiftmend.errors import ShiftmendError, TapError
 
 app = typer.Typer(
     name="shiftmend",
@@ -52,7 +54,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = app(args=arguments, prog_name="shiftmend", standalone_mode=False)
     except (ShiftmendError, OSError) as error:
-        console.print(f"error: {_in_options(str(error))}")
+        said = _in_options(str(error)) if isinstance(error, TapError) else str(error)  # others may name files
+        console.print(f"error: {said}")
         code = 2
     except KeyboardInterrupt:
         code = 130
@@ -81,7 +84,11 @@ def main(arguments: list[str] | None = None) -> None:
 def _in_options(sentence: str) -> str:
     """What to write in Python, e.g. output='logits', as it is written here."""
     names = {"output": "--output-entry", "head": "--head"}
-    return re.sub(r"\b(output|head)='?([\w.]+)'?", lambda found: f"{names[found[1]]} {found[2]}", sentence)
+
+    def option(found: re.Match[str]) -> str:
+        return shlex.join([names[found[1]], str(ast.literal_eval(found[2]))])
+
+    return re.sub(r"""\b(output|head)=(-?\d+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""", option, sentence)
 
 
 def _show_warnings(console: Console) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shiftmend.devices import in_parts
 from shiftmend.histograms import sampling_floor
 from shiftmend.metrics import ClassificationMetrics, RegressionMetrics, metrics_for
 from shiftmend.profiles import Profile
 from shiftmend.report.contents import Guesses, Predictions, Seen, TapShift, Unit
 from shiftmend.scores import RegressionScores, Scores
 from shiftmend.signals import class_logits
-from shiftmend.statistics import CountTracker, Histogram
+from shiftmend.statistics import Histogram
 from shiftmend.taps import Entry, pick
 from shiftmend.verification import FAILED, Tally, Verification
 
@@ -30,6 +31,8 @@ class Look:
     def __init__(self, profile: Profile, output: Entry, ignore_label: int | None = None) -> None:
         self.profile, self.output, self.ignore_label = profile, output, ignore_label
         self.tally = Tally(profile, profile.taps)
+        self.beyond: dict[str, Tensor] = {}
+        self.rows = dict.fromkeys(profile.taps, 0)
         self.axis = profile.specs["logits"].channel_axis
         self.chosen: Tensor | None = None
         self.counts: Tensor | None = None
@@ -41,6 +44,9 @@ class Look:
 
     def update(self, returned: Any, values: dict[str, Tensor], inputs: int, labels: Tensor | None) -> None:
         self.tally.update(values, inputs)
+        for name, home in self.profile.taps.items():
+            self.beyond[name] = _added(self.beyond.get(name), _beyond(values[name], home))
+            self.rows[name] += len(values[name])
         logits = class_logits(returned, self.output, self.axis, self.profile.taps["logits"].units)
         self.chosen = None if logits is None else logits.argmax(1).flatten()
         if logits is not None and self.chosen is not None:
@@ -77,6 +83,10 @@ class Look:
     def verification(self) -> Verification:
         return self.tally.verification()
 
+    def at(self, tap: str) -> _Here:
+        counter = self.tally.taps[tap]
+        return _Here((counter.counts / counter.samples).cpu(), (self.beyond[tap] / self.rows[tap]).cpu())
+
     def scores(self) -> Scores | RegressionScores | None:
         return None if self.metrics is None else self.metrics.compute()
 
@@ -85,6 +95,19 @@ class Look:
             return None
         total = int(self.counts.sum())
         return Guesses(tuple(self.counts.tolist()), float(self.certainty) / total, tuple(self.confidences.tolist()))
+
+
+class _Here(NamedTuple):
+    """Of each unit of a tap: its shares of the bins, and that of its values beyond the range at home."""
+
+    shares: Tensor
+    beyond: Tensor
+
+
+def _beyond(values: Tensor, home: Histogram) -> Tensor:
+    """How many values of each unit are beyond its range at home, or NaN: outer bins have half of those on its edge."""
+    counts = [(~((part >= home.low) & (part <= home.high))).sum(0) for part in in_parts(values)]
+    return torch.stack(counts).sum(0)
 
 
 def _added(sums: Tensor | None, more: Tensor) -> Tensor:
@@ -131,35 +154,31 @@ def tap_shifts(before: Look, after: Look | None, profile: Profile, samples: int)
             str(profile.specs[name]),
             profile.taps[name],
             floor,
-            _shares(before.tally.taps[name]),
-            None if after is None else _shares(after.tally.taps[name]),
+            before.at(name),
+            None if after is None else after.at(name),
         )
         for name in profile.taps
     )
 
 
-def _shares(counter: CountTracker) -> Tensor:
-    return (counter.counts / counter.samples).cpu()
-
-
-def _tap_shift(name: str, where: str, home: Histogram, floor: float, before: Tensor, after: Tensor | None) -> TapShift:
+def _tap_shift(name: str, where: str, home: Histogram, floor: float, before: _Here, after: _Here | None) -> TapShift:
     own = home.probabilities.double()
     usable = home.usable.nonzero().flatten().tolist()
 
-    def distances(shares: Tensor) -> list[float]:
-        return [float(value) for value in home.per_unit(shares.double())[usable]]
+    def distances(here: _Here) -> list[float]:
+        return [float(value) for value in home.per_unit(here.shares.double())[usable]]
 
     def clear(values: list[float]) -> int:
         # a single unit varies more by chance than the mean of many slices
         return sum(not value < floor + max(FAILED, 3 * floor) for value in values)
 
-    def seen(shares: Tensor, place: int) -> Seen:
-        row, unit = shares[usable[place]].double(), own[usable[place]]
+    def seen(here: _Here, place: int) -> Seen:
+        row, unit = here.shares[usable[place]].double(), own[usable[place]]
         steps = torch.cat([torch.zeros(1), torch.arange(home.bins.inner) + 0.5, torch.tensor([home.bins.inner])])
         steps = steps.double() / home.bins.inner
         return Seen(
-            divergence=(first if shares is before else second)[place],
-            outside=float(row[0] + row[-1]),
+            divergence=(first if here is before else second)[place],
+            outside=float(here.beyond[usable[place]]),
             moved=float(((row - unit) * steps).sum()),
             spread=_spread(row, steps) / max(_spread(unit, steps), 1e-12),
             shares=tuple(row.tolist()),
