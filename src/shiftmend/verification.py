@@ -156,7 +156,8 @@ class Tally:
 
     def update(self, activations: Mapping[str, Tensor], inputs: int) -> None:
         """Activations `[samples, units]` by tap, of so many inputs: a feature map has many samples of one."""
-        before, batch = _place(inputs, self.slices.counts.device)
+        maps = any(len(activations[name]) > POSITIONS * inputs for name in self.taps)
+        before, batch = _place(inputs, self.slices.counts.device) if maps else (0, inputs)
         counted = {name: some_positions(activations[name], inputs, self._earlier + before) for name in self.taps}
         self.inputs += inputs
         self._earlier = self._earlier + batch
