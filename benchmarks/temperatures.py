@@ -5,7 +5,7 @@
 Small networks are trained, on made-up data and on scikit-learn's digits, and mended by FR and BUFR at their default
 rates after a small and a large change of gain and offset, with profiles of several temperatures. Whatever the profile
 that a network was mended with, one with the paper's temperature judges it: the divergence of its verification slices,
-and the accuracy. About 20 minutes on two cores for each seed.
+and the accuracy. About half an hour on a CPU for each seed.
 """
 
 from __future__ import annotations
