@@ -242,6 +242,23 @@ def test_what_a_killed_process_left_half_written_goes_and_nothing_else(tmp_path:
     assert sorted(found.name for found in tmp_path.iterdir()) == sorted(others)
 
 
+def test_what_another_user_left_half_written_stays_and_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, unlink = tmp_path / ".run.a1b2c3_4.partial", Path.unlink
+    left.touch()
+
+    def as_in_a_shared_folder(path: Path, missing_ok: bool = False) -> None:
+        if path == left:
+            raise PermissionError(1, "Operation not permitted", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", as_in_a_shared_folder)
+    with checkpoints.alone_at(tmp_path / "run") as alone:
+        assert alone
+    assert list(tmp_path.iterdir()) == [left]
+
+
 def test_what_is_left_behind_a_link_goes_too(tmp_path: Path) -> None:
     (tmp_path / "large disk").mkdir()
     left = tmp_path / "large disk" / ".run.a1b2c3_4.partial"

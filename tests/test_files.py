@@ -174,6 +174,20 @@ def test_what_is_no_name_is_refused(wrong: Any) -> None:
     assert as_path("a/b", "the file") == as_path(Path("a/b"), "the file") == Path("a/b")
 
 
+def test_a_lock_that_cannot_be_opened_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def others(path: Path, mode: str) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", others)  # root may open anything
+    sentence = (
+        r"^the lock /.*/\.run\.lock, which keeps processes apart, cannot be opened \(Permission denied\); if it is "
+        r"another user's, wait for the end of that process or have the lock deleted, else choose another place$"
+    )
+    with pytest.raises(DataError, match=sentence), alone_with(tmp_path / "run"):
+        pytest.fail("nobody knows whether it is alone")
+    assert names(tmp_path) == []
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_worker_that_outlives_its_process_does_not_hold_its_lock(tmp_path: Path) -> None:
     script = """

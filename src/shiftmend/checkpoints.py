@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def check_place(path: Path) -> None:
         if not os.access(target.parent, os.W_OK):
             raise PermissionError(13, "no permission to write there")
     except OSError as error:
-        raise AdaptationError(f"checkpoint {path} cannot be written: {error.strerror}") from error
+        raise AdaptationError(f"checkpoint {path} cannot be written ({error.strerror}); name another file") from error
 
 
 @contextmanager
@@ -60,7 +60,8 @@ def alone_at(path: Path) -> Iterator[bool]:
     with alone_with(target) as alone:
         if alone:
             for left in target.parent.glob(f".{glob.escape(target.name)}.{'?' * 8}.partial"):  # see `replacing`
-                left.unlink(missing_ok=True)
+                with suppress(OSError):  # another user's, in a folder where each deletes only what is theirs
+                    left.unlink()
         yield alone
 
 

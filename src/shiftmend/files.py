@@ -90,11 +90,18 @@ if hasattr(os, "register_at_fork"):
 def alone_with(path: Path) -> Iterator[bool]:
     """Whether no other process is inside such a block for this file, as far as the system can tell.
 
-    The lock of a process that is killed goes with it.
+    The lock of a process that is killed goes with it. Its file may stay, and in a shared folder be another user's.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f".{path.name}.lock")
-    with lock.open("ab") as handle:
+    try:
+        handle = lock.open("ab")
+    except OSError as error:
+        raise DataError(
+            f"the lock {lock}, which keeps processes apart, cannot be opened ({error.strerror}); if it is another "
+            "user's, wait for the end of that process or have the lock deleted, else choose another place"
+        ) from error
+    with handle:
         alone = _locked(handle.fileno())
         _HELD.add(handle)
         try:

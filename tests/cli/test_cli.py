@@ -497,6 +497,7 @@ def test_places_that_cannot_be_written_to_are_refused_before_the_work(
     assert (site / "w.safetensors").read_bytes() == before
     assert "is there already and is no profile" in refused(capsys, *asked, tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
+    assert "is a folder, expected the name of the file to write" in refused(capsys, *asked, tmp_path)
     absent = ["profile", f"{site}/factory.py:make", "-w", site / "none.safetensors", "-d", site / "source.npz", "-o"]
     assert "there is no weights file" in refused(capsys, *absent, site / "p.safetensors")
 

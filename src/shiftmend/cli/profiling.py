@@ -140,6 +140,8 @@ def _check_place(out: Path, weights: Path | None = None) -> None:
     from shiftmend.profiles import Profile
 
     check_folder(out.parent)
+    if out.is_dir():
+        raise DataError(f"--out {out} is a folder, expected the name of the file to write")
     if weights is not None and out.exists() and weights.exists() and out.samefile(weights):
         raise DataError(f"--out {out} is the file of the weights; name another for the profile")
     if out.is_file():
