@@ -295,10 +295,22 @@ def test_a_loader_and_another_batch_size_contradict_each_other() -> None:
     with pytest.raises(DataError, match="batches of 16, but batch_size=32"):
         Feed(loader, batch_size=32)
     assert Feed(loader, batch_size=16).batch_size == Feed(loader).batch_size == 16
-    # a loader with its own sampler of batches has no batch size to contradict
-    sampler = BatchSampler(range(70), 16, drop_last=False)
-    assert Feed(DataLoader(Pairs(), batch_sampler=sampler), batch_size=32).batch_size == 32
-    assert Feed(DataLoader(Pairs(), batch_sampler=sampler)).batch_size == 16
+    ready = DataLoader(list(INPUTS.split(7)), batch_size=None)  # which cuts nothing
+    assert [len(batch) for batch, _ in Feed(ready, batch_size=32).epoch(0, 1)] == [32, 32]
+
+
+@pytest.mark.parametrize("room", ROOM)
+def test_a_sampler_of_batches_and_a_batch_size_contradict_each_other_wherever_the_data_lies(room: str) -> None:
+    """Kept data would be cut to that size, while a stream gives the sampler's batches, whatever was asked for."""
+    usual = DataLoader(Pairs(), batch_sampler=BatchSampler(range(70), 16, drop_last=False))
+    with pytest.raises(
+        DataError, match=r"of batches of 16, but batch_size=32 was asked for; leave one of the two out$"
+    ):
+        Feed(usual, batch_size=32, **ROOM[room])
+    assert Feed(usual, batch_size=16, **ROOM[room]).batch_size == Feed(usual, **ROOM[room]).batch_size == 16
+    own = DataLoader(Pairs(), batch_sampler=[[0, 1, 2], [5]])
+    with pytest.raises(DataError, match="DataLoader with a batch_sampler of its own, but batch_size=3 was asked for"):
+        Feed(own, batch_size=3, **ROOM[room])
 
 
 def test_the_default_batch_size() -> None:

@@ -44,12 +44,14 @@ def as_loader(source: Any, batch_size: int | None, what: str) -> tuple[Any, int 
             )
         return (inputs, labels), None
     if isinstance(source, DataLoader):
-        if batch_size is not None and source.batch_size is not None and batch_size != source.batch_size:
+        batches = source.batch_sampler
+        own = batches.batch_size if type(batches) is BatchSampler else None
+        if batches is not None and batch_size not in (None, own):  # it would hold only if the data fitted into memory
+            its = "with a batch_sampler of its own" if own is None else f"of batches of {own}"
             raise DataError(
-                f"the {what} is a DataLoader of batches of {source.batch_size}, but batch_size={batch_size} was asked "
-                "for; leave one of the two out"
+                f"the {what} is a DataLoader {its}, but batch_size={batch_size} was asked for; leave one of the two out"
             )
-        return source, source.batch_sampler.batch_size if type(source.batch_sampler) is BatchSampler else None
+        return source, own
     if isinstance(source, IterableDataset | Dataset):
         if not isinstance(source, IterableDataset) and not hasattr(source, "__len__"):
             raise DataError(
