@@ -44,6 +44,21 @@ def test_for_several_learning_rates_data_are_read_once_and_warned_of_once(caplog
     assert caplog.text.count("weights are not those the profile was made with") == 1
 
 
+def test_for_several_learning_rates_it_is_said_once_that_there_is_nothing_to_mend(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also where the first of them diverges; and what is returned knows how the model was before, whichever it is."""
+    world = sensors()
+    source = world.source.repeat(4, 1)  # of fewer it would be undecided
+    profile = shiftmend.profile(world.model, source)
+    result = shiftmend.adapt(
+        world.model, source, profile, "fr", learning_rate=[1e38, 1e-6, 1e-5], epochs=1, progress=False
+    )
+    assert ["failed" in run for run in result.manifest["learning_rates_tried"]] == [True, False, False]
+    assert caplog.text.count("before anything is done: training may do harm") == 1
+    assert result.before == shiftmend.verify(world.model, source, profile, progress=False)
+
+
 @pytest.mark.parametrize("call", [shiftmend.adapt, shiftmend.verify])
 def test_of_inputs_that_the_model_refuses_nothing_more_is_said(
     call: Callable[..., Any], caplog: pytest.LogCaptureFixture

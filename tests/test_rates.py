@@ -40,7 +40,7 @@ def search(*runs: Adaptation, entropy_may_decide: bool = True) -> tuple[int, dic
     remaining = iter(runs)
     result = best_rate(
         [0.1] * len(runs),
-        lambda rate, settings: next(remaining),
+        lambda rate, settings, before: next(remaining),
         SETTINGS,
         entropy_may_decide=entropy_may_decide,
     )

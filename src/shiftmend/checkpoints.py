@@ -134,5 +134,13 @@ def load(path: Path, run: str) -> Checkpoint | None:
     return Checkpoint(*position, history, *parts)
 
 
+def restore_momentum(optimiser: optim.SGD, model: nn.Module, momentum: dict[str, Tensor]) -> None:
+    """Give an optimiser back what a checkpoint of this model holds of it."""
+    for name, parameter in model.named_parameters():
+        if name in momentum:
+            kept = torch.empty_like(parameter, requires_grad=False).copy_(momentum[name])  # in its memory format
+            optimiser.state[parameter]["momentum_buffer"] = kept
+
+
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

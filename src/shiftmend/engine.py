@@ -32,6 +32,7 @@ from shiftmend.rates import best_rate, check_rates
 from shiftmend.settings import Keep, OnEpoch, Settings
 from shiftmend.taps import Entry, Tap, check_takes
 from shiftmend.tracing import trace
+from shiftmend.verification import Verification
 
 logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
@@ -113,7 +114,7 @@ def adapt(
     return _remarked(
         best_rate(
             rates,
-            lambda rate, own: _once(given, methods[rate], own),
+            lambda rate, own, before: _once(given, methods[rate], own, before),
             settings,
             entropy_may_decide=not first.minimises_entropy,
         )
@@ -131,7 +132,7 @@ def _remarked(result: Adaptation) -> Adaptation:
     return result
 
 
-def _once(given: Given, method: Method, settings: Settings) -> Adaptation:
+def _once(given: Given, method: Method, settings: Settings, before: Verification | None = None) -> Adaptation:
     model, profile, feed = given.model, given.profile, given.feed
     place = feed.device
     adapted = plain_copy(model).to(place)
@@ -166,7 +167,7 @@ def _once(given: Given, method: Method, settings: Settings) -> Adaptation:
     same_everywhere(str(manifest["source_weights"]), "model", place)
     same_everywhere(str(manifest["target"]), "target data", place)
     try:
-        run = Run(network, feed, profile, method, stages, taps, settings, manifest)
+        run = Run(network, feed, profile, method, stages, taps, settings, manifest, before)
         same_everywhere(run.name, "run (profile, method, options, or whether the data fits into memory)", place)
         return run.go()
     finally:

@@ -64,7 +64,9 @@ class Run:
         taps: dict[str, Tap],
         settings: Settings,
         manifest: dict[str, Any],
+        before: Verification | None = None,
     ) -> None:
+        """`before`: what another run has found, and said, of the same model as it came, on the same data."""
         self.network, self.feed, self.method, self.stages = network, feed, method, stages
         self.profile = profile.to(feed.device) if profile is not None else None
         self.model, self.taps, self.settings, self.manifest = network.model, taps, settings, manifest
@@ -80,7 +82,7 @@ class Run:
             | {"trained": [stage.parameters for stage in stages], "seen": fingerprints.digest(feed.first(64))}
         )
         self.bar = Bar()
-        self.before: Verification | None = None
+        self.before = before
         self.history: list[Epoch] = []
         self.good: dict[str, Tensor] = {}
         self.choice = Choice(entropy_may_decide=not method.minimises_entropy)
@@ -123,11 +125,13 @@ class Run:
         if resumed is not None:
             self._take_up(resumed)
         try:
-            self._show("verification before")
-            self.before = observe(self.model, self.feed, self.profile, self.settings.output).verification
+            first = self.before is None
+            if first:
+                self._show("verification before")
+                self.before = observe(self.model, self.feed, self.profile, self.settings.output).verification
             if resumed is None:
                 self._row(0, "", 0.0, {}, started)
-                if self.stages and self.before is not None and self.before.verdict == "restored":
+                if first and self.stages and self.before is not None and self.before.verdict == "restored":
                     logger.warning("the features are %s before anything is done: training may do harm", self.before)
             with steady(self.model, self.method.dropout), self.method.prepared(self.model):
                 if type(self.method).prepared is not Method.prepared:
@@ -220,7 +224,8 @@ class Run:
             done = 0
             if resumed is not None and index == resumed.stage:
                 done = resumed.epoch
-                self._restore_momentum(optimiser, resumed.momentum)
+                if optimiser is not None:
+                    checkpoints.restore_momentum(optimiser, self.model, resumed.momentum)
             steps = Steps(
                 self.model,
                 self.feed,
@@ -247,13 +252,6 @@ class Run:
             checkpoints.save(self.path, self.name, stage, epoch, self.history, self.model, optimiser, self.selected)
         except OSError as error:  # a full disk is no reason to lose the run
             logger.warning("the checkpoint %s could not be written (%s); going on without", self.path, error.strerror)
-
-    def _restore_momentum(self, optimiser: optim.SGD | None, momentum: dict[str, Tensor]) -> None:
-        if optimiser is not None:
-            for name, parameter in self.model.named_parameters():
-                if name in momentum:
-                    kept = torch.empty_like(parameter).copy_(momentum[name])  # in the parameter's memory format
-                    optimiser.state[parameter]["momentum_buffer"] = kept.detach()
 
     def _epoch(self, stage: Stage, steps: Steps) -> None:
         number = self._epochs() + 1

@@ -13,6 +13,7 @@ from shiftmend.loop import DivergedError
 from shiftmend.methods.base import check_positive
 from shiftmend.selection import Choice
 from shiftmend.settings import Settings
+from shiftmend.verification import Verification
 
 
 def check_rates(rates: Sequence[float]) -> None:
@@ -24,21 +25,27 @@ def check_rates(rates: Sequence[float]) -> None:
 
 def best_rate(
     rates: Sequence[float],
-    attempt: Callable[[float, Settings], Adaptation],
+    attempt: Callable[[float, Settings, Verification | None], Adaptation],
     settings: Settings,
     *,
     entropy_may_decide: bool = True,
 ) -> Adaptation:
-    """One run for each learning rate; the one whose kept epoch the verification slices prefer is the result."""
+    """One run for each learning rate; the one whose kept epoch the verification slices prefer is the result.
+
+    The model as it came is the same for all of them: what the first finds of it is given to the others.
+    """
     chosen: Adaptation | None = None
+    before: Verification | None = None
     choice: Choice | None = None
     tried: list[dict[str, Any]] = []
     stopped = False
     for rate in map(float, rates):
         own = None if settings.checkpoint is None else f"{os.fspath(settings.checkpoint)}.rate-{rate!r}"
         try:
-            result = attempt(rate, replace(settings, checkpoint=own))
+            result = attempt(rate, replace(settings, checkpoint=own), before)
+            before = result.before
         except DivergedError as error:
+            before = error.adaptation.before
             tried.append({"learning_rate": rate, "failed": str(error)})
             last_error = error
             continue

@@ -214,10 +214,7 @@ def _resume(path: Path, run: str, model: nn.Module, optimiser: SGD) -> int:
             f"checkpoint {path} is of a network with other layers; delete it to start over, or name another file"
         )
     put_back(model, kept.state)
-    for name, parameter in model.named_parameters():
-        if name in kept.momentum:
-            buffer = torch.empty_like(parameter, requires_grad=False).copy_(kept.momentum[name])
-            optimiser.state[parameter]["momentum_buffer"] = buffer
+    checkpoints.restore_momentum(optimiser, model, kept.momentum)
     logger.info("going on from %s after epoch %d", path, kept.epoch)
     return kept.epoch
 
