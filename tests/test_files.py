@@ -153,6 +153,8 @@ def test_a_folder_that_cannot_be_written_to_is_refused_beforehand(tmp_path: Path
         check_folder(file)
     with pytest.raises(ShiftmendError, match=r"file is a file, so .* cannot be made"):
         check_folder(file / "below")
+    with pytest.raises(ShiftmendError, match=r"x cannot be written into \(File name too long\); name another folder$"):
+        check_folder(tmp_path / ("x" * 300))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -137,9 +137,12 @@ def said_where(target: Path) -> Iterator[None]:
 def check_folder(folder: str | os.PathLike[str]) -> None:
     """Refuse a folder that nothing can be written into, before work is spent on what goes there; it need not exist."""
     place = as_path(folder, "the folder to write into")
-    if place.exists() and not place.is_dir():
+    try:
+        there = next(parent for parent in (place, *place.absolute().parents) if parent.exists())
+    except OSError as error:  # too long a name, or a folder around it that may not be looked into
+        raise ShiftmendError(f"{place} cannot be written into ({error.strerror}); name another folder") from error
+    if there == place and not place.is_dir():
         raise ShiftmendError(f"{place} is a file, expected a folder to write into; name another")
-    there = next(parent for parent in (place, *place.absolute().parents) if parent.exists())
     if not there.is_dir():
         raise ShiftmendError(f"{there} is a file, so {place} cannot be made; name another folder")
     if not os.access(there, os.W_OK | os.X_OK):

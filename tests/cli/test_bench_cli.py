@@ -503,6 +503,7 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["status", "digits", "-f", "{tmp}/nowhere"], "run a benchmark to make it"),
     (["status", "digits", "-f", "{tmp}/file"], "cannot be used as results"),
     (["status", "digits", "-f", "{tmp}/junk"], "no SQLite database"),
+    (["status", "digits", "-f", "x" * 300], "cannot be used (File name too long); see to its name and permissions"),
     (["table", "digits", *FOLDER, "--protocol", "online"], "has no such results of digits, online"),
     (["table", "mnist-c", *FOLDER], "has no such results of mnist-c, offline"),
     (["table", "digits", *FOLDER, "--learning-rates", "0.5", "--methods", "fr"], "6 are of other settings"),

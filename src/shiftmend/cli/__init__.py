@@ -53,9 +53,13 @@ def main(arguments: list[str] | None = None) -> None:
     _show_warnings(console)
     try:
         code = app(args=arguments, prog_name="shiftmend", standalone_mode=False)
-    except (ShiftmendError, OSError) as error:
+    except ShiftmendError as error:
         said = _in_options(str(error)) if isinstance(error, TapError) else str(error)  # others may name files
         console.print(f"error: {said}")
+        code = 2
+    except OSError as error:
+        named = f"{error.filename} cannot be used ({error.strerror}); see to its name and permissions, or name another"
+        console.print(f"error: {named if error.filename and error.strerror else error}")
         code = 2
     except KeyboardInterrupt:
         code = 130
