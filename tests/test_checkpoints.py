@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils.data import Dataset
 
 import shiftmend
 from shiftmend import checkpoints
@@ -205,6 +207,60 @@ def test_checkpoints_of_other_runs_are_refused(tmp_path: Path) -> None:
         shiftmend.adapt(world.model, one_pixel, profile, checkpoint=path, **OPTIONS)
 
 
+class Given(Dataset[Tensor]):
+    def __init__(self, inputs: Tensor) -> None:
+        self.inputs = inputs
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.inputs[index]
+
+
+@pytest.mark.parametrize("rates", [0.1, [0.1, 0.05]])
+@pytest.mark.parametrize(("before", "after"), [(1.1, 0.9), (0.9, 1.1)])
+def test_a_run_that_goes_on_keeps_data_as_it_did_though_another_amount_of_memory_is_free(
+    before: float, after: float, rates: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, epochs = sensors(), list[int]()
+    data, profile = Given(world.target), world.profile()
+    options = {"method": "fr", "epochs": 5, "learning_rate": rates, "batch_size": 100, "progress": False}
+
+    def with_room(part: float, **given: Any) -> shiftmend.Adaptation:
+        monkeypatch.setattr("shiftmend.devices.available", lambda: int(part * world.target.nbytes / 0.4))
+        return shiftmend.adapt(world.model, data, profile, **(options | given))
+
+    def stop(model: object, row: Epoch) -> None:
+        epochs.append(row.epoch)
+        if len(epochs) == 3:
+            raise Stop
+
+    whole = with_room(before)
+    assert whole.manifest["resident"] is (before > 1)
+    for _ in range(2):  # what goes on may be cut off again
+        epochs.clear()
+        with pytest.raises(Stop):
+            with_room(before if not any(tmp_path.iterdir()) else after, checkpoint=tmp_path / "c", on_epoch=stop)
+    resumed = with_room(after, checkpoint=tmp_path / "c")
+    assert resumed.manifest["resident"] is whole.manifest["resident"]
+    assert torch.equal(resumed.model[0].weight, whole.model[0].weight)
+
+
+def test_data_that_was_kept_and_is_far_too_large_now_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = sensors()
+    given = world.model, Given(world.target), world.profile()
+    shiftmend.adapt(*given, checkpoint=tmp_path / "c", **OPTIONS)
+    monkeypatch.setattr("shiftmend.devices.available", lambda: world.target.nbytes)
+    with pytest.raises(AdaptationError, match="or data that no longer fits into memory"):
+        shiftmend.adapt(*given, checkpoint=tmp_path / "c", **OPTIONS)
+    monkeypatch.undo()
+    with pytest.raises(AdaptationError, match="belongs to another run"):
+        shiftmend.adapt(*given, checkpoint=tmp_path / "c", resident=False, **OPTIONS)
+
+
 def test_a_run_has_one_name_in_whatever_order_its_facts_are_given() -> None:
     name = checkpoints.identify({"seed": 1, "options": {"epochs": 2, "blocks": [3, 4]}})
     assert name == checkpoints.identify({"options": {"blocks": [3, 4], "epochs": 2}, "seed": 1})
@@ -215,7 +271,12 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_first_epoch(tmp_pa
     world = sensors()
     (tmp_path / "file").write_text("")
     os.mkfifo(tmp_path / "pipe")
-    places = {tmp_path: "is a folder", tmp_path / "file/c": "cannot be written", tmp_path / "pipe": "is a device or"}
+    places = {
+        tmp_path: "is a folder",
+        tmp_path / "file/c": r"cannot be written \((Not a directory|File exists)\); name another file$",
+        tmp_path / ("x" * 300): r"x cannot be written \(File name too long\); name another file$",
+        tmp_path / "pipe": "is a device or",
+    }
     for path, words in places.items():
         with pytest.raises(AdaptationError, match=words):
             shiftmend.adapt(world.model, world.target, world.profile(), checkpoint=path, **OPTIONS)

@@ -39,12 +39,12 @@ class Checkpoint:
 
 def check_place(path: Path) -> None:
     """Refuse a path that cannot be written to before an epoch is spent."""
-    if path.is_dir():
-        raise AdaptationError(f"checkpoint {path} is a folder, expected the name of a file in it")
-    if is_special(path):
-        raise AdaptationError(f"checkpoint {path} is a device or a pipe, expected the name of a file")
     target = _target(path)
     try:
+        if path.is_dir():
+            raise AdaptationError(f"checkpoint {path} is a folder, expected the name of a file in it")
+        if is_special(path):
+            raise AdaptationError(f"checkpoint {path} is a device or a pipe, expected the name of a file")
         target.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(target.parent, os.W_OK):
             raise PermissionError(13, "no permission to write there")
@@ -88,8 +88,9 @@ def save(
     model: nn.Module,
     optimiser: optim.SGD | None,
     selected: dict[str, Tensor] | None = None,
+    fits: bool | None = None,
 ) -> None:
-    """Write the state of a run, atomically."""
+    """Write the state of a run, atomically; `fits` is for `data_fits`."""
     tensors = {f"model.{name}": value.cpu() for name, value in held(model).items()}
     tensors |= {f"selected.{name}": value.cpu() for name, value in (selected or {}).items()}
     if optimiser is not None:
@@ -98,12 +99,26 @@ def save(
             tensors[f"momentum.{names[parameter]}"] = state["momentum_buffer"].cpu()
     pairs = [name for name, value in tensors.items() if value.is_complex()]  # a file holds complex64 alone
     tensors |= {name: torch.view_as_real(tensors[name].resolve_conj()) for name in pairs}
-    facts = {"run": run, "stage": stage, "epoch": epoch, "history": [asdict(row) for row in history], "pairs": pairs}
+    position = {"run": run, "stage": stage, "epoch": epoch}
+    facts = position | {"history": [asdict(row) for row in history], "pairs": pairs, "fits": fits}
     metadata = {"format": "shiftmend checkpoint", "facts": json.dumps(facts), **UNSEALED}
     with replacing(path) as (place,):
         save_tensors(place, tensors, metadata)
         with place.open("rb+") as file:
             seal(file)
+
+
+def data_fits(*paths: str | os.PathLike[str] | None) -> bool | None:
+    """Whether the data of runs with these checkpoints fitted into memory; None where that was no question so far."""
+    for path in paths:
+        with suppress(Exception):  # what is wrong with a file is for `load` to say
+            if path is None or not Path(path).is_file():
+                continue
+            with safetensors.safe_open(path, framework="pt") as file:
+                fits = json.loads(file.metadata()["facts"])["fits"]
+            if fits is not None:
+                return bool(fits)
+    return None
 
 
 def load(path: Path, run: str) -> Checkpoint | None:
@@ -127,8 +142,8 @@ def load(path: Path, run: str) -> Checkpoint | None:
         ) from error
     if found != run:
         raise AdaptationError(
-            f"checkpoint {path} belongs to another run (other model, data, profile, method or options); delete it to "
-            "start over, or name another file"
+            f"checkpoint {path} belongs to another run (other model, data, profile, method or options, or data that no "
+            "longer fits into memory); delete it to start over, or name another file"
         )
     parts = (_under(tensors, prefix) for prefix in ("model.", "momentum.", "selected."))
     return Checkpoint(*position, history, *parts)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shiftmend import fingerprints
+from shiftmend import checkpoints, fingerprints
 from shiftmend.adaptations import Adaptation, environment
 from shiftmend.adapting import LeftAlone, batch_norms, plain_copy, refuse_shared, settle
 from shiftmend.blocks import Names, split
@@ -28,7 +28,7 @@ from shiftmend.methods import method as make_method
 from shiftmend.methods.contract import facts_of, stages_of, taps_of
 from shiftmend.profiles import Profile
 from shiftmend.progress import Progress
-from shiftmend.rates import best_rate, check_rates
+from shiftmend.rates import best_rate, check_rates, with_rate
 from shiftmend.settings import Keep, OnEpoch, Settings
 from shiftmend.taps import Entry, Tap, check_takes
 from shiftmend.tracing import trace
@@ -103,14 +103,15 @@ def adapt(
     if isinstance(rates, np.ndarray):
         rates = options["learning_rate"] = rates.tolist()
     if not isinstance(rates, list | tuple):
-        alone = make_method(method, **options)
-        return _remarked(_once(Given.of(model, target, profile, alone, settings), alone, settings))
+        alone, fits = make_method(method, **options), checkpoints.data_fits(checkpoint)
+        return _remarked(_once(Given.of(model, target, profile, alone, settings, fits), alone, settings))
     if profile is None:
         raise AdaptationError("several learning rates need a judge between them: a profile of the source")
     check_rates(rates)
     methods = {rate: make_method(method, **options | {"learning_rate": rate}) for rate in map(float, rates)}
     first = next(iter(methods.values()))
-    given = Given.of(model, target, profile, first, settings)
+    fits = checkpoints.data_fits(*(with_rate(settings, rate).checkpoint for rate in methods))
+    given = Given.of(model, target, profile, first, settings, fits)
     return _remarked(
         best_rate(
             rates,

@@ -74,6 +74,7 @@ class Feed:
             self._keep(self._loader[0], self._loader[1], limit)
         elif resident:
             self._read(limit)
+        self.fits = None if isinstance(self._loader, tuple) or not resident else self.resident  # what `limit` decided
         self._shuffled = self._loader
         if self._inputs is None and isinstance(self._loader, DataLoader):
             if isinstance(source, Dataset) and not isinstance(source, IterableDataset):

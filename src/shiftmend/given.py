@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shiftmend.devices import resolve_device
+from shiftmend.devices import resolve_device, room_on
 from shiftmend.distributed import warn_if_apart, world_size
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
@@ -36,8 +36,13 @@ class Given:
         profile: Profile | str | os.PathLike[str] | None,
         method: Method,
         settings: Settings,
+        fits: bool | None = None,
     ) -> Given:
-        """Nothing is read for a method that cannot be run."""
+        """Nothing is read for a method that cannot be run.
+
+        `fits`: whether an earlier process, of which this one takes up a run, found room for what a loader gives. Kept
+        data is stepped through in another order than a stream, so that is no longer a matter of what is free now.
+        """
         warn_if_apart()
         facts_of(method)  # refuses what is no method
         if world_size() > 1 and not method.several_processes:
@@ -49,12 +54,15 @@ class Given:
         model = unwrap(model)
         profile = fitting_profile(profile, model, method)
         refuse_broken(model)
+        place = resolve_device(settings.device, model)
+        limit = None if fits is None else 2 * room_on(place) if fits else 0  # room is less than half of what is free
         feed = Feed(
             target,
             batch_size=settings.batch_size,
-            device=resolve_device(settings.device, model),
+            device=place,
             preprocess=settings.preprocess,
             resident=settings.resident,
+            limit=limit,
             what="target data",
         )
         return Given(model, profile, feed)

@@ -248,8 +248,9 @@ class Run:
     def _checkpoint(self, stage: int, epoch: int, optimiser: optim.SGD | None) -> None:
         if self.path is None or rank() > 0:
             return
+        state = self.history, self.model, optimiser, self.selected, self.feed.fits
         try:
-            checkpoints.save(self.path, self.name, stage, epoch, self.history, self.model, optimiser, self.selected)
+            checkpoints.save(self.path, self.name, stage, epoch, *state)
         except OSError as error:  # a full disk is no reason to lose the run
             logger.warning("the checkpoint %s could not be written (%s); going on without", self.path, error.strerror)
 

@@ -23,6 +23,13 @@ def check_rates(rates: Sequence[float]) -> None:
         check_positive(rate, "every learning rate")
 
 
+def with_rate(settings: Settings, rate: float) -> Settings:
+    """Those of the run with this learning rate: it has a checkpoint of its own."""
+    if settings.checkpoint is None:
+        return settings
+    return replace(settings, checkpoint=f"{os.fspath(settings.checkpoint)}.rate-{rate!r}")
+
+
 def best_rate(
     rates: Sequence[float],
     attempt: Callable[[float, Settings, Verification | None], Adaptation],
@@ -40,9 +47,8 @@ def best_rate(
     tried: list[dict[str, Any]] = []
     stopped = False
     for rate in map(float, rates):
-        own = None if settings.checkpoint is None else f"{os.fspath(settings.checkpoint)}.rate-{rate!r}"
         try:
-            result = attempt(rate, replace(settings, checkpoint=own), before)
+            result = attempt(rate, with_rate(settings, rate), before)
             before = result.before
         except DivergedError as error:
             before = error.adaptation.before
