@@ -132,7 +132,7 @@ class Verification:
             return f"{self.verdict} (the features are NaN or infinite)"
         few = f", too few samples {self._scarce} to tell" if self.verdict == "undecided" else ""
         but = f", but marginals {self.marginals:.4f}" if self.strayed else ""
-        return f"{self.verdict} (slices {self.divergence:.4f}, of which {self.floor:.4f} by chance{few}{but})"
+        return f"{self.verdict} (slices {self.divergence:.4f}, by chance about {self.floor:.4f}{few}{but})"
 
     @property
     def _scarce(self) -> str:
