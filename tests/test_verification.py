@@ -172,7 +172,6 @@ def test_marginals_see_what_slices_cannot() -> None:
         (0.0131, False, True),
         (0.0119, True, False),  # of what was adapted to, 2 x 0.001
         (0.0121, True, True),
-        (float("nan"), False, True),
     ],
 )
 def test_nothing_is_restored_whose_marginals_are_certainly_not_at_home(
@@ -199,6 +198,19 @@ def test_what_chance_does_not_explain() -> None:
     for worst in (float("nan"), float("inf")):
         assert Verification(worst, 0.004, 500).excess == float("inf")
         assert Verification(worst, 0.004, 500).bounds == (float("inf"), float("inf"))
+
+
+def test_outputs_that_are_nan_are_not_restored_however_the_features_look() -> None:
+    case = ZOO["signal"]
+    model, inputs = case.model(), case.inputs(3000)
+    made = shiftmend.profile(model, inputs)
+    head = model.get_submodule(made.specs["logits"].module)
+    with torch.no_grad():
+        head.bias[0] = float("nan")
+    judged = shiftmend.verify(model, inputs, made)
+    assert judged.divergence < 1e-6
+    assert judged.verdict == "not restored"
+    assert str(judged).endswith("but outputs are NaN)")
 
 
 def test_features_that_are_not_finite_are_never_called_restored() -> None:

@@ -456,6 +456,9 @@ def test_a_report_says_where_mixtures_of_features_came_home_and_single_ones_did_
         assert made.headline == ("Slightly shifted" if one.after is None else "Partly restored")
         assert "ixtures of features, which this distance compares, are as at home, but" in made.sentence
         assert made.sentence.endswith("one by one are not (0.035).")
+    no_numbers = state(replace(found, before=replace(near, marginals=math.nan), after=None, mending=None))
+    assert no_numbers.headline == "Shifted"
+    assert no_numbers.sentence.endswith("one by one are not (infinite).")
     far = state(replace(found, after=replace(near, divergence=0.007)))
     assert far.headline == "Partly restored"
     assert "ixtures" not in far.sentence, "they are not as at home"

@@ -62,7 +62,8 @@ def _before_only(facts: Facts) -> Statement:
             sentence = f"{away}, where {chance}: {_alone(found) or 'a small shift, beyond chance.'}"
         case _:
             headline = "Shifted"
-            sentence = f"{away}, where {chance}: these are not the features that the model was trained on."
+            others = "these are not the features that the model was trained on."
+            sentence = f"{away}, where {chance}: {_alone(found) or others}"
     return Statement(
         "bad" if headline == "Shifted" else "unsure",
         headline,
