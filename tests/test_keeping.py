@@ -110,6 +110,7 @@ def test_what_only_gets_worse_comes_back_untouched() -> None:
         world.model, world.source, profiled(), "fr", learning_rate=20.0, epochs=3, keep="selected", progress=False
     )
     assert result.selected == 0
+    assert "kept is epoch 0 (the model as it came), chosen without labels" in repr(result)
     assert same(result.model, world.model)
     assert result.after == result.before
 

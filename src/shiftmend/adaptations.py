@@ -92,7 +92,8 @@ class Adaptation:
             f"Adaptation by {self.manifest['method']['name']}, {counted(epochs, 'epoch')}, {self.manifest['status']}"
         ]
         if self.manifest["kept"] == "selected":
-            lines[0] += f"; kept is epoch {self.selected}, chosen without labels"
+            untouched = "" if self.selected else " (the model as it came)"
+            lines[0] += f"; kept is epoch {self.selected}{untouched}, chosen without labels"
         tried = [row["learning_rate"] for row in self.manifest.get("learning_rates_tried", ())]
         if tried:
             own, every = self.manifest["method"]["learning_rate"], ", ".join(f"{rate:g}" for rate in tried)

@@ -114,11 +114,16 @@ class Verification:
     def verdict(self) -> Verdict:
         low, high = self.bounds
         restored, failed = self.limits
-        if not self.divergence < failed:
+        if not self.divergence < failed or self._no_numbers:
             return "not restored"
         if self.divergence < restored:
             return "partly restored" if self.strayed else "restored"
         return "partly restored" if low >= RESTORED or (low > 0 and high < FAILED) else "undecided"
+
+    @property
+    def _no_numbers(self) -> bool:
+        """Whether the head makes NaN of features that may be at home: its weights are damaged, or too large."""
+        return self.marginals is not None and math.isnan(self.marginals)
 
     @property
     def strayed(self) -> bool:
@@ -132,7 +137,8 @@ class Verification:
             return f"{self.verdict} (the features are NaN or infinite)"
         few = f", too few samples {self._scarce} to tell" if self.verdict == "undecided" else ""
         but = f", but marginals {self.marginals:.4f}" if self.strayed else ""
-        return f"{self.verdict} (slices {self.divergence:.4f}, of which {self.floor:.4f} by chance{few}{but})"
+        but = ", but outputs are NaN" if self._no_numbers else but
+        return f"{self.verdict} (slices {self.divergence:.4f}, by chance about {self.floor:.4f}{few}{but})"
 
     @property
     def _scarce(self) -> str:

@@ -429,7 +429,7 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["evaluate", "{}/factory.py:make", "-w", "{}/source.npz", "-d", "{}/source.npz"], "could not be read as weights"),
     (["evaluate", "{}/factory.py:make", "-d", "{}/nowhere"], "there is no"),
     (["evaluate", "{}/factory.py:make", "-d", "{}/factory.py"], "neither a folder"),
-    (["evaluate", "{}/factory.py:make", "-d", "{}/bare.npz"], "no labels"),
+    (["evaluate", "{}/factory.py:make", "-d", "{}/bare.npz"], "no labels that can be used here"),
     (["evaluate", "{}/factory.py:make", "-d", "{}/source.npz", "--mean", "x"], "one number"),
     (["evaluate", "{}/factory.py:make", "-d", "{}/source.npz", "--std", "0"], "positive"),
     (["evaluate", "{}/factory.py:make", "-d", "{}/source.npz", "--channels", "3"], "does not take"),

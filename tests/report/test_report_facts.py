@@ -269,6 +269,7 @@ def test_a_model_of_one_number_has_no_predictions() -> None:
     assert found.scores_before.mean_absolute_error == pytest.approx(error, rel=1e-5)
     page = render(found)
     assert "no scores of classes" in page
+    assert "1 unit is compared" in page
     assert f"{error:.4g}" in page
 
 
@@ -281,6 +282,7 @@ def test_a_model_with_a_prediction_for_every_pixel() -> None:
     assert found.predictions is not None
     assert found.predictions.total == 40 * 12
     assert all(sample.before is None for sample in found.inputs)
+    assert "Below each" not in render(found)
     assert {tap.floor for tap in found.taps} == {sampling_floor(profile.bins, 60, 40)}, "pixels are not independent"
     labels = torch.randint(0, 4, (40, 3, 4))
     scored = report.facts(model, images[:40], profile, labels=labels)
@@ -437,8 +439,8 @@ def test_advice_depends_on_what_was_done() -> None:
     held, label, bufr = "samples that were held back", "Label a few dozen samples", "Try the method bufr"
     assert [word in told(found, True) for word in (held, label, bufr)] == [True, False, False]
     assert [word in told(fr, False) for word in (held, label, bufr)] == [False, True, True]
-    assert "0.013 remains, of which chance may explain up to 0.004." in told(found, True)
-    assert "0.013 remains, of which chance alone explains 0.004." in told(found, False)
+    assert "0.013 remains, where chance may leave up to 0.004." in told(found, True)
+    assert "0.013 remains, where chance alone would give 0.004." in told(found, False)
 
 
 def test_a_report_says_where_mixtures_of_features_came_home_and_single_ones_did_not() -> None:
@@ -454,6 +456,9 @@ def test_a_report_says_where_mixtures_of_features_came_home_and_single_ones_did_
         assert made.headline == ("Slightly shifted" if one.after is None else "Partly restored")
         assert "ixtures of features, which this distance compares, are as at home, but" in made.sentence
         assert made.sentence.endswith("one by one are not (0.035).")
+    no_numbers = state(replace(found, before=replace(near, marginals=math.nan), after=None, mending=None))
+    assert no_numbers.headline == "Shifted"
+    assert no_numbers.sentence.endswith("one by one are not (infinite).")
     far = state(replace(found, after=replace(near, divergence=0.007)))
     assert far.headline == "Partly restored"
     assert "ixtures" not in far.sentence, "they are not as at home"

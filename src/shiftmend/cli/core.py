@@ -152,7 +152,7 @@ def adapt(
     supervised = method == TargetSupervised.name
     if supervised:
         if labels is None:
-            raise DataError(f"{method} needs labels, and {data} has none: {LABELLED}")
+            raise DataError(f"{method} needs labels, and {data} has none that can be used: {LABELLED}")
         options["labels"] = labels
 
     def score(which: nn.Module, rows: list[int] | slice = slice(None)) -> Scores | RegressionScores:

@@ -33,7 +33,7 @@ from shiftmend.scores import BY_PART
 
 logger = logging.getLogger(__name__)
 
-LABELLED = "expected one folder per class, or an array 'labels' in the .npz"
+LABELLED = "expected one folder per class, or an array 'labels' in the .npz with one number an input"
 
 
 def register(app: typer.Typer) -> None:
@@ -89,7 +89,7 @@ def evaluate(
 
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
     if given.labels is None:
-        raise DataError(f"{data} has no labels: {LABELLED}")
+        raise DataError(f"{data} has no labels that can be used here: {LABELLED}")
     scores = shiftmend.evaluate(
         net,
         (given.inputs, given.labels),

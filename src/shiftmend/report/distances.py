@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from shiftmend.checks import counted
 from shiftmend.report import charts
 from shiftmend.report.contents import Facts, Seen, TapShift, Unit
 from shiftmend.report.markup import Markup, Part, element, join
@@ -119,7 +120,7 @@ def _tap(tap: TapShift, place: int, mended: bool) -> Markup:
             "p",
             "Taken at the layer ",
             element("code", tap.where),
-            f"{explained}. {tap.units:,} units are compared.{constant}",
+            f"{explained}. {counted(tap.units, 'unit is', 'units are')} compared.{constant}",
             class_="note",
         ),
         element(
@@ -149,7 +150,7 @@ def _tap(tap: TapShift, place: int, mended: bool) -> Markup:
         ),
         element(
             "details",
-            element("summary", f"Numbers for the worst {min(LISTED, tap.units)} units"),
+            element("summary", f"Numbers for the worst {counted(min(LISTED, tap.units), 'unit')}"),
             _sorting(group, mended, outside=True),
             _table(tap, group, mended),
         ),

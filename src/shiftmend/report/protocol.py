@@ -23,7 +23,10 @@ def stored(facts: Facts) -> Markup:
     rows = [
         ("samples at home", f"{home.samples:,}"),
         *(
-            (f"tap “{name}”", f"{units:,} units at {where}" + (f", {constant:,} of them constant" if constant else ""))
+            (
+                f"tap “{name}”",
+                f"{counted(units, 'unit')} at {where}" + (f", {constant:,} of them constant" if constant else ""),
+            )
             for name, (where, units, constant) in home.taps.items()
         ),
         ("of every unit", f"its lowest and highest value, and how many values fell into each bin ({home.bins})"),

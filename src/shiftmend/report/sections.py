@@ -101,7 +101,7 @@ def inputs(facts: Facts) -> Markup:
             id="inputs",
         )
     remark = pictures.remark(facts)
-    read = " Below each: what the model took it for, and how sure it was." if facts.predictions is not None else ""
+    read = " Below each: what the model took it for, and how sure it was." if facts.inputs[0].before is not None else ""
     whole = facts.inputs[-1].number == facts.samples - 1
     return element(
         "section",

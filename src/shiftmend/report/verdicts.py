@@ -62,7 +62,8 @@ def _before_only(facts: Facts) -> Statement:
             sentence = f"{away}, where {chance}: {_alone(found) or 'a small shift, beyond chance.'}"
         case _:
             headline = "Shifted"
-            sentence = f"{away}, where {chance}: these are not the features that the model was trained on."
+            others = "these are not the features that the model was trained on."
+            sentence = f"{away}, where {chance}: {_alone(found) or others}"
     return Statement(
         "bad" if headline == "Shifted" else "unsure",
         headline,
@@ -82,8 +83,8 @@ def _mended(facts: Facts, after: Verification) -> Statement:
     assert facts.mending is not None
     method = f"mending by {facts.mending.method}"
     start = f"Before mending, the model’s features lay {number(before.divergence)} from home"
-    chance = "chance may explain up to" if after.adapted else "chance alone explains"
-    remains = f"{number(after.divergence)} remains, of which {chance} {number(after.floor)}"
+    chance = "chance may leave up to" if after.adapted else "chance alone would give"
+    remains = f"{number(after.divergence)} remains, where {chance} {number(after.floor)}"
     if before.excess == 0:
         change = f"as near as chance allows, and after {method} they lie at {number(after.divergence)}"
     elif not math.isfinite(after.excess):
@@ -141,8 +142,8 @@ def _again(facts: Facts) -> tuple[str, ...]:
     if facts.mending is not None and facts.mending.method != "bufr":
         steps.append("Try the method bufr, which restores the lowest layers first.")
     steps.append(
-        "Try several learning rates and keep the best epoch: `shiftmend adapt --option learning_rate=0.01,0.1 --keep "
-        "selected`; both are chosen without labels."
+        "Try several learning rates and keep the best epoch: `shiftmend adapt --option learning_rate=0.001,0.01,0.1 "
+        "--keep selected`; both are chosen without labels."
     )
     return tuple(steps)
 
@@ -159,5 +160,5 @@ def _trust(facts: Facts) -> tuple[str, ...]:
             "Label a few dozen samples, keep them out of adapting, and score the mended model with them. Features that "
             "look as at home need not mean the same: no check without labels can see that."
         )
-    steps.append("Compare the classes before and after, below, with what you expect at this site.")
+    steps.append("Compare what the model says before and after, below, with what you expect at this site.")
     return tuple(steps)
