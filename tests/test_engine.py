@@ -355,10 +355,10 @@ def test_warns_of_the_run_that_was_chosen_alone(caplog: pytest.LogCaptureFixture
         )
     said = [record.getMessage() for record in caplog.records if "slices" in record.getMessage()]
     assert result.manifest["method"]["learning_rate"] == 0.01
-    assert said == [f"the features are {result.after}"]
+    assert said == [f"verification after adapting: {result.after}"]
     caplog.clear()
     shiftmend.adapt(world.model, world.target, world.profile(), "source-only", progress=False)
-    assert "the features are" not in caplog.text  # nothing was tried
+    assert "after adapting" not in caplog.text  # nothing was tried
 
 
 def test_epochs_are_looked_at_in_the_precision_of_the_steps_and_judged_in_full() -> None:

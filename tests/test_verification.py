@@ -359,20 +359,14 @@ def test_the_profile_may_be_named_by_its_file(tmp_path: Path) -> None:
         shiftmend.verify(model, case.inputs(), 7)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "words"),
-    [
-        (100, 3000, "too few samples in the profile (100) to tell"),
-        (3000, 100, "too few samples of the target (100) to tell"),
-    ],
-)
-def test_what_is_undecided_names_the_smaller_sample(source: int, target: int, words: str) -> None:
+@pytest.mark.parametrize(("source", "target"), [(100, 3000), (3000, 100)])
+def test_what_is_undecided_says_how_many_there_are(source: int, target: int) -> None:
     case = ZOO["signal"]
     model = case.model()
     found = shiftmend.verify(model, case.inputs(target, seed=9), shiftmend.profile(model, case.inputs(source)))
     assert found.verdict == "undecided"
     assert (found.samples, found.source_samples) == (target, source)
-    assert words in str(found)
+    assert f"too few samples ({source} in the profile, {target} of the target) to tell" in str(found)
 
 
 def test_the_sample_sizes_that_the_documentation_calls_too_few() -> None:

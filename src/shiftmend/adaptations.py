@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from dataclasses import asdict, dataclass, field
@@ -16,6 +15,7 @@ from shiftmend.checks import counted
 from shiftmend.errors import AdaptationError
 from shiftmend.files import as_path, check_folder, replacing
 from shiftmend.states import save_tensors, whole_state
+from shiftmend.strict_json import dumps
 from shiftmend.verification import Verification
 
 
@@ -74,8 +74,8 @@ class Adaptation:
         tensors = whole_state(self.model)
         rows = [asdict(row) for row in self.history]
         texts = {
-            "history.json": json.dumps(rows, indent=1) + "\n",
-            "manifest.json": json.dumps(self.manifest, indent=1) + "\n",
+            "history.json": dumps(rows, "the history", indent=1) + "\n",
+            "manifest.json": dumps(self.manifest, "the manifest", indent=1) + "\n",
         }
         try:
             with replacing(home / "model.safetensors", *(home / name for name in texts)) as (weights, *places):

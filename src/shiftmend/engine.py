@@ -129,7 +129,7 @@ def _remarked(result: Adaptation) -> Adaptation:
         if after.excess > before.excess:
             logger.warning("verification got worse: before %s, after %s", before, after)
         else:
-            logger.warning("the features are %s", after)
+            logger.warning("verification after adapting: %s", after)
     return result
 
 

@@ -162,6 +162,9 @@ class InputSummary:
         if target.shape[:1] != self.shape[:1] or len(target.shape) != len(self.shape):
             found.append(f"their shape is {list(target.shape)}, at the source it was {list(self.shape)}")
             return found
+        if target.shape != self.shape:
+            own, home = list(target.shape[1:]), list(self.shape[1:])
+            found.append(f"their size is {own}, at the source it was {home}: scaled?")
         span = max(self.high - self.low, 1e-12)
         outside = max(self.low - target.low, target.high - self.high) / span
         covered = (target.high - target.low) / span

@@ -289,6 +289,7 @@ class Run:
         if len(targets) != self.feed.samples:
             raise AdaptationError(
                 f"{self.method.name} needs one label a sample: there are {len(targets)} for {self.feed.samples} samples"
+                + (", from a model with several answers a sample" if len(targets) > self.feed.samples else "")
             )
         return targets.to(self.feed.device)
 

@@ -135,19 +135,17 @@ class Verification:
     def __str__(self) -> str:
         if not math.isfinite(self.divergence):
             return f"{self.verdict} (the features are NaN or infinite)"
-        few = f", too few samples {self._scarce} to tell" if self.verdict == "undecided" else ""
+        few = f", too few samples ({self._sizes}) to tell" if self.verdict == "undecided" else ""
         but = f", but marginals {self.marginals:.4f}" if self.strayed else ""
         but = ", but outputs are NaN" if self._no_numbers else but
-        return f"{self.verdict} (slices {self.divergence:.4f}, by chance about {self.floor:.4f}{few}{but})"
+        about = "at most" if self.adapted else "about"
+        return f"{self.verdict} (slices {self.divergence:.4f}, by chance {about} {self.floor:.4f}{few}{but})"
 
     @property
-    def _scarce(self) -> str:
-        """The smaller sample, to which most of the floor is due."""
-        if self.source_samples is None:
-            return f"({self.samples})"
-        if self.source_samples < self.samples:
-            return f"in the profile ({self.source_samples})"
-        return f"{'adapted to' if self.adapted else 'of the target'} ({self.samples})"
+    def _sizes(self) -> str:
+        """Of both samples: chance comes from either."""
+        own = f"{self.samples} {'adapted to' if self.adapted else 'of the target'}"
+        return own if self.source_samples is None else f"{self.source_samples} in the profile, {own}"
 
 
 class Tally:

@@ -192,6 +192,16 @@ def test_adapt_writes_everything_and_says_what_changed(
     assert verified["divergence"] == pytest.approx(result["manifest"]["verification"]["after"]["divergence"], rel=1e-4)
 
 
+def test_what_is_no_number_is_still_json(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = load_file(site / "w.safetensors")
+    damaged["head.bias"][0] = float("nan")
+    save_file(damaged, tmp_path / "w.safetensors")
+    files = ("-w", tmp_path / "w.safetensors", "-d", site / "target.npz")
+    verified = ok(capsys, "verify", f"{site}/factory.py:make", *files, "-p", site / "p.safetensors", "--json")
+    found = json.loads(verified, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert (found["marginals"], found["verdict"]) == ("NaN", "not restored")
+
+
 def test_a_model_that_no_file_holds_is_refused_before_it_is_adapted(
     site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from shiftmend.bench.cells import Result
-from shiftmend.bench.exports import COLUMNS, flatten, plain, revived, unflatten
+from shiftmend.bench.exports import COLUMNS, flatten, unflatten
 from shiftmend.errors import DataError
+from shiftmend.strict_json import plain, revived
 
 FORMAT = "shiftmend results"
 VERSION = 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
@@ -13,6 +12,7 @@ from typing import Any, get_args
 
 from shiftmend.bench.cells import SIGNALS, Cell, Origin, Outcome, Result
 from shiftmend.errors import DataError
+from shiftmend.strict_json import dumps, revived
 
 Value = str | int | float | None
 
@@ -64,7 +64,7 @@ def to_json(results: Iterable[Result]) -> str:
     lines = []
     for result in results:
         *flat, history, manifest = flatten(result).items()
-        parts = [f"{json.dumps(name)}: {json.dumps(plain(value, name), allow_nan=False)}" for name, value in flat]
+        parts = [f"{json.dumps(name)}: {dumps(value, name)}" for name, value in flat]
         parts += [f"{json.dumps(name)}: {text}" for name, text in (history, manifest)]  # JSON already
         lines.append("{" + ", ".join(parts) + "}")
     return "[" + ",\n ".join(lines) + "]\n"
@@ -83,8 +83,8 @@ def flatten(result: Result) -> dict[str, Value]:
         values |= {f"{moment}_{score}": None if outcome is None else getattr(outcome, score) for score in _SCORES}
     values |= {
         "status": "failed" if result.failed else "done",
-        "history": json.dumps(plain(result.history, "history"), allow_nan=False),
-        "manifest": json.dumps(plain(result.manifest, "manifest"), allow_nan=False),
+        "history": dumps(result.history, "history"),
+        "manifest": dumps(result.manifest, "manifest"),
     }
     return {
         name: _fitted(values[name] if name in values else getattr(result, name), name, kind)
@@ -145,33 +145,6 @@ def _check(row: Mapping[str, Any]) -> None:
 
 def _outcome(row: Mapping[str, Any], moment: str) -> Outcome | None:
     return None if row[f"{moment}_epoch"] is None else Outcome(*(row[f"{moment}_{score}"] for score in _SCORES))
-
-
-def plain(value: Any, name: str) -> Any:
-    """`value` in terms of strict JSON; `name` is for the error if that is impossible. Tuples become lists."""
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if value is None or isinstance(value, (str, int)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [plain(entry, f"{name}[{position}]") for position, entry in enumerate(value)]
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: plain(entry, f"{name}.{key}") for key, entry in value.items()}
-    raise DataError(
-        f"{name} is a {type(value).__name__} that cannot be kept as JSON; "
-        "expected numbers, strings, lists, and dictionaries with strings as keys"
-    )
-
-
-def revived(value: Any) -> Any:
-    """The inverse of `plain`, but for tuples; a string that reads like one of the three numbers becomes that number."""
-    if isinstance(value, list):
-        return [revived(entry) for entry in value]
-    if isinstance(value, dict):
-        return {key: revived(entry) for key, entry in value.items()}
-    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
 def _fitted(value: Any, name: str, kind: str) -> Value:

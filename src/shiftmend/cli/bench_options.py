@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from shiftmend.errors import DataError
 from shiftmend.files import said_where, write_atomically
+from shiftmend.strict_json import dumps
 
 Name = Annotated[str, typer.Argument(metavar="BENCHMARK", help="A name from `shiftmend bench list`, or file.py:NAME.")]
 Folder = Annotated[Path, typer.Option("--folder", "-f", help="Results, source models and profiles lie here.")]
@@ -54,10 +54,7 @@ def show(table: Table) -> None:
 
 
 def print_json(value: Any, out: Path | None = None) -> None:
-    """Strict JSON: what is not finite is "NaN", "Infinity" or "-Infinity"."""
-    from shiftmend.bench.exports import plain
-
-    give(json.dumps(plain(value, "result"), allow_nan=False) + "\n", out)
+    give(dumps(value) + "\n", out)
 
 
 def give(text: str, out: Path | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,6 +36,7 @@ from shiftmend.cli.options import (
 )
 from shiftmend.errors import DataError
 from shiftmend.files import check_folder
+from shiftmend.strict_json import dumps
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,7 +54,7 @@ def demo(
 
     report = run(folder, seed=seed, say=None if as_json else console.print)
     if as_json:
-        print(json.dumps(report.to_json()))
+        print(dumps(report.to_json()))
 
 
 def blocks(
@@ -93,7 +93,7 @@ def blocks(
         for one in found
     ]
     if as_json:
-        print(json.dumps(rows))
+        print(dumps(rows))
         return
     table = Table("block", "layers", "parameters", box=None)
     for row in rows:
@@ -190,7 +190,7 @@ def adapt(
     scores = {} if labels is None else {"before": score(net), "after": score(result.model)}
     if as_json:
         numbers = {name: scores_json(found) for name, found in scores.items()}
-        print(json.dumps({"manifest": result.manifest, "scores": numbers, "folder": str(out)}))
+        print(dumps({"manifest": result.manifest, "scores": numbers, "folder": str(out)}))
     else:
         console.print(f"{result}\nwritten to {out}/: model.safetensors, history.json, manifest.json")
         for name, found in scores.items():

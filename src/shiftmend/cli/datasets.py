@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shiftmend.cli.options import Json, Root, console
+from shiftmend.strict_json import dumps
 
 data = typer.Typer(help="Data sets: what there is, get it, check it.", rich_markup_mode=None)
 
@@ -32,7 +32,7 @@ def list_sets(as_json: Json = False) -> None:
 
     rows = listing()
     if as_json:
-        print(json.dumps([asdict(row) for row in rows]))
+        print(dumps([asdict(row) for row in rows]))
         return
     table = Table("data set", "what it is", "download", box=None)
     for row in rows:
@@ -79,7 +79,7 @@ def _amount(progress: Any) -> str:
 
 def _show(rows: list[Any], as_json: bool) -> None:
     if as_json:
-        print(json.dumps([asdict(row) for row in rows]))
+        print(dumps([asdict(row) for row in rows]))
         return
     table = Table("data set", "state", "detail", box=None)
     colours = {"complete": "green", "damaged": "red"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import asdict
 from typing import Any
@@ -30,6 +29,7 @@ from shiftmend.cli.options import (
 )
 from shiftmend.errors import DataError
 from shiftmend.scores import BY_PART
+from shiftmend.strict_json import dumps
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def verify(
     if weights is None:  # weights that are named may be mended ones, and differ from the profile's
         shiftmend.Profile.load(profile).check_weights(net)
     if as_json:
-        print(json.dumps(asdict(found) | {"verdict": found.verdict}))
+        print(dumps(asdict(found) | {"verdict": found.verdict}))
     else:
         console.print(str(found))
 
@@ -102,7 +102,7 @@ def evaluate(
     if weights is None:
         logger.warning("no --weights given: these are the scores of the weights that %s gives by itself", model)
     if as_json:
-        print(json.dumps(scores_json(scores)))
+        print(dumps(scores_json(scores)))
     else:
         console.print(str(scores))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from shiftmend.cli.options import (
 )
 from shiftmend.errors import DataError
 from shiftmend.files import check_folder
+from shiftmend.strict_json import dumps
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def inspect(file: Annotated[Path, typer.Argument(help="A profile.")], as_json: J
 
     loaded = shiftmend.Profile.load(file)
     if as_json:
-        print(json.dumps(_as_json(loaded, file)))
+        print(dumps(_as_json(loaded, file)))
     else:
         console.print(f"{loaded}\n  file        {file.stat().st_size:,} bytes, intact")
 
@@ -129,7 +129,7 @@ def mix(
 def _write(made: Any, out: Path, as_json: bool) -> None:
     made.save(out)
     if as_json:
-        print(json.dumps(_as_json(made, out)))
+        print(dumps(_as_json(made, out)))
     else:
         console.print(f"{made}\nwritten to {out} ({out.stat().st_size:,} bytes)")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +29,7 @@ from shiftmend.cli.options import (
 )
 from shiftmend.errors import DataError
 from shiftmend.files import check_folder
+from shiftmend.strict_json import dumps
 
 
 def register(app: typer.Typer) -> None:
@@ -87,7 +87,7 @@ def report(
     if as_json:
         checks = {"before": found.before, "after": found.after}
         values = {name: asdict(one) | {"verdict": one.verdict} for name, one in checks.items() if one is not None}
-        print(json.dumps({"report": str(out), "verdict": said.headline.lower(), "cautions": found.cautions, **values}))
+        print(dumps({"report": str(out), "verdict": said.headline.lower(), "cautions": found.cautions, **values}))
     else:
         console.print(f"{said.headline}. {said.sentence}\nwritten to {out}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.table import Table
 from shiftmend.cli.options import Json, console
 from shiftmend.errors import DataError
 from shiftmend.files import said_where, write_atomically, write_together
+from shiftmend.strict_json import dumps
 
 Textures = Annotated[Path | None, typer.Option(help="A folder with your own texture pictures.")]
 Severity = Annotated[int | None, typer.Option(help="Severity, from 1; default: that of the published set.")]
@@ -62,7 +62,7 @@ def shift(
         "shiftmend": shiftmend.__version__,
     }
     beside = target.with_suffix(".json") if target.suffix == ".npz" else target / "manifest.json"
-    text = (json.dumps(manifest, indent=1) + "\n").encode()
+    text = (dumps(manifest, "the manifest", indent=1) + "\n").encode()
     with said_where(target):
         if target.suffix == ".npz":
             arrays = _npz("images" if found.domain == "image" else "inputs", shifted, split)
@@ -70,7 +70,7 @@ def shift(
         else:
             _write_folder(shifted, split, target, text)
     if as_json:
-        print(json.dumps(manifest))
+        print(dumps(manifest))
     else:
         console.print(f"{len(shifted):,} {found.domain}s under {name} written to {target}, manifest in {beside}")
 
@@ -185,7 +185,7 @@ def shifts(
             }
             for name, entry in chosen.items()
         ]
-        print(json.dumps(rows))
+        print(dumps(rows))
         return
     table = Table("shift", "severities", "what it does", box=None)
     for name, entry in chosen.items():

@@ -6,7 +6,6 @@ Without this, a misspelt parameter would train nothing, and the result would loo
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from shiftmend.distributed import of_first_process
 from shiftmend.errors import AdaptationError
 from shiftmend.methods.base import Activations, Method, Network, Objective, Stage, check_epochs, check_positive
 from shiftmend.profiles import Profile
+from shiftmend.strict_json import dumps
 from shiftmend.tracing import trainable
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def facts_of(method: Method) -> dict[str, Any]:
         )
     try:
         facts = {"name": name, **method.hyperparameters()}
-        json.dumps(facts)
+        dumps(facts, name)
     except (TypeError, ValueError) as error:
         raise AdaptationError(
             f"the hyper-parameters of {name} cannot be written into a manifest ({error}); expected numbers, text and "

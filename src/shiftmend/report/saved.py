@@ -15,6 +15,7 @@ from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation, Epoch
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.settings import Keep
+from shiftmend.strict_json import revived
 
 FILES = ("model.safetensors", "history.json", "manifest.json")
 REMEDY = "adapt again, or name the folder that `shiftmend adapt --out` wrote"
@@ -53,7 +54,7 @@ def load(folder: Path, model: nn.Module) -> Adaptation:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return revived(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:  # also text that is no UTF-8
         raise DataError(f"{path} is damaged: it is not readable as JSON; {REMEDY}") from error
 
