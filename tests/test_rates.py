@@ -32,7 +32,8 @@ SETTINGS = Settings(
 def run(slices: float | None, entropy: float, status: str = "complete") -> Adaptation:
     """A run that ended so; without slices it was interrupted before anything was seen."""
     rows = [] if slices is None else [Epoch(1, "all", 0.1, {}, slices, 0.0, entropy=entropy)]
-    return Adaptation(nn.Identity(), rows, {"method": {"name": "fr"}, "kept": "last", "status": status})
+    method = {"name": "fr", "learning_rate": 0.1}
+    return Adaptation(nn.Identity(), rows, {"method": method, "kept": "last", "status": status})
 
 
 def search(*runs: Adaptation, entropy_may_decide: bool = True) -> tuple[int, dict[str, Any]]:
@@ -53,11 +54,14 @@ def test_entropy_decides_only_where_it_may(may_decide: bool, chosen: int) -> Non
 
 
 @pytest.mark.parametrize(("slices", "chosen"), [(2.0, 0), (0.5, 1)])
-def test_after_an_interrupt_the_best_so_far_says_that_not_all_was_tried(slices: float, chosen: int) -> None:
+def test_after_an_interrupt_the_best_so_far_says_that_not_all_was_tried(
+    slices: float, chosen: int, caplog: pytest.LogCaptureFixture
+) -> None:
     place, manifest = search(run(1.0, 0.5), run(slices, 0.5, status="interrupted"), run(0.1, 0.5))
     assert place == chosen
     assert manifest["status"] == "interrupted"
     assert [entry.get("interrupted", False) for entry in manifest["learning_rates_tried"]] == [False, True]
+    assert ("kept is what an earlier learning rate gave, 0.1" in caplog.text) == (chosen == 0)
 
 
 def test_a_run_interrupted_before_anything_was_seen_replaces_none() -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from shiftmend.adaptations import Adaptation
+from shiftmend.distributed import of_first_process
 from shiftmend.errors import AdaptationError
 from shiftmend.loop import DivergedError
 from shiftmend.methods.base import check_positive
 from shiftmend.selection import Choice
 from shiftmend.settings import Settings
 from shiftmend.verification import Verification
+
+logger = logging.getLogger(__name__)
+logger.addFilter(of_first_process)
 
 
 def check_rates(rates: Sequence[float]) -> None:
@@ -74,6 +79,8 @@ def best_rate(
         raise last_error
     if stopped:
         chosen.manifest["status"] = "interrupted"
+        if chosen is not result:
+            logger.warning("kept is what an earlier learning rate gave, %g", chosen.manifest["method"]["learning_rate"])
     chosen.manifest["learning_rate_chosen"] = "by the verification slices"
     chosen.manifest["learning_rates_tried"] = tried
     return chosen
