@@ -23,7 +23,7 @@ from torch import nn
 import shiftmend
 from shiftmend import checkpoints, loop
 from shiftmend.adaptations import Adaptation, Epoch
-from shiftmend.errors import AdaptationError, ShiftmendError
+from shiftmend.errors import AdaptationError, DataError, ShiftmendError
 from shiftmend.loop import DivergedError
 from shiftmend.methods import FR
 from shiftmend.profiles import Profile
@@ -479,7 +479,7 @@ def test_what_cannot_be_written_is_not_half_written(tmp_path: Path) -> None:
     world = sensors()
     result = shiftmend.adapt(world.model, world.target, None, "adabn", progress=False)
     result.manifest["mine"] = object()
-    with pytest.raises(TypeError, match="not JSON serializable"):
+    with pytest.raises(DataError, match=r"the manifest\.mine is an object that cannot be kept as JSON"):
         result.save(tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").touch()

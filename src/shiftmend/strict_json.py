@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from shiftmend.checks import kind
 from shiftmend.errors import DataError
 
 
@@ -28,7 +29,7 @@ def plain(value: Any, name: str) -> Any:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: plain(entry, f"{name}.{key}") for key, entry in value.items()}
     raise DataError(
-        f"{name} is a {type(value).__name__} that cannot be kept as JSON; "
+        f"{name} is {kind(value)} that cannot be kept as JSON; "
         "expected numbers, strings, lists, and dictionaries with strings as keys"
     )
 

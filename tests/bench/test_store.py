@@ -195,7 +195,7 @@ def test_filters_and_a_fixed_order(tmp_path: Path) -> None:
 def test_what_cannot_be_kept_changes_nothing(tmp_path: Path) -> None:
     with Store(tmp_path / "store") as store:
         store.record(done(0.5))
-        with pytest.raises(DataError, match=r"manifest\.x is a object"):
+        with pytest.raises(DataError, match=r"manifest\.x is an object"):
             store.record(done(cell=replace(CELL, seed=1), manifest={"x": object()}))
         assert store.record(done(0.6, replace(CELL, seed=2))) is True
     assert len(contents(tmp_path / "store")) == 2
