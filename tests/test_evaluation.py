@@ -59,6 +59,22 @@ def test_fractional_labels_are_regression() -> None:
     assert scores.mean_absolute_error == pytest.approx(2 / 3)
 
 
+def test_several_quantities_and_maps_of_them() -> None:
+    inputs = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        wanted = model(inputs) + torch.tensor([0.5, -2.0])
+    scores = shiftmend.evaluate(model, (inputs, wanted), batch_size=16)
+    assert [one.mean_absolute_error for one in scores.quantities] == pytest.approx([0.5, 2.0], rel=1e-5)
+    assert scores.mean_absolute_error == pytest.approx(1.25, rel=1e-5)
+    images, depth = torch.randn(4, 1, 5, 6, generator=torch.Generator().manual_seed(0)), nn.Conv2d(1, 1, 1)
+    with torch.no_grad():
+        far = depth(images)[:, 0] + 0.25
+    scores = shiftmend.evaluate(depth, (images, far))  # labels without the axis of the one quantity
+    assert (scores.samples, scores.quantities) == (4 * 5 * 6, ())
+    assert scores.mean_absolute_error == pytest.approx(0.25, rel=1e-5)
+
+
 def test_labels_count_as_many_classes_as_the_model_knows() -> None:
     world = sensors()
     scored = (world.target, world.labels)
@@ -111,12 +127,12 @@ def test_captured_scores_follow_the_weights_too() -> None:
         del noise
 
 
-@pytest.mark.parametrize("labels", ["fractions", "one-hot"])
-def test_labels_of_a_classifier_that_are_no_whole_numbers_get_advice(labels: str) -> None:
+def test_labels_of_a_classifier_that_are_no_whole_numbers_get_advice() -> None:
     world = sensors()
-    wrong = world.labels.float() if labels == "fractions" else torch.eye(3)[world.labels]
     with pytest.raises(DataError, match="labels of a classifier must be whole numbers, one class a sample"):
-        shiftmend.evaluate(world.model, (world.target, wrong))
+        shiftmend.evaluate(world.model, (world.target, world.labels.float()))
+    with pytest.raises(DataError, match=r"of one-hot labels labels\.argmax\(1\)"):
+        shiftmend.evaluate(world.model, (world.target, torch.eye(3)[world.labels]))
 
 
 def test_a_segmentation_is_scored_position_by_position() -> None:
@@ -183,7 +199,7 @@ def test_several_labels_a_sample_are_refused_and_zeros_and_ones_remarked_upon(ca
     several = torch.randint(0, 2, (len(world.target), 3))
     with pytest.raises(DataError, match="several classes a sample are not scored"):
         shiftmend.evaluate(world.model, (world.target, several))
-    with pytest.raises(DataError, match="labels of a classifier must be whole numbers, one class a sample"):
+    with pytest.raises(DataError, match="several classes a sample are not scored"):
         shiftmend.evaluate(world.model, (world.target, several.float()))
     assert not caplog.messages
     assert isinstance(shiftmend.evaluate(Column(), (world.target, several[:, 0].float())), shiftmend.RegressionScores)

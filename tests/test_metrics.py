@@ -8,13 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import jaccard_score, mean_absolute_error, mean_squared_error, r2_score
+from sklearn.metrics import jaccard_score
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 import shiftmend.metrics
 from shiftmend import devices
 from shiftmend.errors import DataError
-from shiftmend.metrics import ClassificationMetrics, RegressionMetrics, RestorationDistance, restoration_distance
+from shiftmend.metrics import ClassificationMetrics, RestorationDistance, restoration_distance
+from shiftmend.quantities import RegressionMetrics
 from shiftmend.scores import Scores
 
 SCALARS = ("accuracy", "ece", "mce", "nll", "brier")
@@ -381,51 +382,6 @@ def test_docstring_example() -> None:
     results = doctest.testmod(shiftmend.metrics)
     assert results.attempted >= 3
     assert results.failed == 0
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.integers(2, 80), st.floats(-1e6, 1e6), st.integers(0, 2**31), st.data())
-def test_regression_equals_sklearn(samples: int, offset: float, seed: int, data: st.DataObject) -> None:
-    random = np.random.default_rng(seed)
-    targets = random.normal(offset, 1, samples)
-    predictions = targets + random.normal(0, 0.5, samples)
-    cut = data.draw(st.integers(0, samples))
-    left, right = RegressionMetrics(), RegressionMetrics()
-    for start in range(0, cut, 17):  # the mean of the first two batches counts from the third on
-        part = slice(start, min(cut, start + 17))
-        left.update(torch.from_numpy(predictions[part]), torch.from_numpy(targets[part]))
-    right.update(torch.from_numpy(predictions[cut:, None]), torch.from_numpy(targets[cut:, None]))
-    left.merge(right)
-    scores = left.compute()
-    assert scores.samples == samples
-    assert scores.mean_absolute_error == pytest.approx(mean_absolute_error(targets, predictions), rel=1e-9)
-    expected = mean_squared_error(targets, predictions) ** 0.5
-    assert scores.root_mean_square_error == pytest.approx(expected, rel=1e-9)
-    assert scores.r2 == pytest.approx(r2_score(targets, predictions), rel=1e-6, abs=1e-6)
-
-
-def test_regression_edges() -> None:
-    for value in (0.1, 1e9 / 7):
-        constant = RegressionMetrics()
-        for _ in range(3):
-            constant.update(torch.arange(7.0), torch.full((7,), value, dtype=torch.float64))
-        assert constant.compute().r2 is None
-    close = RegressionMetrics()  # targets that differ little beside their mean, but do
-    targets = 1e3 + 1e-7 * torch.arange(7.0, dtype=torch.float64)
-    close.update(targets.flip(0), targets)
-    assert close.compute().r2 == pytest.approx(-3, abs=0.01)
-    with pytest.raises(DataError, match=r"both of shape \[N, 1\], got float32 \[4, 1\] and float32 \[4\]"):
-        RegressionMetrics().update(torch.zeros(4, 1), torch.zeros(4))
-    with pytest.raises(DataError, match=r"float32 \[4, 2\]"):
-        RegressionMetrics().update(torch.zeros(4, 2), torch.zeros(4, 2))
-    with pytest.raises(DataError, match=r"float32 \[\]"):
-        RegressionMetrics().update(torch.tensor(1.0), torch.tensor(1.0))
-    with pytest.raises(DataError, match="no samples"):
-        RegressionMetrics().compute()
-    broken = RegressionMetrics()
-    broken.update(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]))
-    with pytest.raises(DataError, match="1 of 2 samples have predictions or targets that are not finite"):
-        broken.compute()
 
 
 def test_restoration_distance_equals_numpy() -> None:

@@ -12,8 +12,9 @@ from shiftmend.captures import captured_call, worth_capturing
 from shiftmend.checks import check_classes
 from shiftmend.devices import placed, resolve_device
 from shiftmend.feeds import Feed, Preprocess
-from shiftmend.metrics import ClassificationMetrics, RegressionMetrics, metrics_for
+from shiftmend.metrics import ClassificationMetrics, metrics_for
 from shiftmend.progress import Progress, progress_bar
+from shiftmend.quantities import RegressionMetrics, in_one_shape
 from shiftmend.scores import RegressionScores, Scores
 from shiftmend.taps import Entry, check_takes, enter_eval, is_exported, modes, pick, unwrap
 
@@ -34,12 +35,13 @@ def evaluate(
 ) -> Scores | RegressionScores:
     """Score a model in eval mode on every sample of (inputs, labels).
 
-    Whole-number labels mean classification (accuracy, calibration), fractional ones regression. Of a classifier with a
-    single output that is the logit of class 1. Of logits `[N, classes, ...]` with labels `[N, ...]`, each position is
-    a sample, and IoU is scored as well. What has the label `ignore_label`, such as 255 for pixels without a class,
-    counts in no score; any other label that is no class number is refused. With the names of the `classes` that labels
-    number, a model of another number of classes is refused. What is deployed may be scored as well: a scripted or
-    traced model, or the module of an exported one. `progress` is that of `adapt`.
+    Whole-number labels mean classification (accuracy, calibration), fractional ones regression, of one quantity `[N]`
+    or of several `[N, quantities, ...]`. Of a classifier with a single output that is the logit of class 1. Of logits
+    `[N, classes, ...]` with labels `[N, ...]`, each position is a sample, and IoU is scored as well. What has the label
+    `ignore_label`, such as 255 for pixels without a class, counts in no score; any other label that is no class number
+    is refused. With the names of the `classes` that labels number, a model of another number of classes is refused.
+    What is deployed may be scored as well: a scripted or traced model, or the module of an exported one. `progress` is
+    that of `adapt`.
     """
     deployed = isinstance(model, torch.jit.ScriptModule) or is_exported(model)
     model = model if deployed else unwrap(model)
@@ -85,8 +87,8 @@ class Scorer:
                 result = pick(self.model(inputs), self.output, "the model")
                 if metrics is None:
                     metrics = metrics_for(labels, device=self.feed.device, ignore_label=self.ignore_label)
-                if isinstance(metrics, RegressionMetrics) and result.numel() == labels.numel():
-                    result = result.reshape(labels.shape)
+                if isinstance(metrics, RegressionMetrics):
+                    result, labels = in_one_shape(result, labels)
                 metrics.update(result, labels)
                 if self.classes is not None and isinstance(metrics, ClassificationMetrics):
                     check_classes(len(self.classes), max(2, result.shape[1:2].numel()))

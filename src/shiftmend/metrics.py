@@ -1,4 +1,4 @@
-"""How good and how honest predictions are: accuracy, calibration, regression errors, restoration distance.
+"""How good and how honest predictions are: accuracy, calibration, restoration distance (`quantities` has errors).
 
 Everything streams: `update` adds a batch to a few sums on the device and never waits for it, `merge` adds
 what another process or another part of the data gathered, and `compute` reads the sums once. Sums are
@@ -13,7 +13,6 @@ float64, except on devices that have none (`mps`), where they are float32. What 
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import replace
 from typing import Self
@@ -25,10 +24,9 @@ from shiftmend.checks import brief, is_whole
 from shiftmend.devices import in_parts, sum_dtype
 from shiftmend.errors import DataError
 from shiftmend.histograms import as_samples
-from shiftmend.scores import RegressionScores, ReliabilityBin, Scores
+from shiftmend.quantities import RegressionMetrics
+from shiftmend.scores import ReliabilityBin, Scores
 from shiftmend.sums import Sums, beside, describe, refuse
-
-logger = logging.getLogger(__name__)
 
 _LAST_AXIS = "; if classes are on the last axis, wrap the model in a module that returns logits.movedim(-1, 1)"
 
@@ -96,46 +94,6 @@ class ClassificationMetrics(Sums):
         classes = math.prod(self._sample_shape or ())
         scores = _scores(sums[: -2 * classes], samples, self.bins, classes)
         return replace(scores, iou=_iou(sums[-2 * classes :], self.ignore_label)) if self._dense else scores
-
-
-class RegressionMetrics(Sums):
-    """Errors of predictions `[N]` or `[N, 1]` against targets of the same shape."""
-
-    def update(self, predictions: Tensor, targets: Tensor) -> None:
-        one_number_each = predictions.ndim in (1, 2) and predictions.shape[1:].numel() == 1
-        if predictions.shape != targets.shape or not one_number_each:
-            raise DataError(
-                "predictions and targets must both be of shape [N] or both of shape [N, 1], got "
-                f"{describe(predictions)} and {describe(targets)}; several quantities a sample are not scored, and "
-                "labels of a classifier must be whole numbers, one class a sample"
-            )
-        if len(predictions):
-            sums = _regression_sums(predictions.flatten(), beside(predictions, targets.flatten()))
-            self._add(sums, len(predictions), torch.Size(()))
-
-    @staticmethod
-    def _combine(ours: Tensor, theirs: Tensor) -> Tensor:
-        # Mean and squared deviation are combined as such: a difference of two sums of squares would lose its
-        # digits for targets far from 0.
-        total = ours + theirs
-        share = theirs[0] / total[0]
-        step = theirs[3] - ours[3]
-        mean = ours[3] + step * share
-        deviation = total[4] + step.square() * ours[0] * share
-        return torch.cat([total[:3], torch.stack([mean, deviation]), total[5:]])
-
-    def compute(self) -> RegressionScores:
-        count, absolute, squared, mean, deviation, not_finite, quantities = self._read()
-        refuse(not_finite, self._samples, "predictions or targets that are not finite")
-        # The mean of equal targets is off by rounding, so their deviation is almost, not exactly, 0.
-        targets_differ = deviation > count * (1e-12 * mean) ** 2
-        if targets_differ and not quantities:
-            logger.warning(
-                "all labels are 0 or 1, and as floating-point numbers they were scored as quantities; those of a "
-                "classifier are whole numbers, e.g. labels.long()"
-            )
-        r2 = 1 - squared / deviation if targets_differ else None
-        return RegressionScores(self._samples, absolute / count, math.sqrt(squared / count), r2)
 
 
 def metrics_for(
@@ -256,28 +214,6 @@ def _scores(sums: list[float], samples: int, bins: int, classes: int) -> Scores:
         nll=nll / samples,
         brier=brier / samples,
         reliability=reliability,
-    )
-
-
-@torch.no_grad()
-def _regression_sums(predictions: Tensor, targets: Tensor) -> Tensor:
-    """Count, absolute error, squared error, mean target, squared deviation from that mean, faults, targets that are
-    neither 0 nor 1.
-    """
-    dtype = sum_dtype(predictions.device)
-    predictions, targets = predictions.to(dtype), targets.to(dtype)
-    error = predictions - targets
-    mean = targets.mean()
-    return torch.stack(
-        [
-            torch.ones_like(error).sum(),
-            error.abs().sum(),
-            error.square().sum(),
-            mean,
-            (targets - mean).square().sum(),
-            (~error.isfinite()).sum().to(dtype),
-            ((targets != 0) & (targets != 1)).sum().to(dtype),
-        ]
     )
 
 

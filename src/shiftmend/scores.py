@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-BY_PART = ("reliability", "iou")
-"""What `Scores` holds beside single figures: of each bin, of each class."""
+BY_PART = ("reliability", "iou", "quantities")
+"""What scores hold beside single figures: of each bin, of each class, of each quantity."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,17 @@ class Scores:
 
 @dataclass(frozen=True)
 class RegressionScores:
-    """Of a model that predicts one number; `r2` is None where all targets are equal."""
+    """Of a model that predicts quantities; `r2` is None where all targets are equal.
+
+    Of several, `quantities` has the scores of each, and the figures are means over them: `root_mean_square_error` the
+    root of the mean square, `r2` over those that have one.
+    """
 
     samples: int
     mean_absolute_error: float
     root_mean_square_error: float
     r2: float | None
+    quantities: tuple[RegressionScores, ...] = ()
 
     def __str__(self) -> str:
         return _line(self)

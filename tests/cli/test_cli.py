@@ -283,6 +283,31 @@ def test_evaluate(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_labels_of_every_pixel_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "factory.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def make():\n    torch.manual_seed(0)\n"
+        "    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 1))\n"
+    )
+    random = np.random.default_rng(0)
+    images, labels = random.integers(0, 256, (40, 6, 6), np.uint8), random.integers(0, 3, (40, 6, 6))
+    labels[0], labels[1:, 0] = 255, 255
+    np.savez(tmp_path / "a.npz", images=images, labels=labels.astype(np.uint8))
+    given = [f"{tmp_path}/factory.py:make", "-d", tmp_path / "a.npz"]
+    ok(capsys, "profile", *given, "-o", tmp_path / "p")
+    assert "a label that is no class number" in refused(capsys, "evaluate", *given)
+    scored = json.loads(ok(capsys, "evaluate", *given, "--ignore-label", 255, "--json"))
+    assert scored["samples"] == 39 * 5 * 6
+    rest = ["-p", tmp_path / "p", "--option", "epochs=1", "--method", "fr"]
+    assert "a label that is no class number" in refused(capsys, "adapt", *given, *rest, "-o", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    out = ok(capsys, "adapt", *given, *rest, "-o", tmp_path / "out", "--ignore-label", 255, "--json")
+    assert json.loads(out)["scores"]["before"] == scored
+    page = ["-p", tmp_path / "p", "-o", tmp_path / "r.html", "--adapted", tmp_path / "out"]
+    ok(capsys, "report", *given, *page, "--ignore-label", 255)
+    assert "mean IoU" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
 def test_folders_of_images_and_tables(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ok(capsys, "shift", "emnist-da/inverse", site / "source.npz", tmp_path / "pictures")
     assert sorted(p.name for p in (tmp_path / "pictures").iterdir()) == ["0", "1", "2", "3", "manifest.json"]

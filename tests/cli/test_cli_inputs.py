@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from shiftmend.cli import main
-from shiftmend.cli.inputs import load_data, normalisation
+from shiftmend.cli.inputs import load_data, normalisation, telling
 from shiftmend.data import image_folder
 from shiftmend.errors import DataError, ShiftmendError
 
@@ -47,10 +47,22 @@ def test_labels_that_are_no_numbers_are_left_out_with_a_warning(
     assert f"the labels in {path} are {np.array(labels).dtype} and are not used" in caplog.messages[0]
 
 
-def test_labels_of_every_position_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = stored(tmp_path / "a.npz", inputs=np.zeros((3, 1, 4, 4), np.float32), labels=np.zeros((3, 4, 4), np.int64))
-    assert load_data(path, None).labels is None
-    assert "are [3, 4, 4], several an input, and are not used" in caplog.text
+def test_labels_of_every_position_are_taken_as_they_are(tmp_path: Path) -> None:
+    inputs, marks = np.zeros((3, 1, 4, 4), np.float32), np.arange(48).reshape(3, 4, 4) % 5 - 1
+    for labels, kind in ((marks, torch.int64), (marks.astype(np.uint8), torch.int64), (marks / 2, torch.float32)):
+        found = load_data(stored(tmp_path / "a.npz", inputs=inputs, labels=labels), None).labels
+        assert found is not None
+        assert found.dtype == kind
+        assert np.array_equal(found.numpy(), labels)
+
+
+@pytest.mark.parametrize("ignore", [None, 255])
+def test_what_labels_are_like_shows_in_three_inputs(ignore: int | None) -> None:
+    labels = torch.tensor([[255, 255], [1, 255], [0, 0], [7, 1], [2, 3]])
+    lowest, highest, other = telling(labels, ignore)
+    assert (lowest, highest) == (2, 0 if ignore is None else 3)
+    assert other in (0, 4)
+    assert telling(torch.tensor([0.0, 1.0, 0.5]), None) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("key", ["inputs", "images"])
@@ -73,7 +85,7 @@ def test_labels_that_are_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert labels.tolist() == [2, 0, 1]
     for wrong, said in (
         ([0, 1], r"3 inputs but labels \[2\]"),
-        ([[0], [1], [2]], r"3 inputs but labels \[3, 1\]"),
+        ([[0, 1, 2]], r"3 inputs but labels \[1, 3\]"),
         ([-1, 8, 0], "labels from -1 to 8; expected class numbers from 0"),
     ):
         with pytest.raises(DataError, match=said):

@@ -255,9 +255,11 @@ def test_before_only_says_shifted_or_as_at_home() -> None:
     assert f"{few.enough:,}" in state(few).next_steps[0]
 
 
-def test_a_model_of_one_number_has_no_predictions() -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1), nn.Flatten(0)).eval()
-    inputs, wanted = torch.randn(300, 6), torch.randn(300)
+@pytest.mark.parametrize("quantities", [1, 2])
+def test_a_model_of_numbers_has_no_predictions(quantities: int) -> None:
+    layers = nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, quantities), nn.Flatten(0) if quantities == 1 else nn.Identity()
+    model = nn.Sequential(*layers).eval()
+    inputs, wanted = torch.randn(300, 6), torch.randn(300) if quantities == 1 else torch.randn(300, 2)
     profile = shiftmend.profile(model, inputs, progress=False)
     result = shiftmend.adapt(model, inputs + 1, profile, "fr", epochs=1, progress=False)
     found = report.facts(model, inputs + 1, profile, result, labels=wanted)
@@ -269,8 +271,10 @@ def test_a_model_of_one_number_has_no_predictions() -> None:
     assert found.scores_before.mean_absolute_error == pytest.approx(error, rel=1e-5)
     page = render(found)
     assert "no scores of classes" in page
-    assert "1 unit is compared" in page
-    assert f"{error:.4g}" in page
+    assert (f"{quantities} unit is compared" in page) == (quantities == 1)
+    assert f"mean absolute error{', of 2 quantities' if quantities == 2 else ''}</td><td>{error:.4g}" in page
+    assert "R²" in page
+    assert "mean confidence" not in page
 
 
 def test_a_model_with_a_prediction_for_every_pixel() -> None:

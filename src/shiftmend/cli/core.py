@@ -18,6 +18,7 @@ from shiftmend.cli.options import (
     Deviation,
     Device,
     Head,
+    Ignore,
     Json,
     Mean,
     Model,
@@ -132,6 +133,7 @@ def adapt(
     compile: Annotated[bool, typer.Option(help="On a GPU, compile the steps: pays for long runs.")] = False,
     checkpoint: Annotated[Path | None, typer.Option(help="Save here after each epoch; go on if it exists.")] = None,
     allow_pickle: Pickle = False,
+    ignore_label: Ignore = None,
     as_json: Json = False,
 ) -> None:
     """At the new site: re-align the model's features with the profile, from unlabelled data alone.
@@ -139,6 +141,7 @@ def adapt(
     Labels are not looked at but by the method target-supervised; where there are any, they score the model afterwards.
     """
     import shiftmend
+    from shiftmend.cli.inputs import telling
     from shiftmend.cli.loading import load_method
     from shiftmend.distributed import rank
     from shiftmend.methods import TargetSupervised
@@ -159,14 +162,20 @@ def adapt(
         assert labels is not None
         pairs = (inputs[rows], labels[rows])
         return shiftmend.evaluate(
-            which, pairs, preprocess=preprocess, output=entry(output_entry), device=device, classes=names
+            which,
+            pairs,
+            preprocess=preprocess,
+            output=entry(output_entry),
+            device=device,
+            classes=names,
+            ignore_label=ignore_label,
         )
 
     home = shiftmend.Profile.load(profile)
     home.check_architecture(net)
     check_types(whole_state(net))
     if labels is not None:  # whatever is wrong with them must not show after the work is done
-        score(net, [int(labels.argmin()), int(labels.argmax())])
+        score(net, telling(labels, ignore_label))
     result = shiftmend.adapt(
         net,
         inputs,

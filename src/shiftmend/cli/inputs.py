@@ -156,7 +156,7 @@ def _other_inputs(archive: NpzFile, path: Path, size: int | None) -> Tensor:
 
 
 def _labels(archive: NpzFile, path: Path, count: int) -> Tensor | None:
-    """Class numbers, or fractions; with a warning, none where they are text, objects or several an input."""
+    """Class numbers or fractions, one an input or more; with a warning, none where they are text or objects."""
     if "labels" not in archive.files:
         return None
     try:
@@ -174,21 +174,28 @@ def _labels(archive: NpzFile, path: Path, count: int) -> Tensor | None:
             labels.dtype,
         )
         return None
-    if labels.ndim > 1 and len(labels) == count < labels.size:
-        logger.warning(
-            "the labels in %s are %s, several an input, and are not used; what has a label for each position is scored "
-            "in Python, by shiftmend.evaluate",
-            path,
-            list(labels.shape),
+    if labels.shape[:1] != (count,) or 0 in labels.shape:
+        raise DataError(
+            f"{path} has {count} inputs but labels {list(labels.shape)}; expected one label an input [N], or one for "
+            "each position of an output [N, ...]"
         )
-        return None
-    if labels.shape != (count,):
-        raise DataError(f"{path} has {count} inputs but labels {list(labels.shape)}; expected one label an input [N]")
+    labels = labels.reshape(count) if labels.size == count else labels
     if fractions:
         return torch.from_numpy(labels.astype(np.float32))
+    if labels.ndim > 1:  # of these one may stand for what has no class: scoring looks at them
+        return torch.from_numpy(labels.astype(np.int64))
     if labels.min() < 0:
         raise DataError(
             f"{path} has labels from {labels.min()} to {labels.max()}; expected class numbers from 0: leave out "
             "samples without a class, or leave out 'labels'"
         )
     return as_labels(labels)
+
+
+def telling(labels: Tensor, ignore_label: int | None) -> list[int]:
+    """The inputs with the lowest and the highest label that counts, and with most that are neither 0 nor 1."""
+    rows = labels.reshape(len(labels), -1)
+    left_out = torch.zeros_like(rows, dtype=torch.bool) if ignore_label is None else rows == ignore_label
+    low, high = rows.masked_fill(left_out, rows.max()), rows.masked_fill(left_out, rows.min())
+    others = ((rows != 0) & (rows != 1)).sum(1)
+    return [int(low.amin(1).argmin()), int(high.amax(1).argmax()), int(others.argmax())]

@@ -14,6 +14,7 @@ from shiftmend.cli.options import (
     Data,
     Deviation,
     Device,
+    Ignore,
     Json,
     Mean,
     Model,
@@ -33,7 +34,7 @@ from shiftmend.strict_json import dumps
 
 logger = logging.getLogger(__name__)
 
-LABELLED = "expected one folder per class, or an array 'labels' in the .npz with one number an input"
+LABELLED = "expected one folder per class, or an array 'labels' in the .npz, of numbers"
 
 
 def register(app: typer.Typer) -> None:
@@ -82,9 +83,10 @@ def evaluate(
     batch_size: Batch = 256,
     device: Device = "auto",
     allow_pickle: Pickle = False,
+    ignore_label: Ignore = None,
     as_json: Json = False,
 ) -> None:
-    """Score a model on labelled data: accuracy and calibration."""
+    """Score a model on labelled data: accuracy and calibration, or the errors of one that predicts quantities."""
     import shiftmend
 
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
@@ -98,6 +100,7 @@ def evaluate(
         output=entry(output_entry),
         device=device,
         classes=given.classes,
+        ignore_label=ignore_label,
     )
     if weights is None:
         logger.warning("no --weights given: these are the scores of the weights that %s gives by itself", model)

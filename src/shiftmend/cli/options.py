@@ -51,6 +51,7 @@ Taps = Annotated[
     typer.Option("--tap", help="name=module, e.g. early=layer1 or tokens=blocks.2@-1; repeatable."),
 ]
 Root = Annotated[Path | None, typer.Option("--data-root", help="Where the data sets lie; default SHIFTMEND_DATA.")]
+Ignore = Annotated[int | None, typer.Option("--ignore-label", help="A class number that counts in no score, e.g. 255.")]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
 
 

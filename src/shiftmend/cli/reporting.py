@@ -14,6 +14,7 @@ from shiftmend.cli.options import (
     Data,
     Deviation,
     Device,
+    Ignore,
     Json,
     Mean,
     Model,
@@ -56,6 +57,7 @@ def report(
     batch_size: Batch = 256,
     device: Device = "auto",
     allow_pickle: Pickle = False,
+    ignore_label: Ignore = None,
     as_json: Json = False,
 ) -> None:
     """Write one HTML page: how far the data is from home, what mending changed, what remains.
@@ -74,6 +76,7 @@ def report(
         adapted,
         labels=given.labels,
         classes=given.classes,
+        ignore_label=ignore_label,
         batch_size=batch_size,
         preprocess=preprocess,
         output=entry(output_entry),

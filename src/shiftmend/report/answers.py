@@ -160,7 +160,10 @@ def _figures(found: Scores | RegressionScores) -> dict[str, str]:
             "the same at its worst": percent(found.mce, 1),
             **{name: percent(value, 1) for name, value in areas.items()},
         }
+    several = f", of {len(found.quantities)} quantities" if found.quantities else ""
+    explained = {} if found.r2 is None else {f"R²: 1 is perfect, 0 no better than the mean{several}": f"{found.r2:.3f}"}
     return {
-        "mean absolute error": f"{found.mean_absolute_error:.4g}",
-        "root mean square error": f"{found.root_mean_square_error:.4g}",
+        f"mean absolute error{several}": f"{found.mean_absolute_error:.4g}",
+        f"root mean square error{several}": f"{found.root_mean_square_error:.4g}",
+        **explained,
     }

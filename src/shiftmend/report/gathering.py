@@ -198,10 +198,8 @@ def _samples(
         ready = feed.ready(feed.inputs[places])
     if raw[0].numel() > LARGEST_SAMPLE:
         return ()
-    taken = {
-        name: guess(one(ready.clone()), output, profile.specs["logits"].channel_axis, len(raw))
-        for name, one in models.items()
-    }
+    axis = None if labels is not None and labels.is_floating_point() else profile.specs["logits"].channel_axis
+    taken = {name: guess(one(ready.clone()), output, axis, len(raw)) for name, one in models.items()}
     values = raw.float().numpy() if raw.dtype == torch.bfloat16 else raw.numpy()
     return tuple(
         Sample(

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from shiftmend.devices import in_parts
 from shiftmend.histograms import sampling_floor
-from shiftmend.metrics import ClassificationMetrics, RegressionMetrics, metrics_for
+from shiftmend.metrics import ClassificationMetrics, metrics_for
 from shiftmend.profiles import Profile
+from shiftmend.quantities import RegressionMetrics, in_one_shape
 from shiftmend.report.contents import Guesses, Predictions, Seen, TapShift, Unit
 from shiftmend.scores import RegressionScores, Scores
 from shiftmend.signals import class_logits
@@ -48,6 +49,8 @@ class Look:
             self.beyond[name] = _added(self.beyond.get(name), _beyond(values[name], home))
             self.rows[name] += len(values[name])
         logits = class_logits(returned, self.output, self.axis, self.profile.taps["logits"].units)
+        if labels is not None and labels.is_floating_point():
+            logits = None  # several quantities, which look like the logits of as many classes
         self.chosen = None if logits is None else logits.argmax(1).flatten()
         if logits is not None and self.chosen is not None:
             confidence = logits.double().softmax(1).amax(1).flatten()
@@ -62,8 +65,8 @@ class Look:
         result = pick(returned, self.output, "the model")
         if self.metrics is None:
             self.metrics = metrics_for(labels, ignore_label=self.ignore_label)
-        if isinstance(self.metrics, RegressionMetrics) and result.numel() == labels.numel():
-            result = result.reshape(labels.shape)
+        if isinstance(self.metrics, RegressionMetrics):
+            result, labels = in_one_shape(result, labels)
         elif result.ndim > 2:
             logits = class_logits(returned, self.output, self.axis, self.profile.taps["logits"].units)
             if logits is not None and labels.shape == logits.shape[:1] + logits.shape[2:]:
@@ -114,9 +117,12 @@ def _added(sums: Tensor | None, more: Tensor) -> Tensor:
     return more if sums is None else sums + more
 
 
-def guess(returned: Any, output: Entry, axis: int, count: int) -> list[tuple[int, float] | None]:
-    """Class and probability of each of `count` samples; None where a sample has many predictions, or none."""
-    logits = class_logits(returned, output, axis)
+def guess(returned: Any, output: Entry, axis: int | None, count: int) -> list[tuple[int, float] | None]:
+    """Class and probability of each of `count` samples; None where a sample has many predictions, or none.
+
+    Classes are on this `axis` of an output; None where it holds quantities.
+    """
+    logits = None if axis is None else class_logits(returned, output, axis)
     if logits is None or logits.ndim != 2:
         return [None] * count
     confidence, chosen = logits.softmax(1).max(1)

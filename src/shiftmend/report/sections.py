@@ -9,7 +9,7 @@ from shiftmend.report import charts, pictures
 from shiftmend.report.contents import Facts
 from shiftmend.report.markup import Markup, Part, element, figure
 from shiftmend.report.verdicts import number, percent, state
-from shiftmend.scores import Scores
+from shiftmend.scores import RegressionScores, Scores
 
 SIGNS = {"good": "✓", "unsure": "?", "bad": "✕"}
 
@@ -89,6 +89,10 @@ def _tiles(facts: Facts) -> list[tuple[str, str]]:
     if isinstance(facts.scores_before, Scores):
         right = percent(facts.scores_after.accuracy, 1) if isinstance(facts.scores_after, Scores) else None
         tiles.append(("accuracy, by labels", both(percent(facts.scores_before.accuracy, 1), right)))
+    elif facts.scores_before is not None:
+        later = facts.scores_after
+        off = f"{later.mean_absolute_error:.3g}" if isinstance(later, RegressionScores) else None
+        tiles.append(("mean absolute error", both(f"{facts.scores_before.mean_absolute_error:.3g}", off)))
     return tiles
 
 
