@@ -15,6 +15,7 @@ from shiftmend.errors import ShiftmendError
 from shiftmend.free_memory import available
 from shiftmend.states import is_writable
 
+WITHOUT_FLOAT64 = {"mps"}
 AT_ONCE = {"cpu": 1 << 20, "other": 1 << 24}
 """Numbers that are worked on together: near the caches of a core; enough for a GPU."""
 
@@ -52,7 +53,17 @@ def _own_gpu() -> int:
 
 def sum_dtype(device: torch.device) -> torch.dtype:
     """In which long sums stay exact; some devices have no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+
+
+def in_background(device: torch.device) -> bool:
+    """Whether a copy from the host may go on by itself: on `mps` it would read memory that may be freed by then."""
+    return device.type == "cuda"
+
+
+def layout_on(device: torch.device) -> torch.memory_format:
+    """Where the channels of maps lie best. With channels innermost, gradients of BatchNorm are wrong on `mps`."""
+    return torch.contiguous_format if device.type == "mps" else torch.channels_last
 
 
 def in_parts(values: Tensor, width: int | None = None) -> tuple[Tensor, ...]:

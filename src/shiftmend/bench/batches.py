@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from shiftmend.data.base import Split
 from shiftmend.data.streamed import ImageFiles
+from shiftmend.devices import in_background
 
 MOST_WORKERS = 8
 
@@ -23,6 +24,7 @@ def batches_of(
     """What gives the full batches of an epoch, in a new random order each time it is called."""
     if isinstance(images, ImageFiles):
         files = images
+        aside = in_background(device)
         processes = min(MOST_WORKERS, os.cpu_count() or 1) if workers is None else workers
 
         def streamed() -> Iterator[tuple[Tensor, Tensor]]:
@@ -36,10 +38,10 @@ def batches_of(
                 drop_last=True,
                 generator=order,
                 num_workers=processes,
-                pin_memory=device.type == "cuda",
+                pin_memory=aside,
             )
             for batch, labels, _ in loader:
-                yield batch.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+                yield batch.to(device, non_blocking=aside), labels.to(device, non_blocking=aside)
 
         return streamed
     return ResidentBatches(images, size, device, generator)
