@@ -82,7 +82,7 @@ def room_on(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * 0.4)
-    left = available() if device.type == "cpu" else None
+    left = available() if device.type in ("cpu", "mps") else None  # one memory, on a Mac
     return 4 << 30 if left is None else int(left * 0.4) // _processes_here()
 
 
