@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -94,7 +95,10 @@ def streamed() -> None:
 def judged() -> None:
     report.facts(network(), images(2), source(), adapted("fr"), labels=LABELS, device=AWAY)
     shiftmend.evaluate(network(), (images(2), LABELS), device=AWAY)
-    shiftmend.evaluate(nn.Linear(3, 1), (torch.randn(9, 3), torch.randn(9, 1)), device=AWAY)
+    model, quantities = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)), np.random.default_rng(0).random(30)
+    inputs = torch.randn(30, 3)
+    shiftmend.evaluate(model, (inputs.double(), quantities), device=AWAY)
+    report.facts(model, inputs, shiftmend.profile(model, inputs, device=AWAY), labels=quantities, device=AWAY)
 
 
 def shifted() -> None:

@@ -61,6 +61,16 @@ def in_background(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def narrowed(values: Tensor, device: torch.device) -> Tensor:
+    """Float64, which is numpy's usual, as float32 where the device has none."""
+    return values.to(sum_dtype(device)) if values.dtype == torch.float64 else values
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """A batch, brought to the device."""
+    return narrowed(values, device).to(device, non_blocking=in_background(device))
+
+
 def layout_on(device: torch.device) -> torch.memory_format:
     """Where the channels of maps lie best. With channels innermost, gradients of BatchNorm are wrong on `mps`."""
     return torch.contiguous_format if device.type == "mps" else torch.channels_last

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from shiftmend.devices import in_background, sum_dtype
+from shiftmend.devices import sent, sum_dtype
 from shiftmend.errors import DataError
 
 
@@ -57,7 +57,7 @@ class Sums:
 
 def beside(anchor: Tensor, other: Tensor) -> Tensor:
     """`other` on the device of `anchor`."""
-    return other.to(anchor.device, non_blocking=in_background(anchor.device))
+    return sent(other, anchor.device)
 
 
 def refuse(faults: float, samples: int, what: str) -> None:

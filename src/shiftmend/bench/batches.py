@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from shiftmend.data.base import Split
 from shiftmend.data.streamed import ImageFiles
-from shiftmend.devices import in_background
+from shiftmend.devices import in_background, sent
 
 MOST_WORKERS = 8
 
@@ -24,7 +24,6 @@ def batches_of(
     """What gives the full batches of an epoch, in a new random order each time it is called."""
     if isinstance(images, ImageFiles):
         files = images
-        aside = in_background(device)
         processes = min(MOST_WORKERS, os.cpu_count() or 1) if workers is None else workers
 
         def streamed() -> Iterator[tuple[Tensor, Tensor]]:
@@ -38,10 +37,10 @@ def batches_of(
                 drop_last=True,
                 generator=order,
                 num_workers=processes,
-                pin_memory=aside,
+                pin_memory=in_background(device),
             )
             for batch, labels, _ in loader:
-                yield batch.to(device, non_blocking=aside), labels.to(device, non_blocking=aside)
+                yield sent(batch, device), sent(labels, device)
 
         return streamed
     return ResidentBatches(images, size, device, generator)
