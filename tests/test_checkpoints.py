@@ -72,6 +72,15 @@ def test_a_checkpoint_holds_weights_momentum_and_what_would_be_kept(tmp_path: Pa
     assert checkpoints.load(tmp_path / "elsewhere", "run") is None
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs a system that tells what is mapped")
+def test_a_checkpoint_that_was_read_is_let_go(tmp_path: Path) -> None:
+    """Windows replaces no file that is still mapped into memory: a run that went on could not save any more."""
+    checkpoints.save(tmp_path / "c", "run", 0, 1, [], torch.nn.Linear(100, 100), None)
+    found = checkpoints.load(tmp_path / "c", "run")
+    assert found is not None
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
 def test_a_checkpoint_holds_complex_numbers_of_any_width(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 3)
     for dtype in (torch.complex64, torch.complex128):

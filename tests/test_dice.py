@@ -132,3 +132,12 @@ def test_dice_of_several_threads_do_not_mix() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_the_global_generator_of_mps_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [torch.tensor([3])]
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: states[-1])
+    monkeypatch.setattr(torch.mps, "set_rng_state", states.append)
+    with Dice(torch.device("mps")).for_dropout():
+        states.append(torch.tensor([4]))
+    assert [int(state) for state in states] == [3, 4, 3]

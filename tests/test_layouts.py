@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shiftmend
-from shiftmend import engine
+from shiftmend import engine, layouts
+from shiftmend.devices import layout_on
 from shiftmend.layouts import as_in, channels_last
 from shiftmend.loop import DivergedError
 
@@ -219,6 +220,14 @@ def test_a_diverged_run_keeps_its_error_and_its_state() -> None:
     with pytest.raises(DivergedError) as caught:
         adapted(made(Lazy), learning_rate=1e300, epochs_per_block=3)
     assert caught.value.adaptation.model is not None
+
+
+def test_weights_stay_as_they_are_where_gradients_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert layout_on(torch.device("mps")) == torch.contiguous_format
+    monkeypatch.setattr(layouts, "layout_on", lambda device: torch.contiguous_format)
+    model = Plain()
+    assert not channels_last(model, torch.randn(2, 3, 8, 8))
+    assert model.conv1.weight.is_contiguous()
 
 
 def test_there_is_nothing_to_lay_out_without_convolutions() -> None:

@@ -378,9 +378,11 @@ def test_counts_are_not_loaded_into_other_bins() -> None:
     layer = StatsLayer(3)
     for mode in ("range", "counts"):
         layer.track(mode)(torch.randn(50, 3))
-    with pytest.raises(RuntimeError, match="make it with the same Bins"):
+    with pytest.raises(RuntimeError, match=r"with \[8.0, 0.01\] .* has \[8.0, 0.05\]; make it with the same Bins"):
         StatsLayer(3, Bins(temperature=0.05)).load_state_dict(layer.state_dict())
     StatsLayer(3).load_state_dict(layer.state_dict())
+    older = layer.state_dict() | {"cut": torch.tensor([8, 0.01], dtype=torch.float64)}
+    StatsLayer(3).load_state_dict(older)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,8 @@ def load(path: Path, run: str) -> Checkpoint | None:
                 raise ValueError("its content does not match its SHA-256")
         with safetensors.safe_open(path, framework="pt") as file:
             facts = json.loads(file.metadata()["facts"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            # copies: the file stays mapped with what it gives, and Windows replaces no such file
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
         found = str(facts["run"])
         history = [Epoch(**row) for row in facts["history"]]
         position = int(facts["stage"]), int(facts["epoch"])

@@ -15,6 +15,7 @@ from shiftmend.errors import ShiftmendError
 from shiftmend.free_memory import available
 from shiftmend.states import is_writable
 
+WITHOUT_FLOAT64 = {"mps"}
 AT_ONCE = {"cpu": 1 << 20, "other": 1 << 24}
 """Numbers that are worked on together: near the caches of a core; enough for a GPU."""
 
@@ -52,7 +53,27 @@ def _own_gpu() -> int:
 
 def sum_dtype(device: torch.device) -> torch.dtype:
     """In which long sums stay exact; some devices have no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+
+
+def in_background(device: torch.device) -> bool:
+    """Whether a copy from the host may go on by itself: on `mps` it would read memory that may be freed by then."""
+    return device.type == "cuda"
+
+
+def narrowed(values: Tensor, device: torch.device) -> Tensor:
+    """Float64, which is numpy's usual, as float32 where the device has none."""
+    return values.to(sum_dtype(device)) if values.dtype == torch.float64 else values
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """A batch, brought to the device."""
+    return narrowed(values, device).to(device, non_blocking=in_background(device))
+
+
+def layout_on(device: torch.device) -> torch.memory_format:
+    """Where the channels of maps lie best. With channels innermost, gradients of BatchNorm are wrong on `mps`."""
+    return torch.contiguous_format if device.type == "mps" else torch.channels_last
 
 
 def in_parts(values: Tensor, width: int | None = None) -> tuple[Tensor, ...]:
@@ -71,7 +92,7 @@ def room_on(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * 0.4)
-    left = available() if device.type == "cpu" else None
+    left = available() if device.type in ("cpu", "mps") else None  # one memory, on a Mac
     return 4 << 30 if left is None else int(left * 0.4) // _processes_here()
 
 

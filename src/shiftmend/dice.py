@@ -35,7 +35,7 @@ class Dice:
     def for_dropout(self) -> Iterator[None]:
         """Inside, dropout draws from the generator. Threads must not be inside at the same time."""
         if self.device.type != "cuda":
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]), _kept(self.device):
                 yield
             return
         usual = torch.cuda.default_generators[self.generator.device.index]
@@ -47,3 +47,16 @@ class Dice:
         finally:
             self._through = self.generator
             usual.graphsafe_set_state(before)
+
+
+@contextmanager
+def _kept(device: torch.device) -> Iterator[None]:
+    """The global generator of `mps`, which `fork_rng` cannot put back, is afterwards as it was."""
+    if device.type != "mps":
+        yield
+        return
+    before = torch.mps.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.mps.set_rng_state(before)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from shiftmend.batching import Gathered, full, joined, keeps_order, known_length
 from shiftmend.checks import brief, check_function, is_whole, kind
-from shiftmend.devices import room_on
+from shiftmend.devices import narrowed, room_on, sent
 from shiftmend.distributed import of_first_process, share, shares
 from shiftmend.errors import DataError
 from shiftmend.loaders import DEFAULT_BATCH, LABEL_NAMES, as_loader, drawn, refuse_empty, refuse_non_finite, split_batch
@@ -201,7 +201,7 @@ class Feed:
         """The order of all samples in an epoch, where they lie; a streamed source has none."""
         assert self._inputs is not None
         order = _permutation(len(self._inputs), _order_seed(seed, number))
-        return order.to(self._inputs.device, non_blocking=True)
+        return sent(order, self._inputs.device)
 
     @property
     def ordered(self) -> bool:
@@ -227,7 +227,7 @@ class Feed:
         with closing(arriving):
             for inputs, beside in arriving:
                 self.heard(len(inputs))
-                yield self.ready(inputs), None if beside is None else beside.to(self.device, non_blocking=True)
+                yield self.ready(inputs), None if beside is None else sent(beside, self.device)
 
     def _sent_inputs(self, batches: Iterable[Tensor | Rows]) -> Iterator[Tensor]:
         for inputs, _ in self._sent((batch, None) for batch in batches):
@@ -235,7 +235,7 @@ class Feed:
 
     def ready(self, inputs: Tensor) -> Tensor:
         """Inputs as they are stored, brought to the device and preprocessed."""
-        inputs = inputs.to(self.device, non_blocking=True)
+        inputs = sent(inputs, self.device)
         if self.preprocess is None:
             return inputs
         ready = self.preprocess(inputs)
@@ -283,8 +283,8 @@ class Feed:
         if inputs.is_inference() and not torch.is_inference_mode_enabled():
             inputs = inputs.clone()  # nothing could be trained on what was made in inference mode
         fits = inputs.numel() * inputs.element_size() <= limit
-        self._inputs = inputs.detach().to(self.device) if fits else inputs.detach()
-        self._labels = None if labels is None else labels.to(self.device)
+        self._inputs = narrowed(inputs.detach(), self.device).to(self.device) if fits else inputs.detach()
+        self._labels = None if labels is None else narrowed(labels, self.device).to(self.device)
 
 
 def _joined(stream: Iterable[Tensor]) -> Iterator[Tensor]:

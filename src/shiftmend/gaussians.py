@@ -135,14 +135,19 @@ class Comparison:
 
     @staticmethod
     def to_source(source: FullGaussian, shrinkage: float = 0.0) -> Comparison:
-        wide = sum_dtype(source.mean.device)
-        factor, failed = torch.linalg.cholesky_ex(shrunk(source.covariance.to(wide), shrinkage))
+        place = source.mean.device
+        wide = sum_dtype(place)
+        if wide != torch.float64:  # inverted on the CPU, which has it
+            source = source.to(torch.device("cpu"))
+        factor, failed = torch.linalg.cholesky_ex(shrunk(source.covariance.double(), shrinkage))
         if bool(failed):
             raise AdaptationError(
                 f"the covariance of the source's {len(source.mean)} features is singular "
                 f"({counted(source.samples, 'sample')}); use full-gauss with shrinkage, e.g. shrinkage=0.1"
             )
-        return Comparison(source.mean.to(wide), torch.cholesky_inverse(factor), _log_determinant(factor), shrinkage)
+        parts = source.mean, torch.cholesky_inverse(factor), _log_determinant(factor)
+        mean, precision, log_determinant = (part.to(wide).to(place) for part in parts)
+        return Comparison(mean, precision, log_determinant, shrinkage)
 
     def __call__(self, values: Tensor) -> Tensor:
         samples, units = values.shape

@@ -11,6 +11,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from shiftmend.devices import layout_on, sum_dtype
 from shiftmend.taps import Entry, eager, modes, pick
 
 CLOSE = 0.01
@@ -22,7 +23,7 @@ def channels_last(model: nn.Module, sample: Tensor, output: Entry = None) -> boo
 
     A copy is tried first, in eval mode against the model as it is, and forward and backward with BatchNorm training.
     """
-    if not _weights(model):
+    if not _weights(model) or layout_on(sample.device) != torch.channels_last:
         return False
     try:
         trial = copy.deepcopy(model)
@@ -67,7 +68,8 @@ def _same_outputs(model: nn.Module, trial: nn.Module, sample: Tensor, output: En
     for one in (model, trial):
         with torch.no_grad(), modes(one), eager(one):
             one.eval()
-            results.append(pick(one(sample.clone()), output, "the model").double())
+            result = pick(one(sample.clone()), output, "the model")
+            results.append(result.to(sum_dtype(result.device)))
     before, after = results
     return bool((before - after).abs().max() <= CLOSE * before.abs().max())
 

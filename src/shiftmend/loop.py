@@ -263,7 +263,7 @@ class Run:
         enter_adapting_modes(self.model, self.method.dropout)
         sums, batches = steps.epoch(self.settings.seed, number, targets)
         self.model.eval()
-        means = (torch.stack([*sums.values()]).double() / batches).tolist() if sums else []
+        means = (torch.stack([*sums.values()]).cpu().double() / batches).tolist() if sums else []
         losses: dict[str, float] = dict(zip(sums, means, strict=True))
         finite_losses = all(map(math.isfinite, losses.values()))
         if not finite_losses or not still_finite(self.model, self.good):

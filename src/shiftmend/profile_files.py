@@ -39,6 +39,7 @@ _SPREADS = {MarginalGaussian.kind: "variance", FullGaussian.kind: "covariance"}
 
 def encode(profile: Profile) -> bytes:
     """The content of the file."""
+    profile = profile.to("cpu")
     tensors: dict[str, Tensor] = {"features.mean": profile.mean, "features.deviation": profile.deviation}
     tensors |= _gaussian_tensors(profile.gaussian)
     for group, histograms in (

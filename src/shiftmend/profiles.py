@@ -183,7 +183,8 @@ def _shares(parts: int, given: Sequence[float]) -> list[float]:
 
 
 def _mixed(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
-    """The profile of all their samples, those of a part counted so many times."""
+    """The profile of all their samples, those of a part counted so many times; on the CPU."""
+    parts = [part.to("cpu") for part in parts]
     first = parts[0]
     kinds = [
         (part.preset, part.specs, part.architecture, part.weights, sorted(part.slices), part.gaussian.kind)

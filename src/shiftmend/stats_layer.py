@@ -52,8 +52,7 @@ class StatsLayer(nn.Module):
         self.register_buffer("high", torch.full((units,), -torch.inf))
         self.register_buffer("counts", torch.zeros(units, self.bins.total))
         self.register_buffer("samples", torch.zeros((), dtype=torch.int64))
-        cut = torch.tensor([self.bins.inner, self.bins.temperature], dtype=torch.float64)
-        self.register_buffer("cut", cut)  # counts mean something only with the bins they were made with
+        self.register_buffer("cut", _cut(self.bins))  # counts mean something only with the bins they were made with
 
     def track(self, mode: Mode) -> StatsLayer:
         """Say what the next forward passes are for; `range` and `counts` start anew."""
@@ -132,11 +131,12 @@ class StatsLayer(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         stored = state_dict.get(f"{prefix}cut")
-        if stored is not None and stored.tolist() != self.cut.tolist():
+        if stored is not None and not torch.equal(stored.cpu().float(), _cut(self.bins)):
             errors: list[str] = arguments[-1]
+            theirs, ours = ([float(f"{value:.6g}") for value in cut.tolist()] for cut in (stored, self.cut))
             errors.append(
-                f"{prefix.rstrip('.') or 'this StatsLayer'} was tracked with {stored.tolist()} inner bins and "
-                f"temperature, but this layer has {self.cut.tolist()}; make it with the same Bins"
+                f"{prefix.rstrip('.') or 'this StatsLayer'} was tracked with {theirs} inner bins and temperature, but "
+                f"this layer has {ours}; make it with the same Bins"
             )
             return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
@@ -146,3 +146,8 @@ class StatsLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"units={self.low.shape[0]}, bins={self.bins.count}, layout={self.bins.layout}, mode={self.mode}"
+
+
+def _cut(bins: Bins) -> Tensor:
+    """In float32: a model with a buffer of float64 could not be moved to a device that has none."""
+    return torch.tensor([bins.inner, bins.temperature], dtype=torch.float32)

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from shiftmend.devices import sum_dtype
+from shiftmend.devices import sent, sum_dtype
 from shiftmend.errors import DataError
 
 
@@ -56,8 +56,8 @@ class Sums:
 
 
 def beside(anchor: Tensor, other: Tensor) -> Tensor:
-    """`other` on the device of `anchor`; only a copy towards an accelerator is safe in the background."""
-    return other.to(anchor.device, non_blocking=anchor.device.type != "cpu")
+    """`other` on the device of `anchor`."""
+    return sent(other, anchor.device)
 
 
 def refuse(faults: float, samples: int, what: str) -> None:

@@ -5,14 +5,15 @@ import os
 import pickle
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import Pipe
+from multiprocessing import Pipe, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from subprocess import Popen
+from subprocess import Popen, run
 from typing import Any
 
 import pytest
@@ -235,6 +236,30 @@ def test_a_worker_does_not_wait_for_a_parent_that_does_not_listen(monkeypatch: p
         assert heard[:2] == [(0, 0), (0, 100_000)]
         assert len(heard) < 500
         assert heard[-1] == executors._Over()
+
+
+def test_workers_need_no_masks_for_signals(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows has none, and no tracker of resources that could be started."""
+    resource_tracker.ensure_running()
+    monkeypatch.setattr(executors, "resource_tracker", None)
+    monkeypatch.delattr(signal, "pthread_sigmask")
+    (needed,) = preparations(TINY, plan(TINY, methods=["source-only"], seeds=[1]))
+    with processes(job, silent, workers=1) as execute:
+        assert list(execute([needed])) == [(needed, None)]
+
+
+def test_a_worker_ends_with_its_parent_though_the_number_of_that_stays() -> None:
+    code = """if True:
+        import os, signal
+        from multiprocessing import Pipe
+        from types import SimpleNamespace
+        from shiftmend.bench import executors
+        executors.parent_process = lambda: SimpleNamespace(is_alive=lambda: False)
+        executors.time.sleep = None
+        ours, theirs = Pipe()
+        executors._serve(theirs, os.getppid())
+    """
+    assert run([sys.executable, "-c", code], timeout=60, check=False).returncode == 1
 
 
 def test_an_unexpected_error_in_a_worker_comes_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

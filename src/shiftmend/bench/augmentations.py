@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Generator, Tensor
 
+from shiftmend.devices import sent
+
 Augmentation = Callable[[Tensor, Generator], Tensor]
 
 
@@ -52,7 +54,7 @@ def flip(images: Tensor, generator: Generator) -> Tensor:
 def _uniform(images: Tensor, generator: Generator) -> Tensor:
     """A number in [0, 1) for each image."""
     draws = torch.rand(len(images), generator=generator, device=generator.device)
-    return draws.to(images.device, non_blocking=True)
+    return sent(draws, images.device)
 
 
 def _fetch(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

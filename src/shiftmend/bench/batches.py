@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from shiftmend.data.base import Split
 from shiftmend.data.streamed import ImageFiles
+from shiftmend.devices import in_background, sent
 
 MOST_WORKERS = 8
 
@@ -36,10 +37,10 @@ def batches_of(
                 drop_last=True,
                 generator=order,
                 num_workers=processes,
-                pin_memory=device.type == "cuda",
+                pin_memory=in_background(device),
             )
             for batch, labels, _ in loader:
-                yield batch.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+                yield sent(batch, device), sent(labels, device)
 
         return streamed
     return ResidentBatches(images, size, device, generator)

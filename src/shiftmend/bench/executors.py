@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
@@ -149,12 +149,8 @@ class _Worker:
         self.channel, theirs = context.Pipe()
         # not a daemon: those may have no children, and data loaders are some
         self._process = context.Process(target=_serve, args=(theirs, os.getpid()))
-        resource_tracker.ensure_running()  # else `start` would, and unblock the signal again
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self._process.start()  # inherits the mask: from its birth, Ctrl-C is for the parent to answer
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        with _deaf_children():
+            self._process.start()
         theirs.close()  # so that there is nobody to write once the worker has died
 
     def outcome(self, advance: Advance) -> tuple[Task, Result | None] | None:
@@ -213,6 +209,20 @@ class _Worker:
             self._process = None
 
 
+@contextmanager
+def _deaf_children() -> Iterator[None]:
+    """A process that is started inside leaves Ctrl-C to its parent: from its birth, or on Windows from `_serve` on."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # else the start would, and unblock the signal again
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
 def _ending(code: int | None) -> str:
     if code is None or code >= 0:
         return "its process no longer answers" if code is None else f"its process ended with exit code {code}"
@@ -223,11 +233,16 @@ def _ending(code: int | None) -> str:
 def _serve(channel: Connection, parent: int) -> None:
     """The life of a worker: it takes a task, does it and says what came of it, as long as there is a parent."""
 
+    own = parent_process()
+
     def follow() -> None:
-        while os.getppid() == parent:
+        # on Windows the number of the parent outlives it
+        while os.getppid() == parent and (own is None or own.is_alive()):
             time.sleep(SECONDS_TO_FOLLOW)
         os._exit(1)
 
+    if not hasattr(signal, "pthread_sigmask"):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=follow, daemon=True).start()
     said = 0.0
 

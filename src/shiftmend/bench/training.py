@@ -27,7 +27,7 @@ from shiftmend.captures import CapturedEpoch, Sums, captured_epoch
 from shiftmend.checks import kind
 from shiftmend.data.base import PathLike, Split
 from shiftmend.data.streamed import ImageFiles
-from shiftmend.devices import resolve_device
+from shiftmend.devices import layout_on, resolve_device
 from shiftmend.dice import Dice
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.feeds import Preprocess
@@ -75,7 +75,7 @@ def train(
     if recipe.pretrained is not None:
         load_pretrained(model, recipe.network, recipe.pretrained, root)
     # on a GPU, ResNets are faster so, and small networks no slower
-    model = model.to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = model.to(place, memory_format=layout_on(place))  # type: ignore[call-overload]
     taught, advance = _Taught(recipe, model, images, preprocess, place), tick or (lambda: None)
     run = recipe.digest({"seed": seed, "data": images.name, "number": len(images)})
     done = _resume(checkpoint, run, model, taught.optimiser) if checkpoint is not None else 0
@@ -172,7 +172,7 @@ class _Taught:
 
     def step(self, batch: Tensor, labels: Tensor, generator: Generator) -> Tensor:
         ready = self.preprocess(self.augment(batch, generator))
-        ready = ready.contiguous(memory_format=torch.channels_last) if ready.ndim == 4 else ready
+        ready = ready.contiguous(memory_format=layout_on(ready.device)) if ready.ndim == 4 else ready
         with in_bfloat16(self.model, self.device) if self.half else nullcontext():
             logits: Any = self.model(ready)
         if not isinstance(logits, Tensor) or logits.ndim != 2:

@@ -51,10 +51,10 @@ def unit_distances(source: nn.Module, adapted: nn.Module) -> NDArray[np.float64]
     squares: dict[int, Tensor] = {}
     after = _own(adapted)
     for name, value in _own(source).items():
-        rows = _by_unit(source, name, value.detach().double() - after[name].detach().double().to(value.device))
+        rows = _by_unit(source, name, value.detach().cpu().double() - after[name].detach().cpu().double())
         moved = rows.square().sum(1)
         squares[len(rows)] = squares.get(len(rows), torch.zeros_like(moved)) + moved
-    return torch.cat(list(squares.values())).sqrt().cpu().numpy()
+    return torch.cat(list(squares.values())).sqrt().numpy()
 
 
 def distances(source: nn.Module, adapted: Weights, groups: Groups | None = None) -> dict[str, float]:

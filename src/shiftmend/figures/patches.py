@@ -41,7 +41,7 @@ def cut(image: Tensor, field: Field, row: int, column: int) -> NDArray[np.float6
     top, left = (field.start[axis] + field.step[axis] * at for axis, at in enumerate((row, column)))
     rows = slice(max(0, top), max(0, min(image.shape[1], top + field.size[0])))
     columns = slice(max(0, left), max(0, min(image.shape[2], left + field.size[1])))
-    inside = image[:, rows, columns].permute(1, 2, 0).double().cpu().numpy()
+    inside = image[:, rows, columns].permute(1, 2, 0).cpu().double().numpy()
     patch[max(0, -top) : max(0, -top) + inside.shape[0], max(0, -left) : max(0, -left) + inside.shape[1]] = inside
     return patch
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation
 from shiftmend.checks import brief, check_classes
-from shiftmend.devices import placed, resolve_device
+from shiftmend.devices import placed, resolve_device, sent
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
@@ -166,7 +166,7 @@ def _looks(
         recorders = {name: stack.enter_context(tapped(one, profile.specs)) for name, one in models.items()}
         position = 0
         for batch in feed.batches():
-            marks = None if labels is None else labels[position : position + len(batch)].to(feed.device)
+            marks = None if labels is None else sent(labels[position : position + len(batch)], feed.device)
             position += len(batch)
             for name, one in models.items():
                 # a copy: a model that works in place must not change what the other sees

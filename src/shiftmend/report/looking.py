@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shiftmend.devices import in_parts
+from shiftmend.devices import in_parts, sum_dtype
 from shiftmend.histograms import sampling_floor
 from shiftmend.metrics import ClassificationMetrics, metrics_for
 from shiftmend.profiles import Profile
@@ -53,7 +53,7 @@ class Look:
             logits = None  # several quantities, which look like the logits of as many classes
         self.chosen = None if logits is None else logits.argmax(1).flatten()
         if logits is not None and self.chosen is not None:
-            confidence = logits.double().softmax(1).amax(1).flatten()
+            confidence = logits.to(sum_dtype(logits.device)).softmax(1).amax(1).flatten()
             steps = (confidence.nan_to_num(0.0) * 10).long().clamp(0, 9)
             self.counts = _added(self.counts, torch.bincount(self.chosen, minlength=logits.shape[1]))
             self.confidences = _added(self.confidences, torch.bincount(steps, minlength=10))

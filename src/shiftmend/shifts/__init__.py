@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shiftmend.checks import brief, is_whole, kind
+from shiftmend.devices import sum_dtype
 from shiftmend.errors import DataError
 from shiftmend.shifts import cifar_c, emnist_da, mnist_c, mnist_m, sensor, signal
 from shiftmend.shifts.base import Shift, check_images, check_signals
@@ -80,6 +81,9 @@ def apply(
         parameters["textures"] = [picture.to(images.device) for picture in load(shift.texture, textures)]
     if not is_whole(seed) or not -(2**63) <= seed < 2**64:
         raise DataError(f"a seed is a whole number of at most 64 bits, got {brief(seed)}")
+    place = images.device
+    if sum_dtype(place) != torch.float64:  # which most shifts reckon in
+        return apply(name, images.cpu(), severity=severity, seed=seed, textures=textures, **overrides).to(place)
     generator = torch.Generator(images.device).manual_seed(int(seed))
     parts = [shift.function(part, generator=generator, **parameters) for part in images.split(CHUNK)]
     for part, given in zip(parts, images.split(CHUNK), strict=True):
