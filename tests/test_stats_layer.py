@@ -383,6 +383,7 @@ def test_counts_are_not_loaded_into_other_bins() -> None:
     StatsLayer(3).load_state_dict(layer.state_dict())
     older = layer.state_dict() | {"cut": torch.tensor([8, 0.01], dtype=torch.float64)}
     StatsLayer(3).load_state_dict(older)
+    StatsLayer(3).bfloat16().load_state_dict(layer.bfloat16().state_dict())
 
 
 @pytest.mark.parametrize(

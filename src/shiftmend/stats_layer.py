@@ -131,7 +131,8 @@ class StatsLayer(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         stored = state_dict.get(f"{prefix}cut")
-        if stored is not None and not torch.equal(stored.cpu().float(), _cut(self.bins)):
+        # rounded as the stored one is: a model in bfloat16 has few digits
+        if stored is not None and not torch.equal(stored.cpu().float(), _cut(self.bins).to(stored.dtype).float()):
             errors: list[str] = arguments[-1]
             theirs, ours = ([float(f"{value:.6g}") for value in cut.tolist()] for cut in (stored, self.cut))
             errors.append(
