@@ -67,9 +67,11 @@ def test_one_number_a_sample_may_have_an_axis_of_its_own_or_not() -> None:
         ((4, 1, 1), (4,), (4, 1, 1)),
         ((4, 1, 2, 3), (4, 2, 3), (4, 1, 2, 3)),
         ((1, 3), (1, 3, 1), (1, 3, 1)),
+        ((), (1,), (1,)),  # of a lone sample, from a model that squeezes
+        ((3,), (1, 3), (1, 3)),
     ):
         assert [values.shape for values in in_one_shape(torch.zeros(ours), torch.zeros(theirs))] == [shape, shape]
-    for ours, theirs in (((4, 2), (2, 4)), ((4, 3), (4,)), ((1, 4), (4,)), ((), (1,))):
+    for ours, theirs in (((4, 2), (2, 4)), ((4, 3), (4,)), ((1, 4), (4,)), ((), (4,))):
         assert [values.shape for values in in_one_shape(torch.zeros(ours), torch.zeros(theirs))] == [ours, theirs]
 
 
@@ -95,6 +97,8 @@ def test_what_cannot_be_scored_is_refused() -> None:
     ):
         with pytest.raises(DataError, match=said):
             RegressionMetrics().update(torch.zeros(shapes[0]), torch.zeros(shapes[1]))
+    with pytest.raises(DataError, match="complex numbers are not scored, got complex64"):
+        RegressionMetrics().update(torch.zeros(4, dtype=torch.complex64), torch.zeros(4))
     with pytest.raises(DataError, match="no samples"):
         RegressionMetrics().compute()
     metrics = RegressionMetrics()

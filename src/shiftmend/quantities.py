@@ -30,6 +30,11 @@ class RegressionMetrics(Sums):
                 f"{describe(predictions)} and {describe(targets)}; labels of a classifier must be whole numbers, one "
                 "class a sample"
             )
+        if predictions.is_complex() or targets.is_complex():
+            raise DataError(
+                f"complex numbers are not scored, got {describe(predictions)} and {describe(targets)}; give their parts "
+                "as quantities, e.g. torch.view_as_real(...)"
+            )
         rows, theirs = as_samples(predictions), as_samples(beside(predictions, targets))
         if len(rows):
             parts = in_parts(rows)  # a few images have millions of positions
@@ -81,7 +86,12 @@ class RegressionMetrics(Sums):
 
 
 def in_one_shape(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """As they are, unless one of them lacks axes of size 1, such as that of a single quantity: it gets them."""
+    """As they are, unless one of them lacks axes of size 1, such as that of a single quantity: it gets them.
+
+    Of a lone sample a model that squeezes its output takes away the axis of samples too.
+    """
+    if targets.shape[:1] == (1,) and predictions.shape == targets.squeeze().shape:
+        return predictions.reshape(targets.shape), targets
     shapes = predictions.shape, targets.shape
     ours, theirs = ((*shape[:1], *(size for size in shape[1:] if size != 1)) for shape in shapes)
     wide = max(shapes, key=len)
