@@ -19,6 +19,7 @@ from shiftmend.data.arrays import npz_file, open_npz, read_member
 from shiftmend.data.base import as_labels
 from shiftmend.data.preprocessing import per_channel
 from shiftmend.errors import DataError, ShiftmendError
+from shiftmend.metrics import metrics_for
 
 logger = logging.getLogger(__name__)
 
@@ -182,18 +183,12 @@ def _labels(archive: NpzFile, path: Path, count: int) -> Tensor | None:
     labels = labels.reshape(count) if labels.size == count else labels
     if fractions:
         return torch.from_numpy(labels.astype(np.float32))
-    if labels.ndim > 1:  # of these one may stand for what has no class: scoring looks at them
-        return torch.from_numpy(labels.astype(np.int64))
-    if labels.min() < 0:
-        raise DataError(
-            f"{path} has labels from {labels.min()} to {labels.max()}; expected class numbers from 0: leave out "
-            "samples without a class, or leave out 'labels'"
-        )
-    return as_labels(labels)
+    return as_labels(labels)  # also what is no class number, which may be the --ignore-label: scoring looks at them
 
 
 def telling(labels: Tensor, ignore_label: int | None) -> list[int]:
     """The inputs with the lowest and the highest label that counts, and with most that are neither 0 nor 1."""
+    metrics_for(labels, ignore_label=ignore_label)  # refuses what could be no label
     rows = labels.reshape(len(labels), -1)
     left_out = torch.zeros_like(rows, dtype=torch.bool) if ignore_label is None else rows == ignore_label
     low, high = rows.masked_fill(left_out, rows.max()), rows.masked_fill(left_out, rows.min())
