@@ -32,8 +32,8 @@ class RegressionMetrics(Sums):
             )
         if predictions.is_complex() or targets.is_complex():
             raise DataError(
-                f"complex numbers are not scored, got {describe(predictions)} and {describe(targets)}; give their parts "
-                "as quantities, e.g. torch.view_as_real(...)"
+                f"complex numbers are not scored, got {describe(predictions)} and {describe(targets)}; give their "
+                "parts as quantities, e.g. torch.view_as_real(...)"
             )
         rows, theirs = as_samples(predictions), as_samples(beside(predictions, targets))
         if len(rows):
