@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ import shiftmend
 from shiftmend import report
 from shiftmend.histograms import Bins, sampling_floor
 from shiftmend.profiles import Profile
+from shiftmend.report import saved
 from shiftmend.report.gathering import enough
 from shiftmend.report.page import render
 from shiftmend.report.verdicts import number, state
@@ -475,3 +477,14 @@ def test_profile_may_be_a_file(tmp_path: object) -> None:
     found = report.facts(world.model, world.target, path)
     assert isinstance(Profile.load(path), Profile)
     assert found.home.size == len(profile.to_bytes())
+
+
+def test_what_came_to_no_number_is_a_number_again_when_it_is_read(tmp_path: Path) -> None:
+    model, inputs = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).eval(), torch.randn(60, 6)
+    profile = shiftmend.profile(model, inputs, progress=False)
+    result = shiftmend.adapt(model, inputs, profile, "fr", epochs=1, progress=False)
+    last = replace(result.history[-1], entropy=math.nan)
+    replace(result, history=[*result.history[:-1], last]).save(tmp_path)
+    found = saved.load(tmp_path, model).history[-1].entropy
+    assert found is not None
+    assert math.isnan(found)
