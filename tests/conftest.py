@@ -1,7 +1,8 @@
-"""What every test shares: few threads, the same seed at the start of each, and a GPU only for those that ask for it."""
+"""What every test shares: few threads, the same seed and log at its start, and a GPU only if it asks for one."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -34,6 +35,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _heard() -> None:
+    """The command line takes the package's log for itself; give it back."""
+    logger = logging.getLogger("shiftmend")
+    logger.handlers, logger.propagate = [], True
 
 
 @pytest.fixture(params=[torch.float64, torch.bfloat16], ids=str)

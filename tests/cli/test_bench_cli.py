@@ -519,7 +519,7 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["table", "digits", *FOLDER, "--shifts", ","], "no shift is named"),
     (["table", "digits", *FOLDER, "--out", "{tmp}/folder"], "is a folder"),
     (["table", "digits", *FOLDER, "--out", "{tmp}/file/x.md"], "cannot be written"),
-    (["compare", "digits", "fr", *FOLDER], "Missing argument 'second'"),
+    (["compare", "digits", "fr", *FOLDER], "Missing argument 'SECOND'"),
     (["compare", "digits", "fr", "fr", *FOLDER], "with itself"),
     (["compare", "digits", "fr", "fry", *FOLDER], "did you mean fr?"),
     (["compare", "digits", "fr", "tent", *FOLDER], "no finished result of tent"),

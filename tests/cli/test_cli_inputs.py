@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +14,6 @@ from shiftmend.cli import main
 from shiftmend.cli.inputs import load_data, normalisation, telling
 from shiftmend.data import image_folder
 from shiftmend.errors import DataError, ShiftmendError
-
-
-@pytest.fixture(autouse=True)
-def warnings_seen() -> Iterator[None]:
-    """The command line takes the package's log for itself; give it back."""
-    logger = logging.getLogger("shiftmend")
-    before = logger.handlers, logger.propagate
-    logger.propagate = True
-    yield
-    logger.handlers, logger.propagate = before
 
 
 def stored(path: Path, **arrays: Any) -> Path:

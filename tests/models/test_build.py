@@ -58,7 +58,7 @@ def test_a_network_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model[1].bias is None  # type: ignore[index]
     with pytest.raises(DataError, match="option classes of model own must be a whole number above 0"):
         build("own", classes=0.5)
-    monkeypatch.setitem(MODELS, "own", lambda: print)
+    monkeypatch.setitem(MODELS, "own", lambda: len)
     with pytest.raises(DataError, match=r"MODELS\['own'\] gave a builtin_function.*, expected a torch.nn.Module"):
         build("own")
 

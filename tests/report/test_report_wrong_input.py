@@ -169,7 +169,8 @@ def test_the_command_writes_a_page(site: Path, capsys: pytest.CaptureFixture[str
     assert code == 0
     page = Page.read(site / "r.html")
     verdict = json.loads((site / "mended/manifest.json").read_text())["verification"]["after"]["verdict"].capitalize()
-    assert out.startswith(f"{verdict}. ")
+    assert out.startswith(f"{verdict}. Before mending, the model's features lay ")
+    assert out.splitlines()[0].isascii()
     assert f"written to {site}/r.html" in out
     assert page.headings[1][1].endswith(verdict)
     assert "<i>cat" in page.sections["predictions"]

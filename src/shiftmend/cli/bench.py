@@ -200,7 +200,10 @@ def export(
 
 
 def merge(
-    others: Annotated[list[Path], typer.Argument(help="Stores of other machines, their folders, or compact exports.")],
+    others: Annotated[
+        list[Path],
+        typer.Argument(metavar="OTHERS", help="Stores of other machines, their folders, or compact exports."),
+    ],
     folder: Folder = HOME,
     as_json: Json = False,
 ) -> None:

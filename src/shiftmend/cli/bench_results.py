@@ -123,8 +123,8 @@ def table(
 
 def compare(
     benchmark: Name,
-    first: Annotated[str, typer.Argument(help="A method.")],
-    second: Annotated[str, typer.Argument(help="Another.")],
+    first: Annotated[str, typer.Argument(metavar="FIRST", help="A method.")],
+    second: Annotated[str, typer.Argument(metavar="SECOND", help="Another.")],
     folder: Results = HOME,
     protocol: Protocol = "offline",
     seeds: Seeds = None,

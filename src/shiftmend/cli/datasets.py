@@ -43,7 +43,7 @@ def list_sets(as_json: Json = False) -> None:
 
 @data.command()
 def fetch(
-    name: Annotated[str, typer.Argument(help="A name from `shiftmend data list`.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name from `shiftmend data list`.")],
     data_root: Root = None,
     as_json: Json = False,
 ) -> None:
@@ -58,7 +58,7 @@ def fetch(
 
 @data.command()
 def verify(
-    names: Annotated[list[str] | None, typer.Argument(help="Only these sets.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAMES", help="Only these sets.")] = None,
     data_root: Root = None,
     checksums: Annotated[bool, typer.Option(help="Also compare published checksums.")] = True,
     as_json: Json = False,

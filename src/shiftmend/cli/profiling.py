@@ -98,7 +98,7 @@ def profile(
     _write(made, out, as_json)
 
 
-def inspect(file: Annotated[Path, typer.Argument(help="A profile.")], as_json: Json = False) -> None:
+def inspect(file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile.")], as_json: Json = False) -> None:
     """Show what a profile holds."""
     import shiftmend
 
@@ -110,7 +110,9 @@ def inspect(file: Annotated[Path, typer.Argument(help="A profile.")], as_json: J
 
 
 def mix(
-    parts: Annotated[list[Path], typer.Argument(help="Profiles of a part each, such as a class, made with --like.")],
+    parts: Annotated[
+        list[Path], typer.Argument(metavar="PARTS", help="Profiles of a part each, such as a class, made with --like.")
+    ],
     shares: Annotated[str, typer.Option(help="How frequent each part is at the new site, e.g. 9,1 or 0.9,0.1.")],
     out: New,
     as_json: Json = False,

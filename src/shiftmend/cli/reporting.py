@@ -92,7 +92,8 @@ def report(
         values = {name: asdict(one) | {"verdict": one.verdict} for name, one in checks.items() if one is not None}
         print(dumps({"report": str(out), "verdict": said.headline.lower(), "cautions": found.cautions, **values}))
     else:
-        console.print(f"{said.headline}. {said.sentence}\nwritten to {out}")
+        sentence = said.sentence.translate({ord("’"): "'", ord("\u00a0"): " "})  # what every terminal can show
+        console.print(f"{said.headline}. {sentence}\nwritten to {out}")
 
 
 def _check_place(out: Path) -> None:

@@ -28,9 +28,9 @@ def register(app: typer.Typer) -> None:
 
 
 def shift(
-    name: Annotated[str, typer.Argument(help="A name from `shiftmend shifts`.")],
-    source: Annotated[Path, typer.Argument(help="A folder of images, or an .npz.")],
-    target: Annotated[Path, typer.Argument(help="The .npz or the new folder to write.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name from `shiftmend shifts`.")],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A folder of images, or an .npz.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The .npz or the new folder to write.")],
     severity: Severity = None,
     seed: Seed = 0,
     textures: Textures = None,
