@@ -298,6 +298,7 @@ def test_labels_of_every_pixel_are_scored(tmp_path: Path, capsys: pytest.Capture
     assert "a label that is no class number" in refused(capsys, "evaluate", *given)
     scored = json.loads(ok(capsys, "evaluate", *given, "--ignore-label", 255, "--json"))
     assert scored["samples"] == 39 * 5 * 6
+    assert len(scored["iou"]) == 3
     rest = ["-p", tmp_path / "p", "--option", "epochs=1", "--method", "fr"]
     assert "a label that is no class number" in refused(capsys, "adapt", *given, *rest, "-o", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -25,18 +25,15 @@ from shiftmend.cli.bench_options import (
     Rates,
     Results,
     Seeds,
-    columns,
     give,
     names,
     print_json,
     rates_of,
     root_of,
     say,
-    screen,
     seeds_of,
-    show,
 )
-from shiftmend.cli.options import Json, Root
+from shiftmend.cli.options import Json, Root, columns, screen, show
 from shiftmend.errors import DataError
 from shiftmend.files import check_folder, said_where
 

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from shiftmend.cli.options import screen
 from shiftmend.errors import DataError
 from shiftmend.files import said_where, write_atomically
 from shiftmend.strict_json import dumps
@@ -24,33 +23,11 @@ Rates = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Write to this file instead of printing.")]
 HOME = Path("bench")
-WIDTH = 100
-"""Columns where there is no terminal that says how many it has."""
 LARGEST_SEED = 2**32 - 1
-
-
-def screen() -> Console:
-    """Made anew for each use: whether standard output is a terminal, and how wide, may have changed."""
-    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = WIDTH
-    return console
 
 
 def say(line: str) -> None:
     screen().print(line)
-
-
-def columns(*titles: str, numbers: tuple[str, ...] = ()) -> Table:
-    """An empty table in which nothing is ever cut off, numbers standing to the right."""
-    made = Table(box=None, pad_edge=False, header_style="bold")
-    for title in titles:
-        made.add_column(title, justify="right" if title in numbers else "left", overflow="fold")
-    return made
-
-
-def show(table: Table) -> None:
-    screen().print(table, soft_wrap=False)
 
 
 def print_json(value: Any, out: Path | None = None) -> None:

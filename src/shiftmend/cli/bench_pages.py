@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from shiftmend.cli.bench_options import HOME, Name, Out, Results, give, names, print_json, root_of, screen
-from shiftmend.cli.options import Json, Root
+from shiftmend.cli.bench_options import HOME, Name, Out, Results, give, names, print_json, root_of
+from shiftmend.cli.options import Json, Root, screen
 from shiftmend.errors import DataError
 
 NOTES = "Markdown to include; default notes/BENCHMARK.md beside the file of --out, if there is one."

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from shiftmend.cli.judging import LABELLED, scores_json
 from shiftmend.cli.options import (
@@ -30,10 +29,12 @@ from shiftmend.cli.options import (
     Weights,
     block_names,
     by_all_processes,
+    columns,
     console,
     entry,
     gather,
     method_option,
+    show,
 )
 from shiftmend.errors import DataError
 from shiftmend.files import check_folder
@@ -96,10 +97,10 @@ def blocks(
     if as_json:
         print(dumps(rows))
         return
-    table = Table("block", "layers", "parameters", box=None)
+    table = columns("block", "layers", "parameters", numbers=("parameters",))
     for row in rows:
         table.add_row(str(row["block"]), str(row["layers"]), f"{row['parameters']:,}")
-    console.print(table)
+    show(table)
     fixed = sum(p.numel() for p in net.parameters()) - sum(int(str(row["parameters"])) for row in rows)
     console.print(f"{fixed:,} parameters stay fixed: the head and what is behind the features")
 

@@ -6,10 +6,9 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
-from shiftmend.cli.options import Json, Root, console
+from shiftmend.cli.options import Json, Root, columns, show
 from shiftmend.strict_json import dumps
 
 data = typer.Typer(help="Data sets: what there is, get it, check it.", rich_markup_mode=None)
@@ -34,11 +33,11 @@ def list_sets(as_json: Json = False) -> None:
     if as_json:
         print(dumps([asdict(row) for row in rows]))
         return
-    table = Table("data set", "what it is", "download", box=None)
+    table = columns("data set", "what it is", "download")
     for row in rows:
         size = "size unknown" if row.download_bytes is None else f"{row.download_bytes / 1e6:,.0f} MB"
         table.add_row(row.dataset, row.summary, size if row.fetchable else "by hand")
-    console.print(table)
+    show(table)
 
 
 @data.command()
@@ -81,8 +80,8 @@ def _show(rows: list[Any], as_json: bool) -> None:
     if as_json:
         print(dumps([asdict(row) for row in rows]))
         return
-    table = Table("data set", "state", "detail", box=None)
+    table = columns("data set", "state", "detail")
     colours = {"complete": "green", "damaged": "red"}
     for row in rows:
         table.add_row(row.dataset, Text(row.state, colours.get(row.state, "")), row.detail)
-    console.print(table)
+    show(table)

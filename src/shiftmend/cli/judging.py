@@ -29,7 +29,6 @@ from shiftmend.cli.options import (
     gather,
 )
 from shiftmend.errors import DataError
-from shiftmend.scores import BY_PART
 from shiftmend.strict_json import dumps
 
 logger = logging.getLogger(__name__)
@@ -111,4 +110,5 @@ def evaluate(
 
 
 def scores_json(scores: Any) -> dict[str, Any]:
-    return {name: value for name, value in asdict(scores).items() if name not in BY_PART}
+    """All but the reliability bins; of classes and quantities only where there are any."""
+    return {name: value for name, value in asdict(scores).items() if name != "reliability" and value != ()}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from shiftmend.errors import DataError
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:  # torch is imported when a command needs it
 
 console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 """Names of files and of a user's own may hold brackets and colons, which are printed as they are."""
+
+WIDTH = 100
+"""Columns where there is no terminal that says how many it has."""
 
 Model = Annotated[
     str,
@@ -53,6 +57,26 @@ Taps = Annotated[
 Root = Annotated[Path | None, typer.Option("--data-root", help="Where the data sets lie; default SHIFTMEND_DATA.")]
 Ignore = Annotated[int | None, typer.Option("--ignore-label", help="A class number that counts in no score, e.g. 255.")]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
+
+
+def screen() -> Console:
+    """Made anew for each use: whether standard output is a terminal, and how wide, may have changed."""
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    return console
+
+
+def columns(*titles: str, numbers: tuple[str, ...] = ()) -> Table:
+    """An empty table in which nothing is ever cut off, numbers standing to the right."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for title in titles:
+        made.add_column(title, justify="right" if title in numbers else "left", overflow="fold")
+    return made
+
+
+def show(table: Table) -> None:
+    screen().print(table, soft_wrap=False)
 
 
 def by_all_processes(command: Callable[..., None]) -> Callable[..., None]:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from shiftmend.cli.options import Json, console
+from shiftmend.cli.options import Json, columns, console, show
 from shiftmend.errors import DataError
 from shiftmend.files import said_where, write_atomically, write_together
 from shiftmend.strict_json import dumps
@@ -187,10 +186,10 @@ def shifts(
         ]
         print(dumps(rows))
         return
-    table = Table("shift", "severities", "what it does", box=None)
+    table = columns("shift", "severities", "what it does")
     for name, entry in chosen.items():
         table.add_row(name, f"{len(entry.severities)}, default {entry.default}", entry.summary)
-    console.print(table)
+    show(table)
 
 
 def _sheet_images(data: Path | None) -> Any:

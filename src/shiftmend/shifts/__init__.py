@@ -77,14 +77,14 @@ def apply(
         raise DataError(f"no {shift.domain}s to apply {name} to, expected at least one")
     parameters = {**shift.parameters(severity), **overrides}
     _check_parameters(shift, overrides)
-    if shift.texture is not None:
-        parameters["textures"] = [picture.to(images.device) for picture in load(shift.texture, textures)]
     if not is_whole(seed) or not -(2**63) <= seed < 2**64:
         raise DataError(f"a seed is a whole number of at most 64 bits, got {brief(seed)}")
     place = images.device
     if sum_dtype(place) != torch.float64:  # which most shifts reckon in
         return apply(name, images.cpu(), severity=severity, seed=seed, textures=textures, **overrides).to(place)
-    generator = torch.Generator(images.device).manual_seed(int(seed))
+    if shift.texture is not None:
+        parameters["textures"] = [picture.to(place) for picture in load(shift.texture, textures)]
+    generator = torch.Generator(place).manual_seed(int(seed))
     parts = [shift.function(part, generator=generator, **parameters) for part in images.split(CHUNK)]
     for part, given in zip(parts, images.split(CHUNK), strict=True):
         _check_shifted(shift, part, given)
