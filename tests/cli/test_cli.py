@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 
 import shiftmend
 from shiftmend.cli import main
+from shiftmend.cli.judging import scores_json
 from shiftmend.models.digit_cnn import DigitCNN
+from shiftmend.scores import RegressionScores
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -307,6 +309,14 @@ def test_labels_of_every_pixel_are_scored(tmp_path: Path, capsys: pytest.Capture
     page = ["-p", tmp_path / "p", "-o", tmp_path / "r.html", "--adapted", tmp_path / "out"]
     ok(capsys, "report", *given, *page, "--ignore-label", 255)
     assert "mean IoU" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
+def test_scores_as_json_have_each_quantity() -> None:
+    one, other = RegressionScores(3, 1.0, 2.0, None), RegressionScores(3, 2.0, 4.0, 0.5)
+    alone = {"samples": 3, "mean_absolute_error": 1.0, "root_mean_square_error": 2.0, "r2": None}
+    assert scores_json(one) == alone
+    both = scores_json(RegressionScores(3, 1.5, 3.0, 0.5, (one, other)))
+    assert both["quantities"] == [alone, scores_json(other)]
 
 
 def test_folders_of_images_and_tables(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shiftmend.cli.options import screen
+from shiftmend.cli.options import say
 from shiftmend.errors import DataError
 from shiftmend.files import said_where, write_atomically
 from shiftmend.strict_json import dumps
@@ -24,10 +24,6 @@ Rates = Annotated[
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Write to this file instead of printing.")]
 HOME = Path("bench")
 LARGEST_SEED = 2**32 - 1
-
-
-def say(line: str) -> None:
-    screen().print(line)
 
 
 def print_json(value: Any, out: Path | None = None) -> None:

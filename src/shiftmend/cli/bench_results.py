@@ -24,10 +24,9 @@ from shiftmend.cli.bench_options import (
     print_json,
     rates_of,
     root_of,
-    say,
     seeds_of,
 )
-from shiftmend.cli.options import Json, Root, columns, screen, show
+from shiftmend.cli.options import Json, Root, columns, say, screen, show
 from shiftmend.errors import DataError
 
 if TYPE_CHECKING:

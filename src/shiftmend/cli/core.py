@@ -30,10 +30,10 @@ from shiftmend.cli.options import (
     block_names,
     by_all_processes,
     columns,
-    console,
     entry,
     gather,
     method_option,
+    say,
     show,
 )
 from shiftmend.errors import DataError
@@ -54,7 +54,7 @@ def demo(
     """Train, profile, shift and mend a small digit reader on real handwritten digits, in about a minute."""
     from shiftmend.demo import run
 
-    report = run(folder, seed=seed, say=None if as_json else console.print)
+    report = run(folder, seed=seed, say=None if as_json else say)
     if as_json:
         print(dumps(report.to_json()))
 
@@ -102,7 +102,7 @@ def blocks(
         table.add_row(str(row["block"]), str(row["layers"]), f"{row['parameters']:,}")
     show(table)
     fixed = sum(p.numel() for p in net.parameters()) - sum(int(str(row["parameters"])) for row in rows)
-    console.print(f"{fixed:,} parameters stay fixed: the head and what is behind the features")
+    say(f"{fixed:,} parameters stay fixed: the head and what is behind the features")
 
 
 @by_all_processes
@@ -202,10 +202,10 @@ def adapt(
         numbers = {name: scores_json(found) for name, found in scores.items()}
         print(dumps({"manifest": result.manifest, "scores": numbers, "folder": str(out)}))
     else:
-        console.print(f"{result}\nwritten to {out}/: model.safetensors, history.json, manifest.json")
+        say(f"{result}\nwritten to {out}/: model.safetensors, history.json, manifest.json")
         for name, found in scores.items():
             seen = " (on the labels that it was trained with)" if supervised and name == "after" else ""
-            console.print(f"{name}: {found}{seen}")
+            say(f"{name}: {found}{seen}")
     if result.interrupted:  # what was reached is saved, but nobody should go on with it unasked
         raise typer.Exit(130)
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from shiftmend.cli.bench_options import HOME, Methods, Name, Protocol, Results, names, root_of, say
-from shiftmend.cli.options import Root, columns, show
+from shiftmend.cli.bench_options import HOME, Methods, Name, Protocol, Results, names, root_of
+from shiftmend.cli.options import Root, columns, say, show
 from shiftmend.files import said_where
 
 NAME = typer.Argument(metavar="NAME", help="Which one; `list` names them.")

@@ -24,9 +24,9 @@ from shiftmend.cli.options import (
     ProfileFile,
     Size,
     Weights,
-    console,
     entry,
     gather,
+    say,
 )
 from shiftmend.errors import DataError
 from shiftmend.strict_json import dumps
@@ -66,7 +66,7 @@ def verify(
     if as_json:
         print(dumps(asdict(found) | {"verdict": found.verdict}))
     else:
-        console.print(str(found))
+        say(str(found))
 
 
 def evaluate(
@@ -106,9 +106,10 @@ def evaluate(
     if as_json:
         print(dumps(scores_json(scores)))
     else:
-        console.print(str(scores))
+        say(str(scores))
 
 
 def scores_json(scores: Any) -> dict[str, Any]:
     """All but the reliability bins; of classes and quantities only where there are any."""
-    return {name: value for name, value in asdict(scores).items() if name != "reliability" and value != ()}
+    found = {name: value for name, value in vars(scores).items() if name != "reliability" and value != ()}
+    return found | ({"quantities": [scores_json(one) for one in scores.quantities]} if "quantities" in found else {})

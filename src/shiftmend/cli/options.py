@@ -18,9 +18,6 @@ if TYPE_CHECKING:  # torch is imported when a command needs it
 
     from shiftmend.cli.inputs import Given, Normalisation
 
-console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-"""Names of files and of a user's own may hold brackets and colons, which are printed as they are."""
-
 WIDTH = 100
 """Columns where there is no terminal that says how many it has."""
 
@@ -60,11 +57,18 @@ Json = Annotated[bool, typer.Option("--json", help="Print machine-readable resul
 
 
 def screen() -> Console:
-    """Made anew for each use: whether standard output is a terminal, and how wide, may have changed."""
+    """Made anew for each use: whether standard output is a terminal, and how wide, may have changed.
+
+    Names of files and of a user's own may hold brackets and colons, which are printed as they are.
+    """
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = WIDTH
     return console
+
+
+def say(text: str) -> None:
+    screen().print(text)
 
 
 def columns(*titles: str, numbers: tuple[str, ...] = ()) -> Table:

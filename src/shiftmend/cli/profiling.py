@@ -26,10 +26,10 @@ from shiftmend.cli.options import (
     Taps,
     Weights,
     by_all_processes,
-    console,
     entry,
     gather,
     named_tap,
+    say,
 )
 from shiftmend.errors import DataError
 from shiftmend.files import check_folder
@@ -106,7 +106,7 @@ def inspect(file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile
     if as_json:
         print(dumps(_as_json(loaded, file)))
     else:
-        console.print(f"{loaded}\n  file        {file.stat().st_size:,} bytes, intact")
+        say(f"{loaded}\n  file        {file.stat().st_size:,} bytes, intact")
 
 
 def mix(
@@ -133,7 +133,7 @@ def _write(made: Any, out: Path, as_json: bool) -> None:
     if as_json:
         print(dumps(_as_json(made, out)))
     else:
-        console.print(f"{made}\nwritten to {out} ({out.stat().st_size:,} bytes)")
+        say(f"{made}\nwritten to {out} ({out.stat().st_size:,} bytes)")
 
 
 def _check_place(out: Path, weights: Path | None = None) -> None:

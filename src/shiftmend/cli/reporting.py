@@ -24,9 +24,9 @@ from shiftmend.cli.options import (
     ProfileFile,
     Size,
     Weights,
-    console,
     entry,
     gather,
+    say,
 )
 from shiftmend.errors import DataError
 from shiftmend.files import check_folder
@@ -93,7 +93,7 @@ def report(
         print(dumps({"report": str(out), "verdict": said.headline.lower(), "cautions": found.cautions, **values}))
     else:
         sentence = said.sentence.translate({ord("’"): "'", ord("\u00a0"): " "})  # what every terminal can show
-        console.print(f"{said.headline}. {sentence}\nwritten to {out}")
+        say(f"{said.headline}. {sentence}\nwritten to {out}")
 
 
 def _check_place(out: Path) -> None:

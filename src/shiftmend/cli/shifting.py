@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shiftmend.cli.options import Json, columns, console, show
+from shiftmend.cli.options import Json, columns, say, show
 from shiftmend.errors import DataError
 from shiftmend.files import said_where, write_atomically, write_together
 from shiftmend.strict_json import dumps
@@ -71,7 +71,7 @@ def shift(
     if as_json:
         print(dumps(manifest))
     else:
-        console.print(f"{len(shifted):,} {found.domain}s under {name} written to {target}, manifest in {beside}")
+        say(f"{len(shifted):,} {found.domain}s under {name} written to {target}, manifest in {beside}")
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def shifts(
             raise DataError(f"no shift of images begins with {only!r}, and signals are not drawn")
         with said_where(sheet):
             contact_sheet(images, ["mnist-c/identity", *names], sheet, severity=severity, seed=seed, textures=textures)
-        console.print(f"written to {sheet}")
+        say(f"written to {sheet}")
         return
     if as_json:
         rows = [
