@@ -121,6 +121,15 @@ def test_restoration_is_in_the_order_of_the_distances_beside_the_papers_figures(
     assert table.notes[0].startswith("means over the 6 pairs of shift and seed that every method has done")
 
 
+def test_restoration_compares_methods_though_their_variants_have_other_seeds() -> None:
+    results = [result(method, "fog", 123, 0.5, 0.1, distance) for method, distance in (("fr", 1.0), ("bufr", 2.0))]
+    _, table = restoration(part("emnist-da", [*results, result("fr-sliced", "fog", 234, 0.5, 0.1, 0.5)]))
+    assert isinstance(table, Table)
+    assert [row.label for row in table.rows] == ["fr", "bufr"]
+    assert "; without fr-sliced, for lack of common seeds" in table.notes[0]
+    assert len(restoration(part("emnist-da", [*results, result("pl", "fog", 234, 0.5, 0.1, 0.5)]))) == 1
+
+
 @pytest.mark.parametrize("off", [0.11, -0.11])
 def test_only_the_model_without_adaptation_is_held_against_the_published_one(off: float) -> None:
     shifts = find("emnist-da").shifts

@@ -161,10 +161,13 @@ def _columns(by_method: dict[str, dict[str, tuple[int, ...]]]) -> str:
 def _fewer(by_method: dict[str, dict[str, tuple[int, ...]]], most: int) -> str:
     found = []
     for method, means in by_method.items():
-        for number in sorted({len(seeds) for seeds in means.values() if len(seeds) < most}):
-            names = [name for name, seeds in means.items() if len(seeds) == number]
+        names = {name: len(seeds) for name, seeds in means.items() if len(seeds) < most}
+        if names:
+            fewest, others = min(names.values()), max(names.values())
             where = "" if len(names) == len(means) else f" ({listed(names, 3)})"
-            found.append(f"{number} for {method}{where}")
+            found.append(
+                f"{fewest} for {method}{where}" if fewest == others else f"{fewest} to {others} for {method}{where}"
+            )
     return listed(found, 4)
 
 

@@ -20,11 +20,18 @@ FAR = 0.1
 
 
 def restoration(part: Part) -> list[Block]:
-    """Restoration distance and ECE of each method, and how they go together; nothing if no image has a clean twin."""
+    """Restoration distance and ECE of each method, and how they go together; nothing if no image has a clean twin.
+
+    Variants of a method are compared as well, unless no shift and seed has them and all the methods.
+    """
     if all(result.restoration_distance is None for result in part.unsupervised):
         return []
     others = with_another_source(part.benchmark, part.protocol)
     found = correlations.restoration_and_calibration(part.unsupervised, exclude=others)
+    without: list[str] = []
+    if not found.means:
+        without = [name for name in _bases(part) if name not in others]
+        found = correlations.restoration_and_calibration(part.unsupervised, exclude=[*others, *without])
     if not found.means:
         return [f"Nothing can be said yet: {found.correlation.remark}."]
     name = part.benchmark.name
@@ -34,7 +41,8 @@ def restoration(part: Part) -> list[Block]:
         )
         for method in found.means
     }
-    columns = [Column("restoration distance", digits=2), Column("ECE, percent")]
+    digits = 2 if max(distance for distance, _ in found.means.values()) >= 1 else 3
+    columns = [Column("restoration distance", digits=digits), Column("ECE, percent")]
     known = {method: (distance.mean, ece.mean) for method, (distance, ece) in theirs.items() if distance and ece}
     if known:
         columns += [
@@ -57,6 +65,7 @@ def restoration(part: Part) -> list[Block]:
     left_out += [SUPERVISED] if len(part.unsupervised) < len(part.results) else []
     note = f"means over the {found.places} pairs of shift and seed that every method has done"
     note += f"; {' and '.join(left_out)} {'are' if len(left_out) > 1 else 'is'} left out" if left_out else ""
+    note += f"; without {', '.join(without)}, for lack of common seeds" if without else ""
     note += "; the paper's are means over all shifts" if known else ""
     return [
         f"{said}.",
@@ -66,8 +75,7 @@ def restoration(part: Part) -> list[Block]:
 
 def variants(part: Part) -> list[Block]:
     """Rows that are a method with other options, each against the method as it is: what the option is worth."""
-    settings = part.benchmark.settings[part.protocol]
-    bases = {name: settings[name].method for name in part.methods if settings[name].method != name}
+    bases = _bases(part)
     found = {name: compared for name, base in bases.items() if (compared := _compared(part, name, base))}
     rows = [_variant(part, name, bases[name], compared) for name, compared in found.items()]
     if not rows:
@@ -90,6 +98,12 @@ def variants(part: Part) -> list[Block]:
         remarks.append(f"the mean is over {len(part.shifts)} of {len(part.benchmark.shifts)} shifts")
     title = f"{part.benchmark.name}, {part.protocol}: variants"
     return [Table(title, "variant", columns, tuple(rows), (note, *remarks))]
+
+
+def _bases(part: Part) -> dict[str, str]:
+    """Of every variant, the method that it is one of."""
+    settings = part.benchmark.settings[part.protocol]
+    return {name: settings[name].method for name in part.methods if settings[name].method != name}
 
 
 def _variant(part: Part, name: str, base: str, compared: Sequence[comparisons.Comparison]) -> Row:
