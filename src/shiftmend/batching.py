@@ -49,15 +49,18 @@ def keeps_order(loader: Any) -> bool:
 
 
 def full(stream: Iterable[tuple[Tensor, Any]]) -> Iterator[Tensor]:
-    """Leave out a last batch of less than half the size, unless it is the only one.
+    """Leave out a last batch of less than half the size, unless it is the only one, and lone samples among others.
 
-    The first batch says what the size is: a list of batches need not have been cut to `batch_size`.
+    The first batch says what the size is: a list of batches need not have been cut to `batch_size`. Only the last one
+    is a rest: a sampler that fills batches up to a number of tokens has small ones of long samples anywhere.
     """
-    size = 0
+    size, held = 0, None
     for inputs, _ in stream:
-        size = size or len(inputs)
-        if len(inputs) * 2 >= size and (len(inputs) > 1 or size == 1):
-            yield inputs
+        if held is not None and (len(held) > 1 or size == 1):
+            yield held
+        size, held = size or len(inputs), inputs
+    if held is not None and len(held) * 2 >= size and (len(held) > 1 or size == 1):
+        yield held
 
 
 def joined(stream: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
@@ -71,6 +74,10 @@ def joined(stream: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]
         held = None if lone else batch
     if held is not None:
         yield held
+
+
+def joined_inputs(stream: Iterable[Tensor]) -> Iterator[Tensor]:
+    return (inputs for (inputs,) in joined((inputs,) for inputs in stream))
 
 
 class Gathered:
@@ -97,12 +104,17 @@ class Gathered:
             self.inputs[self._blocks :] = [torch.cat(self.inputs[self._blocks :])]
             self._blocks, self._loose = len(self.inputs), 0
 
-    def together(self, what: str, listed: bool) -> tuple[Tensor, Tensor | None]:
+    def other(self, what: str, listed: bool) -> Tensor | None:
+        """The beginning of a batch of another size than the first: each may be padded to its own longest sample."""
+        found = next((part for part in self.inputs if not _alike([part, self.inputs[0]])), None)
+        pair = listed and len(self.sizes) == 2 and self.sizes[0] == self.sizes[1]
+        if found is not None and (pair or found.ndim != self.inputs[0].ndim):
+            advice = "; pass inputs with labels as a tuple, not as a list of batches" if pair else ""
+            raise DataError(f"the batches of the {what} differ in shape{advice or '; bring all samples to one'}")
+        return None if found is None else found[:2].clone()
+
+    def together(self) -> tuple[Tensor, Tensor | None]:
         """All of them, without labels where there is not one for each sample: beside inputs there may be anything."""
-        if not _alike(self.inputs):
-            pair = listed and len(self.sizes) == 2 and self.sizes[0] == self.sizes[1]
-            advice = ", and pass inputs with labels as a tuple, not as a list of batches" if pair else ""
-            raise DataError(f"the batches of the {what} differ in shape; bring all samples to one size first{advice}")
         one_each = [len(part) for part in self.labels] == self.sizes and _alike(self.labels)
         return self._given_up(), torch.cat(self.labels) if one_each else None
 

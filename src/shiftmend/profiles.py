@@ -140,7 +140,7 @@ class Profile:
         lines = [
             f"Profile of {counted(self.samples, 'source sample')}, preset {self.preset!r}, shiftmend {self.library}",
             f"  bins        {self.bins.inner} inner + 2 outer, temperature {self.bins.temperature:g}",
-            f"  inputs      {list(self.inputs.shape)} {self.inputs.dtype} in "
+            f"  inputs      [{', '.join(self.inputs.sizes)}] {self.inputs.dtype} in "
             f"[{self.inputs.low:.3g}, {self.inputs.high:.3g}]",
         ]
         if self.shares:
@@ -194,12 +194,6 @@ def _mixed(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
         raise ProfileError(
             "these profiles are of different models, taps, presets or kinds of Gaussian and cannot be put together"
         )
-    for name in first.taps:
-        if len({part.taps[name].samples // part.inputs_seen for part in parts}) > 1:
-            raise ProfileError(
-                f"tap {name!r} has more positions an input in one of these profiles than in another; profile inputs "
-                "of one size"
-            )
     sizes = [part.inputs_seen * number for part, number in zip(parts, times, strict=True)]
     return replace(
         first,

@@ -186,13 +186,15 @@ class CountTracker:
         self.low, self.high, self.bins = low, high, bins
         self.scale = scales(low, high) if scale is None else scale
         self.counts = torch.zeros(low.shape[0], bins.total, dtype=sum_dtype(low.device), device=low.device)
-        self.samples = 0
+        self.samples: float = 0
 
-    def update(self, values: Tensor) -> None:
+    def update(self, values: Tensor, times: float = 1) -> None:
+        """Count values, each so many times: one that was drawn stands for others."""
         values = values.detach()
         share = soft_histogram(values, self.low, self.high, self.bins, scale=self.scale)
-        self.counts += share.to(self.counts.dtype) * values.shape[0]
-        self.samples += values.shape[0]
+        number = values.shape[0] * times
+        self.counts += share.to(self.counts.dtype) * number
+        self.samples += number
 
     def joined(self) -> CountTracker:
         """That of all processes; itself where there are no others."""
@@ -200,7 +202,7 @@ class CountTracker:
             return self
         every = CountTracker(self.low, self.high, self.bins)
         samples = torch.tensor(self.samples, device=self.counts.device)
-        every.counts, every.samples = all_sum(self.counts), int(all_sum(samples))
+        every.counts, every.samples = all_sum(self.counts), all_sum(samples).item()
         return every
 
     def divergence(self, home: Histogram) -> Tensor:
@@ -209,7 +211,7 @@ class CountTracker:
 
     def histogram(self) -> Histogram:
         counts, low, high = (part.float().cpu() for part in (self.counts, self.low, self.high))
-        return Histogram(counts, low, high, self.samples, self.bins)
+        return Histogram(counts, low, high, round(self.samples), self.bins)
 
 
 @dataclass(frozen=True, eq=False)
