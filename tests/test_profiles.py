@@ -16,6 +16,7 @@ from shiftmend.gaussians import FullGaussian
 from shiftmend.histograms import Bins
 from shiftmend.profile_checks import problems
 from shiftmend.profiles import Profile
+from worlds import sensors
 from zoo import ZOO
 
 
@@ -346,3 +347,16 @@ def test_what_is_no_list_of_profiles_is_no_mixture(tmp_path: Path) -> None:
     other = shiftmend.profile(ZOO["tabular"].model(seed=1), ZOO["tabular"].inputs())
     with pytest.raises(ProfileError, match="different models"):
         Profile.mixture([made, other], [1, 1])
+
+
+def test_a_profile_that_was_looked_at_in_inference_mode_can_be_adapted_to() -> None:
+    world = sensors()
+    first = world.profile()
+    with torch.inference_mode():
+        second = shiftmend.profile(world.model, world.source, like=first)
+        assert shiftmend.verify(world.model, world.source, first).divergence < 1e-4
+        merged = first.merge(second)
+        assert "features" in repr(merged)
+    for profile in (first, merged):
+        result = shiftmend.adapt(world.model, world.target, profile, "fr", epochs=1, progress=False)
+        assert result.manifest["status"] == "finished"

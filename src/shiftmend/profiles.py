@@ -85,6 +85,7 @@ class Profile:
         times = [size * share / part.inputs_seen for part, share in used]
         return replace(_mixed([part for part, _ in used], times), shares=tuple(taken))
 
+    @torch.inference_mode(False)
     def to(self, device: str | torch.device) -> Profile:
         """The same with everything it stores on a device."""
         device = resolve_device(device)
@@ -182,6 +183,7 @@ def _shares(parts: int, given: Sequence[float]) -> list[float]:
     return [share / total for share in shares]
 
 
+@torch.inference_mode(False)
 def _mixed(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
     """The profile of all their samples, those of a part counted so many times; on the CPU."""
     parts = [part.to("cpu") for part in parts]

@@ -24,6 +24,8 @@ from shiftmend.histograms import SHARP, Bins, Divergence, divergence, scales, so
 
 _TOGETHER = "collect the others with like= the first, or all of them with like= one profile"
 
+_NORMAL = torch.inference_mode(False)
+"""For tensors that are kept: a loss could not be differentiated with what the caller's inference mode had made."""
 MOST_WEIGHTS = 1 << 26
 """Of all slices of a profile together: they are rebuilt from their seeds, 16 bytes each at most."""
 
@@ -65,6 +67,7 @@ class Histogram:
     bins: Bins
 
     @cached_property
+    @_NORMAL
     def usable(self) -> Tensor:
         """Units that varied on the source; the others are left out of every divergence."""
         return usable_units(self.low, self.high)
@@ -74,6 +77,7 @@ class Histogram:
         return int(self.usable.sum())
 
     @cached_property
+    @_NORMAL
     def probabilities(self) -> Tensor:
         """Normalised counts, pi^s of equation (1)."""
         return self.counts / self.samples
@@ -110,6 +114,7 @@ class Histogram:
         return self.mean_divergence(self.of(values), kind)
 
     @cached_property
+    @_NORMAL
     def scale(self) -> Tensor:
         """One over the range of each usable unit, 0 for the others."""
         return scales(self.low, self.high)
