@@ -18,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import shiftmend
+from shiftmend import report
 from shiftmend.adaptations import Epoch
+from shiftmend.data import few_shot
 from shiftmend.errors import AdaptationError, DataError, ProfileError
 from shiftmend.feeds import Feed
 from shiftmend.loop import DivergedError
@@ -1046,9 +1048,14 @@ def test_the_default_device_of_torch_changes_nothing(tmp_path) -> None:  # type:
     world = sensors()
 
     def mended() -> nn.Module:
-        shiftmend.profile(world.model, world.source.numpy(), gaussian="full", device="cpu").save(tmp_path / "p")
+        made = shiftmend.profile(world.model, world.source.numpy(), gaussian="full", device="cpu")
+        made.merge(made).save(tmp_path / "p")
         options = {"epochs_per_block": 1, "batch_size": 50, "device": "cpu", "progress": False}
-        return shiftmend.adapt(world.model, world.target, tmp_path / "p", "bufr", **options).model
+        result = shiftmend.adapt(world.model, world.target, tmp_path / "p", "bufr", **options)
+        found = report.facts(world.model, (world.target, world.labels), made, result, device="cpu")
+        assert found.taps[0].worst[0].before.spread > 0
+        assert len(few_shot(world.labels, 2)) == 2 * len(world.labels.unique())
+        return result.model
 
     expected = mended()
     torch.set_default_device("meta")  # as good as a GPU: nothing that is made there can be used here

@@ -126,9 +126,9 @@ class InputSummary:
         first = parts[0]
         if any((part.dtype, len(part.mean)) != (first.dtype, len(first.mean)) for part in parts):
             return first
-        shares = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+        shares = torch.tensor(sizes, dtype=torch.float64, device="cpu") / sum(sizes)
         means, deviations = (
-            torch.tensor(rows, dtype=torch.float64)
+            torch.tensor(rows, dtype=torch.float64, device="cpu")
             for rows in zip(*((p.mean, p.deviation) for p in parts), strict=True)
         )
         mean = shares @ means
