@@ -285,6 +285,10 @@ def test_batches_of_other_sizes_are_streamed_since_each_may_be_padded_to_its_lon
     assert [batch.shape for batch in feed.batches()] == [(4, 2, 5), (4, 2, 7)]  # a lone one joins those of its size
     assert [sample.shape for sample in feed.kinds(2)] == [(2, 2, 5), (2, 2, 7)]
     assert feed.samples == 8
+    gathered = Gathered()
+    for batch in batches:
+        gathered.add(batch, None)
+    assert sum(map(len, gathered.inputs)) == 1  # what cannot be one tensor is not kept in memory
 
 
 def test_small_batches_in_the_middle_of_a_stream_are_trained_on() -> None:

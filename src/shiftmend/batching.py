@@ -83,7 +83,8 @@ def joined_inputs(stream: Iterable[Tensor]) -> Iterator[Tensor]:
 class Gathered:
     """Batches that become one tensor, without being in memory beside it.
 
-    They are put together in blocks so large that the memory of each goes back to the system once it is copied.
+    They are put together in blocks so large that the memory of each goes back to the system once it is copied. Batches
+    that differ in size, as those padded each to its own longest sample, cannot, and are let go.
     """
 
     def __init__(self) -> None:
@@ -91,27 +92,35 @@ class Gathered:
         self.labels: list[Tensor] = []
         self.sizes: list[int] = []
         self.bytes = 0
+        self.other: Tensor | None = None
+        """The beginning of one of another size than the first."""
         self._blocks = self._loose = 0
 
     def add(self, inputs: Tensor, labels: Tensor | None) -> None:
-        self.inputs.append(inputs)
         self.sizes.append(len(inputs))
+        if self.other is None and self.inputs and not _alike([inputs, self.inputs[0]]):
+            self.other = inputs[:2].clone()
+            self.inputs, self.labels = [self.inputs[0][:1].clone()], []
+        if self.other is not None:
+            self.bytes += inputs.nbytes
+            return
+        self.inputs.append(inputs)
         if labels is not None:
             self.labels.append(labels)
         self.bytes += inputs.nbytes
         self._loose += inputs.nbytes
-        if self._loose >= BLOCK and _alike(self.inputs[self._blocks :]):
+        if self._loose >= BLOCK:
             self.inputs[self._blocks :] = [torch.cat(self.inputs[self._blocks :])]
             self._blocks, self._loose = len(self.inputs), 0
 
-    def other(self, what: str, listed: bool) -> Tensor | None:
-        """The beginning of a batch of another size than the first: each may be padded to its own longest sample."""
-        found = next((part for part in self.inputs if not _alike([part, self.inputs[0]])), None)
+    def check(self, what: str, listed: bool) -> None:
+        """Refuse what differs otherwise than in size, or may be inputs and labels."""
         pair = listed and len(self.sizes) == 2 and self.sizes[0] == self.sizes[1]
-        if found is not None and (pair or found.ndim != self.inputs[0].ndim):
-            advice = "; pass inputs with labels as a tuple, not as a list of batches" if pair else ""
-            raise DataError(f"the batches of the {what} differ in shape{advice or '; bring all samples to one'}")
-        return None if found is None else found[:2].clone()
+        if self.other is not None and (pair or self.other.ndim != self.inputs[0].ndim):
+            advice = (
+                "pass inputs with labels as a tuple, not as a list of batches" if pair else "bring all samples to one"
+            )
+            raise DataError(f"the batches of the {what} differ in shape; {advice}")
 
     def together(self) -> tuple[Tensor, Tensor | None]:
         """All of them, without labels where there is not one for each sample: beside inputs there may be anything."""

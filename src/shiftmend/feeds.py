@@ -271,8 +271,10 @@ class Feed:
         for batch, label in self._stream(copy=not isinstance(self._loader, list)):
             gathered.add(batch, label)
             if max(gathered.bytes, batch.nbytes // len(batch) * samples) > limit:
+                self._other = gathered.other
                 return
-        self._other = gathered.other(self.what, isinstance(self._loader, list))
+        gathered.check(self.what, isinstance(self._loader, list))
+        self._other = gathered.other
         if self._other is None:
             self._keep(*gathered.together(), limit)
 
