@@ -48,6 +48,7 @@ def test_inputs_of_other_sizes_merge() -> None:
     torch.testing.assert_close(merged.taps["early"].counts, both.taps["early"].counts, atol=1e-3, rtol=1e-5)
     for made in (merged, Profile.mixture([first, second], [1, 2])):
         assert problems(made) == []
+        assert made.inputs.sizes == ("1", "any", "any")
 
 
 def test_profiles_of_other_ranges_do_not_merge() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 from collections.abc import Iterable, Sequence
@@ -124,7 +125,7 @@ class InputSummary:
     def mixed(parts: Sequence[InputSummary], sizes: Sequence[float]) -> InputSummary:
         """That of several samples together; the first's, where they are of different kinds."""
         first = parts[0]
-        if any((part.dtype, len(part.mean)) != (first.dtype, len(first.mean)) for part in parts):
+        if len({(part.dtype, len(part.mean), len(part.shape)) for part in parts}) > 1:
             return first
         shares = torch.tensor(sizes, dtype=torch.float64, device="cpu") / sum(sizes)
         means, deviations = (
@@ -135,6 +136,7 @@ class InputSummary:
         deviation = (shares @ (deviations.square() + (means - mean).square())).sqrt()
         return replace(
             first,
+            shape=functools.reduce(_in_common, (part.shape for part in parts)),
             low=min(part.low for part in parts),
             high=max(part.high for part in parts),
             mean=tuple(round(value, 6) for value in mean.tolist()),
