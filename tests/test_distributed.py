@@ -526,3 +526,13 @@ def test_processes_that_are_done_wait_for_each_other_and_those_that_fail_do_not(
     with pytest.raises(KeyError), distributed.started_by_torchrun():
         raise KeyError
     assert calls == ["init_process_group", "destroy_process_group"]
+
+
+def test_a_batch_too_small_joins_the_one_before_it_only_where_samples_are_of_one_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("active", True), ("world_size", 3), ("rank", 0)):
+        monkeypatch.setattr(distributed, name, lambda value=value: value)
+    assert [part.shape for part in distributed.shares([torch.zeros(6, 5), torch.zeros(2, 5)])] == [(3, 5)]
+    with pytest.raises(AdaptationError, match="a batch of 2 cannot be shared by 3 processes"):
+        list(distributed.shares([torch.zeros(6, 5), torch.zeros(2, 7)]))

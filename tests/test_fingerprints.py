@@ -296,3 +296,20 @@ def test_inputs_are_summarised_a_part_at_a_time(shape: tuple[int, ...], monkeypa
     monkeypatch.setattr(RangeTracker, "update", lambda self, part: (rows.append(part.numel()), update(self, part)))
     assert InputSummary.of([values]) == whole
     assert rows == [size * values[0].numel() for size in (3, 3, 3, 3, 3, 3, 2)]
+
+
+def test_sizes_that_vary_between_batches_are_any() -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(5, length, 2) + length for length in (10, 14, 30)]  # the last has too many for channels
+    summary = InputSummary.of(batches)
+    every = torch.cat([batch.flatten() for batch in batches]).double()
+    assert (summary.shape, summary.sizes) == ((0, 2), ("any", "2"))
+    assert summary.mean[0] == pytest.approx(every.mean().item(), abs=1e-5)
+    assert summary.deviation[0] == pytest.approx(every.std(unbiased=False).item(), abs=1e-5)
+    assert InputSummary.from_json(json.loads(json.dumps(summary.to_json()))) == summary
+    assert summary.differences(InputSummary.of(batches[1:])) == []
+    assert summary.differences(InputSummary.of([batches[1], batches[2].repeat(2, 1, 1)])) == []
+    assert InputSummary.of(batches[:1]).differences(summary)[0].startswith("their values")
+    assert summary.differences(InputSummary.of([batches[0][..., :1]]))[0] == (
+        "their size is [1], at the source it was [2]: scaled?"
+    )

@@ -385,6 +385,16 @@ def test_a_streamed_epoch_on_a_gpu_is_that_of_a_cpu(pinned: bool, workers: int) 
 
 
 @on_cuda
+def test_pinned_memory_is_that_of_the_host_whatever_the_default_device_of_torch() -> None:
+    torch.set_default_device("cuda")
+    try:
+        feed = Feed(torch.arange(20.0, device="cpu"), device=CUDA, limit=0, batch_size=8)
+        assert torch.cat(list(feed.batches())).tolist() == list(range(20))
+    finally:
+        torch.set_default_device(None)
+
+
+@on_cuda
 def test_adapting_on_prefetched_data_is_adapting_on_resident_data() -> None:
     world = sensors()
     profile = world.profile()

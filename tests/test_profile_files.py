@@ -635,7 +635,6 @@ INPUTS: list[dict[str, Any]] = [
     {"shape": [3.0]},
     {"shape": [True]},
     {"shape": [-3]},
-    {"shape": [0]},
     {"shape": 3},
     {"dtype": ""},
     {"dtype": "a b"},

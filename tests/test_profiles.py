@@ -16,6 +16,7 @@ from shiftmend.gaussians import FullGaussian
 from shiftmend.histograms import Bins
 from shiftmend.profile_checks import problems
 from shiftmend.profiles import Profile
+from worlds import sensors
 from zoo import ZOO
 
 
@@ -36,19 +37,18 @@ def test_merged_halves_equal_the_whole(preset: str) -> None:
     assert problems(merged) == []
 
 
-def test_inputs_of_other_sizes_merge_where_taps_count_them_once() -> None:
-    """A profile whose taps count a position more here than there could not be saved."""
+def test_inputs_of_other_sizes_merge() -> None:
+    """Each position counts, however many an input has."""
     pooled = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)).eval()
     large, small = torch.randn(70, 1, 8, 8), torch.randn(31, 1, 5, 5)
-    for taps in ({}, {"early": "0"}):
-        first = shiftmend.profile(pooled, large, taps=taps)
-        second = shiftmend.profile(pooled, small, like=first)
-        if not taps:
-            assert problems(first.merge(second)) == []
-            continue
-        for put_together in (first.merge, lambda other, one=first: Profile.mixture([one, other], [1, 1])):
-            with pytest.raises(ProfileError, match="tap 'early' has more positions an input"):
-                put_together(second)
+    first = shiftmend.profile(pooled, large, taps={"early": "0"})
+    second = shiftmend.profile(pooled, small, like=first)
+    merged, both = first.merge(second), shiftmend.profile(pooled, [large, small], like=first)
+    assert merged.taps["early"].samples == both.taps["early"].samples == 70 * 36 + 31 * 9
+    torch.testing.assert_close(merged.taps["early"].counts, both.taps["early"].counts, atol=1e-3, rtol=1e-5)
+    for made in (merged, Profile.mixture([first, second], [1, 2])):
+        assert problems(made) == []
+        assert made.inputs.sizes == ("1", "any", "any")
 
 
 def test_profiles_of_other_ranges_do_not_merge() -> None:
@@ -348,3 +348,16 @@ def test_what_is_no_list_of_profiles_is_no_mixture(tmp_path: Path) -> None:
     other = shiftmend.profile(ZOO["tabular"].model(seed=1), ZOO["tabular"].inputs())
     with pytest.raises(ProfileError, match="different models"):
         Profile.mixture([made, other], [1, 1])
+
+
+def test_a_profile_that_was_looked_at_in_inference_mode_can_be_adapted_to() -> None:
+    world = sensors()
+    first = world.profile()
+    with torch.inference_mode():
+        second = shiftmend.profile(world.model, world.source, like=first)
+        assert shiftmend.verify(world.model, world.source, first).divergence < 1e-4
+        merged = first.merge(second)
+        assert "features" in repr(merged)
+    for profile in (first, merged):
+        result = shiftmend.adapt(world.model, world.target, profile, "fr", epochs=1, progress=False)
+        assert result.manifest["status"] == "finished"

@@ -420,3 +420,30 @@ def test_what_a_module_does_to_change_its_mode_is_undone(training: bool) -> None
         assert not torch.equal(model[1].weight, weight)
     assert torch.equal(model[1].weight, weight)
     assert [module.training for module in model.modules()] == [training, training, training, not training]
+
+
+def test_padded_positions_are_the_same_with_and_without_gradients() -> None:
+    """`nn.TransformerEncoder` puts zeros there where it needs no gradient: no step would ever be at home."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.encoder(x, src_key_padding_mask=(x == 0).all(-1)))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = Masked().eval()
+    inputs = torch.randn(4, 6, 8)
+    inputs[:2, 4:] = 0
+    taps = {"features": Tap("features", "head", "input", -1), "inner": Tap("inner", "encoder.layers.1", "output", -1)}
+    seen = []
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients), tapped(model, taps) as recorder:
+            model(inputs)
+            seen.append(recorder.read())
+    for name in taps:
+        torch.testing.assert_close(seen[0][name], seen[1][name])
+    assert model.encoder.use_nested_tensor

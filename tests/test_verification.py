@@ -446,3 +446,19 @@ def test_a_mended_model_is_verified_without_a_word_about_its_weights(caplog: pyt
     made = shiftmend.profile(case.model(), case.inputs(200))
     shiftmend.verify(case.model(seed=5), case.inputs(200), made)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_batches_with_more_positions_weigh_as_much_as_in_the_profile() -> None:
+    """Of long inputs some positions are drawn, of short ones none: the same data must still agree with itself."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv1d(1, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv1d(8, 4, 1)).eval()
+    short, long = torch.randn(40, 1, 100), 2 * torch.randn(30, 1, 1000)
+    profile = shiftmend.profile(net, [short, long])
+    assert shiftmend.verify(net, [short, long], profile).divergence < 1e-3
+    online = shiftmend.stream(net, profile, "source-only")
+    for batch in (short, long):
+        online.step(batch)
+    assert online.verification is not None
+    assert online.verification.divergence < 1e-3
+    with pytest.raises(DataError, match="single sample"):
+        online.step(long[0])

@@ -49,15 +49,18 @@ def keeps_order(loader: Any) -> bool:
 
 
 def full(stream: Iterable[tuple[Tensor, Any]]) -> Iterator[Tensor]:
-    """Leave out a last batch of less than half the size, unless it is the only one.
+    """Leave out a last batch of less than half the size, unless it is the only one, and lone samples among others.
 
-    The first batch says what the size is: a list of batches need not have been cut to `batch_size`.
+    The first batch says what the size is: a list of batches need not have been cut to `batch_size`. Only the last one
+    is a rest: a sampler that fills batches up to a number of tokens has small ones of long samples anywhere.
     """
-    size = 0
+    size, held = 0, None
     for inputs, _ in stream:
-        size = size or len(inputs)
-        if len(inputs) * 2 >= size and (len(inputs) > 1 or size == 1):
-            yield inputs
+        if held is not None and (len(held) > 1 or size == 1):
+            yield held
+        size, held = size or len(inputs), inputs
+    if held is not None and len(held) * 2 >= size and (len(held) > 1 or size == 1):
+        yield held
 
 
 def joined(stream: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
@@ -73,10 +76,15 @@ def joined(stream: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]
         yield held
 
 
+def joined_inputs(stream: Iterable[Tensor]) -> Iterator[Tensor]:
+    return (inputs for (inputs,) in joined((inputs,) for inputs in stream))
+
+
 class Gathered:
     """Batches that become one tensor, without being in memory beside it.
 
-    They are put together in blocks so large that the memory of each goes back to the system once it is copied.
+    They are put together in blocks so large that the memory of each goes back to the system once it is copied. Batches
+    that differ in size, as those padded each to its own longest sample, cannot, and are let go.
     """
 
     def __init__(self) -> None:
@@ -84,25 +92,38 @@ class Gathered:
         self.labels: list[Tensor] = []
         self.sizes: list[int] = []
         self.bytes = 0
+        self.other: Tensor | None = None
+        """The beginning of one of another size than the first."""
         self._blocks = self._loose = 0
 
     def add(self, inputs: Tensor, labels: Tensor | None) -> None:
-        self.inputs.append(inputs)
         self.sizes.append(len(inputs))
+        if self.other is None and self.inputs and not _alike([inputs, self.inputs[0]]):
+            self.other = inputs[:2].clone()
+            self.inputs, self.labels = [self.inputs[0][:1].clone()], []
+        if self.other is not None:
+            self.bytes += inputs.nbytes
+            return
+        self.inputs.append(inputs)
         if labels is not None:
             self.labels.append(labels)
         self.bytes += inputs.nbytes
         self._loose += inputs.nbytes
-        if self._loose >= BLOCK and _alike(self.inputs[self._blocks :]):
+        if self._loose >= BLOCK:
             self.inputs[self._blocks :] = [torch.cat(self.inputs[self._blocks :])]
             self._blocks, self._loose = len(self.inputs), 0
 
-    def together(self, what: str, listed: bool) -> tuple[Tensor, Tensor | None]:
+    def check(self, what: str, listed: bool) -> None:
+        """Refuse what differs otherwise than in size, or may be inputs and labels."""
+        pair = listed and len(self.sizes) == 2 and self.sizes[0] == self.sizes[1]
+        if self.other is not None and (pair or self.other.ndim != self.inputs[0].ndim):
+            advice = (
+                "pass inputs with labels as a tuple, not as a list of batches" if pair else "bring all samples to one"
+            )
+            raise DataError(f"the batches of the {what} differ in shape; {advice}")
+
+    def together(self) -> tuple[Tensor, Tensor | None]:
         """All of them, without labels where there is not one for each sample: beside inputs there may be anything."""
-        if not _alike(self.inputs):
-            pair = listed and len(self.sizes) == 2 and self.sizes[0] == self.sizes[1]
-            advice = ", and pass inputs with labels as a tuple, not as a list of batches" if pair else ""
-            raise DataError(f"the batches of the {what} differ in shape; bring all samples to one size first{advice}")
         one_each = [len(part) for part in self.labels] == self.sizes and _alike(self.labels)
         return self._given_up(), torch.cat(self.labels) if one_each else None
 

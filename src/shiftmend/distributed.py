@@ -113,13 +113,13 @@ def share(batch: Tensor) -> Tensor:
 
 
 def shares(batches: Iterable[Tensor]) -> Iterator[Tensor]:
-    """This process's part of each batch, or of the indices of one; a last one too small joins the one before it."""
+    """This process's part of each batch, or of the indices of one; one too small joins the one before if it can."""
     if not active():
         yield from batches
         return
     held: Tensor | None = None
     for batch in batches:
-        small = held is not None and len(batch) < world_size()
+        small = held is not None and len(batch) < world_size() and held.shape[1:] == batch.shape[1:]
         if held is not None:
             yield share(torch.cat([held, batch]) if small else held)
         held = None if small else batch

@@ -30,8 +30,8 @@ from shiftmend.profiles import Profile
 from shiftmend.progress import Progress
 from shiftmend.rates import best_rate, check_rates, with_rate
 from shiftmend.settings import Keep, OnEpoch, Settings
-from shiftmend.taps import Entry, Tap, check_takes
-from shiftmend.tracing import trace
+from shiftmend.taps import Entry, Tap
+from shiftmend.tracing import check_takes_each, trace
 from shiftmend.verification import Verification
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def _once(given: Given, method: Method, settings: Settings, before: Verification
     place = feed.device
     adapted = plain_copy(model).to(place)
     with LeftAlone(model, adapted):
-        check_takes(adapted, feed.first(2), settings.output)
+        check_takes_each(adapted, feed.kinds(2), settings.output)
     summary = given.summary  # not before: of inputs that the model refuses there is nothing more to say
     channels_last(adapted, feed.first(2), settings.output)
     if settings.compile:
@@ -209,7 +209,7 @@ def _refuse_unfit(method: Method, feed: Feed, normalises: bool, profile: Profile
     if method.by_sample and not feed.resident:
         raise AdaptationError(
             f"{method.name} must know which sample is which, and streamed data does not say; pass a tensor, or data "
-            "that fits into memory"
+            "of one size that fits into memory"
         )
     if method.takes_labels and not feed.ordered:
         raise AdaptationError(

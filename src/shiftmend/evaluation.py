@@ -16,7 +16,8 @@ from shiftmend.metrics import ClassificationMetrics, metrics_for
 from shiftmend.progress import Progress, progress_bar
 from shiftmend.quantities import RegressionMetrics, in_one_shape
 from shiftmend.scores import RegressionScores, Scores
-from shiftmend.taps import Entry, check_takes, enter_eval, is_exported, modes, pick, unwrap
+from shiftmend.taps import Entry, enter_eval, is_exported, modes, pick, unwrap
+from shiftmend.tracing import check_takes_each
 
 _Metrics = ClassificationMetrics | RegressionMetrics
 
@@ -71,7 +72,7 @@ class Scorer:
         self.ignore_label = ignore_label
         self._again: Callable[[], _Metrics] | None = None
         self._capture = capture and feed.inputs is not None and worth_capturing(feed.inputs)
-        check_takes(model, feed.first(2))
+        check_takes_each(model, feed.kinds(2))
 
     def __call__(self) -> Scores | RegressionScores:
         if self._capture:

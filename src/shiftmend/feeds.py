@@ -5,7 +5,6 @@ Only inputs leave a feed. Labels that came along are kept apart for the evaluato
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from typing import Any
@@ -14,17 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from shiftmend.batching import Gathered, full, joined, keeps_order, known_length
+from shiftmend.batching import Gathered, full, joined, joined_inputs, keeps_order, known_length
 from shiftmend.checks import brief, check_function, is_whole, kind
 from shiftmend.devices import narrowed, room_on, sent
-from shiftmend.distributed import of_first_process, share, shares
+from shiftmend.distributed import share, shares
 from shiftmend.errors import DataError
 from shiftmend.loaders import DEFAULT_BATCH, LABEL_NAMES, as_loader, drawn, refuse_empty, refuse_non_finite, split_batch
 from shiftmend.prefetch import Batch, Rows, copier_to, prefetched, read
 from shiftmend.turns import has_turns
-
-logger = logging.getLogger(__name__)
-logger.addFilter(of_first_process)
 
 Preprocess = Callable[[Tensor], Tensor]
 VALUES_AT_ONCE = 1 << 23
@@ -35,10 +31,9 @@ class Feed:
     """A source of batches that can be run through again and again, by several processes in shares of each batch.
 
     Data that fits is read once and kept on the device as it came (8-bit images stay 8-bit), so that an epoch is a
-    permutation and a few gathers with nothing to wait for; `resident=False`, or more than `limit` bytes, streams from
-    the loader in every epoch (a tensor stays where it is and goes to the device by batches, on CUDA ahead of time and
-    through pinned memory: see `prefetch.py`). Augmentation that a loader draws anew in each epoch needs
-    `resident=False`.
+    permutation and a few gathers with nothing to wait for. With `resident=False`, with more than `limit` bytes or where
+    batches differ in size, the loader is read in every epoch (a tensor stays where it is and goes to the device by
+    batches: see `prefetch.py`). Augmentation that a loader draws anew in each epoch needs `resident=False`.
     """
 
     def __init__(
@@ -68,6 +63,7 @@ class Feed:
         self._samples: int | None = None
         self._clean = False
         self._first: Tensor | None = None
+        self._other: Tensor | None = None
         self.heard: Callable[[int], None] = lambda samples: None  # whoever shows how far a pass has come
         limit = 0 if not resident else room_on(self.device) if limit is None else limit
         if isinstance(self._loader, tuple):
@@ -76,13 +72,8 @@ class Feed:
             self._read(limit)
         self.fits = None if isinstance(self._loader, tuple) or not resident else self.resident  # what `limit` decided
         self._shuffled = self._loader
-        if self._inputs is None and isinstance(self._loader, DataLoader):
-            if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
-                self._shuffled = DataLoader(source, batch_size=self.batch_size, shuffle=True)
-            elif self.ordered:
-                logger.warning(
-                    "the %s streams in a fixed order: if it is sorted, batches are one-sided; use shuffle=True", what
-                )
+        if self._inputs is None and isinstance(source, Dataset) and not isinstance(source, IterableDataset):
+            self._shuffled = DataLoader(source, batch_size=self.batch_size, shuffle=True)
 
     @property
     def resident(self) -> bool:
@@ -113,10 +104,14 @@ class Feed:
             self._first = next(self._stream())[0][: max(count, FIRST)].clone()
         return self.ready(self._first[:count].clone())
 
+    def kinds(self, count: int) -> list[Tensor]:
+        """The first few inputs, and where batches are known to differ in size as many of another one."""
+        return [self.first(count)] + ([] if self._other is None else [self.ready(self._other[:count].clone())])
+
     def batches(self, at_once: int = 0) -> Iterator[Tensor]:
         """Every sample once, in the order given; at least `at_once` of them together where they are resident."""
         if self._inputs is None:
-            yield from self._sent_inputs(shares(_joined(inputs for inputs, _ in self._stream())))
+            yield from self._sent_inputs(shares(joined_inputs(inputs for inputs, _ in self._stream())))
             return
         whole = self._inputs
         # indices of the host, which nobody has to wait for
@@ -159,7 +154,7 @@ class Feed:
     def subset(self, count: int, seed: int, at_once: int = 0) -> Iterator[Tensor]:
         """At most `count` samples, the same ones each time."""
         if self._inputs is None:
-            yield from self._sent_inputs(shares(_joined(self._beginning(count, seed))))
+            yield from self._sent_inputs(shares(joined_inputs(self._beginning(count, seed))))
         elif len(self._inputs) <= count:
             yield from self.batches(at_once)
         else:
@@ -200,13 +195,17 @@ class Feed:
     def order(self, seed: int, number: int) -> Tensor:
         """The order of all samples in an epoch, where they lie; a streamed source has none."""
         assert self._inputs is not None
-        order = _permutation(len(self._inputs), _order_seed(seed, number))
-        return sent(order, self._inputs.device)
+        return sent(_permutation(len(self._inputs), _order_seed(seed, number)), self._inputs.device)
 
     @property
     def ordered(self) -> bool:
         """Whether sample i of a pass is sample i of the source."""
         return keeps_order(self._loader)
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether every epoch has the order of a loader, so that batches of sorted data are of one kind each."""
+        return not self.resident and isinstance(self._shuffled, DataLoader) and keeps_order(self._shuffled)
 
     def _spans(self, samples: int, at_once: int = 0) -> list[tuple[int, int]]:
         """First and one past the last of each batch of so many samples."""
@@ -267,13 +266,17 @@ class Feed:
         self._clean, self._samples = True, self._samples or samples
 
     def _read(self, limit: int) -> None:
-        """Keep everything if it stays below the limit; if not, forget it and stream."""
+        """Keep everything if it is of one size and stays below the limit; if not, forget it and stream."""
         gathered, samples = Gathered(), self.known or 0
         for batch, label in self._stream(copy=not isinstance(self._loader, list)):
             gathered.add(batch, label)
             if max(gathered.bytes, batch.nbytes // len(batch) * samples) > limit:
+                self._other = gathered.other
                 return
-        self._keep(*gathered.together(self.what, isinstance(self._loader, list)), limit)
+        gathered.check(self.what, isinstance(self._loader, list))
+        self._other = gathered.other
+        if self._other is None:
+            self._keep(*gathered.together(), limit)
 
     def _keep(self, inputs: Tensor, labels: Tensor | None, limit: int) -> None:
         refuse_empty(len(inputs), self.what)
@@ -285,10 +288,6 @@ class Feed:
         fits = inputs.numel() * inputs.element_size() <= limit
         self._inputs = narrowed(inputs.detach(), self.device).to(self.device) if fits else inputs.detach()
         self._labels = None if labels is None else narrowed(labels, self.device).to(self.device)
-
-
-def _joined(stream: Iterable[Tensor]) -> Iterator[Tensor]:
-    return (inputs for (inputs,) in joined((inputs,) for inputs in stream))
 
 
 def _permutation(count: int, seed: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 from collections.abc import Iterable, Sequence
@@ -64,6 +65,7 @@ class InputSummary:
     """How the inputs looked that a model was fed with: what another normalisation or channel order would change."""
 
     shape: tuple[int, ...]
+    """Of a sample; 0 where it differs between batches, as the length of sequences does."""
     dtype: str
     low: float
     high: float
@@ -77,47 +79,64 @@ class InputSummary:
         What is infinite, as a logarithm may be, or beyond float32 counts as the largest number there: a file holds no
         infinities. NaN is refused: feeds refuse it in their data, so that it must have come about since.
         """
-        tracker, seen, first, bad = RangeTracker(), 0, None, []
+        trackers: dict[int, RangeTracker] = {}  # by how many channels they tell apart: of sequences it may vary
+        seen, shape, dtype, bad = 0, None, "", []
         for batch in batches:
-            first = batch if first is None else first
+            sizes = tuple(batch.shape[1:])
+            shape = sizes if shape is None or len(shape) != len(sizes) else _in_common(shape, sizes)
+            dtype = dtype or str(batch.dtype).removeprefix("torch.")
             for part in in_parts(batch[: most - seen]):
                 values = (torch.view_as_real(part) if part.is_complex() else part).float()
                 bad.append(values.isnan().any())
                 values = values.nan_to_num()
                 by_channel = values.ndim > 2 and values.shape[1] <= _MOST_CHANNELS
-                tracker.update(values.movedim(1, -1).flatten(0, -2) if by_channel else values.reshape(-1, 1))
+                rows = values.movedim(1, -1).flatten(0, -2) if by_channel else values.reshape(-1, 1)
+                trackers.setdefault(rows.shape[1], RangeTracker()).update(rows)
             seen += len(batch)
             if seen >= most:
                 break
-        assert first is not None, "feeds refuse empty data"
+        assert shape is not None, "feeds refuse empty data"
         if bool(torch.stack(bad).any()):
             raise DataError(
                 "the inputs are finite before preprocess and NaN behind it; expected numbers: look at it first"
             )
+        mean, deviation = _moments([*trackers.values()])
         return InputSummary(
-            tuple(first.shape[1:]),
-            str(first.dtype).removeprefix("torch."),
-            float(tracker.low.min()),
-            float(tracker.high.max()),
-            tuple(round(value, 6) for value in tracker.mean.tolist()),
-            tuple(round(value, 6) for value in tracker.deviation.tolist()),
+            shape,
+            dtype,
+            min(float(tracker.low.min()) for tracker in trackers.values()),
+            max(float(tracker.high.max()) for tracker in trackers.values()),
+            tuple(round(value, 6) for value in mean.tolist()),
+            tuple(round(value, 6) for value in deviation.tolist()),
+        )
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """The shape in words."""
+        return tuple(str(size) if size else "any" for size in self.shape)
+
+    def has_shape(self, shape: Sequence[int]) -> bool:
+        """Whether samples of that shape are like these."""
+        return len(shape) == len(self.shape) and all(
+            own == size or 0 in (own, size) for own, size in zip(self.shape, shape, strict=True)
         )
 
     @staticmethod
     def mixed(parts: Sequence[InputSummary], sizes: Sequence[float]) -> InputSummary:
         """That of several samples together; the first's, where they are of different kinds."""
         first = parts[0]
-        if any((part.dtype, len(part.mean)) != (first.dtype, len(first.mean)) for part in parts):
+        if len({(part.dtype, len(part.mean), len(part.shape)) for part in parts}) > 1:
             return first
-        shares = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+        shares = torch.tensor(sizes, dtype=torch.float64, device="cpu") / sum(sizes)
         means, deviations = (
-            torch.tensor(rows, dtype=torch.float64)
+            torch.tensor(rows, dtype=torch.float64, device="cpu")
             for rows in zip(*((p.mean, p.deviation) for p in parts), strict=True)
         )
         mean = shares @ means
         deviation = (shares @ (deviations.square() + (means - mean).square())).sqrt()
         return replace(
             first,
+            shape=functools.reduce(_in_common, (part.shape for part in parts)),
             low=min(part.low for part in parts),
             high=max(part.high for part in parts),
             mean=tuple(round(value, 6) for value in mean.tolist()),
@@ -138,7 +157,7 @@ class InputSummary:
             isinstance(data["dtype"], str)
             and data["dtype"].isidentifier()
             and all(isinstance(part, list) for part in (shape, mean, deviation))
-            and all(type(size) is int and size > 0 for size in shape)
+            and all(type(size) is int and size >= 0 for size in shape)
             and all(_is_number(value) for value in (data["low"], data["high"], *mean, *deviation))
             and data["low"] <= data["high"]
             and len(mean) == len(deviation) > 0
@@ -159,12 +178,12 @@ class InputSummary:
         found = []
         if target.dtype != self.dtype:
             found.append(f"they are {target.dtype}, at the source they were {self.dtype}")
-        if target.shape[:1] != self.shape[:1] or len(target.shape) != len(self.shape):
-            found.append(f"their shape is {list(target.shape)}, at the source it was {list(self.shape)}")
+        own, home = target.sizes, self.sizes
+        if len(own) != len(home) or not replace(self, shape=self.shape[:1]).has_shape(target.shape[:1]):
+            found.append(f"their shape is {_listed(own)}, at the source it was {_listed(home)}")
             return found
-        if target.shape != self.shape:
-            own, home = list(target.shape[1:]), list(self.shape[1:])
-            found.append(f"their size is {own}, at the source it was {home}: scaled?")
+        if not self.has_shape(target.shape):
+            found.append(f"their size is {_listed(own[1:])}, at the source it was {_listed(home[1:])}: scaled?")
         span = max(self.high - self.low, 1e-12)
         outside = max(self.low - target.low, target.high - self.high) / span
         covered = (target.high - target.low) / span
@@ -179,3 +198,24 @@ class InputSummary:
             if as_is > 0.05 * span and flipped < 0.25 * as_is:
                 found.append("their channels fit the source better in reverse order: BGR instead of RGB?")
         return found
+
+
+def _in_common(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size if size == other else 0 for size, other in zip(first, second, strict=True))
+
+
+def _moments(trackers: Sequence[RangeTracker]) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel, or of all values where batches differ in how many channels they have."""
+    if len(trackers) == 1:
+        return trackers[0].mean, trackers[0].deviation
+    counts, means, squares = (
+        torch.cat(parts)
+        for parts in zip(*((torch.full_like(t.mean, t.samples), t.mean, t.squares) for t in trackers), strict=True)
+    )
+    mean = (counts * means).sum() / counts.sum()
+    spread = (squares + counts * (means - mean).square()).sum() / counts.sum()
+    return mean.view(1), spread.sqrt().view(1)
+
+
+def _listed(sizes: Sequence[str]) -> str:
+    return f"[{', '.join(sizes)}]"

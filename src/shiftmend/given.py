@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from shiftmend.devices import resolve_device, room_on
-from shiftmend.distributed import warn_if_apart, world_size
+from shiftmend.distributed import of_first_process, warn_if_apart, world_size
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
 from shiftmend.fingerprints import InputSummary
@@ -21,6 +22,9 @@ from shiftmend.profiles import Profile, as_profile
 from shiftmend.settings import Settings
 from shiftmend.taps import unwrap
 from shiftmend.tracing import trainable
+
+logger = logging.getLogger(__name__)
+logger.addFilter(of_first_process)
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,10 @@ class Given:
             limit=limit,
             what="target data",
         )
+        if feed.one_sided:
+            logger.warning(
+                "the target data streams in a fixed order: if it is sorted, batches are one-sided; use shuffle=True"
+            )
         return Given(model, profile, feed)
 
     @functools.cached_property

@@ -206,7 +206,10 @@ def drawn(loader: Iterable[Any], seed: int, what: str = "data") -> Iterator[Any]
 def _refuse_uncollated(error: Exception, what: str) -> None:
     """Say in a sentence that samples make no batch; workers pass torch's complaint on with their whole traceback."""
     if "stack expects each tensor to be equal size" in str(error):
-        raise DataError(f"the samples of the {what} differ in shape; bring all samples to one size first") from error
+        raise DataError(
+            f"the samples of the {what} differ in shape; bring them to one size, or pass a DataLoader whose "
+            "collate_fn pads each batch"
+        ) from error
     if found := re.search(r"default_collate: .* found <class '([^']+)'>", str(error)):
         raise DataError(
             f"the {what} gives samples that are or hold a {found[1]}, of which torch makes no batch; let the Dataset "

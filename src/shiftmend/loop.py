@@ -286,10 +286,11 @@ class Run:
         if not isinstance(targets, Tensor):
             raise AdaptationError(f"`targets` of {self.method.name} gave {brief(targets)}, expected a tensor")
         assert self.feed.inputs is not None, "adapt refuses streamed data for such a method"
+        more = len(targets) > self.feed.samples
         if len(targets) != self.feed.samples:
             raise AdaptationError(
                 f"{self.method.name} needs one label a sample: there are {len(targets)} for {self.feed.samples} samples"
-                + (", from a model with several answers a sample" if len(targets) > self.feed.samples else "")
+                + (", from a model with several answers a sample" if more and not self.method.takes_labels else "")
             )
         return targets.to(self.feed.device)
 

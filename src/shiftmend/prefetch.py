@@ -78,7 +78,7 @@ class CudaCopier:
         self.stream = _copying_stream(index)
 
     def memory(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def send(self, staged: list[Tensor]) -> tuple[list[Tensor], Mark]:
         with torch.cuda.stream(self.stream):
@@ -171,7 +171,7 @@ class _Slot:
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
-        self._memory: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._memory: list[Tensor] = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
         self._lent: list[Tensor] = []  # pinned memory of others, too, has to live until it has been copied
         self._copied: Mark | None = None
 

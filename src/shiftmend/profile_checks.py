@@ -30,8 +30,8 @@ def problems(profile: Profile) -> list[str]:
     samples = profile.taps["features"].samples
     if any(part.histogram.samples != samples for part in profile.slices.values()):
         found.append(f"its slices are not of the {samples} samples of the features")
-    if any(tap.samples % profile.inputs_seen for tap in profile.taps.values()):
-        found.append(f"the samples of a tap are no multiple of the {profile.inputs_seen} inputs")
+    if any(tap.samples < profile.inputs_seen for tap in profile.taps.values()):
+        found.append(f"a tap has fewer samples than the {profile.inputs_seen} inputs")
     if profile.taps["features"].usable_count == 0:
         found.append("every one of its features was constant")
     parts = dict(profile.taps) | {f"{name} slices": part.histogram for name, part in profile.slices.items()}

@@ -85,6 +85,7 @@ class Profile:
         times = [size * share / part.inputs_seen for part, share in used]
         return replace(_mixed([part for part, _ in used], times), shares=tuple(taken))
 
+    @torch.inference_mode(False)
     def to(self, device: str | torch.device) -> Profile:
         """The same with everything it stores on a device."""
         device = resolve_device(device)
@@ -140,7 +141,7 @@ class Profile:
         lines = [
             f"Profile of {counted(self.samples, 'source sample')}, preset {self.preset!r}, shiftmend {self.library}",
             f"  bins        {self.bins.inner} inner + 2 outer, temperature {self.bins.temperature:g}",
-            f"  inputs      {list(self.inputs.shape)} {self.inputs.dtype} in "
+            f"  inputs      [{', '.join(self.inputs.sizes)}] {self.inputs.dtype} in "
             f"[{self.inputs.low:.3g}, {self.inputs.high:.3g}]",
         ]
         if self.shares:
@@ -182,6 +183,7 @@ def _shares(parts: int, given: Sequence[float]) -> list[float]:
     return [share / total for share in shares]
 
 
+@torch.inference_mode(False)
 def _mixed(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
     """The profile of all their samples, those of a part counted so many times; on the CPU."""
     parts = [part.to("cpu") for part in parts]
@@ -194,12 +196,6 @@ def _mixed(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
         raise ProfileError(
             "these profiles are of different models, taps, presets or kinds of Gaussian and cannot be put together"
         )
-    for name in first.taps:
-        if len({part.taps[name].samples // part.inputs_seen for part in parts}) > 1:
-            raise ProfileError(
-                f"tap {name!r} has more positions an input in one of these profiles than in another; profile inputs "
-                "of one size"
-            )
     sizes = [part.inputs_seen * number for part, number in zip(parts, times, strict=True)]
     return replace(
         first,

@@ -28,7 +28,7 @@ from shiftmend.profiles import Profile, as_profile
 from shiftmend.progress import Bar, Pass, Progress, progress_bar
 from shiftmend.statistics import MOST_WEIGHTS, CountTracker, Projector, RangeTracker, Slices, bins_of_slices
 from shiftmend.taps import Entry, Tap, modes, tapped, unwrap
-from shiftmend.tracing import trace
+from shiftmend.tracing import check_takes_each, trace
 
 logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
@@ -93,13 +93,9 @@ def profile(
     usual = chosen.bins if batch_norms(model) else chosen.bins.at(SOFT)
     cut = like.bins if like else as_bins(bins, usual)
     feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, what="source data")
-    with (
-        placed(model, place),
-        modes(model),
-        torch.no_grad(),
-        progress_bar(progress, "profiling", None) as bar,
-    ):
+    with placed(model, place), modes(model), torch.no_grad(), progress_bar(progress, "profiling", None) as bar:
         model.eval()
+        check_takes_each(model, feed.kinds(2))
         summary = InputSummary.of(feed.batches())
         specs = trace(model, feed.first(2), head=head, taps=like.specs if like else taps, output=output).taps
         _check_agreement(model, feed, (specs, chosen.name, cut, full, keep_bytes), like)

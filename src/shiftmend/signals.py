@@ -127,7 +127,9 @@ class Watch:
             inputs = 0
             if tally is not None:
                 found["slices"], found["marginals"], inputs = tally.joined()
-            return _Seen(tuple(found), torch.stack([*found.values()]) if found else torch.empty(0), inputs)
+            return _Seen(
+                tuple(found), torch.stack([*found.values()]) if found else torch.empty(0, device="cpu"), inputs
+            )
 
 
 @dataclass(frozen=True)

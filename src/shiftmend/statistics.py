@@ -24,6 +24,8 @@ from shiftmend.histograms import SHARP, Bins, Divergence, divergence, scales, so
 
 _TOGETHER = "collect the others with like= the first, or all of them with like= one profile"
 
+_NORMAL = torch.inference_mode(False)
+"""For tensors that are kept: a loss could not be differentiated with what the caller's inference mode had made."""
 MOST_WEIGHTS = 1 << 26
 """Of all slices of a profile together: they are rebuilt from their seeds, 16 bytes each at most."""
 
@@ -65,6 +67,7 @@ class Histogram:
     bins: Bins
 
     @cached_property
+    @_NORMAL
     def usable(self) -> Tensor:
         """Units that varied on the source; the others are left out of every divergence."""
         return usable_units(self.low, self.high)
@@ -74,6 +77,7 @@ class Histogram:
         return int(self.usable.sum())
 
     @cached_property
+    @_NORMAL
     def probabilities(self) -> Tensor:
         """Normalised counts, pi^s of equation (1)."""
         return self.counts / self.samples
@@ -110,6 +114,7 @@ class Histogram:
         return self.mean_divergence(self.of(values), kind)
 
     @cached_property
+    @_NORMAL
     def scale(self) -> Tensor:
         """One over the range of each usable unit, 0 for the others."""
         return scales(self.low, self.high)
@@ -186,13 +191,15 @@ class CountTracker:
         self.low, self.high, self.bins = low, high, bins
         self.scale = scales(low, high) if scale is None else scale
         self.counts = torch.zeros(low.shape[0], bins.total, dtype=sum_dtype(low.device), device=low.device)
-        self.samples = 0
+        self.samples: float = 0
 
-    def update(self, values: Tensor) -> None:
+    def update(self, values: Tensor, times: float = 1) -> None:
+        """Count values, each so many times: one that was drawn stands for others."""
         values = values.detach()
         share = soft_histogram(values, self.low, self.high, self.bins, scale=self.scale)
-        self.counts += share.to(self.counts.dtype) * values.shape[0]
-        self.samples += values.shape[0]
+        number = values.shape[0] * times
+        self.counts += share.to(self.counts.dtype) * number
+        self.samples += number
 
     def joined(self) -> CountTracker:
         """That of all processes; itself where there are no others."""
@@ -200,7 +207,7 @@ class CountTracker:
             return self
         every = CountTracker(self.low, self.high, self.bins)
         samples = torch.tensor(self.samples, device=self.counts.device)
-        every.counts, every.samples = all_sum(self.counts), int(all_sum(samples))
+        every.counts, every.samples = all_sum(self.counts), all_sum(samples).item()
         return every
 
     def divergence(self, home: Histogram) -> Tensor:
@@ -209,7 +216,7 @@ class CountTracker:
 
     def histogram(self) -> Histogram:
         counts, low, high = (part.float().cpu() for part in (self.counts, self.low, self.high))
-        return Histogram(counts, low, high, self.samples, self.bins)
+        return Histogram(counts, low, high, round(self.samples), self.bins)
 
 
 @dataclass(frozen=True, eq=False)

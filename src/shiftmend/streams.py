@@ -94,7 +94,7 @@ class Stream:
 
     def _step(self, batch: Any) -> Tensor:
         inputs = self._inputs(batch)
-        if self.profile is not None and inputs.shape == self.profile.inputs.shape:
+        if self.profile is not None and self.profile.inputs.has_shape(inputs.shape):
             raise DataError(
                 f"the batch has the shape {list(inputs.shape)} of a single sample; give a batch of one: "
                 "inputs.unsqueeze(0)"
@@ -205,8 +205,9 @@ class Stream:
         assert self._judge is not None
         home = self._judge.histogram
         counter = home.counter()
-        for part in self._judge.projector.by_parts(some_positions(features, inputs, self._counted)):
-            counter.update(part)
+        rows = some_positions(features, inputs, self._counted)
+        for part in self._judge.projector.by_parts(rows):
+            counter.update(part, len(features) / len(rows))
         self._seen.append((counter, inputs))
         self._counted += inputs
 

@@ -10,7 +10,7 @@ import inspect
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -161,10 +161,6 @@ def module_of(model: nn.Module, tap: Tap) -> nn.Module:
     return modules[tap.module]
 
 
-def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0] if args else next(iter(kwargs.values()), None)
-
-
 @contextmanager
 def tapped(model: nn.Module, taps: Mapping[str, Tap], set_aside: bool = True) -> Iterator[Recorder]:
     """Watch the taps inside the block; afterwards nothing is left on the model.
@@ -178,34 +174,38 @@ def tapped(model: nn.Module, taps: Mapping[str, Tap], set_aside: bool = True) ->
         for name, tap in taps.items():
             module = module_of(model, tap)
             if tap.side == "input":
-                handle = module.register_forward_pre_hook(_input_hook(recorder, name), with_kwargs=True)
+                handle = module.register_forward_pre_hook(
+                    lambda m, args, kwargs, name=name: recorder.record(
+                        name, next(iter((*args, *kwargs.values())), None)
+                    ),
+                    with_kwargs=True,
+                )
             else:
-                handle = module.register_forward_hook(_output_hook(recorder, name))
+                handle = module.register_forward_hook(lambda m, args, out, name=name: recorder.record(name, out))
             stack.callback(handle.remove)
         yield recorder
 
 
-def _input_hook(recorder: Recorder, name: str) -> Callable[..., None]:
-    return lambda module, args, kwargs: recorder.record(name, _first_tensor(args, kwargs))
-
-
-def _output_hook(recorder: Recorder, name: str) -> Callable[..., None]:
-    return lambda module, args, output: recorder.record(name, output)
-
-
 @contextmanager
 def eager(model: nn.Module) -> Iterator[None]:
-    """Set compiled calls of `module.compile()` aside: compiled code would not see hooks that came later."""
-    compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
+    """Set compiled calls of `module.compile()` aside: compiled code would not see hooks that came later.
+
+    And nested tensors: `nn.TransformerEncoder` makes them of padded sequences where it needs no gradient, and zeros of
+    the padded positions, which have other values with one.
+    """
+    aside = [(module, "_compiled_call_impl") for module in model.modules() if module._compiled_call_impl]
+    encoders = (module for module in model.modules() if isinstance(module, nn.TransformerEncoder))
+    aside += [(module, "use_nested_tensor") for module in encoders if hasattr(module, "use_nested_tensor")]
+    before = [getattr(module, name) for module, name in aside]
     inside = any(hasattr(module, "_orig_mod") for module in model.modules())
     try:
-        for module in compiled:
-            module._compiled_call_impl = None
+        for module, name in aside:
+            setattr(module, name, None)
         with torch.compiler.set_stance("force_eager") if inside else nullcontext():
             yield
     finally:
-        for module, call in compiled.items():
-            module._compiled_call_impl = call
+        for (module, name), value in zip(aside, before, strict=True):
+            setattr(module, name, value)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.checks import brief
-from shiftmend.errors import TapError
+from shiftmend.errors import DataError, TapError
 from shiftmend.returned import tensors_in
 from shiftmend.taps import Entry, Tap, check_takes, eager, modes, module_of, pick, tapped
 
@@ -38,6 +38,17 @@ class _Events:
     started: list[str] = field(default_factory=list)
     written: list[tuple[str, Any]] = field(default_factory=list)
     features_at: int | None = None
+
+
+def check_takes_each(model: nn.Module, samples: Sequence[Tensor], output: Entry = None) -> None:
+    """`check_takes` of samples that may differ in size, as those of batches do that are padded each by itself."""
+    first, *others = samples
+    check_takes(model, first, output)
+    for other in others:
+        try:
+            check_takes(model, other)
+        except DataError as error:
+            raise DataError(f"the batches differ in size, and {error}; bring all samples to one size first") from error
 
 
 def trainable(parameter: Tensor) -> bool:

@@ -26,7 +26,8 @@ from shiftmend.fingerprints import InputSummary
 from shiftmend.histograms import sampling_floor
 from shiftmend.profiles import Profile, as_profile
 from shiftmend.progress import Progress, progress_bar
-from shiftmend.taps import check_takes, modes, tapped, unwrap
+from shiftmend.taps import modes, tapped, unwrap
+from shiftmend.tracing import check_takes_each
 
 RESTORED = 0.005
 FAILED = 0.01
@@ -165,10 +166,12 @@ class Tally:
         counted = {name: some_positions(activations[name], inputs, self._earlier + before) for name in self.taps}
         self.inputs += inputs
         self._earlier = self._earlier + batch
+        # batches may differ in their number of positions, of which the profile counted all
+        times = {name: len(activations[name]) / len(rows) for name, rows in counted.items()}
         for part in self.profile.slices["verification"].projector.by_parts(counted["features"]):
-            self.slices.update(part)
+            self.slices.update(part, times["features"])
         for name, counter in self.taps.items():
-            counter.update(counted[name])
+            counter.update(counted[name], times[name])
 
     def joined(self) -> tuple[Tensor, Tensor, int]:
         """Over all processes: divergence of the slices, that of the marginals, and how many inputs they are of."""
@@ -241,7 +244,7 @@ def verify(
     place = resolve_device(device, model)
     feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
     with placed(model, place), progress_bar(progress, "verify", feed.known) as bar:
-        check_takes(model, feed.first(2))
+        check_takes_each(model, feed.kinds(2))
         profile.check_inputs(InputSummary.of(feed.batches()))
         feed.heard = bar.advance
         taps = {name: profile.specs[name] for name in VERIFIED}

@@ -172,6 +172,8 @@ def test_labels_that_do_not_fit_are_one_sentence() -> None:
         AdaptationError, match="target-supervised needs one label a sample: there are 599 for 600 samples"
     ):
         adapt(labels=world.labels[:-1])
+    with pytest.raises(AdaptationError, match=r"there are 1200 for 600 samples$"):
+        adapt(labels=world.labels.repeat(2))
     with pytest.raises(AdaptationError, match="there is a label 3, but the model knows 3 classes"):
         adapt(labels=torch.where(torch.arange(600) == 599, 3, world.labels))
     with pytest.raises(AdaptationError, match=r"'target-supervised' needs 'labels', e.g. adapt\(..., labels=labels\)"):

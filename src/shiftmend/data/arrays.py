@@ -82,6 +82,11 @@ def read_member(archive: NpzFile, path: Path, key: str) -> NDArray[Any]:
     try:
         array: NDArray[Any] = archive[key]
     except _DAMAGE as error:
+        if "Object arrays" in str(error):
+            raise DataError(
+                f"{path} holds objects under {key!r}, as arrays of different lengths are stored; expected numbers: pad "
+                "all samples to one size"
+            ) from error
         raise DataError(
             f"{path} is damaged: array {key!r} cannot be read ({_reason(error)}); replace the file"
         ) from error

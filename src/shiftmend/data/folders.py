@@ -81,7 +81,7 @@ def image_folder(
         images = decode_images([path / file for file in listing.files], shape, channels, workers)
         if stored is not None:
             _write_cache(stored, images)
-    labels = None if listing.labels is None else torch.tensor(listing.labels, dtype=torch.int64)
+    labels = None if listing.labels is None else torch.tensor(listing.labels, dtype=torch.int64, device="cpu")
     return Split(torch.from_numpy(np.ascontiguousarray(images)), labels, label, listing.classes)
 
 

@@ -22,7 +22,7 @@ def held_out(count: int, validation: int = MNIST_VALIDATION, seed: int = MNIST_S
     """
     if not 0 < validation < count:
         raise DataError(f"cannot hold {validation} of {count} samples out; expected between 1 and {count - 1}")
-    order = torch.randperm(count, generator=_generator(seed))
+    order = torch.randperm(count, generator=_generator(seed), device="cpu")
     return order[validation:].sort().values, order[:validation].sort().values
 
 
@@ -53,7 +53,7 @@ def fractions(count: int, parts: Sequence[float] = (0.8, 0.1, 0.1), seed: int = 
     sizes.append(count - sum(sizes))
     if min(sizes) < 1:
         raise DataError(f"{count} samples are too few for parts of {list(parts)}: one of them would be empty")
-    order = torch.randperm(count, generator=_generator(seed))
+    order = torch.randperm(count, generator=_generator(seed), device="cpu")
     return tuple(part.sort().values for part in torch.split(order, sizes))
 
 
@@ -69,7 +69,7 @@ def few_shot(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
                 f"class {int(labels[group[0]])} has {counted(len(group), 'sample')}, too few to draw {per_class} from; "
                 "ask for less"
             )
-        chosen.append(group[torch.randperm(len(group), generator=generator)[:per_class]])
+        chosen.append(group[torch.randperm(len(group), generator=generator, device="cpu")[:per_class]])
     return torch.cat(chosen).sort().values
 
 
@@ -85,7 +85,7 @@ def balanced(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
     chosen = []
     for group in _by_class(labels):
         repeats, rest = divmod(per_class, len(group))
-        drawn = group[torch.randperm(len(group), generator=generator)[:rest]]
+        drawn = group[torch.randperm(len(group), generator=generator, device="cpu")[:rest]]
         chosen.append(torch.cat([group.repeat(repeats), drawn]))
     return torch.cat(chosen).sort().values
 

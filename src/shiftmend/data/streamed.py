@@ -130,7 +130,7 @@ def camelyon17(hospital: int, root: PathLike | None = None, *, transform: Transf
     return ImageFiles(
         table.parent,
         files,
-        torch.tensor(labels),
+        torch.tensor(labels, device="cpu"),
         f"camelyon17-hospital-{hospital}",
         TISSUE_CLASSES,
         size=PATCH,
@@ -203,7 +203,7 @@ def visda_c(
     whole = ImageFiles(
         table.parent,
         files,
-        torch.tensor(labels),
+        torch.tensor(labels, device="cpu"),
         f"visda-c-{split}",
         VISDA_CLASSES,
         size=size,

@@ -147,7 +147,7 @@ class Facts:
 
     title: str
     samples: int
-    shape: tuple[int, ...]
+    shape: tuple[str, ...]
     before: Verification
     after: Verification | None
     slices: int

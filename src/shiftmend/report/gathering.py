@@ -94,7 +94,7 @@ def facts(
     return Facts(
         title=title or f"{type(model).__name__} at a new site",
         samples=feed.samples,
-        shape=summary.shape,
+        shape=summary.sizes,
         before=before.verification(),
         after=None if after is None else replace(after.verification(), adapted=adapted),
         slices=profile.slices["verification"].histogram.units,
@@ -271,7 +271,7 @@ def _mending(result: Adaptation, file: str | None, feed: Feed, profile: Profile)
 
 def _home(profile: Profile) -> Home:
     inputs = profile.inputs
-    shape = " × ".join(map(str, inputs.shape)) or "single numbers"
+    shape = " × ".join(inputs.sizes) or "single numbers"
     return Home(
         samples=profile.samples,
         taps={

@@ -180,8 +180,8 @@ def _tap_shift(name: str, where: str, home: Histogram, floor: float, before: _He
 
     def seen(here: _Here, place: int) -> Seen:
         row, unit = here.shares[usable[place]].double(), own[usable[place]]
-        steps = torch.cat([torch.zeros(1), torch.arange(home.bins.inner) + 0.5, torch.tensor([home.bins.inner])])
-        steps = steps.double() / home.bins.inner
+        middles = (torch.arange(-1, home.bins.inner + 1, dtype=torch.float64, device="cpu") + 0.5) / home.bins.inner
+        steps = middles.clamp(0, 1)  # of the open bins their only end
         return Seen(
             divergence=(first if here is before else second)[place],
             outside=float(here.beyond[usable[place]]),

@@ -15,7 +15,7 @@ SIGNS = {"good": "✓", "unsure": "?", "bad": "✕"}
 
 
 def opening(facts: Facts) -> Markup:
-    shape = " × ".join(map(str, facts.shape)) or "single numbers"
+    shape = " × ".join(facts.shape) or "single numbers"
     what = "before and after mending" if facts.after is not None else "as it came"
     return element(
         "header",
