@@ -206,7 +206,7 @@ class CountTracker:
         if not active():
             return self
         every = CountTracker(self.low, self.high, self.bins)
-        samples = torch.tensor(self.samples, device=self.counts.device)
+        samples = torch.tensor(self.samples, dtype=self.counts.dtype, device=self.counts.device)
         every.counts, every.samples = all_sum(self.counts), all_sum(samples).item()
         return every
 
