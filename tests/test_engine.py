@@ -249,6 +249,23 @@ def test_small_last_batches_and_small_targets(samples: int, batch: int) -> None:
     assert result.manifest["batch_size"] == min(samples, batch)
 
 
+@pytest.mark.parametrize(
+    ("cut", "expected"), [((30, 30, 8), 30), ((30, 8, 30), None), ((8, 30), None), ((40,), 40), ((30, 30), 30)]
+)
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_manifest_has_the_size_that_streamed_batches_had(
+    cut: tuple[int, ...], expected: int | None, listed: bool
+) -> None:
+    world = sensors()
+    target = world.target[: sum(cut)]
+    rows = [part.tolist() for part in torch.arange(len(target)).split(list(cut))]
+    data = list(target.split(list(cut))) if listed else DataLoader(TensorDataset(target), batch_sampler=rows)
+    result = shiftmend.adapt(world.model, data, world.profile(), "adabn", resident=False, progress=False)
+    assert result.manifest["batch_size"] == expected
+    kept = shiftmend.adapt(world.model, data, world.profile(), "adabn", progress=False)
+    assert kept.manifest["batch_size"] == len(target)
+
+
 def test_one_sample() -> None:
     with_norm, without = sensors(), sensors(norm=False)
     with pytest.raises(AdaptationError, match="one target sample"):

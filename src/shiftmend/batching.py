@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import NoneType
 from typing import Any
 
@@ -48,6 +48,17 @@ def keeps_order(loader: Any) -> bool:
     return isinstance(loader.sampler if batches is None else batches.sampler, SequentialSampler)
 
 
+def permuted(count: int, seed: int) -> Tensor:
+    """The same on every machine: drawn on the host, whatever torch's default device is."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu")
+
+
+def common_size(sizes: Sequence[int]) -> int | None:
+    """Of all batches but a last one, which may be smaller; None where they differ."""
+    first = sizes[0]
+    return first if all(size == first for size in sizes[:-1]) and sizes[-1] <= first else None
+
+
 def full(stream: Iterable[tuple[Tensor, Any]]) -> Iterator[Tensor]:
     """Leave out a last batch of less than half the size, unless it is the only one.
 
@@ -71,6 +82,10 @@ def joined(stream: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]
         held = None if lone else batch
     if held is not None:
         yield held
+
+
+def joined_inputs(stream: Iterable[Tensor]) -> Iterator[Tensor]:
+    return (inputs for (inputs,) in joined((inputs,) for inputs in stream))
 
 
 class Gathered:

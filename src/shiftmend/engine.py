@@ -154,7 +154,7 @@ def _once(given: Given, method: Method, settings: Settings, before: Verification
         "preset": profile.preset if profile else None,
         "learning_rate_chosen": _how_chosen(method),
         "seed": settings.seed,
-        "batch_size": min(feed.batch_size, feed.samples),
+        "batch_size": feed.size,
         "blocks": [list(block.modules) for block in network.blocks],
         "resident": feed.resident,
         "target": {"samples": feed.samples, "sha256": _data_digest(feed), **summary.to_json()},
@@ -193,7 +193,7 @@ def _can_be_compiled(model: nn.Module, feed: Feed, capture: bool) -> bool:
 
 def _refuse_unfit(method: Method, feed: Feed, normalises: bool, profile: Profile | None) -> None:
     """Refuse data that this method cannot work with, before anything is trained; `normalises`: BatchNorm is moved."""
-    size = min(feed.batch_size, feed.samples)
+    size = feed.size or min(feed.batch_size, feed.samples)
     smallest = method.smallest_batch(profile)
     if smallest > 2 and size < smallest:
         raise AdaptationError(f"batches of {size} are too small for {method.name}; it needs at least {smallest}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from shiftmend.batching import Gathered, full, joined, keeps_order, known_length
+from shiftmend.batching import Gathered, common_size, full, joined, joined_inputs, keeps_order, known_length, permuted
 from shiftmend.checks import brief, check_function, is_whole, kind
 from shiftmend.devices import narrowed, room_on, sent
 from shiftmend.distributed import of_first_process, share, shares
@@ -66,6 +66,7 @@ class Feed:
         self._inputs: Tensor | None = None
         self._labels: Tensor | None = None
         self._samples: int | None = None
+        self._size: int | None = None
         self._clean = False
         self._first: Tensor | None = None
         self.heard: Callable[[int], None] = lambda samples: None  # whoever shows how far a pass has come
@@ -101,6 +102,11 @@ class Feed:
         return self._samples
 
     @property
+    def size(self) -> int | None:
+        """That of the batches of an epoch; of a stream known after its first whole pass, None where they differ."""
+        return self._size if self._inputs is None else min(self.batch_size, len(self._inputs))
+
+    @property
     def known(self) -> int | None:
         """Number of samples, where it is known without counting them."""
         return self._samples or known_length(self._loader)
@@ -116,7 +122,7 @@ class Feed:
     def batches(self, at_once: int = 0) -> Iterator[Tensor]:
         """Every sample once, in the order given; at least `at_once` of them together where they are resident."""
         if self._inputs is None:
-            yield from self._sent_inputs(shares(_joined(inputs for inputs, _ in self._stream())))
+            yield from self._sent_inputs(shares(joined_inputs(inputs for inputs, _ in self._stream())))
             return
         whole = self._inputs
         # indices of the host, which nobody has to wait for
@@ -159,7 +165,7 @@ class Feed:
     def subset(self, count: int, seed: int, at_once: int = 0) -> Iterator[Tensor]:
         """At most `count` samples, the same ones each time."""
         if self._inputs is None:
-            yield from self._sent_inputs(shares(_joined(self._beginning(count, seed))))
+            yield from self._sent_inputs(shares(joined_inputs(self._beginning(count, seed))))
         elif len(self._inputs) <= count:
             yield from self.batches(at_once)
         else:
@@ -169,7 +175,7 @@ class Feed:
     def some(self, count: int, seed: int, at_once: int = 0) -> list[Tensor]:
         """Which samples each batch of `subset` takes, where they lie; a streamed source cannot say."""
         assert self._inputs is not None
-        chosen = _permutation(len(self._inputs), seed)[:count].sort().values.to(self._inputs.device)
+        chosen = permuted(len(self._inputs), seed)[:count].sort().values.to(self._inputs.device)
         return [chosen[start:end] for start, end in self._spans(len(chosen), at_once)]
 
     def _beginning(self, count: int, seed: int) -> Iterator[Tensor]:
@@ -200,7 +206,7 @@ class Feed:
     def order(self, seed: int, number: int) -> Tensor:
         """The order of all samples in an epoch, where they lie; a streamed source has none."""
         assert self._inputs is not None
-        order = _permutation(len(self._inputs), _order_seed(seed, number))
+        order = permuted(len(self._inputs), _order_seed(seed, number))
         return sent(order, self._inputs.device)
 
     @property
@@ -254,7 +260,7 @@ class Feed:
         assert not isinstance(self._loader, tuple)
         # a list gives its own batches, and a loader that does not put them together itself may give its memory again
         copy = copy and getattr(self._loader, "collate_fn", None) is not default_collate
-        samples = 0
+        samples, sizes = 0, []
         for batch in drawn(self._shuffled if shuffled else self._loader, seed, self.what):
             inputs, labels = split_batch(batch, self.what)
             if len(inputs) == 0:
@@ -262,8 +268,11 @@ class Feed:
             if not self._clean:
                 refuse_non_finite(inputs, self.what, samples if self.ordered and not shuffled else None)
             samples += len(inputs)
+            sizes.append(len(inputs))
             yield (inputs.clone(), labels if labels is None else labels.clone()) if copy else (inputs, labels)
         refuse_empty(samples, self.what, again=self._clean)
+        if not self._clean:
+            self._size = common_size(sizes)
         self._clean, self._samples = True, self._samples or samples
 
     def _read(self, limit: int) -> None:
@@ -285,15 +294,6 @@ class Feed:
         fits = inputs.numel() * inputs.element_size() <= limit
         self._inputs = narrowed(inputs.detach(), self.device).to(self.device) if fits else inputs.detach()
         self._labels = None if labels is None else narrowed(labels, self.device).to(self.device)
-
-
-def _joined(stream: Iterable[Tensor]) -> Iterator[Tensor]:
-    return (inputs for (inputs,) in joined((inputs,) for inputs in stream))
-
-
-def _permutation(count: int, seed: int) -> Tensor:
-    """The same on every machine: drawn on the host, whatever torch's default device is."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def _order_seed(seed: int, number: int) -> int:
