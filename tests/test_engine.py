@@ -417,9 +417,9 @@ def test_compile_says_that_it_leaves_a_model_with_compiled_parts_alone(caplog: p
     model[0] = torch.compile(model[0], backend="eager")
     profile = shiftmend.profile(model, world.source, progress=False)
     result = shiftmend.adapt(
-        model, world.target, profile, "fr", epochs=1, learning_rate=0.1, compile=True, progress=False
+        model, world.target, profile, "fr", epochs=1, learning_rate=[0.1, 0.05], compile=True, progress=False
     )
-    assert "compile has no effect: a part of the model is compiled by itself" in caplog.text
+    assert caplog.text.count("compile has no effect: a part of the model is compiled by itself") == 1
     assert "compile" not in result.manifest
 
 
