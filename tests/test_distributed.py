@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import datetime
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -536,3 +538,26 @@ def test_a_batch_too_small_joins_the_one_before_it_only_where_samples_are_of_one
     assert [part.shape for part in distributed.shares([torch.zeros(6, 5), torch.zeros(2, 5)])] == [(3, 5)]
     with pytest.raises(AdaptationError, match="a batch of 2 cannot be shared by 3 processes"):
         list(distributed.shares([torch.zeros(6, 5), torch.zeros(2, 7)]))
+
+
+GROUP_OF_ONE = """
+import sys
+import weakref
+from shiftmend import adapt
+import torch.distributed as dist
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+import torch._dynamo  # as an optimiser does
+
+group = weakref.ref(dist.group.WORLD)
+assert group() is not None
+dist.destroy_process_group()
+assert group() is None
+"""
+
+
+def test_nothing_keeps_a_process_group_that_was_destroyed(tmp_path: Path) -> None:
+    """Its threads were there at exit, and one that waited for Python then aborted the process."""
+    command = [sys.executable, "-c", GROUP_OF_ONE, str(tmp_path / "meeting")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

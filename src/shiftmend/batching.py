@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import NoneType
 from typing import Any
 
@@ -48,6 +48,24 @@ def keeps_order(loader: Any) -> bool:
     return isinstance(loader.sampler if batches is None else batches.sampler, SequentialSampler)
 
 
+def permuted(count: int, seed: int) -> Tensor:
+    """The same on every machine: drawn on the host, whatever torch's default device is."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu")
+
+
+def common_size(sizes: Sequence[int]) -> int | None:
+    """Of all batches but a last one, which may be smaller; None where they differ."""
+    first = sizes[0]
+    return first if all(size == first for size in sizes[:-1]) and sizes[-1] <= first else None
+
+
+def spans(samples: int, size: int) -> list[tuple[int, int]]:
+    """First and one past the last of each batch of so many samples."""
+    # a lone last sample joins the batch before it: some normalisation takes its statistics from the batch
+    ends = [end for end in range(size, samples, size) if end != samples - 1 or size == 1] + [samples]
+    return list(zip([0, *ends], ends, strict=False))
+
+
 def full(stream: Iterable[tuple[Tensor, Any]]) -> Iterator[Tensor]:
     """Leave out a last batch of less than half the size, unless it is the only one, and lone samples among others.
 
@@ -64,7 +82,7 @@ def full(stream: Iterable[tuple[Tensor, Any]]) -> Iterator[Tensor]:
 
 
 def joined(stream: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-    """A lone sample, as the last one may be, joins the batch before it if they are alike, as in `Feed._spans`."""
+    """A lone sample, as the last one may be, joins the batch before it if they are alike, as in `spans`."""
     held: tuple[Tensor, ...] | None = None
     for batch in stream:
         pairs = [] if held is None else list(zip(held, batch, strict=True))

@@ -25,6 +25,11 @@ from torch import Tensor
 
 from shiftmend.errors import AdaptationError
 
+if dist.is_available():
+    # Optimisers import it, and its functions have the group of that moment for a default: imported while there is one,
+    # they keep it and its threads beyond `destroy_process_group`, and one that needs Python at exit aborts the process.
+    import torch.distributed.nn
+
 logger = logging.getLogger(__name__)
 
 _together = 0

@@ -104,7 +104,8 @@ def adapt(
         rates = options["learning_rate"] = rates.tolist()
     if not isinstance(rates, list | tuple):
         alone, fits = make_method(method, **options), checkpoints.data_fits(checkpoint)
-        return _remarked(_once(Given.of(model, target, profile, alone, settings, fits), alone, settings))
+        given = Given.of(model, target, profile, alone, settings, fits)
+        return _remarked(_once(given, alone, _heeded(settings, given, alone)))
     if profile is None:
         raise AdaptationError("several learning rates need a judge between them: a profile of the source")
     check_rates(rates)
@@ -116,7 +117,7 @@ def adapt(
         best_rate(
             rates,
             lambda rate, own, before: _once(given, methods[rate], own, before),
-            settings,
+            _heeded(settings, given, first),
             entropy_may_decide=not first.minimises_entropy,
         )
     )
@@ -141,9 +142,6 @@ def _once(given: Given, method: Method, settings: Settings, before: Verification
         check_takes_each(adapted, feed.kinds(2), settings.output)
     summary = given.summary  # not before: of inputs that the model refuses there is nothing more to say
     channels_last(adapted, feed.first(2), settings.output)
-    if settings.compile:
-        works = method.trains and _can_be_compiled(adapted, feed, settings.capture)
-        settings = replace(settings, compile=works)
     network, taps = examine(adapted, feed.first(2), profile, method, settings.blocks, settings.output)
     stages = stages_of(method, network, profile)
     refuse_shared(model, adapted, stages)
@@ -154,7 +152,7 @@ def _once(given: Given, method: Method, settings: Settings, before: Verification
         "preset": profile.preset if profile else None,
         "learning_rate_chosen": _how_chosen(method),
         "seed": settings.seed,
-        "batch_size": min(feed.batch_size, feed.samples),
+        "batch_size": feed.size,
         "blocks": [list(block.modules) for block in network.blocks],
         "resident": feed.resident,
         "target": {"samples": feed.samples, "sha256": _data_digest(feed), **summary.to_json()},
@@ -175,6 +173,12 @@ def _once(given: Given, method: Method, settings: Settings, before: Verification
         settle(adapted, model)
 
 
+def _heeded(settings: Settings, given: Given, method: Method) -> Settings:
+    """Without `compile` where it has no effect."""
+    works = settings.compile and method.trains and _can_be_compiled(given.model, given.feed, settings.capture)
+    return replace(settings, compile=works)
+
+
 def _can_be_compiled(model: nn.Module, feed: Feed, capture: bool) -> bool:
     """Whether `compile` has an effect; if not, why is logged."""
     if any(hasattr(module, "_orig_mod") for module in model.modules()):
@@ -193,7 +197,7 @@ def _can_be_compiled(model: nn.Module, feed: Feed, capture: bool) -> bool:
 
 def _refuse_unfit(method: Method, feed: Feed, normalises: bool, profile: Profile | None) -> None:
     """Refuse data that this method cannot work with, before anything is trained; `normalises`: BatchNorm is moved."""
-    size = min(feed.batch_size, feed.samples)
+    size = feed.size or min(feed.batch_size, feed.samples)
     smallest = method.smallest_batch(profile)
     if smallest > 2 and size < smallest:
         raise AdaptationError(f"batches of {size} are too small for {method.name}; it needs at least {smallest}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from shiftmend.batching import Gathered, full, joined, joined_inputs, keeps_order, known_length
+from shiftmend import batching
 from shiftmend.checks import brief, check_function, is_whole, kind
 from shiftmend.devices import narrowed, room_on, sent
 from shiftmend.distributed import share, shares
@@ -61,6 +61,7 @@ class Feed:
         self._inputs: Tensor | None = None
         self._labels: Tensor | None = None
         self._samples: int | None = None
+        self._size: int | None = None
         self._clean = False
         self._first: Tensor | None = None
         self._other: Tensor | None = None
@@ -92,9 +93,14 @@ class Feed:
         return self._samples
 
     @property
+    def size(self) -> int | None:
+        """That of the batches of an epoch; of a stream known after its first whole pass, None where they differ."""
+        return self._size if self._inputs is None else min(self.batch_size, len(self._inputs))
+
+    @property
     def known(self) -> int | None:
         """Number of samples, where it is known without counting them."""
-        return self._samples or known_length(self._loader)
+        return self._samples or batching.known_length(self._loader)
 
     def first(self, count: int) -> Tensor:
         """The first few inputs, preprocessed and on the device."""
@@ -111,11 +117,14 @@ class Feed:
     def batches(self, at_once: int = 0) -> Iterator[Tensor]:
         """Every sample once, in the order given; at least `at_once` of them together where they are resident."""
         if self._inputs is None:
-            yield from self._sent_inputs(shares(joined_inputs(inputs for inputs, _ in self._stream())))
+            yield from self._sent_inputs(shares(batching.joined_inputs(inputs for inputs, _ in self._stream())))
             return
         whole = self._inputs
         # indices of the host, which nobody has to wait for
-        parts = shares(torch.arange(start, end, device="cpu") for start, end in self._spans(len(whole), at_once))
+        parts = shares(
+            torch.arange(start, end, device="cpu")
+            for start, end in batching.spans(len(whole), max(self.batch_size, at_once))
+        )
         yield from self._sent_inputs(Rows(whole, slice(int(part[0]), int(part[-1]) + 1)) for part in parts)
 
     @property
@@ -137,10 +146,10 @@ class Feed:
 
     def _in_order(self) -> Iterator[Batch]:
         if self._inputs is None:
-            for batch in joined((inputs, self._known(labels)) for inputs, labels in self._stream()):
+            for batch in batching.joined((inputs, self._known(labels)) for inputs, labels in self._stream()):
                 yield batch[0], batch[1]
         else:
-            for start, end in self._spans(len(self._inputs)):
+            for start, end in batching.spans(len(self._inputs), self.batch_size):
                 yield Rows(self._inputs, slice(start, end)), self._known(self._labels)[start:end]
 
     def _known(self, labels: Tensor | None) -> Tensor:
@@ -154,7 +163,7 @@ class Feed:
     def subset(self, count: int, seed: int, at_once: int = 0) -> Iterator[Tensor]:
         """At most `count` samples, the same ones each time."""
         if self._inputs is None:
-            yield from self._sent_inputs(shares(joined_inputs(self._beginning(count, seed))))
+            yield from self._sent_inputs(shares(batching.joined_inputs(self._beginning(count, seed))))
         elif len(self._inputs) <= count:
             yield from self.batches(at_once)
         else:
@@ -164,14 +173,14 @@ class Feed:
     def some(self, count: int, seed: int, at_once: int = 0) -> list[Tensor]:
         """Which samples each batch of `subset` takes, where they lie; a streamed source cannot say."""
         assert self._inputs is not None
-        chosen = _permutation(len(self._inputs), seed)[:count].sort().values.to(self._inputs.device)
-        return [chosen[start:end] for start, end in self._spans(len(chosen), at_once)]
+        chosen = batching.permuted(len(self._inputs), seed)[:count].sort().values.to(self._inputs.device)
+        return [chosen[start:end] for start, end in batching.spans(len(chosen), max(self.batch_size, at_once))]
 
     def _beginning(self, count: int, seed: int) -> Iterator[Tensor]:
         for inputs, _ in self._stream(seed, shuffled=True):
             yield inputs[:count]
             count -= len(inputs)
-            if count <= 1:  # a lone one is left out, see `_spans`
+            if count <= 1:  # a lone one is left out, see `spans`
                 return
 
     def epoch(self, seed: int, number: int) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -184,7 +193,7 @@ class Feed:
         """
         if self._inputs is None:
             stream = self._stream(_order_seed(seed, number), shuffled=True)
-            yield from self._sent((share(inputs), None) for inputs in full(stream))
+            yield from self._sent((share(inputs), None) for inputs in batching.full(stream))
             return
         whole = self._inputs
         size = min(self.batch_size, len(whole))
@@ -195,24 +204,17 @@ class Feed:
     def order(self, seed: int, number: int) -> Tensor:
         """The order of all samples in an epoch, where they lie; a streamed source has none."""
         assert self._inputs is not None
-        return sent(_permutation(len(self._inputs), _order_seed(seed, number)), self._inputs.device)
+        return sent(batching.permuted(len(self._inputs), _order_seed(seed, number)), self._inputs.device)
 
     @property
     def ordered(self) -> bool:
         """Whether sample i of a pass is sample i of the source."""
-        return keeps_order(self._loader)
+        return batching.keeps_order(self._loader)
 
     @property
     def one_sided(self) -> bool:
         """Whether every epoch has the order of a loader, so that batches of sorted data are of one kind each."""
-        return not self.resident and isinstance(self._shuffled, DataLoader) and keeps_order(self._shuffled)
-
-    def _spans(self, samples: int, at_once: int = 0) -> list[tuple[int, int]]:
-        """First and one past the last of each batch of so many samples."""
-        size = max(self.batch_size, at_once)
-        # a lone last sample joins the batch before it: some normalisation takes its statistics from the batch
-        ends = [end for end in range(size, samples, size) if end != samples - 1 or size == 1] + [samples]
-        return list(zip([0, *ends], ends, strict=False))
+        return not self.resident and isinstance(self._shuffled, DataLoader) and batching.keeps_order(self._shuffled)
 
     def _sent(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Batches brought to the device, ahead of time where they come from the host, and preprocessed there."""
@@ -253,7 +255,7 @@ class Feed:
         assert not isinstance(self._loader, tuple)
         # a list gives its own batches, and a loader that does not put them together itself may give its memory again
         copy = copy and getattr(self._loader, "collate_fn", None) is not default_collate
-        samples = 0
+        samples, sizes = 0, []
         for batch in drawn(self._shuffled if shuffled else self._loader, seed, self.what):
             inputs, labels = split_batch(batch, self.what)
             if len(inputs) == 0:
@@ -261,13 +263,16 @@ class Feed:
             if not self._clean:
                 refuse_non_finite(inputs, self.what, samples if self.ordered and not shuffled else None)
             samples += len(inputs)
+            sizes.append(len(inputs))
             yield (inputs.clone(), labels if labels is None else labels.clone()) if copy else (inputs, labels)
         refuse_empty(samples, self.what, again=self._clean)
+        if not self._clean:
+            self._size = batching.common_size(sizes)
         self._clean, self._samples = True, self._samples or samples
 
     def _read(self, limit: int) -> None:
         """Keep everything if it is of one size and stays below the limit; if not, forget it and stream."""
-        gathered, samples = Gathered(), self.known or 0
+        gathered, samples = batching.Gathered(), self.known or 0
         for batch, label in self._stream(copy=not isinstance(self._loader, list)):
             gathered.add(batch, label)
             if max(gathered.bytes, batch.nbytes // len(batch) * samples) > limit:
@@ -288,11 +293,6 @@ class Feed:
         fits = inputs.numel() * inputs.element_size() <= limit
         self._inputs = narrowed(inputs.detach(), self.device).to(self.device) if fits else inputs.detach()
         self._labels = None if labels is None else narrowed(labels, self.device).to(self.device)
-
-
-def _permutation(count: int, seed: int) -> Tensor:
-    """The same on every machine: drawn on the host, whatever torch's default device is."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def _order_seed(seed: int, number: int) -> int:

@@ -39,10 +39,35 @@ def test_what_would_not_be_over_in_time_is_left_and_what_is_faster_still_fits() 
     cells = plan(TINY, "offline", methods=["fr", "adabn"], seeds=[1, 2])
     slow, fast = ([cell for cell in cells if cell.method == method] for method in ("fr", "adabn"))
     assert len(slow) == len(fast) == 4
-    # 50 seconds are over after two slow ones; a third would end at 75, four fast ones end at 58
-    begun = work_off(limit, clock, [*slow, *fast], {"fr": 25.0, "adabn": 2.0})
-    assert begun == [*slow[:2], *fast]
+    # 52 seconds are over after a fast one and two slow ones; a third would end at 77, three fast ones end at 58
+    begun = work_off(limit, clock, [fast[0], *slow, *fast[1:]], {"fr": 25.0, "adabn": 2.0})
+    assert begun == [fast[0], *slow[:2], *fast[1:]]
     assert limit.left == slow[2:]
+
+
+def test_before_one_of_its_method_is_over_a_cell_is_taken_to_be_as_slow_as_the_slowest() -> None:
+    clock = Clock()
+    limit = TimeLimit(TINY, 1.0, clock)
+    slow, unknown = (plan(TINY, "offline", methods=[method], seeds=[1]) for method in ("fr", "adabn"))
+    # the source model takes longer, but is no cell
+    begun = work_off(
+        limit, clock, [*preparations(TINY, slow), slow[0], unknown[0]], {"source": 30.0, "fr": 10.0, "adabn": 10.0}
+    )
+    assert begun[1:] == [slow[0], unknown[0]]
+    limit = TimeLimit(TINY, 1.0, clock)
+    assert work_off(limit, clock, [slow[0], unknown[0]], {"fr": 35.0}) == slow[:1]
+    assert limit.left == unknown[:1]
+
+
+def test_what_is_under_way_says_how_long_its_kind_takes_at_least() -> None:
+    clock = Clock()
+    limit = TimeLimit(TINY, 1.0, clock)
+    first, second = plan(TINY, "offline", methods=["fr"], seeds=[1])
+    tasks = limit.within([first, second])
+    assert next(tasks) == first
+    clock.seconds += 35.0
+    assert next(tasks, None) is None
+    assert limit.left == [second]
 
 
 def test_what_nothing_is_known_about_is_begun_and_finished_though_it_takes_longer() -> None:
