@@ -14,6 +14,9 @@ from hypothesis import settings
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell; some tests press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
+OVERRULING = "NO_COLOR FORCE_COLOR PY_COLORS GITHUB_ACTIONS TTY_COMPATIBLE TTY_INTERACTIVE COLUMNS LINES"
+for name in OVERRULING.split():
+    os.environ.pop(name, None)  # it would be believed, whatever a terminal or a pipe says of itself
 settings.register_profile("shiftmend", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("shiftmend")
 

@@ -36,10 +36,6 @@ def failed(cell: Cell) -> Result:
     return Result(cell, "own", error="it [broke]")
 
 
-OVERRULING = ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES")
-"""Variables that say something else than a terminal does, and are believed."""
-
-
 class Terminal:
     """A terminal of 140 columns: what programs write into `inner` appears on its screen, line by line."""
 
@@ -103,8 +99,6 @@ class Terminal:
 @contextmanager
 def standard_error_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     monkeypatch.setenv("TERM", "xterm")
-    for name in OVERRULING:
-        monkeypatch.delenv(name, raising=False)
     with Terminal() as terminal, os.fdopen(os.dup(terminal.inner), "w") as stream, monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", stream)
         yield terminal

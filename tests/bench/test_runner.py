@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_display import OVERRULING, Terminal
+from test_display import Terminal
 from test_executors import alive, eventually, seen
 from tiny import CELLS, DOOMED, SEEDS, TINY
 
@@ -221,8 +221,7 @@ def start(home: Path, root: Path, workers: int, **streams: Any) -> subprocess.Po
     code = f"{adopt}from shiftmend.cli import main; main()"
     command = [sys.executable, "-c", code, *arguments(home, root, workers)]
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} | streams
-    inherited = {name: value for name, value in os.environ.items() if name not in OVERRULING}
-    environment = inherited | {"OMP_NUM_THREADS": "1", "TERM": "xterm"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm"}
     return subprocess.Popen(command, start_new_session=True, text=True, env=environment, **piped)
 
 
