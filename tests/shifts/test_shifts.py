@@ -118,6 +118,12 @@ def test_wrong_images(wrong, message):
         apply("emnist-da/stripe", wrong)
 
 
+@pytest.mark.parametrize("name", ["cifar-c/fog", "cifar-c/gaussian_blur", "sensor/resolution"])
+def test_images_without_a_pixel_are_refused(name):
+    with pytest.raises(DataError, match=r"shape \[N, 1 or 3, H, W\], got uint8 \[2, 3, 0, 28\]"):
+        apply(name, torch.zeros(2, 3, 0, 28, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize("severity", [0, 6, -1, "5", 1.5, [1], True])
 def test_wrong_severity(severity, images):
     with pytest.raises(DataError, match="severities 1 to 5"):
