@@ -236,7 +236,8 @@ def test_a_damaged_cache_is_made_anew(tmp_path: Path) -> None:
     for buffer, array in zip(others, (first.images[:5], first.images[:, 0], first.images / 255), strict=False):
         np.save(buffer, array.numpy())
     np.savez(others[3], images=first.images.numpy())
-    for damage in (whole[:-1], b"", b"nonsense", *(buffer.getvalue() for buffer in others)):
+    unclosed = whole.replace(b"}", b" ", 1)
+    for damage in (whole[:-1], b"", b"nonsense", unclosed, *(buffer.getvalue() for buffer in others)):
         kept.write_bytes(damage)
         assert (image_folder(images, cache=cache).images == first.images).all()
         assert kept.read_bytes() == whole

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from shiftmend.checks import brief, counted, is_whole
+from shiftmend.data.arrays import DAMAGE
 from shiftmend.data.base import PathLike, Split
 from shiftmend.errors import DataError
 from shiftmend.files import as_path, replacing
@@ -248,7 +249,7 @@ def _read_cache(path: Path, count: int) -> NDArray[np.uint8] | None:
     """The kept array, or None if it is absent or not whole: the images are then decoded again."""
     try:
         array: Any = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+    except DAMAGE:
         return None
     whole = isinstance(array, np.ndarray) and array.dtype == np.uint8 and array.ndim == 4 and len(array) == count
     return array if whole else None
