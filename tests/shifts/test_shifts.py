@@ -92,6 +92,19 @@ def test_a_portion_has_2000_images():
     assert torch.equal(apply("emnist-da/dotted_line", glyphs, seed=3), torch.cat(parts))
 
 
+@pytest.mark.parametrize(("side", "most"), [(32, 2000), (224, 40), (1600, 1)])
+def test_large_images_come_in_small_portions(side, most, monkeypatch):
+    sizes = []
+
+    def look(images, *, generator):
+        sizes.append(len(images))
+        return images
+
+    monkeypatch.setitem(SHIFTS, "own", Shift("own", look, ({},), 1, "nothing"))
+    apply("own", torch.zeros(1, 3, 1, 1, dtype=torch.uint8).expand(most + 1, 3, side, side))
+    assert sizes == [most, 1]
+
+
 def test_non_square_images():
     wide = torch.zeros(2, 1, 20, 32, dtype=torch.uint8)
     wide[:, :, 5:15, 8:24] = 200
