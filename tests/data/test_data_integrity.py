@@ -160,3 +160,8 @@ def test_a_file_that_cannot_be_read_does_not_stop_the_others(tmp_path: Path, mon
     row = state(tmp_path, (Content("a.bin", md5=md5(b"12345")), Content("b.bin")))
     assert row.state == "damaged"
     assert "a.bin cannot be read ([Errno 13] Permission denied); look at its permissions" in row.detail
+    # nor does a folder that may not be looked into
+    monkeypatch.setattr(Path, "exists", refuse)
+    row = state(tmp_path, (Content("locked/a.bin"), Content("b.bin")))
+    assert row.state == "damaged"
+    assert "locked/a.bin cannot be read ([Errno 13] Permission denied); look at its permissions" in row.detail

@@ -118,10 +118,11 @@ class Finding:
 
 def check_content(content: Content, root: Path, *, checksums: bool = True) -> Finding:
     """One file or folder: there, of the right form and, if a checksum is known and wanted, the published one."""
-    path = next((place for place in _places(content, root) if place.exists()), None)
-    if path is None:
-        return Finding("missing")
+    path: Path | None = root / content.path
     try:
+        path = next((place for place in _places(content, root) if place.exists()), None)
+        if path is None:
+            return Finding("missing")
         note = _check_folder(path, content) if path.is_dir() else _check_file(path, content, checksums)
     except DataError as error:
         return Finding("damaged", str(error))
