@@ -165,7 +165,10 @@ def _is_idx(path: Path) -> bool:
 
 
 def _check_folder(path: Path, content: Content) -> str:
-    found = sum(os.path.splitext(name)[1].lower() in SUFFIXES for _, _, names in os.walk(path) for name in names)
+    found = 0
+    for _, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith(".")]  # as for the readers
+        found += sum(os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".") for name in names)
     if found == 0 or (content.exact_count and content.images not in (None, found)):
         raise DataError(
             f"{path} holds {found:,} images; expected {content.images or 1:,}: unpack the set again, or "
