@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 
 from shiftmend.bench.cells import Cell, Outcome, Result
+from shiftmend.bench.compact import from_compact, to_compact
 from shiftmend.bench.comparisons import METRICS, by_place, compare, holm, leads
 from shiftmend.errors import DataError
 
@@ -149,6 +150,21 @@ def test_equal_differences_leave_nothing_to_test(gain: float, scale: float) -> N
     for entry in found:
         assert (entry.p, entry.corrected, entry.verdict) == (None, None, "no difference shown")
         assert "same for every seed" in entry.remark
+
+
+def test_a_compact_export_gives_the_verdicts_of_its_store() -> None:
+    right = {"dim": (801, 850, 777), "sky": (801, 851, 777)}  # of 897 images; three more each time on the first shift
+    scores = {
+        "a": {shift: [(number + 3) / 897 for number in numbers] for shift, numbers in right.items()},
+        "b": {shift: [(number - (number == 851)) / 897 for number in numbers] for shift, numbers in right.items()},
+    }
+    stored = grid(scores)
+    dim, sky, _ = (found.verdict for found in compare(stored, "a", "b"))
+    assert (dim, sky) == ("no difference shown", "a better")
+    for ours, theirs in zip(
+        compare(stored, "a", "b"), compare(from_compact(to_compact(stored)), "a", "b"), strict=True
+    ):
+        assert (ours.verdict, ours.remark) == (theirs.verdict, theirs.remark)
 
 
 def test_who_leads_is_counted_without_ties_and_without_what_has_no_pair() -> None:

@@ -118,6 +118,14 @@ def test_nothing_shared_is_said() -> None:
         assert "no shift and seed" in found.correlation.remark
 
 
+def test_variants_are_left_out_where_nothing_is_shared_with_them() -> None:
+    results = [result(method, ece=e / 10, restoration_distance=float(e)) for e, method in enumerate("abc")]
+    for shift, without, methods in (("sky", (), "abcx"), ("fog", ("x",), "abc")):
+        variant = result("x", shift, restoration_distance=3.0)
+        found = restoration_and_calibration([*results, variant], variants=("x", "not run"))
+        assert (found.without, "".join(found.means), found.places) == (without, methods, 1)
+
+
 def test_another_outcome_gives_another_ece() -> None:
     results = [
         result(method, ece=e / 10, restoration_distance=float(e), best=Outcome(1, 0.9, -e / 10, 0, 0, 0))

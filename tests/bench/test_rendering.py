@@ -291,6 +291,11 @@ def test_markdown():
     assert text.endswith("\n\n- bold: highest of its column\n- a \\& b\\_c 5 % ± \\<i\\>\n")
 
 
+def test_a_name_in_a_cell_of_markdown_does_not_end_it():
+    table = Table("t", "variant", (Column("verdict"),), (Row("a|b", (Entry(text="a|b better"),)),), ())
+    assert "\n| a\\|b | a\\|b better |\n" in render(table, "markdown")
+
+
 def test_html():
     page = Page(render(small(), "html"))
     assert page.open == []

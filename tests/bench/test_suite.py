@@ -501,6 +501,8 @@ def test_mnist_m_in_its_forms(tmp_path: Path) -> None:
     for number in range(199):
         (tmp_path / f"BSDS500/images/train/{number}.jpg").touch()
     assert benchmark.origin("mnist-m", tmp_path) == "regenerated"
+    (tmp_path / "BSDS500/images/train/mine.png").touch()
+    assert benchmark.origin("mnist-m", tmp_path) == "rebuilt"  # on one more
 
     archive = {"train": np.stack([numbered(TRAIN)] * 3, 3), "test": np.stack([numbered(TEST)] * 3, 3)}
     (tmp_path / "MNISTM").mkdir()

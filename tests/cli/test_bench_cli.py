@@ -365,6 +365,16 @@ def test_correlate(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert facts["signals"]["entropy"]["within_shifts"] == pytest.approx(1)
 
 
+def test_variants_of_other_seeds_do_not_keep_methods_from_being_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(tmp_path, find("mnist-c"), lambda cell: 0.5, methods=["fr", "bufr"], seeds=[123])
+    fill(tmp_path, find("mnist-c"), lambda cell: 0.5, methods=["fr-sliced"], seeds=[234])
+    text = ok(capsys, "correlate", "mnist-c", "-f", tmp_path)
+    assert "\nmeans over 15 shifts x seeds" in text
+    assert "\nwithout fr-sliced, for lack of common seeds\n" in text
+
+
 def test_features_of_another_source_model_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "own.py").write_text(
         "from dataclasses import replace\nfrom shiftmend.bench.base import Setting\n"

@@ -109,6 +109,24 @@ def test_what_is_no_single_array_is_refused_and_not_run(tmp_path: Path) -> None:
         map_npy(path, "images", "fetch it")
 
 
+def test_a_damaged_header_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "fog.npy"
+    np.save(path, GREY)
+    path.write_bytes(path.read_bytes().replace(b"}", b" ", 1))
+    with pytest.raises(DataError, match=r"fog\.npy is truncated or no \.npy file .*: expected images; fetch it"):
+        map_npy(path, "images", "fetch it")
+
+
+def test_a_member_that_seems_encrypted_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    np.savez(path, images=GREY)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PK\x01\x02") + 8] |= 1  # in the directory of the archive
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"array 'images' cannot be read .*encrypted"):
+        npz_file(path)
+
+
 def test_a_damaged_stream_and_a_foreign_file_are_refused_in_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     np.savez_compressed(path, images=np.zeros((50, 28, 28), np.uint8))

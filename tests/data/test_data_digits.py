@@ -190,6 +190,7 @@ def test_damage_is_told_in_one_sentence(tmp_path: Path) -> None:
         ("3 0:0.1", "line 1 has pixel 0"),
         ("3 1;0.1", "no LIBSVM file"),
         ("eleven 1:0.1", "no LIBSVM file"),
+        ("99999999999999999999 1:0.1", "no LIBSVM file"),
         ("0 1:0.1", "no USPS file"),
         ("11 1:0.1", "no USPS file"),
         ("3 1:1.01", "no USPS file"),

@@ -99,6 +99,14 @@ def test_colours_of_16_bits_are_refused_and_not_cut(tmp_path: Path) -> None:
     (tmp_path / "deep.png").write_bytes(b"\x89PNG\r\n\x1a\n" + whole)
     with pytest.raises(DataError, match=r"deep\.png has pixels of mode RGB with 16 bits; expected 8 bits"):
         image_folder(tmp_path)
+    (tmp_path / "deep.png").unlink()
+    (tmp_path / "deep.ppm").write_bytes(b"P6 4 2 65535\n" + np.full((2, 4, 3), 4095, ">u2").tobytes())
+    with pytest.raises(DataError, match=r"deep\.ppm has pixels of mode RGB with 16 bits; expected 8 bits"):
+        image_folder(tmp_path)
+    (tmp_path / "deep.ppm").unlink()
+    for white in (15, 255):
+        (tmp_path / "flat.ppm").write_bytes(b"P6 4 2 %d\n" % white + bytes([white]) * 24)
+        assert (image_folder(tmp_path).images == 255).all()
 
 
 def test_links_that_lead_nowhere_are_named(tmp_path: Path) -> None:
@@ -236,7 +244,8 @@ def test_a_damaged_cache_is_made_anew(tmp_path: Path) -> None:
     for buffer, array in zip(others, (first.images[:5], first.images[:, 0], first.images / 255), strict=False):
         np.save(buffer, array.numpy())
     np.savez(others[3], images=first.images.numpy())
-    for damage in (whole[:-1], b"", b"nonsense", *(buffer.getvalue() for buffer in others)):
+    unclosed = whole.replace(b"}", b" ", 1)
+    for damage in (whole[:-1], b"", b"nonsense", unclosed, *(buffer.getvalue() for buffer in others)):
         kept.write_bytes(damage)
         assert (image_folder(images, cache=cache).images == first.images).all()
         assert kept.read_bytes() == whole

@@ -126,6 +126,8 @@ def test_folders_are_counted(tmp_path: Path) -> None:
     for number in range(3):
         write_png(tmp_path / f"set/{number}/a.png", np.zeros((2, 2), np.uint8))
     (tmp_path / "set/cache.npy").write_bytes(b"not an image")
+    (tmp_path / "set/1/._a.png").write_bytes(b"what a Mac puts beside a file")
+    write_png(tmp_path / "set/.trash/a.png", np.zeros((2, 2), np.uint8))
     assert state(tmp_path, (Content("set", images=3),)).detail == "1 item in place"
     assert "holds 3 images; expected 4" in state(tmp_path, (Content("set", images=4),)).detail
     assert "3 images, the release has 4" in state(tmp_path, (Content("set", images=4, exact_count=False),)).detail
@@ -160,3 +162,8 @@ def test_a_file_that_cannot_be_read_does_not_stop_the_others(tmp_path: Path, mon
     row = state(tmp_path, (Content("a.bin", md5=md5(b"12345")), Content("b.bin")))
     assert row.state == "damaged"
     assert "a.bin cannot be read ([Errno 13] Permission denied); look at its permissions" in row.detail
+    # nor does a folder that may not be looked into
+    monkeypatch.setattr(Path, "exists", refuse)
+    row = state(tmp_path, (Content("locked/a.bin"), Content("b.bin")))
+    assert row.state == "damaged"
+    assert "locked/a.bin cannot be read ([Errno 13] Permission denied); look at its permissions" in row.detail

@@ -108,9 +108,10 @@ def test_camelyon_damage(tmp_path: Path) -> None:
     table.write_text(whole.splitlines()[0])
     with pytest.raises(DataError, match="lists no patch of hospital 3"):
         camelyon17(3, tmp_path)
-    table.write_text(whole.replace(",3,0\n", ",three,0\n", 1))
-    with pytest.raises(DataError, match=r"metadata\.csv is damaged in line 5"):
-        camelyon17(3, tmp_path)
+    for hospital in ("three", "inf"):
+        table.write_text(whole.replace(",3,0\n", f",{hospital},0\n", 1))
+        with pytest.raises(DataError, match=r"metadata\.csv is damaged in line 5"):
+            camelyon17(3, tmp_path)
     for label, found in ((2, "0 to 2"), (-1, "-1 to 0")):
         table.write_text(whole.replace(",1,30,3,0", f",{label},30,3,0"))
         with pytest.raises(DataError, match=f"labels from {found}"):

@@ -71,6 +71,15 @@ def test_only_places_that_all_methods_have() -> None:
     np.testing.assert_allclose(line(only.axes[0], "bufr"), [(1.2 + 0.15, 5 - 1.5)])
 
 
+def test_variants_without_a_common_seed_are_left_out_unless_named() -> None:
+    everything = [*results(TABLE), result("fr-sliced", "sky", 3, restoration_distance=0.5)]
+    figure = restoration.draw(everything, variants=["fr-sliced"])
+    assert figure.get_suptitle() == restoration.draw(results(TABLE)).get_suptitle()
+    assert "not drawn, for lack of common seeds: fr-sliced" in footer(figure)
+    with pytest.raises(DataError, match="no shift and seed for which all methods"):
+        restoration.draw(everything, ["fr", "fr-sliced"], variants=["fr-sliced"])
+
+
 def test_methods_without_a_distance_are_named() -> None:
     figure = restoration.draw([*results(TABLE), result("tent"), result("bnm", restoration_distance=None)])
     assert "without a finite restoration distance: tent, bnm" in footer(figure)

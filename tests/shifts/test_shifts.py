@@ -92,6 +92,19 @@ def test_a_portion_has_2000_images():
     assert torch.equal(apply("emnist-da/dotted_line", glyphs, seed=3), torch.cat(parts))
 
 
+@pytest.mark.parametrize(("side", "most"), [(32, 2000), (224, 40), (1600, 1)])
+def test_large_images_come_in_small_portions(side, most, monkeypatch):
+    sizes = []
+
+    def look(images, *, generator):
+        sizes.append(len(images))
+        return images
+
+    monkeypatch.setitem(SHIFTS, "own", Shift("own", look, ({},), 1, "nothing"))
+    apply("own", torch.zeros(1, 3, 1, 1, dtype=torch.uint8).expand(most + 1, 3, side, side))
+    assert sizes == [most, 1]
+
+
 def test_non_square_images():
     wide = torch.zeros(2, 1, 20, 32, dtype=torch.uint8)
     wide[:, :, 5:15, 8:24] = 200
@@ -116,6 +129,12 @@ def test_non_square_images():
 def test_wrong_images(wrong, message):
     with pytest.raises(DataError, match=message):
         apply("emnist-da/stripe", wrong)
+
+
+@pytest.mark.parametrize("name", ["cifar-c/fog", "cifar-c/gaussian_blur", "sensor/resolution"])
+def test_images_without_a_pixel_are_refused(name):
+    with pytest.raises(DataError, match=r"shape \[N, 1 or 3, H, W\], got uint8 \[2, 3, 0, 28\]"):
+        apply(name, torch.zeros(2, 3, 0, 28, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("severity", [0, 6, -1, "5", 1.5, [1], True])

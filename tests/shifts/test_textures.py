@@ -139,6 +139,8 @@ def test_photographs_in_order_of_names(tmp_path):
     second, first = save(tmp_path / "b.png", seed=1), save(tmp_path / "a.png", 60, 45, seed=2)
     (tmp_path / "notes.txt").write_text("no photograph")
     assert [picture.shape for picture in textures.photographs(tmp_path)] == [first.shape, second.shape]
+    (tmp_path / "._a.png").write_bytes(b"what a Mac puts beside a file")
+    assert len(textures.photographs(tmp_path)) == 2
     only = save(tmp_path / "photographs" / "c.png", 33, 34)
     assert [picture.shape for picture in textures.photographs(tmp_path)] == [only.shape]
 

@@ -10,6 +10,7 @@ from typing import get_args
 import numpy as np
 
 from shiftmend.bench.cells import Cell, Origin, Outcome, Result, Which
+from shiftmend.bench.compact import DIGITS
 from shiftmend.errors import DataError
 
 METRICS = tuple(field.name for field in fields(Outcome) if field.name != "epoch")
@@ -180,7 +181,7 @@ def _test(
         remark = "no seed done by both" if not pairs else "only one seed done by both"
     elif not np.isfinite(values).all():
         remark = "a score is not finite"
-    elif deviation <= 1e-12 * np.abs(values).max():  # equal differences, but for the rounding of their subtraction
+    elif deviation <= _rounding(float(np.abs(values).max())):
         remark = "the difference is the same for every seed, which leaves a t-test nothing to go by"
     else:
         from scipy.special import stdtr  # here, since importing shiftmend must stay quick
@@ -188,6 +189,15 @@ def _test(
         t = difference / (deviation / math.sqrt(len(pairs)))
         p = float(2 * stdtr(len(pairs) - 1, -abs(t)))
     return Comparison(*table, first, second, shift, len(pairs), difference, deviation, p, p, "", remark)
+
+
+def _rounding(largest: float) -> float:
+    """The deviation that differences may have which are equal but for the rounding of scores in a compact export.
+
+    Each score is off by at most half a unit of its last digit, hence a difference by a unit, and the deviation of two
+    differences is at most the square root of 2 times that.
+    """
+    return 1.5 * 10.0 ** (math.floor(math.log10(largest)) + 1 - DIGITS) if largest else 0.0
 
 
 def _verdict(comparison: Comparison, metric: str, level: float) -> str:

@@ -36,6 +36,8 @@ class RestorationAndCalibration:
     """Of each method: restoration distance, and ECE as a fraction."""
     places: int
     """Shifts x seeds that every one of these methods has done, over which the means are."""
+    without: tuple[str, ...] = ()
+    """Variants that were left out for the sake of the others, which have nothing in common with all of them."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,15 @@ class SignalAndAccuracy:
 
 
 def restoration_and_calibration(
-    results: Iterable[Result], which: Which = "last", exclude: Collection[str] = ()
+    results: Iterable[Result], which: Which = "last", exclude: Collection[str] = (), variants: Collection[str] = ()
 ) -> RestorationAndCalibration:
     """Spearman's correlation over methods between mean restoration distance and mean ECE.
 
     Both are averaged over the shifts and seeds that all compared methods have done, so that none is favoured by the
     shifts it lacks. Methods without any restoration distance are not compared. `exclude` is for those that cannot be,
-    such as SHOT, whose own source model has other features to restore. The distance is always that of the last epoch,
-    also where `which` takes the ECE from another.
+    such as SHOT, whose own source model has other features to restore. `variants` are compared as well, unless no shift
+    and seed has them and all the rest. The distance is always that of the last epoch, also where `which` takes the ECE
+    from another.
     """
     if which not in get_args(Which):
         raise DataError(f"there is no {which!r} outcome; expected one of {', '.join(get_args(Which))}")
@@ -69,7 +72,12 @@ def restoration_and_calibration(
         outcome: Outcome | None = getattr(result, which)
         if cell.method not in exclude and outcome is not None and result.restoration_distance is not None:
             points.setdefault(cell.method, {})[cell.shift, cell.seed] = result.restoration_distance, outcome.ece
-    shared = sorted(set.intersection(*map(set, points.values()))) if points else []
+    without: tuple[str, ...] = ()
+    shared = _shared(points.values())
+    if not shared:
+        without = tuple(method for method in variants if method in points)
+        points = {method: of for method, of in points.items() if method not in without}
+        shared = _shared(points.values())
     if not shared:
         nothing = "there is no shift and seed for which all methods have a restoration distance"
         return RestorationAndCalibration(Correlation(None, 0, nothing), {}, 0)
@@ -77,7 +85,7 @@ def restoration_and_calibration(
         method: (_mean([of[place][0] for place in shared]), _mean([of[place][1] for place in shared]))
         for method, of in sorted(points.items())
     }
-    return RestorationAndCalibration(correlate(*zip(*means.values(), strict=True)), means, len(shared))
+    return RestorationAndCalibration(correlate(*zip(*means.values(), strict=True)), means, len(shared), without)
 
 
 def signals_and_accuracy(results: Iterable[Result]) -> dict[str, SignalAndAccuracy]:
@@ -128,6 +136,12 @@ def ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """From 1 for the smallest; equal values share the mean of the ranks that they take up."""
     _, position, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[position]
+
+
+def _shared(points: Iterable[Mapping[tuple[str, int], object]]) -> list[tuple[str, int]]:
+    """The shifts and seeds that all have."""
+    places = [set(of) for of in points]
+    return sorted(set.intersection(*places)) if places else []
 
 
 def _correlate_pairs(pairs: Sequence[tuple[float, float]]) -> Correlation:

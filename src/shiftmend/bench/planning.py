@@ -65,6 +65,12 @@ def settings_of(benchmark: Benchmark, protocol: str) -> dict[str, Setting]:
     return dict(benchmark.settings[protocol])
 
 
+def variants_of(benchmark: Benchmark, protocol: str) -> dict[str, str]:
+    """Rows that are a method with other options or another profile, and which method each is one of."""
+    settings = settings_of(benchmark, protocol)
+    return {name: setting.method for name, setting in settings.items() if setting.method != name}
+
+
 def with_another_source(benchmark: Benchmark, protocol: str) -> list[str]:
     """Methods that start from another model than source-only does, or than the first where there is no source-only.
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from shiftmend.bench import comparisons, correlations, footnotes, published, thresholds
 from shiftmend.bench.grids import METRICS, SUPERVISED, Entry, Grid
-from shiftmend.bench.planning import with_another_source
+from shiftmend.bench.planning import variants_of, with_another_source
 from shiftmend.bench.sections import Block, Part
 from shiftmend.bench.tabular import Column, Row, Table
 
@@ -20,18 +20,12 @@ FAR = 0.1
 
 
 def restoration(part: Part) -> list[Block]:
-    """Restoration distance and ECE of each method, and how they go together; nothing if no image has a clean twin.
-
-    Variants of a method are compared as well, unless no shift and seed has them and all the methods.
-    """
+    """Restoration distance and ECE of each method, and how they go together; nothing if no image has a clean twin."""
     if all(result.restoration_distance is None for result in part.unsupervised):
         return []
     others = with_another_source(part.benchmark, part.protocol)
-    found = correlations.restoration_and_calibration(part.unsupervised, exclude=others)
-    without: list[str] = []
-    if not found.means:
-        without = [name for name in _bases(part) if name not in others]
-        found = correlations.restoration_and_calibration(part.unsupervised, exclude=[*others, *without])
+    variants = variants_of(part.benchmark, part.protocol)
+    found = correlations.restoration_and_calibration(part.unsupervised, exclude=others, variants=variants)
     if not found.means:
         return [f"Nothing can be said yet: {found.correlation.remark}."]
     name = part.benchmark.name
@@ -65,7 +59,7 @@ def restoration(part: Part) -> list[Block]:
     left_out += [SUPERVISED] if len(part.unsupervised) < len(part.results) else []
     note = f"means over the {found.places} pairs of shift and seed that every method has done"
     note += f"; {' and '.join(left_out)} {'are' if len(left_out) > 1 else 'is'} left out" if left_out else ""
-    note += f"; without {', '.join(without)}, for lack of common seeds" if without else ""
+    note += f"; without {', '.join(found.without)}, for lack of common seeds" if found.without else ""
     note += "; the paper's are means over all shifts" if known else ""
     return [
         f"{said}.",
@@ -75,7 +69,7 @@ def restoration(part: Part) -> list[Block]:
 
 def variants(part: Part) -> list[Block]:
     """Rows that are a method with other options, each against the method as it is: what the option is worth."""
-    bases = _bases(part)
+    bases = variants_of(part.benchmark, part.protocol)
     found = {name: compared for name, base in bases.items() if (compared := _compared(part, name, base))}
     rows = [_variant(part, name, bases[name], compared) for name, compared in found.items()]
     if not rows:
@@ -98,12 +92,6 @@ def variants(part: Part) -> list[Block]:
         remarks.append(f"the mean is over {len(part.shifts)} of {len(part.benchmark.shifts)} shifts")
     title = f"{part.benchmark.name}, {part.protocol}: variants"
     return [Table(title, "variant", columns, tuple(rows), (note, *remarks))]
-
-
-def _bases(part: Part) -> dict[str, str]:
-    """Of every variant, the method that it is one of."""
-    settings = part.benchmark.settings[part.protocol]
-    return {name: settings[name].method for name in part.methods if settings[name].method != name}
 
 
 def _variant(part: Part, name: str, base: str, compared: Sequence[comparisons.Comparison]) -> Row:

@@ -171,7 +171,7 @@ def _markdown(table: Table) -> str:
         return f"| {' | '.join(cells)} |"
 
     def cell(entry: Entry, column: Column) -> str:
-        written = number(entry, column)
+        written = number(entry, column).replace("|", r"\|")  # a text may name a method
         return f"**{written}**" if entry.best else written
 
     titles = [f"{column.heading}: {column.title}" if column.heading else column.title for column in table.columns]

@@ -173,14 +173,15 @@ def correlate(
     """Rank correlations: restoration distance with calibration, and each label-free signal with accuracy."""
     from shiftmend.bench.correlations import restoration_and_calibration, signals_and_accuracy
     from shiftmend.bench.grids import SUPERVISED
-    from shiftmend.bench.planning import with_another_source
+    from shiftmend.bench.planning import variants_of, with_another_source
 
     found = _read(benchmark, folder, protocol, None, None, learning_rates, data_root, needed=True)
     # clean images are no shift, and who saw labels, or is scored on a part, is not compared with who did not
     shifted = [result for result in found.results if result.cell.shift in found.benchmark.shifts]
     compared = [result for result in shifted if not result.cell.method.startswith(SUPERVISED)]
     others = with_another_source(found.benchmark, protocol)
-    restoration = restoration_and_calibration(compared, exclude=others)
+    variants = variants_of(found.benchmark, protocol)
+    restoration = restoration_and_calibration(compared, exclude=others, variants=variants)
     signals = signals_and_accuracy(compared)
     if as_json:
         by_name = {name: asdict(value) for name, value in signals.items()}
@@ -196,6 +197,7 @@ def correlate(
         say(f"means over {restoration.places} shifts x seeds; the paper has 0.6 on EMNIST-DA")
     there = {result.cell.method for result in shifted}
     left_out = [f"{method}, whose source model is another" for method in others if method in there]
+    left_out += [f"{', '.join(restoration.without)}, for lack of common seeds"] if restoration.without else []
     left_out += ["target-supervised"] if any(method.startswith(SUPERVISED) for method in there) else []
     say(f"without {', and '.join(left_out)}\n" if left_out else "")
     titles = ("within shifts", "over all cells")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tokenize
 import zipfile
 import zlib
 from pathlib import Path
@@ -14,8 +15,9 @@ from numpy.typing import NDArray
 from shiftmend.data.base import PathLike, Split, as_images, as_labels
 from shiftmend.errors import DataError
 
-# A damaged archive shows itself in its directory, in a member's compressed stream, or in the array inside.
-_DAMAGE = (OSError, ValueError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error)
+# A damaged archive shows itself in its directory (where a member may even seem encrypted), in a member's compressed
+# stream, or in the array inside, whose header is Python.
+DAMAGE = (OSError, ValueError, EOFError, KeyError, RuntimeError, tokenize.TokenError, zipfile.BadZipFile, zlib.error)
 
 
 def npz_file(
@@ -69,7 +71,7 @@ def open_npz(path: Path) -> NpzFile:
         archive = np.load(path, allow_pickle=False)
     except FileNotFoundError:
         raise DataError(f"{path} is missing: expected an .npz archive there; put it there by hand") from None
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise DataError(f"{path} is no .npz archive ({_reason(error)}); replace the file") from error
     if not isinstance(archive, NpzFile):
         raise DataError(f"{path} holds a single array; expected an .npz archive of named arrays")
@@ -81,7 +83,7 @@ def read_member(archive: NpzFile, path: Path, key: str) -> NDArray[Any]:
         raise DataError(f"{path} has no array {key!r}; expected it beside {', '.join(archive.files) or 'nothing'}")
     try:
         array: NDArray[Any] = archive[key]
-    except _DAMAGE as error:
+    except DAMAGE as error:
         if "Object arrays" in str(error):
             raise DataError(
                 f"{path} holds objects under {key!r}, as arrays of different lengths are stored; expected numbers: pad "
@@ -99,7 +101,7 @@ def map_npy(path: Path, expected: str, remedy: str) -> NDArray[Any]:
         mapped: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise DataError(f"{path} is missing: expected {expected} there; {remedy}") from None
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise DataError(
             f"{path} is truncated or no .npy file ({_reason(error)}): expected {expected}; {remedy}"
         ) from error

@@ -191,7 +191,7 @@ def _read_libsvm(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
                 if not 1 <= int(index) <= values.shape[1]:
                     raise ValueError(f"line {row + 1} has pixel {index}")
                 values[row, int(index) - 1] = float(value)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise DataError(
             f"{path} is no LIBSVM file ({error}): expected lines of `class index:value` with indices 1 to 256; "
             "delete it and fetch it again"

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from shiftmend.checks import brief, counted, is_whole
+from shiftmend.data.arrays import DAMAGE
 from shiftmend.data.base import PathLike, Split
 from shiftmend.errors import DataError
 from shiftmend.files import as_path, replacing
@@ -183,10 +184,13 @@ def _open(path: Path) -> Image:
 def _is_cut_to_8_bits(image: Image) -> bool:
     """Whether Pillow would keep the upper half of 16 bits a channel: of 12-bit recordings it leaves next to black.
 
-    The layout in the file tells, e.g. `RGB;16B`; `BGR;16`, of bitmaps, is 16 bits for all channels together.
+    The layout in the file tells, e.g. `RGB;16B`; `BGR;16`, of bitmaps, is 16 bits for all channels together. That of a
+    .ppm has the value of white.
     """
     layouts = [tile[3] for tile in getattr(image, "tile", ())]
     parts = [part for layout in layouts for part in (layout if isinstance(layout, tuple) else (layout,))]
+    if image.format == "PPM":
+        return any(isinstance(part, int) and part > 255 for part in parts)
     return any(isinstance(part, str) and re.search(";16[BLN]$", part) for part in parts)
 
 
@@ -248,7 +252,7 @@ def _read_cache(path: Path, count: int) -> NDArray[np.uint8] | None:
     """The kept array, or None if it is absent or not whole: the images are then decoded again."""
     try:
         array: Any = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+    except DAMAGE:
         return None
     whole = isinstance(array, np.ndarray) and array.dtype == np.uint8 and array.ndim == 4 and len(array) == count
     return array if whole else None

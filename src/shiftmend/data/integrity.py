@@ -118,10 +118,11 @@ class Finding:
 
 def check_content(content: Content, root: Path, *, checksums: bool = True) -> Finding:
     """One file or folder: there, of the right form and, if a checksum is known and wanted, the published one."""
-    path = next((place for place in _places(content, root) if place.exists()), None)
-    if path is None:
-        return Finding("missing")
+    path: Path | None = root / content.path
     try:
+        path = next((place for place in _places(content, root) if place.exists()), None)
+        if path is None:
+            return Finding("missing")
         note = _check_folder(path, content) if path.is_dir() else _check_file(path, content, checksums)
     except DataError as error:
         return Finding("damaged", str(error))
@@ -164,7 +165,10 @@ def _is_idx(path: Path) -> bool:
 
 
 def _check_folder(path: Path, content: Content) -> str:
-    found = sum(os.path.splitext(name)[1].lower() in SUFFIXES for _, _, names in os.walk(path) for name in names)
+    found = 0
+    for _, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith(".")]  # as for the readers
+        found += sum(os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".") for name in names)
     if found == 0 or (content.exact_count and content.images not in (None, found)):
         raise DataError(
             f"{path} holds {found:,} images; expected {content.images or 1:,}: unpack the set again, or "

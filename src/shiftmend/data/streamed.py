@@ -164,7 +164,7 @@ def _read_metadata(table: Path, hospital: int) -> tuple[list[str], list[int]]:
                     labels.append(int(float(tumour)))
         except DataError:
             raise
-        except (IndexError, ValueError, csv.Error):
+        except (IndexError, ValueError, OverflowError, csv.Error):
             raise DataError(f"{table} is damaged in line {line}; delete it and unpack the set again") from None
     return files, labels
 

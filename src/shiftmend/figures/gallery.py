@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shiftmend.bench.base import CLEAN, Images
 from shiftmend.bench.cells import Result
-from shiftmend.bench.planning import chosen, settings_of, with_another_source
+from shiftmend.bench.planning import chosen, settings_of, variants_of, with_another_source
 from shiftmend.bench.reading import read
 from shiftmend.bench.suite import find
 from shiftmend.bench.workshop import inputs_of, labelled
@@ -121,8 +121,9 @@ def _shots(wanted: Wanted) -> Figure:
 def _restoration(wanted: Wanted) -> Figure:
     from shiftmend.figures import restoration
 
-    others = with_another_source(find(wanted.benchmark), wanted.protocol)
-    return restoration.draw(wanted.results(), wanted.methods, wanted.shifts, exclude=others)
+    benchmark, protocol = find(wanted.benchmark), wanted.protocol
+    others, variants = with_another_source(benchmark, protocol), variants_of(benchmark, protocol)
+    return restoration.draw(wanted.results(), wanted.methods, wanted.shifts, exclude=others, variants=variants)
 
 
 def _curves(wanted: Wanted) -> Figure:

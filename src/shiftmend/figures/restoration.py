@@ -23,17 +23,20 @@ def draw(
     *,
     which: Which = "last",
     exclude: Collection[str] = ("shot",),
+    variants: Collection[str] = (),
 ) -> Figure:
     """One point a method, and Spearman's coefficient over them in the title.
 
     Means are over the shifts and seeds that all methods have. `exclude` is for methods with a source model of their
     own, whose features are others to begin with: by default SHOT. It is drawn if it is named among the methods, and so
-    is one that saw labels, which is left out otherwise.
+    is one that saw labels, which is left out otherwise. `variants` of methods are left out where they have no shift and
+    seed in common with the rest, unless they are named.
     """
     grid = picking.pick(results, methods, shifts, which=which)
     labelled = [method for method in grid.methods if method.startswith(SUPERVISED)]
     left_out = {method for method in (*exclude, *labelled) if methods is None or method not in methods}
-    found = restoration_and_calibration(grid.cells.values(), which, left_out)
+    dispensable = [method for method in variants if methods is None or method not in methods]
+    found = restoration_and_calibration(grid.cells.values(), which, left_out, dispensable)
     points = {method: point for method, point in found.means.items() if all(map(math.isfinite, point))}
     if not points:
         raise DataError(
@@ -62,9 +65,10 @@ def draw(
     notes = [f"means over {pairs} of shift and seed, those that all of these methods have done, of {size}"]
     own = [method for method in grid.methods if method in left_out and method not in labelled]
     taught = [method for method in labelled if method in left_out]
-    unknown = [method for method in grid.methods if method not in points and method not in left_out]
+    unknown = [method for method in grid.methods if method not in (*points, *left_out, *found.without)]
     notes += [f"not drawn, with a source model of its own: {', '.join(own)}"] if own else []
     notes += [f"not drawn, trained with labels: {', '.join(taught)}"] if taught else []
+    notes += [f"not drawn, for lack of common seeds: {', '.join(found.without)}"] if found.without else []
     notes += [f"not drawn, without a finite restoration distance: {', '.join(unknown)}"] if unknown else []
     style.footer(figure, [*notes, *picking.notes(grid, methods, shifts)])
     named = [(method, distance, 100 * ece, style.colour(method)) for method, (distance, ece) in points.items()]

@@ -34,8 +34,10 @@ SHIFTS: dict[str, Shift] = {
     **signal.SHIFTS,
 }
 
-# Bounds the memory a shift needs, whatever the number of images.
+# Bound the memory a shift needs, which can be 50 bytes a value, whatever the number of images and their size. Random
+# numbers depend on the portions: those of images up to the size of CIFAR's have to stay.
 CHUNK = 2000
+VALUES = CHUNK * 3 * 32 * 32
 
 
 def find(name: str) -> Shift:
@@ -85,8 +87,9 @@ def apply(
     if shift.texture is not None:
         parameters["textures"] = [picture.to(place) for picture in load(shift.texture, textures)]
     generator = torch.Generator(place).manual_seed(int(seed))
-    parts = [shift.function(part, generator=generator, **parameters) for part in images.split(CHUNK)]
-    for part, given in zip(parts, images.split(CHUNK), strict=True):
+    portions = images.split(max(1, min(CHUNK, VALUES // max(1, images[0].numel()))))
+    parts = [shift.function(portion, generator=generator, **parameters) for portion in portions]
+    for part, given in zip(parts, portions, strict=True):
         _check_shifted(shift, part, given)
     return torch.cat(parts)
 

@@ -53,7 +53,7 @@ def check_signals(signals: Tensor) -> None:
 def check_images(images: Tensor) -> None:
     """Refuse what is no batch of 8-bit images, before any arithmetic."""
     _check_tensor(images)
-    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
+    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3) or 0 in images.shape[2:]:
         raise DataError(
             "a shift takes uint8 images of shape [N, 1 or 3, H, W], got "
             f"{str(images.dtype).removeprefix('torch.')} {list(images.shape)}"

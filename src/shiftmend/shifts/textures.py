@@ -53,6 +53,12 @@ def photographs(folder: Folder = None) -> list[Tensor]:
     return [picture for _, picture in _photographs(folder)]
 
 
+def photograph_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """Those that `photographs` reads; hidden ones are passed over."""
+    place = _photograph_folder(_named(folder))
+    return sorted(path for path in place.iterdir() if path.suffix.lower() in SUFFIXES and not path.name.startswith("."))
+
+
 def load(name: str, folder: Folder = None) -> list[Tensor]:
     """The pictures behind `Shift.texture`: one texture by name, all of `frost` or all `photographs`."""
     return [picture for _, picture in _load(name, folder)]
@@ -138,9 +144,9 @@ def _photographs(folder: Folder) -> list[tuple[str, Tensor]]:
     if folder is None:
         orders = list(itertools.permutations(range(3)))
         return [("procedural", _drawn(name)[list(order)]) for name in NAMES for order in orders]
-    place = _photograph_folder(_named(folder))
-    paths = sorted(path for path in place.iterdir() if path.suffix.lower() in SUFFIXES)
+    paths = photograph_files(folder)
     if not paths:
+        place = _photograph_folder(_named(folder))
         raise DataError(f"no photographs in {place}, expected files ending in {', '.join(SUFFIXES)} there")
     return [(str(path), _read(path)) for path in paths]
 

@@ -16,6 +16,7 @@ from shiftmend.bench.suite.mnist_c import OFFLINE, SETTINGS, SOURCES, load_sourc
 from shiftmend.data.digits import mnist
 from shiftmend.data.preprocessing import signed
 from shiftmend.data.shifted import mnist_m
+from shiftmend.shifts.textures import photograph_files
 
 SHIFT = "mnist-m"
 ARCHIVES = ("keras_mnistm.pkl.gz", "keras_mnistm.pkl")
@@ -40,7 +41,7 @@ def origin(shift: str, root: Root) -> Origin:
     if shift == CLEAN or _published(root):
         return "published"
     folder = _photographs(root)
-    there = 0 if folder is None else sum(file.suffix == ".jpg" for file in folder.iterdir())
+    there = 0 if folder is None else len(photograph_files(folder))
     return "regenerated" if there == PHOTOGRAPHS else "rebuilt"
 
 
