@@ -189,7 +189,7 @@ def correlate(
         return
     shown = columns("method", "restoration distance", "ECE, percent", numbers=("restoration distance", "ECE, percent"))
     for method, (distance, ece) in sorted(restoration.means.items(), key=lambda item: item[1]):
-        shown.add_row(method, f"{distance:.2f}", f"{100 * ece:.1f}")
+        shown.add_row(method, f"{distance:#.3g}", f"{100 * ece:.1f}")
     if restoration.means:
         show(shown)
     say(f"Spearman's correlation over methods: {_coefficient(restoration.correlation)}")
