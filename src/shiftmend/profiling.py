@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from shiftmend import fingerprints
 from shiftmend.adapting import batch_norms
 from shiftmend.checks import brief, check_known, counted, is_whole
 from shiftmend.devices import placed, resolve_device
+from shiftmend.dice import roll, rolled
 from shiftmend.distributed import everywhere, of_first_process, same_everywhere, together, warn_if_apart, world_size
 from shiftmend.errors import ProfileError
 from shiftmend.feeds import Feed, Preprocess
@@ -47,6 +49,7 @@ MOST_CORRELATED = 4096
 
 
 @torch.inference_mode(False)
+@torch.no_grad()
 def profile(
     model: nn.Module,
     source: Any,
@@ -93,9 +96,9 @@ def profile(
     usual = chosen.bins if batch_norms(model) else chosen.bins.at(SOFT)
     cut = like.bins if like else as_bins(bins, usual)
     feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, what="source data")
-    with placed(model, place), modes(model), torch.no_grad(), progress_bar(progress, "profiling", None) as bar:
+    takes = functools.partial(check_takes_each, model, feed.kinds(2))
+    with placed(model, place), modes(model), rolled(place, takes), progress_bar(progress, "profiling", None) as bar:
         model.eval()
-        check_takes_each(model, feed.kinds(2))
         summary = InputSummary.of(feed.batches())
         specs = trace(model, feed.first(2), head=head, taps=like.specs if like else taps, output=output).taps
         _check_agreement(model, feed, (specs, chosen.name, cut, full, keep_bytes), like)
@@ -189,6 +192,7 @@ class _Passes:
         used = seen = 0
         own = (self.feed.known or 0) / world_size()
         self.number += 1
+        roll(0)
         advance = Pass(self.bar, f"pass {self.number}", self.feed.known)
         with tapped(self.model, self.specs) as recorder:
             for batch in self.feed.batches():
