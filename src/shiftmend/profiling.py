@@ -172,14 +172,7 @@ def _frame(trackers: Mapping[str, RangeTracker], chosen: Preset, like: Profile |
 class _Passes:
     """Runs the network over the source; once only, where what the taps gave could be kept."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        feed: Feed,
-        specs: Mapping[str, Tap],
-        keep_bytes: int,
-        bar: Bar,
-    ) -> None:
+    def __init__(self, model: nn.Module, feed: Feed, specs: Mapping[str, Tap], keep_bytes: int, bar: Bar) -> None:
         self.model, self.feed, self.specs, self.bar = model, feed, specs, bar
         self.room, self.number = keep_bytes, 0
         self.kept: list[Samples] | None = None
@@ -218,11 +211,12 @@ def _ranges(passes: _Passes, specs: Mapping[str, Tap], like: Profile | None) -> 
     trackers = {name: tracker.joined() for name, tracker in trackers.items()}
     for name, tracker in trackers.items():
         finite = torch.isfinite(tracker.low) & torch.isfinite(tracker.high)
+        if name == "features":  # their variance is stored
+            finite &= torch.isfinite(tracker.gaussian().variance).to(finite.device)
         if not bool(finite.all()):
-            bad = int((~finite).sum())
             raise ProfileError(
-                f"tap {name!r} gave NaN or infinite values in {bad} units on the source data; look at the weights of "
-                "the model and at preprocess"
+                f"tap {name!r} gave values that are NaN, infinite or too large (beyond 1e19) in {int((~finite).sum())} "
+                "units on the source data; look at the weights of the model and at preprocess"
             )
         if like is None and not bool(usable_units(tracker.low, tracker.high).any()):
             raise ProfileError(
