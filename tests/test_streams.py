@@ -282,9 +282,10 @@ def test_a_batch_may_be_what_a_loader_gives() -> None:
 
 def test_a_single_sample_has_no_histogram_also_without_batch_norm(caplog: pytest.LogCaptureFixture) -> None:
     world = sensors(norm=False)
-    for method in ("fr", "bnm", "shot-im"):
+    profile = shiftmend.profile(world.model, world.source, gaussian="full", progress=False)
+    for method in ("fr", "bnm", "shot-im", "full-gauss"):
         caplog.clear()
-        online = shiftmend.stream(world.model, world.profile(), method)
+        online = shiftmend.stream(world.model, profile, method)
         result = online.step(world.target[:1])
         torch.testing.assert_close(result, world.model(world.target[:1]).detach())
         assert "single sample has no distribution" in caplog.text
