@@ -299,6 +299,7 @@ def test_a_single_sample_has_no_histogram_also_without_batch_norm(caplog: pytest
         ({"preprocess": 3}, "preprocess is 3, expected a function"),
         ({"profile": 3}, "the profile is an int, expected a Profile or the name of its file"),
         ({"method": []}, "unknown method"),
+        ({"align": "middle"}, "the profile has no tap 'middle'; it has features, logits"),
         ({"device": []}, "device .* is not available"),
     ],
 )

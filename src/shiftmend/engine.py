@@ -247,7 +247,7 @@ def examine(
     names = taps_of(method, profile)
     missing = [name for name in names if name not in found.taps]
     if missing:
-        raise AdaptationError(f"the profile has no tap {missing[0]!r}; it has {', '.join(found.taps)}")
+        raise AdaptationError(f"there is no tap {missing[0]!r} without a profile, only {', '.join(found.taps)}")
     network = Network(model, split(model, found, blocks), found.taps, found.head)
     return network, {name: found.taps[name] for name in names}
 
