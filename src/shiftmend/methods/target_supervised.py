@@ -72,6 +72,11 @@ class TargetSupervised(Prediction):
             logits = self.logits(activations).float()
             if highest >= logits.shape[1]:
                 raise AdaptationError(f"there is a label {highest}, but the model knows {logits.shape[1]} classes")
+            if len(logits) != len(activations["targets"]):
+                raise AdaptationError(
+                    f"target-supervised takes a model of one answer a sample; this one gives {len(logits)} for "
+                    f"{len(activations['targets'])}: train it in a loop of your own, or use fr or bufr"
+                )
             return {"labels": functional.cross_entropy(logits, activations["targets"])}
 
         return losses
