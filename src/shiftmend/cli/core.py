@@ -81,8 +81,10 @@ def blocks(
     try:
         sides = [int(side) for side in shape.split(",")]
         sample = torch.zeros(2, *sides)
-    except (ValueError, RuntimeError) as error:
-        raise DataError(f"--shape {shape!r} should be whole numbers with commas, e.g. 3,32,32") from error
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise DataError(
+            f"--shape {shape!r} should be whole numbers with commas, e.g. 3,32,32, that fit into memory"
+        ) from error
     found = split(net, trace(net, sample, head=head, output=entry(output_entry)), block_names(block))
     parameters = dict(net.named_parameters())
     rows = [

@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from shiftmend.cli.options import whole_or_text
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.methods import METHODS
 from shiftmend.models import MODELS, build
@@ -33,7 +34,7 @@ def _option(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
         raise ShiftmendError(f"model option {text!r} should read name=value, e.g. classes=10")
-    return key, int(value) if value.lstrip("-").isdigit() else value
+    return key, whole_or_text(value)
 
 
 def load_method(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -128,7 +129,11 @@ def named_tap(text: str) -> tuple[str, str]:
 
 
 def entry(text: str | None) -> int | str | None:
-    return int(text) if text is not None and text.lstrip("-").isdigit() else text
+    return text if text is None else whole_or_text(text)
+
+
+def whole_or_text(text: str) -> int | str:
+    return int(text) if re.fullmatch("-?[0-9]+", text) else text
 
 
 def method_option(text: str) -> tuple[str, Any]:
