@@ -137,6 +137,18 @@ def test_adapting_never_replaces_the_weights_it_started_from(
     assert weights.read_bytes() == (site / "w.safetensors").read_bytes()
 
 
+def test_what_a_factory_prints_does_not_stand_before_the_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "loud.py").write_text(
+        "import torch\nprint('imported')\n"
+        "def make():\n    print('made')\n    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))\n"
+    )
+    code, out, err = call(capsys, "blocks", f"{tmp_path}/loud.py:make", "--shape", "4", "--json")
+    assert (code, err) == (0, "imported\nmade\n")
+    assert [row["block"] for row in json.loads(out)] == ["0"]
+
+
 def test_blocks(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(ok(capsys, "blocks", *common(site), "--shape", "1,16,16", "--json"))
     assert [row["block"] for row in rows] == ["conv1 + bn1", "conv2 + bn2", "conv3 + bn3", "linear"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeGuard
@@ -63,7 +64,10 @@ def _call_factory(name: str, settings: dict[str, Any]) -> nn.Module:
 
 @contextmanager
 def _found(what: str, name: str, known: Iterable[str], attributes: str) -> Iterator[Any]:
-    """What `package.module:attribute` or `file.py:attribute` names; inside, imports find what lies beside it."""
+    """What `package.module:attribute` or `file.py:attribute` names; inside, imports find what lies beside it.
+
+    What it prints goes to standard error: on standard output it would stand before the JSON.
+    """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where:
         raise ShiftmendError(
@@ -73,7 +77,7 @@ def _found(what: str, name: str, known: Iterable[str], attributes: str) -> Itera
     of_file = where.endswith(".py")
     if of_file and not Path(where).is_file():
         raise ShiftmendError(f"{what} {name!r} could not be found: there is no file {where}")
-    with first_on_path(Path(where).resolve().parent if of_file else Path.cwd()):
+    with redirect_stdout(sys.stderr), first_on_path(Path(where).resolve().parent if of_file else Path.cwd()):
         module = _imported(f"{what} {name!r}", where, of_file, what)
         if not hasattr(module, attribute):
             raise ShiftmendError(f"{what} {name!r} could not be found: {where} has no {attribute!r}")
