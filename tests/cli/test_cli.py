@@ -370,7 +370,9 @@ def test_shift_and_shifts(site: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     names = [row["name"] for row in json.loads(ok(capsys, "shifts", "--json"))]
     assert {"emnist-da/sky", "mnist-c/zigzag", "mnist-m", "cifar-c/snow"} <= set(names)
     assert "emnist-da/stripe" in ok(capsys, "shifts", "--only", "emnist-da")
-    ok(capsys, "shifts", "--only", "emnist-da/s", "--sheet", tmp_path / "sheet.png", "-d", site / "source.npz")
+    sheet = ("--only", "emnist-da/s", "--sheet", tmp_path / "sheet.png", "-d", site / "source.npz")
+    drawn = json.loads(ok(capsys, "shifts", *sheet, "--json"))
+    assert (drawn["sheet"], "emnist-da/sky" in drawn["shifts"]) == (f"{tmp_path}/sheet.png", True)
     assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -520,6 +522,7 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["shift", "emnist-da/inverse", "{}/factory.py", "{}/x.npz"], "neither a folder of images nor"),
     (["shift", "emnist-da/fog", "{}/source.npz", "{}/x.npz", "--seed", str(2**70)], "64 bits"),
     (["shifts", "--only", "zzz"], "no shift begins"),
+    (["shifts", "--severity", "3"], "are for a sheet; name its file with --sheet"),
     (["data", "verify", "--data-root", "{}/nowhere"], "there is no folder"),
 ]  # fmt: skip
 

@@ -169,8 +169,13 @@ def shifts(
             raise DataError(f"no shift of images begins with {only!r}, and signals are not drawn")
         with said_where(sheet):
             contact_sheet(images, ["mnist-c/identity", *names], sheet, severity=severity, seed=seed, textures=textures)
-        say(f"written to {sheet}")
+        if as_json:
+            print(dumps({"sheet": str(sheet), "shifts": names}))
+        else:
+            say(f"written to {sheet}")
         return
+    if any(given is not None for given in (data, severity, textures)):
+        raise DataError("--data, --severity and --textures are for a sheet; name its file with --sheet")
     if as_json:
         rows = [
             {
