@@ -396,6 +396,9 @@ def test_a_result_is_written_whole_or_not_at_all(
     copy = tmp_path / "copy.npz"
     copy.write_bytes((site / "source.npz").read_bytes())
     assert "would be overwritten" in refused(capsys, "shift", "emnist-da/inverse", copy, copy)
+    (tmp_path / "notes.json").write_text("[1]")
+    assert "is there already and is none" in refused(capsys, "shift", "emnist-da/inverse", copy, tmp_path / "notes.npz")
+    assert (tmp_path / "notes.json").read_text() == "[1]"
     (tmp_path / "file").write_bytes(b"")
     for target in (tmp_path / "file/x.npz", tmp_path / "file/folder"):
         assert "cannot be written" in refused(capsys, "shift", "emnist-da/inverse", copy, target)
@@ -410,7 +413,7 @@ def test_a_result_is_written_whole_or_not_at_all(
 
     monkeypatch.setattr(Image.Image, "save", full)
     assert "No space left" in refused(capsys, "shift", "emnist-da/inverse", copy, tmp_path / "pictures")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy.npz", "file", "new.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy.npz", "file", "new.json", "notes.json"]
     assert copy.read_bytes() == (site / "source.npz").read_bytes()
 
 
