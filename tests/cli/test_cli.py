@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -147,6 +149,16 @@ def test_what_a_factory_prints_does_not_stand_before_the_json(
     code, out, err = call(capsys, "blocks", f"{tmp_path}/loud.py:make", "--shape", "4", "--json")
     assert (code, err) == (0, "imported\nmade\n")
     assert [row["block"] for row in json.loads(out)] == ["0"]
+
+
+def test_a_name_that_is_no_text_is_printed_as_it_is(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    made = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(made, encoding="utf-8", write_through=True))
+    ok(capsys, "shift", "sensor/gamma", site / "target.npz", tmp_path / name)
+    assert b"caf\xe9, manifest in" in made.getvalue()
 
 
 def test_blocks(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
