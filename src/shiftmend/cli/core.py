@@ -130,7 +130,7 @@ def adapt(
     mean: Mean = "0.5",
     std: Deviation = "0.5",
     batch_size: Batch = 256,
-    seed: Annotated[int, typer.Option(help="Order of the batches.")] = 0,
+    seed: Annotated[int, typer.Option(help="Order of the batches, and whatever else is random.")] = 0,
     device: Device = "auto",
     autocast: Annotated[bool, typer.Option(help="Run the network in bfloat16.")] = False,
     compile: Annotated[bool, typer.Option(help="On a GPU, compile the steps: pays for long runs.")] = False,

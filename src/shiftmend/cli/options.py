@@ -37,7 +37,7 @@ Pickle = Annotated[
 ]
 ProfileFile = Annotated[Path, typer.Option("--profile", "-p", help="The source's profile.")]
 Size = Annotated[int | None, typer.Option(help="Scale images to this side.")]
-Channels = Annotated[int | None, typer.Option(help="Repeat grey images to so many channels.")]
+Channels = Annotated[int | None, typer.Option(help="Repeat grey images to so many channels; 1 makes colour grey.")]
 Mean = Annotated[str, typer.Option(help="Subtracted from images in 0..1; one number, or one per channel.")]
 Deviation = Annotated[str, typer.Option("--std", help="Divides them afterwards; one number, or one per channel.")]
 Batch = Annotated[int, typer.Option("--batch-size", help="Samples in a batch.")]
