@@ -21,6 +21,7 @@ from torch.nn import functional
 import shiftmend
 from shiftmend import shifts
 from shiftmend.adaptations import Adaptation
+from shiftmend.checks import check_seed
 from shiftmend.data.base import Split
 from shiftmend.data.digits import enlarged_digits
 from shiftmend.data.preprocessing import signed as preprocess
@@ -109,6 +110,7 @@ def train_source(images: Tensor, labels: Tensor, seed: int, tick: Callable[[], N
 def run(folder: Path, seed: int = 0, say: Callable[..., None] | None = None) -> Report:
     """Do it all; write the profile, an adapted model, a report on it and a picture into `folder`."""
     check_folder(folder)
+    check_seed(seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on operations this small a second thread costs more than it gives
     try:

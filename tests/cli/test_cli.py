@@ -536,6 +536,7 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["shift", "emnist-da/inverse", "{}/nowhere", "{}/x.npz"], "expected a folder of images or an .npz"),
     (["shift", "emnist-da/inverse", "{}/factory.py", "{}/x.npz"], "neither a folder of images nor"),
     (["shift", "emnist-da/fog", "{}/source.npz", "{}/x.npz", "--seed", str(2**70)], "64 bits"),
+    (["demo", "-o", "{}/demo", "--seed", "1" + 30 * "0"], "a seed is a whole number of at most 64 bits"),
     (["shifts", "--only", "zzz"], "no shift begins"),
     (["shifts", "--severity", "3"], "are for a sheet; name its file with --sheet"),
     (["data", "verify", "--data-root", "{}/nowhere"], "there is no folder"),
