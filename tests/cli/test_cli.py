@@ -126,6 +126,7 @@ def test_profiles_of_classes_are_mixed(site: Path, tmp_path: Path, capsys: pytes
     assert (facts["samples"], facts["shares"]) == (25, [0.9, 0.1])
     assert "one number for each of the 2 parts" in refused(capsys, "mix", *files, "--shares", "1", "-o", tmp_path / "x")
     assert "is no profile" in refused(capsys, "mix", *files, "--shares", "1,1", "-o", tmp_path / "few.npz")
+    assert "is one of the parts" in refused(capsys, "mix", *files, "--shares", "1,1", "-o", files[1])
     assert not (tmp_path / "x").exists()
 
 
