@@ -66,32 +66,34 @@ def _kept(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def rolled(device: torch.device, look: Callable[[], None]) -> Iterator[None]:
-    """Inside, what a model draws in eval mode (Monte Carlo dropout, a layer of noise) follows the seed of `roll`.
+def rolled(device: torch.device, look: Callable[[], object]) -> Iterator[None]:
+    """Inside, what a model draws in eval mode (Monte Carlo dropout, a layer of noise), or `preprocess`, follows `roll`.
 
-    `look` runs the model a first time. If it draws nothing, the global generators are left alone, since other threads
+    `look` runs them a first time. If nothing is drawn, the global generators are left alone, since other threads
     may use them; else they are afterwards as they were.
     """
     if not _moved(device, look):
         yield
         return
-    _rolled.dice = Dice(device)
+    around, dice = getattr(_rolled, "dice", None), Dice(device)  # `on_epoch` of a run may verify
     try:
-        with torch.random.fork_rng(devices=[]), _rolled.dice.for_dropout():
+        with torch.random.fork_rng(devices=[]), dice.for_dropout():
+            _rolled.dice = dice
             roll(0)
             yield
     finally:
-        del _rolled.dice
+        _rolled.dice = around
 
 
 def roll(seed: int) -> None:
-    """What the model draws begins anew, as before each pass over the data; outside of `rolled` nothing is done."""
-    if hasattr(_rolled, "dice"):
+    """What they draw begins anew, as before each pass over the data; outside of `rolled` nothing is done."""
+    dice: Dice | None = getattr(_rolled, "dice", None)
+    if dice is not None:
         torch.default_generator.manual_seed(seed % (1 << 63))  # a model on another device may draw on the host as well
-        _rolled.dice.seed(seed)
+        dice.seed(seed)
 
 
-def _moved(device: torch.device, look: Callable[[], None]) -> bool:
+def _moved(device: torch.device, look: Callable[[], object]) -> bool:
     """Whether the look draws from global generators, which are put back."""
     generators = [torch.default_generator]
     if device.type == "cuda":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -96,8 +95,12 @@ def profile(
     usual = chosen.bins if batch_norms(model) else chosen.bins.at(SOFT)
     cut = like.bins if like else as_bins(bins, usual)
     feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, what="source data")
-    takes = functools.partial(check_takes_each, model, feed.kinds(2))
-    with placed(model, place), modes(model), rolled(place, takes), progress_bar(progress, "profiling", None) as bar:
+    with (
+        placed(model, place),
+        modes(model),
+        rolled(place, lambda: check_takes_each(model, feed.kinds(2))),
+        progress_bar(progress, "profiling", None) as bar,
+    ):
         model.eval()
         summary = InputSummary.of(feed.batches())
         specs = trace(model, feed.first(2), head=head, taps=like.specs if like else taps, output=output).taps
