@@ -49,6 +49,15 @@ def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: 
         demo.draw([(lesson, images, {"fr": digits})], digits, {(lesson.title, "fr"): 1.0}, tmp_path / "digits.png")
 
 
+@pytest.mark.usefixtures("quick")
+def test_a_file_in_place_of_the_folder_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "demo").write_bytes(b"")
+    said: list[object] = []
+    with pytest.raises(shiftmend.ShiftmendError, match="demo is a file, expected a folder to write into"):
+        demo.run(tmp_path / "demo", say=said.append)
+    assert said == []
+
+
 def test_digits_are_real_and_upright() -> None:
     split = enlarged_digits()
     assert split.images.shape == (1797, 1, 28, 28)

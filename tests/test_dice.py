@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shiftmend
+from shiftmend import fingerprints
 from shiftmend.captures import CapturedEpoch, captured_epoch
-from shiftmend.dice import Dice
+from shiftmend.dice import Dice, roll, rolled
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 PLACES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, gpu])]
@@ -57,6 +59,55 @@ def test_an_error_inside_puts_the_global_generator_back(name: str) -> None:
     with pytest.raises(ZeroDivisionError):
         fails()
     assert torch.equal(dropped(device), expected)
+
+
+class Noisy(nn.Module):
+    """Dropout that is on in eval mode, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.2, training=True)
+
+
+@pytest.mark.parametrize("where", ["model", "preprocess"])
+@pytest.mark.parametrize("name", PLACES)
+def test_what_is_drawn_in_eval_mode_follows_the_seed_and_not_the_global_generators(name: str, where: str) -> None:
+    device = place_of(name)
+    torch.manual_seed(0)
+    noise, preprocess = (Noisy(), None) if where == "model" else (nn.Identity(), Noisy())
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), noise, nn.Linear(16, 4)).to(device)
+    home, away = torch.randn(300, 6), 2 * torch.randn(300, 6) + 1
+    found = []
+    for around in (0, 1):
+        torch.manual_seed(around)
+        expected = dropped(device)
+        torch.manual_seed(around)
+        profile = shiftmend.profile(model, home, preprocess=preprocess)
+        again = shiftmend.profile(model, home, preprocess=preprocess, keep_bytes=0)
+        verified = shiftmend.verify(model, away, profile, preprocess=preprocess)
+        adapted = [
+            shiftmend.adapt(model, away, profile, method, epochs=3, seed=5, preprocess=preprocess)
+            for method in ("fr", "shot")
+        ]
+        assert torch.equal(dropped(device), expected)
+        weights = [fingerprints.weights(one.model) for one in adapted]
+        found.append((profile.to_bytes(), again.to_bytes(), verified, weights, [one.after for one in adapted]))
+    assert found[0] == found[1]
+    assert found[0][0] == found[0][1], "each of the three passes has to draw the same"
+
+
+def test_a_look_inside_another_leaves_the_numbers_of_the_outer_one_alone() -> None:
+    device = torch.device("cpu")
+    found = []
+    for inside in (False, True):
+        with rolled(device, lambda: dropped(device)):
+            roll(3)
+            if inside:
+                with rolled(device, lambda: dropped(device)):
+                    dropped(device)
+            first = dropped(device)
+            roll(4)
+            found.append(torch.stack([first, dropped(device)]))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("name", PLACES)

@@ -192,6 +192,15 @@ def test_bad_input_is_one_sentence() -> None:
         shiftmend.profile(broken, case.inputs())
 
 
+def test_features_whose_variance_is_no_number_are_refused_before_they_are_saved() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    with torch.no_grad():
+        model[0].weight[:2] *= 1e25
+        model[1].weight *= 1e-25
+    with pytest.raises(ProfileError, match=r"'features' gave values .* \(beyond 1e19\) in 2 units .*; look at"):
+        shiftmend.profile(model, torch.randn(50, 6))
+
+
 def test_hooks_never_stay() -> None:
     case = ZOO["tabular"]
     model = case.model()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -282,9 +283,10 @@ def test_a_batch_may_be_what_a_loader_gives() -> None:
 
 def test_a_single_sample_has_no_histogram_also_without_batch_norm(caplog: pytest.LogCaptureFixture) -> None:
     world = sensors(norm=False)
-    for method in ("fr", "bnm", "shot-im"):
+    profile = shiftmend.profile(world.model, world.source, gaussian="full", progress=False)
+    for method in ("fr", "bnm", "shot-im", "full-gauss"):
         caplog.clear()
-        online = shiftmend.stream(world.model, world.profile(), method)
+        online = shiftmend.stream(world.model, profile, method)
         result = online.step(world.target[:1])
         torch.testing.assert_close(result, world.model(world.target[:1]).detach())
         assert "single sample has no distribution" in caplog.text
@@ -298,6 +300,7 @@ def test_a_single_sample_has_no_histogram_also_without_batch_norm(caplog: pytest
         ({"preprocess": 3}, "preprocess is 3, expected a function"),
         ({"profile": 3}, "the profile is an int, expected a Profile or the name of its file"),
         ({"method": []}, "unknown method"),
+        ({"align": "middle"}, "the profile has no tap 'middle'; it has features, logits"),
         ({"device": []}, "device .* is not available"),
     ],
 )
@@ -353,6 +356,32 @@ def test_a_model_that_remembers_its_last_step_can_be_copied_at_any_time() -> Non
     online.step(world.target[50:100])
     assert torch.equal(mended.encoder.weight, first)
     assert not torch.equal(online.snapshot().encoder.weight, first)
+
+
+class Centring(nn.Module):
+    """Puts a new tensor, with a graph behind it, in the place of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = self.below(x)
+        self.mean = 0.9 * self.mean + 0.1 * features.mean(0)
+        result: torch.Tensor = self.head(torch.relu(features - self.mean))
+        return result
+
+
+def test_a_buffer_that_each_step_replaces_does_not_keep_its_graph() -> None:
+    torch.manual_seed(0)
+    model, inputs = Centring(), torch.randn(100, 6)
+    online = shiftmend.stream(model, shiftmend.profile(model, inputs, progress=False), "fr")
+    weights = [model.below.weight]
+    for _ in range(3):
+        online.step(2 * inputs)
+        weights.append(online.snapshot().below.weight)
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(weights))
 
 
 def test_a_model_that_cuts_the_gradient_off_is_named() -> None:

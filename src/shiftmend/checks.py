@@ -45,6 +45,12 @@ def check_known(given: Any, known: Collection[str], what: str, error: type[Shift
         raise error(f"unknown {what} {brief(given)}, expected one of {', '.join(known)}")
 
 
+def check_seed(seed: Any) -> None:
+    """Refuse what a generator of torch takes no seed from."""
+    if not is_whole(seed) or not -(2**63) <= seed < 2**64:
+        raise DataError(f"a seed is a whole number of at most 64 bits, got {brief(seed)}")
+
+
 def check_classes(named: int, known: int) -> None:
     """Refuse data with more or fewer classes than the model: a label is a place among the folders, or the names."""
     if named != known:

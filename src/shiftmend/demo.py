@@ -21,10 +21,12 @@ from torch.nn import functional
 import shiftmend
 from shiftmend import shifts
 from shiftmend.adaptations import Adaptation
+from shiftmend.checks import check_seed
 from shiftmend.data.base import Split
 from shiftmend.data.digits import enlarged_digits
 from shiftmend.data.preprocessing import signed as preprocess
 from shiftmend.figures.demo import draw
+from shiftmend.files import check_folder
 from shiftmend.models.digit_cnn import DigitCNN
 from shiftmend.profiles import Profile
 from shiftmend.progress import progress_bar
@@ -107,6 +109,8 @@ def train_source(images: Tensor, labels: Tensor, seed: int, tick: Callable[[], N
 
 def run(folder: Path, seed: int = 0, say: Callable[..., None] | None = None) -> Report:
     """Do it all; write the profile, an adapted model, a report on it and a picture into `folder`."""
+    check_folder(folder)
+    check_seed(seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on operations this small a second thread costs more than it gives
     try:

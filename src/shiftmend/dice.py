@@ -1,11 +1,14 @@
-"""Random numbers of one run, for dropout: the global generators and runs in other threads have no part in them."""
+"""Random numbers of one run, of dropout and of the model: the global generators have no part in them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+
+_rolled = threading.local()
 
 
 class Dice:
@@ -60,3 +63,47 @@ def _kept(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.mps.set_rng_state(before)
+
+
+@contextmanager
+def rolled(device: torch.device, look: Callable[[], object]) -> Iterator[None]:
+    """Inside, what a model draws in eval mode (Monte Carlo dropout, a layer of noise), or `preprocess`, follows `roll`.
+
+    `look` runs them a first time. If nothing is drawn, the global generators are left alone, since other threads
+    may use them; else they are afterwards as they were.
+    """
+    if not _moved(device, look):
+        yield
+        return
+    around, dice = getattr(_rolled, "dice", None), Dice(device)  # `on_epoch` of a run may verify
+    try:
+        with torch.random.fork_rng(devices=[]), dice.for_dropout():
+            _rolled.dice = dice
+            roll(0)
+            yield
+    finally:
+        _rolled.dice = around
+
+
+def roll(seed: int) -> None:
+    """What they draw begins anew, as before each pass over the data; outside of `rolled` nothing is done."""
+    dice: Dice | None = getattr(_rolled, "dice", None)
+    if dice is not None:
+        torch.default_generator.manual_seed(seed % (1 << 63))  # a model on another device may draw on the host as well
+        dice.seed(seed)
+
+
+def _moved(device: torch.device, look: Callable[[], object]) -> bool:
+    """Whether the look draws from global generators, which are put back."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    before = [generator.get_state() for generator in generators]
+    look()
+    moved = [not torch.equal(now.get_state(), then) for now, then in zip(generators, before, strict=True)]
+    for generator, state, drew in zip(generators, before, moved, strict=True):
+        if drew:
+            generator.set_state(state)
+    return any(moved)

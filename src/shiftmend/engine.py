@@ -16,6 +16,7 @@ from shiftmend import checkpoints, fingerprints
 from shiftmend.adaptations import Adaptation, environment
 from shiftmend.adapting import LeftAlone, batch_norms, plain_copy, refuse_shared, settle
 from shiftmend.blocks import Names, split
+from shiftmend.dice import rolled
 from shiftmend.distributed import of_first_process, same_everywhere, world_size
 from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed, Preprocess
@@ -135,11 +136,23 @@ def _remarked(result: Adaptation) -> Adaptation:
 
 
 def _once(given: Given, method: Method, settings: Settings, before: Verification | None = None) -> Adaptation:
+    model, feed, place = given.model, given.feed, given.feed.device
+    adapted = plain_copy(model).to(place)
+
+    def check() -> None:
+        with LeftAlone(model, adapted):
+            check_takes_each(adapted, feed.kinds(2), settings.output)
+
+    with rolled(place, check):
+        return _checked(given, adapted, method, settings, before)
+
+
+def _checked(
+    given: Given, adapted: nn.Module, method: Method, settings: Settings, before: Verification | None
+) -> Adaptation:
+    """`_once` with a copy that takes the data."""
     model, profile, feed = given.model, given.profile, given.feed
     place = feed.device
-    adapted = plain_copy(model).to(place)
-    with LeftAlone(model, adapted):
-        check_takes_each(adapted, feed.kinds(2), settings.output)
     summary = given.summary  # not before: of inputs that the model refuses there is nothing more to say
     channels_last(adapted, feed.first(2), settings.output)
     network, taps = examine(adapted, feed.first(2), profile, method, settings.blocks, settings.output)
@@ -238,7 +251,7 @@ def examine(
     names = taps_of(method, profile)
     missing = [name for name in names if name not in found.taps]
     if missing:
-        raise AdaptationError(f"the profile has no tap {missing[0]!r}; it has {', '.join(found.taps)}")
+        raise AdaptationError(f"there is no tap {missing[0]!r} without a profile, only {', '.join(found.taps)}")
     network = Network(model, split(model, found, blocks), found.taps, found.head)
     return network, {name: found.taps[name] for name in names}
 

@@ -17,7 +17,7 @@ from shiftmend.errors import AdaptationError
 from shiftmend.feeds import Feed
 from shiftmend.fingerprints import InputSummary
 from shiftmend.methods import METHODS, Method
-from shiftmend.methods.contract import facts_of
+from shiftmend.methods.contract import facts_of, taps_of
 from shiftmend.profiles import Profile, as_profile
 from shiftmend.settings import Settings
 from shiftmend.taps import unwrap
@@ -92,6 +92,9 @@ def fitting_profile(
     if profile is None and method.needs_profile:
         raise AdaptationError(f"method {method.name!r} needs a profile of the source: make one with shiftmend.profile")
     if profile is not None:
+        missing = [name for name in taps_of(method, profile) if name not in profile.taps]
+        if missing:
+            raise AdaptationError(f"the profile has no tap {missing[0]!r}; it has {', '.join(profile.taps)}")
         profile.check_architecture(model)
         profile.check_weights(model)
     return profile

@@ -15,6 +15,7 @@ from shiftmend import fingerprints
 from shiftmend.adapting import batch_norms
 from shiftmend.checks import brief, check_known, counted, is_whole
 from shiftmend.devices import placed, resolve_device
+from shiftmend.dice import roll, rolled
 from shiftmend.distributed import everywhere, of_first_process, same_everywhere, together, warn_if_apart, world_size
 from shiftmend.errors import ProfileError
 from shiftmend.feeds import Feed, Preprocess
@@ -47,6 +48,7 @@ MOST_CORRELATED = 4096
 
 
 @torch.inference_mode(False)
+@torch.no_grad()
 def profile(
     model: nn.Module,
     source: Any,
@@ -93,9 +95,13 @@ def profile(
     usual = chosen.bins if batch_norms(model) else chosen.bins.at(SOFT)
     cut = like.bins if like else as_bins(bins, usual)
     feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, what="source data")
-    with placed(model, place), modes(model), torch.no_grad(), progress_bar(progress, "profiling", None) as bar:
+    with (
+        placed(model, place),
+        modes(model),
+        rolled(place, lambda: check_takes_each(model, feed.kinds(2))),
+        progress_bar(progress, "profiling", None) as bar,
+    ):
         model.eval()
-        check_takes_each(model, feed.kinds(2))
         summary = InputSummary.of(feed.batches())
         specs = trace(model, feed.first(2), head=head, taps=like.specs if like else taps, output=output).taps
         _check_agreement(model, feed, (specs, chosen.name, cut, full, keep_bytes), like)
@@ -169,14 +175,7 @@ def _frame(trackers: Mapping[str, RangeTracker], chosen: Preset, like: Profile |
 class _Passes:
     """Runs the network over the source; once only, where what the taps gave could be kept."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        feed: Feed,
-        specs: Mapping[str, Tap],
-        keep_bytes: int,
-        bar: Bar,
-    ) -> None:
+    def __init__(self, model: nn.Module, feed: Feed, specs: Mapping[str, Tap], keep_bytes: int, bar: Bar) -> None:
         self.model, self.feed, self.specs, self.bar = model, feed, specs, bar
         self.room, self.number = keep_bytes, 0
         self.kept: list[Samples] | None = None
@@ -189,6 +188,7 @@ class _Passes:
         used = seen = 0
         own = (self.feed.known or 0) / world_size()
         self.number += 1
+        roll(0)
         advance = Pass(self.bar, f"pass {self.number}", self.feed.known)
         with tapped(self.model, self.specs) as recorder:
             for batch in self.feed.batches():
@@ -214,11 +214,12 @@ def _ranges(passes: _Passes, specs: Mapping[str, Tap], like: Profile | None) -> 
     trackers = {name: tracker.joined() for name, tracker in trackers.items()}
     for name, tracker in trackers.items():
         finite = torch.isfinite(tracker.low) & torch.isfinite(tracker.high)
+        if name == "features":  # their variance is stored
+            finite &= torch.isfinite(tracker.gaussian().variance).to(finite.device)
         if not bool(finite.all()):
-            bad = int((~finite).sum())
             raise ProfileError(
-                f"tap {name!r} gave NaN or infinite values in {bad} units on the source data; look at the weights of "
-                "the model and at preprocess"
+                f"tap {name!r} gave values that are NaN, infinite or too large (beyond 1e19) in {int((~finite).sum())} "
+                "units on the source data; look at the weights of the model and at preprocess"
             )
         if like is None and not bool(usable_units(tracker.low, tracker.high).any()):
             raise ProfileError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.captures import captured_call, worth_capturing
+from shiftmend.dice import roll
 from shiftmend.distributed import active, joined_mean, together
 from shiftmend.errors import TapError
 from shiftmend.feeds import Feed
@@ -73,6 +74,7 @@ class Watch:
         self._parts: list[Tensor] = []  # kept, since the graph reads them
 
     def __call__(self) -> Signals:
+        roll(0)
         with together(), synchronised(self.model):
             seen = self._again() if self._again is not None else self._look()
         found: dict[str, float] = dict(zip(seen.names, seen.values.tolist(), strict=True))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from shiftmend.captures import CapturedEpoch, Sums, captured_epoch
-from shiftmend.dice import Dice
+from shiftmend.dice import Dice, roll
 from shiftmend.distributed import active, backward, together
 from shiftmend.feeds import Feed
 from shiftmend.joined_batch_norm import synchronised
@@ -95,9 +95,11 @@ class Steps:
         return nullcontext() if self._dice is None else self._dice.for_dropout()
 
     def _seed_dice(self, seed: int, number: int) -> None:
-        """Dropout draws from the seed of the run and the number of the epoch, and from nothing else."""
+        """Dropout and model draw from the seed of the run and the number of the epoch, and from nothing else."""
+        own = seed * 1_000_003 + number
+        roll(own)
         if self._dice is not None:
-            self._dice.seed(seed * 1_000_003 + number)
+            self._dice.seed(own)
 
     def _eagerly(self, seed: int, number: int, targets: Tensor | None) -> tuple[Sums, int]:
         sums: Sums = {}

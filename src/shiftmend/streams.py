@@ -38,6 +38,7 @@ from shiftmend.profiles import Profile
 from shiftmend.states import put_back, tensors_of
 from shiftmend.statistics import CountTracker, Slices
 from shiftmend.taps import Entry, Tap, check_takes, pick, tapped, unwrap
+from shiftmend.undoing import kept_in_place
 from shiftmend.verification import Verification, judged, some_positions
 
 logger = logging.getLogger(__name__)
@@ -115,12 +116,14 @@ class Stream:
         trains = adapts and self._optimiser is not None
         good, moved = True, False
         losses: dict[str, float] = {}
+        bring_back = kept_in_place(self._model)  # what a layer puts in the place of a buffer hangs on this step's graph
         try:
             with steady(self._model), tapped(self._model, self._taps) as recorder, torch.set_grad_enabled(trains):
                 result = pick(self._model(inputs), self.output, "the model")
                 activations = recorder.read()
                 if trains:
                     losses = self._differentiate(activations)
+            bring_back()
             if losses and self._optimiser is not None:
                 moved = True
                 self._optimiser.step()
@@ -129,6 +132,7 @@ class Stream:
             if self._judge is not None and good:
                 self._count(activations["features"].detach(), len(inputs))
         except BaseException as error:  # what the model or the method refuses has moved BatchNorm already
+            bring_back()
             self._take_back(before, moved)
             if isinstance(error, Exception) and not isinstance(error, ShiftmendError):
                 check_takes(self._model, inputs)  # which says it in a sentence, if it is for the inputs

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.devices import placed, resolve_device
+from shiftmend.dice import rolled
 from shiftmend.distributed import active, all_sum, gathered, rank
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
@@ -243,8 +244,11 @@ def verify(
     profile.check_architecture(model)
     place = resolve_device(device, model)
     feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
-    with placed(model, place), progress_bar(progress, "verify", feed.known) as bar:
-        check_takes_each(model, feed.kinds(2))
+    with (
+        placed(model, place),
+        rolled(place, lambda: check_takes_each(model, feed.kinds(2))),
+        progress_bar(progress, "verify", feed.known) as bar,
+    ):
         profile.check_inputs(InputSummary.of(feed.batches()))
         feed.heard = bar.advance
         taps = {name: profile.specs[name] for name in VERIFIED}

@@ -524,6 +524,7 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["table", "digits", *FOLDER, "--which", "best", "--metric", "seconds"], "not known for the best epoch"),
     (["table", "digits", *FOLDER, "--beside", "paper-elsewhere"], "expected paper, re-run or none"),
     (["table", "digits", *FOLDER, "--format", "pdf"], "unknown format 'pdf'"),
+    (["table", "digits", *FOLDER, "--format", "html", "--json"], "--json and --format html contradict each other"),
     (["table", "digits", *FOLDER, "--methods", "fry"], "did you mean fr?"),
     (["table", "digits", *FOLDER, "--shifts", "clean"], "has no shift 'clean'"),
     (["table", "digits", *FOLDER, "--shifts", ","], "no shift is named"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -124,6 +126,7 @@ def test_profiles_of_classes_are_mixed(site: Path, tmp_path: Path, capsys: pytes
     assert (facts["samples"], facts["shares"]) == (25, [0.9, 0.1])
     assert "one number for each of the 2 parts" in refused(capsys, "mix", *files, "--shares", "1", "-o", tmp_path / "x")
     assert "is no profile" in refused(capsys, "mix", *files, "--shares", "1,1", "-o", tmp_path / "few.npz")
+    assert "is one of the parts" in refused(capsys, "mix", *files, "--shares", "1,1", "-o", files[1])
     assert not (tmp_path / "x").exists()
 
 
@@ -135,6 +138,28 @@ def test_adapting_never_replaces_the_weights_it_started_from(
     arguments = (f"{site}/factory.py:make", "-w", weights, "-d", site / "target.npz", "-p", site / "p.safetensors")
     assert "would replace the file of the weights" in refused(capsys, "adapt", *arguments, "-o", tmp_path)
     assert weights.read_bytes() == (site / "w.safetensors").read_bytes()
+
+
+def test_what_a_factory_prints_does_not_stand_before_the_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "loud.py").write_text(
+        "import torch\nprint('imported')\n"
+        "def make():\n    print('made')\n    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))\n"
+    )
+    code, out, err = call(capsys, "blocks", f"{tmp_path}/loud.py:make", "--shape", "4", "--json")
+    assert (code, err) == (0, "imported\nmade\n")
+    assert [row["block"] for row in json.loads(out)] == ["0"]
+
+
+def test_a_name_that_is_no_text_is_printed_as_it_is(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    made = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(made, encoding="utf-8", write_through=True))
+    ok(capsys, "shift", "sensor/gamma", site / "target.npz", tmp_path / name)
+    assert b"caf\xe9, manifest in" in made.getvalue()
 
 
 def test_blocks(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,7 +383,9 @@ def test_shift_and_shifts(site: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     names = [row["name"] for row in json.loads(ok(capsys, "shifts", "--json"))]
     assert {"emnist-da/sky", "mnist-c/zigzag", "mnist-m", "cifar-c/snow"} <= set(names)
     assert "emnist-da/stripe" in ok(capsys, "shifts", "--only", "emnist-da")
-    ok(capsys, "shifts", "--only", "emnist-da/s", "--sheet", tmp_path / "sheet.png", "-d", site / "source.npz")
+    sheet = ("--only", "emnist-da/s", "--sheet", tmp_path / "sheet.png", "-d", site / "source.npz")
+    drawn = json.loads(ok(capsys, "shifts", *sheet, "--json"))
+    assert (drawn["sheet"], "emnist-da/sky" in drawn["shifts"]) == (f"{tmp_path}/sheet.png", True)
     assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -382,6 +409,9 @@ def test_a_result_is_written_whole_or_not_at_all(
     copy = tmp_path / "copy.npz"
     copy.write_bytes((site / "source.npz").read_bytes())
     assert "would be overwritten" in refused(capsys, "shift", "emnist-da/inverse", copy, copy)
+    (tmp_path / "notes.json").write_text("[1]")
+    assert "is there already and is none" in refused(capsys, "shift", "emnist-da/inverse", copy, tmp_path / "notes.npz")
+    assert (tmp_path / "notes.json").read_text() == "[1]"
     (tmp_path / "file").write_bytes(b"")
     for target in (tmp_path / "file/x.npz", tmp_path / "file/folder"):
         assert "cannot be written" in refused(capsys, "shift", "emnist-da/inverse", copy, target)
@@ -396,7 +426,7 @@ def test_a_result_is_written_whole_or_not_at_all(
 
     monkeypatch.setattr(Image.Image, "save", full)
     assert "No space left" in refused(capsys, "shift", "emnist-da/inverse", copy, tmp_path / "pictures")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy.npz", "file", "new.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy.npz", "file", "new.json", "notes.json"]
     assert copy.read_bytes() == (site / "source.npz").read_bytes()
 
 
@@ -468,6 +498,7 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["evaluate", "{}/absent.py:make", "-d", "{}/source.npz"], "there is no file"),
     (["evaluate", "{}/factory.py:number", "-d", "{}/source.npz"], "expected a torch.nn.Module"),
     (["evaluate", "{}/factory.py:make", "--model-option", "width=3", "-d", "{}/source.npz"], "could not be called"),
+    (["evaluate", "{}/factory.py:make", "--model-option", "width=²", "-d", "{}/source.npz"], "could not be called"),
     (["evaluate", "{}/factory.py:make", "--model-option", "width", "-d", "{}/source.npz"], "name=value"),
     (["evaluate", "{}/factory.py:make", "-w", "{}/w.pt", "-d", "{}/source.npz"], "can run code"),
     (["evaluate", "{}/factory.py:make", "-w", "{}/none.safetensors", "-d", "{}/source.npz"], "no weights file"),
@@ -489,7 +520,9 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["mix", "{}/p.safetensors", "--shares", "a,b", "-o", "{}/q"], "numbers with commas"),
     (["mix", "{}/w.safetensors", "--shares", "1", "-o", "{}/q"], "no shiftmend profile"),
     (["blocks", "{}/factory.py:make", "--shape", "1,x"], "whole numbers"),
+    (["blocks", "{}/factory.py:make", "--shape", "1" + 30 * "0"], "that fit into memory"),
     (["blocks", "{}/factory.py:make", "--shape", "7,16,16"], "does not take inputs"),
+    (["blocks", "{}/factory.py:make", "--shape", "1,16,16", "--output-entry=--5"], "'--5'"),
     (["adapt", "resnet18-cifar", "-d", "{}/target.npz", "-p", "{}/p.safetensors", "-o", "{}/x"], "other layers"),
     ([*ADAPT, "-m", "magic"], "unknown method"),
     ([*ADAPT, "--option", "speed=9"], "no option 'speed'"),
@@ -504,7 +537,9 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["shift", "emnist-da/inverse", "{}/nowhere", "{}/x.npz"], "expected a folder of images or an .npz"),
     (["shift", "emnist-da/inverse", "{}/factory.py", "{}/x.npz"], "neither a folder of images nor"),
     (["shift", "emnist-da/fog", "{}/source.npz", "{}/x.npz", "--seed", str(2**70)], "64 bits"),
+    (["demo", "-o", "{}/demo", "--seed", "1" + 30 * "0"], "a seed is a whole number of at most 64 bits"),
     (["shifts", "--only", "zzz"], "no shift begins"),
+    (["shifts", "--severity", "3"], "are for a sheet; name its file with --sheet"),
     (["data", "verify", "--data-root", "{}/nowhere"], "there is no folder"),
 ]  # fmt: skip
 

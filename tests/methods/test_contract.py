@@ -96,6 +96,10 @@ def test_what_is_no_method_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
         (with_stage(1, 0.1, ("nowhere.weight",)), "trains 'nowhere.weight', which is no parameter of the model"),
         (with_stage(1, 0.1, "0.weight"), "trains '0.weight', which is no parameter .* expected a tuple of names"),
         (with_stage(1, 0.0, ("0.weight",)), "learning rate of stage 'some' of centred must be a positive number"),
+        (
+            with_stage(1, 0.1, ("0.weight",), -1),
+            "weight decay of stage 'some' of centred must be a number of at least 0",
+        ),
         (with_stage(0, 0.1, ("0.weight",)), "epochs of stage 'some' of centred must be a whole number of at least 1"),
         (changed(stages=lambda self, network, profile: iter(())), "`stages` of centred gave .*, expected a list"),
         (changed(taps=lambda self, profile: "features"), "`taps` of centred gave 'features', expected a tuple"),

@@ -192,6 +192,12 @@ def test_labels_that_do_not_fit_are_one_sentence() -> None:
         )
 
 
+def test_a_model_with_several_answers_a_sample_is_refused() -> None:
+    model, images = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 1)), torch.randn(20, 1, 8, 8)
+    with pytest.raises(AdaptationError, match="of one answer a sample; this one gives 720 for 20: "):
+        shiftmend.adapt(model, images, None, "target-supervised", labels=torch.zeros(20, dtype=torch.long), epochs=1)
+
+
 @pytest.mark.parametrize("decay", [-1e-3, float("nan"), float("inf"), "5e-4", True, None])
 def test_impossible_weight_decays_are_one_sentence(decay: Any) -> None:
     with pytest.raises(AdaptationError, match="weight decay must be a number of at least 0"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import logging
 import re
 import shlex
@@ -51,6 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line; every mistake of the user's ends in one sentence and exit code 2."""
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
     _show_warnings(console)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="surrogateescape")  # names of files may hold bytes that are no text
     try:
         code = app(args=arguments, prog_name="shiftmend", standalone_mode=False)
     except ShiftmendError as error:

@@ -105,6 +105,8 @@ def table(
 
     if beside not in ("paper", "re-run", "none"):
         raise DataError(f"there are no published figures called {beside!r}; expected paper, re-run or none")
+    if as_json and format != "terminal":
+        raise DataError(f"--json and --format {format} contradict each other; leave one of them out")
     found = _read(benchmark, folder, protocol, names(methods), seeds, learning_rates, data_root, needed=True)
     made = _tables(found, protocol, names(shifts), metric, which, per_shift, beside)
     if as_json:

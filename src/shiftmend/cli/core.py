@@ -81,8 +81,10 @@ def blocks(
     try:
         sides = [int(side) for side in shape.split(",")]
         sample = torch.zeros(2, *sides)
-    except (ValueError, RuntimeError) as error:
-        raise DataError(f"--shape {shape!r} should be whole numbers with commas, e.g. 3,32,32") from error
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise DataError(
+            f"--shape {shape!r} should be whole numbers with commas, e.g. 3,32,32, that fit into memory"
+        ) from error
     found = split(net, trace(net, sample, head=head, output=entry(output_entry)), block_names(block))
     parameters = dict(net.named_parameters())
     rows = [
@@ -128,7 +130,7 @@ def adapt(
     mean: Mean = "0.5",
     std: Deviation = "0.5",
     batch_size: Batch = 256,
-    seed: Annotated[int, typer.Option(help="Order of the batches.")] = 0,
+    seed: Annotated[int, typer.Option(help="Order of the batches, and whatever else is random.")] = 0,
     device: Device = "auto",
     autocast: Annotated[bool, typer.Option(help="Run the network in bfloat16.")] = False,
     compile: Annotated[bool, typer.Option(help="On a GPU, compile the steps: pays for long runs.")] = False,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeGuard
@@ -14,6 +15,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from shiftmend.cli.options import whole_or_text
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.methods import METHODS
 from shiftmend.models import MODELS, build
@@ -33,7 +35,7 @@ def _option(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
         raise ShiftmendError(f"model option {text!r} should read name=value, e.g. classes=10")
-    return key, int(value) if value.lstrip("-").isdigit() else value
+    return key, whole_or_text(value)
 
 
 def load_method(name: str) -> Any:
@@ -62,7 +64,10 @@ def _call_factory(name: str, settings: dict[str, Any]) -> nn.Module:
 
 @contextmanager
 def _found(what: str, name: str, known: Iterable[str], attributes: str) -> Iterator[Any]:
-    """What `package.module:attribute` or `file.py:attribute` names; inside, imports find what lies beside it."""
+    """What `package.module:attribute` or `file.py:attribute` names; inside, imports find what lies beside it.
+
+    What it prints goes to standard error: on standard output it would stand before the JSON.
+    """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where:
         raise ShiftmendError(
@@ -72,7 +77,7 @@ def _found(what: str, name: str, known: Iterable[str], attributes: str) -> Itera
     of_file = where.endswith(".py")
     if of_file and not Path(where).is_file():
         raise ShiftmendError(f"{what} {name!r} could not be found: there is no file {where}")
-    with first_on_path(Path(where).resolve().parent if of_file else Path.cwd()):
+    with redirect_stdout(sys.stderr), first_on_path(Path(where).resolve().parent if of_file else Path.cwd()):
         module = _imported(f"{what} {name!r}", where, of_file, what)
         if not hasattr(module, attribute):
             raise ShiftmendError(f"{what} {name!r} could not be found: {where} has no {attribute!r}")

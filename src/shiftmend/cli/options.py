@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,7 +37,7 @@ Pickle = Annotated[
 ]
 ProfileFile = Annotated[Path, typer.Option("--profile", "-p", help="The source's profile.")]
 Size = Annotated[int | None, typer.Option(help="Scale images to this side.")]
-Channels = Annotated[int | None, typer.Option(help="Repeat grey images to so many channels.")]
+Channels = Annotated[int | None, typer.Option(help="Repeat grey images to so many channels; 1 makes colour grey.")]
 Mean = Annotated[str, typer.Option(help="Subtracted from images in 0..1; one number, or one per channel.")]
 Deviation = Annotated[str, typer.Option("--std", help="Divides them afterwards; one number, or one per channel.")]
 Batch = Annotated[int, typer.Option("--batch-size", help="Samples in a batch.")]
@@ -128,7 +129,11 @@ def named_tap(text: str) -> tuple[str, str]:
 
 
 def entry(text: str | None) -> int | str | None:
-    return int(text) if text is not None and text.lstrip("-").isdigit() else text
+    return text if text is None else whole_or_text(text)
+
+
+def whole_or_text(text: str) -> int | str:
+    return int(text) if re.fullmatch("-?[0-9]+", text) else text
 
 
 def method_option(text: str) -> tuple[str, Any]:

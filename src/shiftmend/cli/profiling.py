@@ -121,6 +121,8 @@ def mix(
     from shiftmend.profiles import Profile
 
     _check_place(out)
+    if out.exists() and any(part.exists() and out.samefile(part) for part in parts):
+        raise DataError(f"--out {out} is one of the parts, which would be lost; name another file for the mixture")
     try:
         numbers = [float(share) for share in shares.split(",")]
     except ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +47,9 @@ def shift(
         raise DataError(f"{target} is there already; name a new folder, or an .npz file")
     if found.domain == "signal" and target.suffix != ".npz":
         raise DataError(f"{name} gives signals, which go into an .npz file; {target} is none")
+    beside = target.with_suffix(".json") if target.suffix == ".npz" else target / "manifest.json"
+    if beside.is_file() and not _is_manifest(beside):
+        raise DataError(f"{beside}, where the manifest goes, is there already and is none; name another .npz file")
     split = _read_signals(source, size) if found.domain == "signal" else _read(source, size)
     if target.exists() and target.samefile(source):
         raise DataError(f"{target} holds the images to shift and would be overwritten; name another file")
@@ -60,7 +64,6 @@ def shift(
         "textures": digest(found.texture, textures) if found.texture else {},
         "shiftmend": shiftmend.__version__,
     }
-    beside = target.with_suffix(".json") if target.suffix == ".npz" else target / "manifest.json"
     text = (dumps(manifest, "the manifest", indent=1) + "\n").encode()
     with said_where(target):
         if target.suffix == ".npz":
@@ -72,6 +75,14 @@ def shift(
         print(dumps(manifest))
     else:
         say(f"{len(shifted):,} {found.domain}s under {name} written to {target}, manifest in {beside}")
+
+
+def _is_manifest(file: Path) -> bool:
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and {"shift", "shiftmend"} <= found.keys()
 
 
 @dataclass(frozen=True)
@@ -169,8 +180,13 @@ def shifts(
             raise DataError(f"no shift of images begins with {only!r}, and signals are not drawn")
         with said_where(sheet):
             contact_sheet(images, ["mnist-c/identity", *names], sheet, severity=severity, seed=seed, textures=textures)
-        say(f"written to {sheet}")
+        if as_json:
+            print(dumps({"sheet": str(sheet), "shifts": names}))
+        else:
+            say(f"written to {sheet}")
         return
+    if any(given is not None for given in (data, severity, textures)):
+        raise DataError("--data, --severity and --textures are for a sheet; name its file with --sheet")
     if as_json:
         rows = [
             {

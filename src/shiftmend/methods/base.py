@@ -162,3 +162,9 @@ def check_positive(value: Any, what: str, *, optional: bool = False) -> None:
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not (real and 0 < value < float("inf")):
         raise AdaptationError(f"{what} must be a positive number, got {value!r}")
+
+
+def check_decay(value: Any, what: str) -> None:
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not (real and 0 <= value < float("inf")):
+        raise AdaptationError(f"{what} must be a number of at least 0, got {value!r}")

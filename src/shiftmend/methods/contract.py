@@ -16,7 +16,16 @@ from torch import Tensor
 from shiftmend.checks import brief, kind
 from shiftmend.distributed import of_first_process
 from shiftmend.errors import AdaptationError
-from shiftmend.methods.base import Activations, Method, Network, Objective, Stage, check_epochs, check_positive
+from shiftmend.methods.base import (
+    Activations,
+    Method,
+    Network,
+    Objective,
+    Stage,
+    check_decay,
+    check_epochs,
+    check_positive,
+)
 from shiftmend.profiles import Profile
 from shiftmend.strict_json import dumps
 from shiftmend.tracing import trainable
@@ -71,6 +80,7 @@ def stages_of(method: Method, network: Network, profile: Profile | None) -> list
             )
         if names:
             check_positive(stage.learning_rate, f"the learning rate of {where}")
+            check_decay(stage.weight_decay, f"the weight decay of {where}")
     return list(given)
 
 

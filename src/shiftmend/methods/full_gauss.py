@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shiftmend.errors import AdaptationError
 from shiftmend.gaussians import Comparison, FullGaussian
-from shiftmend.methods.base import Activations, Network, Objective, Stage
+from shiftmend.methods.base import Activations, Network, Objective, Stage, distributed_over_inputs
 from shiftmend.methods.entropies import Prediction
 from shiftmend.profiles import Profile
 
@@ -39,6 +39,10 @@ class FullGauss(Prediction):
 
     def taps(self, profile: Profile | None) -> tuple[str, ...]:
         return ("features",)
+
+    def smallest_batch(self, profile: Profile | None) -> int:
+        """Of one input there is no covariance; how many are enough is said by the loss, with what else would help."""
+        return 2 if distributed_over_inputs(("features",), profile) else 1
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:
         assert profile is not None

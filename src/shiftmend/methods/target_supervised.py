@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from shiftmend import fingerprints
 from shiftmend.errors import AdaptationError
-from shiftmend.methods.base import Activations, Look, Network, Objective, Stage
+from shiftmend.methods.base import Activations, Look, Network, Objective, Stage, check_decay
 from shiftmend.methods.entropies import Prediction
 from shiftmend.profiles import Profile
 from shiftmend.tracing import trainable
@@ -54,9 +54,7 @@ class TargetSupervised(Prediction):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "labels", _class_numbers(self.labels))
-        given: Any = self.weight_decay
-        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < float("inf"):
-            raise AdaptationError(f"the weight decay must be a number of at least 0, got {self.weight_decay!r}")
+        check_decay(self.weight_decay, "the weight decay")
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         everything = tuple(name for name, p in network.model.named_parameters() if trainable(p))
@@ -72,6 +70,11 @@ class TargetSupervised(Prediction):
             logits = self.logits(activations).float()
             if highest >= logits.shape[1]:
                 raise AdaptationError(f"there is a label {highest}, but the model knows {logits.shape[1]} classes")
+            if len(logits) != len(activations["targets"]):
+                raise AdaptationError(
+                    f"target-supervised takes a model of one answer a sample; this one gives {len(logits)} for "
+                    f"{len(activations['targets'])}: train it in a loop of your own, or use fr or bufr"
+                )
             return {"labels": functional.cross_entropy(logits, activations["targets"])}
 
         return losses

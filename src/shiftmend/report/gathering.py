@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from shiftmend import fingerprints
 from shiftmend.adaptations import Adaptation
 from shiftmend.checks import brief, check_classes
 from shiftmend.devices import placed, resolve_device, sent
+from shiftmend.dice import rolled
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.feeds import Feed, Preprocess
 from shiftmend.fingerprints import InputSummary
@@ -81,8 +82,7 @@ def facts(
             stack.enter_context(modes(one))
             one.eval()
         stack.enter_context(torch.no_grad())
-        for one in models.values():
-            check_takes(one, feed.first(2))
+        stack.enter_context(rolled(place, lambda: _check(models.values(), feed)))
         looks = _looks(models, feed, profile, marks, output, ignore_label)
         summary = InputSummary.of(feed.batches())
         shown = _samples(models, feed, profile, marks, output, samples)
@@ -149,6 +149,11 @@ def _adaptation(given: Any, model: nn.Module) -> tuple[Adaptation | None, str | 
     if fingerprints.architecture(given.model) != fingerprints.architecture(model):
         raise AdaptationError("the adapted model has other layers than the model; pass the model that was adapted")
     return given, None
+
+
+def _check(models: Iterable[nn.Module], feed: Feed) -> None:
+    for one in models:
+        check_takes(one, feed.first(2))
 
 
 def _looks(

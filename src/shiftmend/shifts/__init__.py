@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shiftmend.checks import brief, is_whole, kind
+from shiftmend.checks import brief, check_seed, kind
 from shiftmend.devices import sum_dtype
 from shiftmend.errors import DataError
 from shiftmend.shifts import cifar_c, emnist_da, mnist_c, mnist_m, sensor, signal
@@ -79,8 +79,7 @@ def apply(
         raise DataError(f"no {shift.domain}s to apply {name} to, expected at least one")
     parameters = {**shift.parameters(severity), **overrides}
     _check_parameters(shift, overrides)
-    if not is_whole(seed) or not -(2**63) <= seed < 2**64:
-        raise DataError(f"a seed is a whole number of at most 64 bits, got {brief(seed)}")
+    check_seed(seed)
     place = images.device
     if sum_dtype(place) != torch.float64:  # which most shifts reckon in
         return apply(name, images.cpu(), severity=severity, seed=seed, textures=textures, **overrides).to(place)
