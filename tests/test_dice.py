@@ -12,6 +12,7 @@ import shiftmend
 from shiftmend import fingerprints
 from shiftmend.captures import CapturedEpoch, captured_epoch
 from shiftmend.dice import Dice, roll, rolled
+from shiftmend.turns import taking_turns
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 PLACES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, gpu])]
@@ -108,6 +109,16 @@ def test_a_look_inside_another_leaves_the_numbers_of_the_outer_one_alone() -> No
             roll(4)
             found.append(torch.stack([first, dropped(device)]))
     assert torch.equal(*found)
+
+
+def test_threads_that_take_turns_leave_the_global_generators_alone() -> None:
+    device = torch.device("cpu")
+    expected = [dropped(device), dropped(device)]
+    torch.manual_seed(0)
+    with taking_turns(threading.Lock()), rolled(device, lambda: dropped(device)):
+        roll(3)
+        found = [dropped(device)]
+    assert torch.equal(torch.stack([*found, dropped(device)]), torch.stack(expected))
 
 
 @pytest.mark.parametrize("name", PLACES)

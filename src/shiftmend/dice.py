@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from shiftmend.turns import has_turns
+
 _rolled = threading.local()
 
 
@@ -70,9 +72,10 @@ def rolled(device: torch.device, look: Callable[[], object]) -> Iterator[None]:
     """Inside, what a model draws in eval mode (Monte Carlo dropout, a layer of noise), or `preprocess`, follows `roll`.
 
     `look` runs them a first time. If nothing is drawn, the global generators are left alone, since other threads
-    may use them; else they are afterwards as they were.
+    may use them; else they are afterwards as they were. Threads that take turns on a GPU share its generator, which
+    cannot stand for several runs at once: there they are left alone, too.
     """
-    if not _moved(device, look):
+    if not _moved(device, look) or has_turns():
         yield
         return
     around, dice = getattr(_rolled, "dice", None), Dice(device)  # `on_epoch` of a run may verify
