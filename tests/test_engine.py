@@ -23,6 +23,7 @@ from shiftmend.adaptations import Epoch
 from shiftmend.data import few_shot
 from shiftmend.errors import AdaptationError, DataError, ProfileError
 from shiftmend.feeds import Feed
+from shiftmend.fingerprints import INPUTS_SEEN
 from shiftmend.loop import DivergedError
 from shiftmend.methods import FR
 from worlds import sensors
@@ -266,6 +267,13 @@ def test_the_manifest_has_the_size_that_streamed_batches_had(
     assert result.manifest["batch_size"] == expected
     kept = shiftmend.adapt(world.model, data, world.profile(), "adabn", progress=False)
     assert kept.manifest["batch_size"] == len(target)
+
+
+def test_the_manifest_has_the_batch_size_of_a_loader_too_long_to_be_read_beforehand() -> None:
+    world = sensors()
+    loader = DataLoader(TensorDataset(world.target.repeat(1 + INPUTS_SEEN // len(world.target), 1)), batch_size=100)
+    result = shiftmend.adapt(world.model, loader, world.profile(), "adabn", resident=False, progress=False)
+    assert result.manifest["batch_size"] == 100
 
 
 def test_one_sample() -> None:

@@ -512,6 +512,8 @@ def test_a_streamed_source_is_really_streamed() -> None:
     data = Counting()
     feed = Feed(data, batch_size=10, resident=False)
     assert data.reads == 0
+    assert feed.size == 10
+    assert Feed(data, resident=False).size == len(data)
     feed.first(2)
     assert data.reads == 10
     list(feed.subset(15, 0))

@@ -94,8 +94,10 @@ class Feed:
 
     @property
     def size(self) -> int | None:
-        """That of the batches of an epoch; of a stream known after its first whole pass, None where they differ."""
-        return self._size if self._inputs is None else min(self.batch_size, len(self._inputs))
+        """That of the batches of an epoch; None where they differ, or where a first whole pass has yet to tell."""
+        if self._inputs is None and batching.known_length(self._loader) is None:
+            return self._size
+        return min(self.batch_size, self.samples)
 
     @property
     def known(self) -> int | None:
