@@ -121,6 +121,24 @@ def test_threads_that_take_turns_leave_the_global_generators_alone() -> None:
     assert torch.equal(torch.stack([*found, dropped(device)]), torch.stack(expected))
 
 
+def test_what_another_thread_draws_meanwhile_is_not_taken_for_the_models() -> None:
+    """Its numbers would come a second time, and a loader that it reads would get others."""
+    device = torch.device("cpu")
+
+    def look() -> None:
+        other = threading.Thread(target=dropped, args=(device,))
+        other.start()
+        other.join()
+
+    before = torch.get_rng_state()
+    with rolled(device, look):
+        ahead = torch.get_rng_state()
+        roll(3)
+        assert torch.equal(torch.get_rng_state(), ahead)
+    assert torch.equal(torch.get_rng_state(), ahead)
+    assert not torch.equal(ahead, before)
+
+
 @pytest.mark.parametrize("name", PLACES)
 def test_seeds_of_any_size_are_taken(name: str) -> None:
     dice = Dice(place_of(name))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shiftmend.turns import has_turns
 
@@ -97,7 +99,7 @@ def roll(seed: int) -> None:
 
 
 def _moved(device: torch.device, look: Callable[[], object]) -> bool:
-    """Whether the look draws from global generators, which are put back."""
+    """Whether the look draws from global generators, which are put back; what other threads draw is left alone."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         torch.cuda.init()
@@ -106,7 +108,29 @@ def _moved(device: torch.device, look: Callable[[], object]) -> bool:
     before = [generator.get_state() for generator in generators]
     look()
     moved = [not torch.equal(now.get_state(), then) for now, then in zip(generators, before, strict=True)]
+    if not any(moved) or not _draws(look):
+        return False
     for generator, state, drew in zip(generators, before, moved, strict=True):
         if drew:
             generator.set_state(state)
-    return any(moved)
+    return True
+
+
+class _Drawing(TorchDispatchMode):
+    """Notices operators of this thread that draw from a generator."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _draws(look: Callable[[], object]) -> bool:
+    drawing = _Drawing()
+    try:
+        with drawing:
+            look()
+    except Exception:  # some operators cannot be watched
+        return True
+    return drawing.seen
