@@ -104,8 +104,9 @@ def test_colours_of_16_bits_are_refused_and_not_cut(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"deep\.ppm has pixels of mode RGB with 16 bits; expected 8 bits"):
         image_folder(tmp_path)
     (tmp_path / "deep.ppm").unlink()
-    for white in (15, 255):
-        (tmp_path / "flat.ppm").write_bytes(b"P6 4 2 %d\n" % white + bytes([white]) * 24)
+    for white in (15, 255, 4095):
+        pixels = np.full((2, 4, 3), white, "u1" if white < 256 else ">u2")
+        (tmp_path / "flat.ppm").write_bytes(b"P6 4 2 %d\n" % white + pixels.tobytes())
         assert (image_folder(tmp_path).images == 255).all()
 
 

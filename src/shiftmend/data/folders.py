@@ -185,12 +185,12 @@ def _is_cut_to_8_bits(image: Image) -> bool:
     """Whether Pillow would keep the upper half of 16 bits a channel: of 12-bit recordings it leaves next to black.
 
     The layout in the file tells, e.g. `RGB;16B`; `BGR;16`, of bitmaps, is 16 bits for all channels together. That of a
-    .ppm has the value of white.
+    .ppm has the value of white, which Pillow scales by: one of 4095 is 12 bits and comes out right.
     """
     layouts = [tile[3] for tile in getattr(image, "tile", ())]
     parts = [part for layout in layouts for part in (layout if isinstance(layout, tuple) else (layout,))]
     if image.format == "PPM":
-        return any(isinstance(part, int) and part > 255 for part in parts)
+        return 65535 in parts
     return any(isinstance(part, str) and re.search(";16[BLN]$", part) for part in parts)
 
 
