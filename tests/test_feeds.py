@@ -471,6 +471,12 @@ def test_a_streamed_epoch_leaves_out_a_small_last_batch_only(sizes: list[int]) -
     assert [len(batch) for batch in an_epoch(Feed(parts, limit=0), 0, 1)] == kept
 
 
+@pytest.mark.parametrize(("sizes", "kept"), [([1, 4, 1, 3], [4, 3]), ([1, 1, 1], [1, 1, 1]), ([1], [1])])
+def test_a_streamed_epoch_leaves_out_lone_samples_unless_there_are_no_others(sizes: list[int], kept: list[int]) -> None:
+    parts = [torch.zeros(size, 2 + size) for size in sizes]
+    assert [len(batch) for batch in an_epoch(Feed(parts, limit=0), 0, 1)] == kept
+
+
 def test_a_streamed_loader_with_its_own_sampler_gives_all_its_batches() -> None:
     sampler = BatchSampler(range(70), 10, drop_last=False)
     feed = Feed(DataLoader(Pairs(), batch_sampler=sampler), resident=False)

@@ -66,18 +66,18 @@ def spans(samples: int, size: int) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
-def full(stream: Iterable[tuple[Tensor, Any]]) -> Iterator[Tensor]:
-    """Leave out a last batch of less than half the size, unless it is the only one, and lone samples among others.
+def full(stream: Iterable[tuple[Tensor, Any]], size: int | None) -> Iterator[Tensor]:
+    """Leave out a last batch of less than half the first one's size, and lone samples unless the `size` of all is 1.
 
-    The first batch says what the size is: a list of batches need not have been cut to `batch_size`. Only the last one
-    is a rest: a sampler that fills batches up to a number of tokens has small ones of long samples anywhere.
+    Only the last one is a rest: a sampler that fills batches up to a number of tokens has small ones of long samples
+    anywhere, also at the beginning.
     """
-    size, held = 0, None
+    first, held = 0, None
     for inputs, _ in stream:
         if held is not None and (len(held) > 1 or size == 1):
             yield held
-        size, held = size or len(inputs), inputs
-    if held is not None and len(held) * 2 >= size and (len(held) > 1 or size == 1):
+        first, held = first or len(inputs), inputs
+    if held is not None and len(held) * 2 >= first and (len(held) > 1 or size == 1):
         yield held
 
 

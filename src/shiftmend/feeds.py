@@ -94,10 +94,10 @@ class Feed:
 
     @property
     def size(self) -> int | None:
-        """That of the batches of an epoch; None where they differ, or where a first whole pass has yet to tell."""
-        if self._inputs is None and batching.known_length(self._loader) is None:
-            return self._size
-        return min(self.batch_size, self.samples)
+        """That of the batches of an epoch, None where they differ; known once the samples are counted."""
+        if self._inputs is not None or batching.known_length(self._loader):
+            return min(self.batch_size, self.samples)
+        return self._size if self.samples else None
 
     @property
     def known(self) -> int | None:
@@ -195,7 +195,7 @@ class Feed:
         """
         if self._inputs is None:
             stream = self._stream(_order_seed(seed, number), shuffled=True)
-            yield from self._sent((share(inputs), None) for inputs in batching.full(stream))
+            yield from self._sent((share(inputs), None) for inputs in batching.full(stream, self.size))
             return
         whole = self._inputs
         size = min(self.batch_size, len(whole))
