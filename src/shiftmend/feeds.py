@@ -122,11 +122,9 @@ class Feed:
             yield from self._sent_inputs(shares(batching.joined_inputs(inputs for inputs, _ in self._stream())))
             return
         whole = self._inputs
+        spans = batching.spans(len(whole), max(self.batch_size, at_once))
         # indices of the host, which nobody has to wait for
-        parts = shares(
-            torch.arange(start, end, device="cpu")
-            for start, end in batching.spans(len(whole), max(self.batch_size, at_once))
-        )
+        parts = shares(torch.arange(start, end, device="cpu") for start, end in spans)
         yield from self._sent_inputs(Rows(whole, slice(int(part[0]), int(part[-1]) + 1)) for part in parts)
 
     @property
