@@ -274,7 +274,7 @@ def test_batches_with_other_axes_and_what_may_be_labels_are_refused() -> None:
     for pair in ([torch.zeros(4, 3), torch.zeros(4, 2)], [INPUTS, LABELS]):  # a list where a tuple was meant
         with pytest.raises(DataError, match="differ in shape; pass inputs with labels as a tuple"):
             Feed(pair)
-    with pytest.raises(DataError, match=r"differ in shape; bring all samples to one$"):  # no inputs and labels
+    with pytest.raises(DataError, match=r"differ in shape; bring all to one shape$"):  # no inputs and labels
         Feed(DataLoader([torch.zeros(4, 3), torch.zeros(4)], batch_size=None))
 
 

@@ -116,16 +116,15 @@ class Gathered:
 
     def add(self, inputs: Tensor, labels: Tensor | None) -> None:
         self.sizes.append(len(inputs))
+        self.bytes += inputs.nbytes
         if self.other is None and self.inputs and not _alike([inputs, self.inputs[0]]):
             self.other = inputs[:2].clone()
             self.inputs, self.labels = [self.inputs[0][:1].clone()], []
         if self.other is not None:
-            self.bytes += inputs.nbytes
             return
         self.inputs.append(inputs)
         if labels is not None:
             self.labels.append(labels)
-        self.bytes += inputs.nbytes
         self._loose += inputs.nbytes
         if self._loose >= BLOCK:
             self.inputs[self._blocks :] = [torch.cat(self.inputs[self._blocks :])]
@@ -136,7 +135,7 @@ class Gathered:
         pair = listed and len(self.sizes) == 2 and self.sizes[0] == self.sizes[1]
         if self.other is not None and (pair or self.other.ndim != self.inputs[0].ndim):
             advice = (
-                "pass inputs with labels as a tuple, not as a list of batches" if pair else "bring all samples to one"
+                "pass inputs with labels as a tuple, not as a list of batches" if pair else "bring all to one shape"
             )
             raise DataError(f"the batches of the {what} differ in shape; {advice}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from shiftmend.errors import DataError, ShiftmendError
@@ -37,6 +37,11 @@ def counted(number: int, one: str, many: str = "") -> str:
 def is_whole(value: Any) -> bool:
     """A whole number of Python or numpy; Python would take True for one, too."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_real(value: Any) -> bool:
+    """A number of Python or numpy, and no bool; it may be infinite or NaN."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_known(given: Any, known: Collection[str], what: str, error: type[ShiftmendError] = ShiftmendError) -> None:

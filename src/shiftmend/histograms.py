@@ -7,7 +7,6 @@ bin count, (2) the alignment loss, (3) the KL divergence and (4) the soft-binnin
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shiftmend.checks import brief, check_known, is_whole
+from shiftmend.checks import brief, check_known, is_real, is_whole
 from shiftmend.errors import ShiftmendError
 
 Layout = Literal["reference", "paper"]
@@ -65,8 +64,7 @@ class Bins:
                 f"{MOST_INNER + outer}, got {brief(self.count)}"
             )
         given: Any = self.temperature
-        real = isinstance(given, numbers.Real) and not isinstance(given, bool)
-        if not (real and COLDEST <= given <= HOTTEST):
+        if not (is_real(given) and COLDEST <= given <= HOTTEST):
             raise ShiftmendError(
                 f"the temperature must be a number from {COLDEST:g} to {HOTTEST:g}, got {brief(given)}"
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shiftmend.blocks import Block
+from shiftmend.checks import is_real
 from shiftmend.errors import AdaptationError
 from shiftmend.profiles import Profile
 from shiftmend.taps import Tap
@@ -159,12 +159,10 @@ def check_epochs(value: int, what: str) -> None:
 def check_positive(value: Any, what: str, *, optional: bool = False) -> None:
     if optional and value is None:
         return
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not (real and 0 < value < float("inf")):
+    if not (is_real(value) and 0 < value < float("inf")):
         raise AdaptationError(f"{what} must be a positive number, got {value!r}")
 
 
 def check_decay(value: Any, what: str) -> None:
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not (real and 0 <= value < float("inf")):
+    if not (is_real(value) and 0 <= value < float("inf")):
         raise AdaptationError(f"{what} must be a number of at least 0, got {value!r}")

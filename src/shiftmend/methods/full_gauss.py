@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from shiftmend.checks import is_real
 from shiftmend.errors import AdaptationError
 from shiftmend.gaussians import Comparison, FullGaussian
 from shiftmend.methods.base import Activations, Network, Objective, Stage, distributed_over_inputs
@@ -30,8 +31,7 @@ class FullGauss(Prediction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given: Any = self.shrinkage
-        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1:
+        if not (is_real(self.shrinkage) and 0 <= self.shrinkage <= 1):
             raise AdaptationError(f"the shrinkage must lie between 0 (none) and 1, got {self.shrinkage!r}")
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
