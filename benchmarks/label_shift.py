@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 import shiftmend
-from shiftmend.bench.suite.usps import BENCHMARK, SHIFTS
-from shiftmend.bench.workshop import Workshop
-from shiftmend.data.base import Split
-from shiftmend.files import write_atomically
+from shiftmend.inputs.images import Split
+from shiftmend.research.bench.resources import Workshop
+from shiftmend.research.bench.suite.usps import BENCHMARK, SHIFTS
+from shiftmend.utils.files import write_atomically
 
 METHODS = ("fr", "bufr")
 WAYS = ("as it is", "mixed profile", "balanced target")

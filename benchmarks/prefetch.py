@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from shiftmend.feeds import Feed
-from shiftmend.models import resnet18
+from shiftmend.inputs.feed import Feed
+from shiftmend.research.networks.resnets import resnet18
 
 BATCH, SIDE, CLASSES = 200, 224, 10
 

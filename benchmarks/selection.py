@@ -13,9 +13,8 @@ import argparse
 from pathlib import Path
 from statistics import mean
 
-from shiftmend.bench.base import CLEAN
-from shiftmend.bench.cells import Cell
-from shiftmend.bench.reading import stored
+from shiftmend.research.bench.benchmark import CLEAN, Cell
+from shiftmend.research.bench.results import stored
 
 DEFAULT = ("emnist-da", "cifar-10-c", "mnist-c", "mnist-m", "usps")
 METHODS = ("bufr", "fr", "bufr-sliced", "fr-sliced")

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shiftmend.data import cifar10, emnist
+from shiftmend.research.datasets.cifar import cifar10
+from shiftmend.research.datasets.digits import emnist
 from shiftmend.shifts import SHIFTS, apply
 
 GLYPHS, PHOTOGRAPHS = 18_800, 10_000

@@ -18,12 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from shiftmend.bench.base import CLEAN
-from shiftmend.bench.cells import Cell, Result
-from shiftmend.bench.footnotes import source_remarks
-from shiftmend.bench.label_free import verification
-from shiftmend.bench.reading import stored
-from shiftmend.bench.thresholds import HIGH_IS_GOOD, TOGETHER, area, best_pair, best_threshold, near_clean
+from shiftmend.research.analysis.correlations import HIGH_IS_GOOD, TOGETHER, area, best_pair, best_threshold, near_clean
+from shiftmend.research.bench.benchmark import CLEAN, Cell, Result
+from shiftmend.research.bench.footnotes import source_remarks
+from shiftmend.research.bench.pages import verification
+from shiftmend.research.bench.results import stored
 
 DEFAULT = ("emnist-da", "cifar-10-c", "mnist-c", "mnist-m", "digits")
 SIGNALS = ("slices", "marginals", "entropy", "confidence")

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shiftmend
-from shiftmend import data, shifts
-from shiftmend.data.digits import emnist_edition
-from shiftmend.data.preprocessing import signed as preprocess
-from shiftmend.files import write_atomically
-from shiftmend.models import build
+from shiftmend import shifts
+from shiftmend.inputs.images import signed as preprocess
+from shiftmend.research import datasets as data
+from shiftmend.research.datasets.digits import emnist_edition
+from shiftmend.research.networks import build
+from shiftmend.utils.files import write_atomically
 
 SHIFTS = ("bricks", "sky", "stripe", "inverse", "shot_noise", "crystals")
 PER_CLASS = ("20", "50", "5", "all")

@@ -10,16 +10,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from shiftmend.figures.gallery import FIGURES, Wanted, draw
-from shiftmend.figures.style import save
+from shiftmend.research.figures.gallery import FIGURES, Wanted, draw
+from shiftmend.research.figures.style import save
 
 HERE = Path(__file__).parent
 INTRODUCTION = """# Figures
 
 Every figure is drawn from the folder of a benchmark's run: `shiftmend figure NAME BENCHMARK --folder bench`, as PNG or
 SVG; `shiftmend figure list` names them ([shifts](shifts.md) shows all shifts there are). Those that look into models
-adapt again, since a store holds numbers, not models. In Python each is one function `draw(...)` in `shiftmend.figures`,
-from results or from a model, a profile and data of your own.
+adapt again, since a store holds numbers, not models. In Python each is one function `draw(...)` in
+`shiftmend.research.figures`, from results or from a model, a profile and data of your own.
 
 These are of `shiftmend bench run digits` (897 small digits, two seeds; those of one shift show *stripe*, the patches
 *oranges*, seed 123) and were made by `python docs/make_gallery.py bench`.

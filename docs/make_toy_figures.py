@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import shiftmend
-from shiftmend.files import write_atomically
-from shiftmend.toys import Toy, offset_toy, rotation_toy
+from shiftmend.research.analysis.toys import Toy, offset_toy, rotation_toy
+from shiftmend.utils.files import write_atomically
 
 IMAGES = Path(__file__).parent / "images"
 NEGATIVE, POSITIVE, GREY = "#D55E00", "#0072B2", "#444444"  # for every kind of colour vision; hatch and markers in grey

@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from worlds import sensors
 
 import shiftmend
-from shiftmend.bench.runner import run
 from shiftmend.cli import main
 from shiftmend.methods import METHODS
-from shiftmend.models import MODELS
-from shiftmend.toys import offset_toy
-from worlds import sensors
+from shiftmend.research.analysis.toys import offset_toy
+from shiftmend.research.bench.run import run
+from shiftmend.research.networks import MODELS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -207,7 +207,7 @@ def test_no_page_names_a_folder_of_somebodys_machine(page: Path) -> None:
     assert not found, f"{in_the_repository(page)} has {found}"
 
 
-@pytest.mark.parametrize("name", ["histograms", "stats_layer", "metrics"])
+@pytest.mark.parametrize("name", ["stats.histograms", "stats.stats_layer", "evaluation.classification"])
 def test_docstring_examples(name: str) -> None:
     results = doctest.testmod(importlib.import_module(f"shiftmend.{name}"))
     assert results.attempted > 0

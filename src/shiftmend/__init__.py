@@ -6,25 +6,27 @@ At home: `profile = shiftmend.profile(model, source)`. At the new site: `shiftme
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from shiftmend.__about__ import __version__
 
 if TYPE_CHECKING:
-    from shiftmend.adaptations import Adaptation
-    from shiftmend.engine import adapt
-    from shiftmend.errors import AdaptationError, DataError, ProfileError, ShiftmendError, TapError
-    from shiftmend.evaluation import evaluate
-    from shiftmend.histograms import Bins
-    from shiftmend.loop import DivergedError
-    from shiftmend.profiles import Profile
-    from shiftmend.profiling import profile
-    from shiftmend.scores import RegressionScores, Scores
-    from shiftmend.stats_layer import StatsLayer
-    from shiftmend.streams import Stream, stream
-    from shiftmend.taps import Tap
-    from shiftmend.verification import Verification, verify
+    from shiftmend import methods, report, shifts
+    from shiftmend.adaptation.adapt import adapt
+    from shiftmend.adaptation.result import Adaptation
+    from shiftmend.adaptation.stream import Stream, stream
+    from shiftmend.errors import AdaptationError, DataError, DivergedError, ProfileError, ShiftmendError, TapError
+    from shiftmend.evaluation.classification import Scores
+    from shiftmend.evaluation.evaluate import evaluate
+    from shiftmend.evaluation.regression import RegressionScores
+    from shiftmend.inputs.folders import image_folder
+    from shiftmend.introspection.taps import Tap
+    from shiftmend.profiles.collect import profile
+    from shiftmend.profiles.profile import Profile
+    from shiftmend.stats.histograms import Bins
+    from shiftmend.stats.stats_layer import StatsLayer
+    from shiftmend.verification.verdict import Verification
+    from shiftmend.verification.verify import verify
 
 __all__ = [
     "Adaptation",
@@ -45,43 +47,51 @@ __all__ = [
     "__version__",
     "adapt",
     "evaluate",
+    "image_folder",
+    "methods",
     "profile",
+    "report",
+    "shifts",
     "stream",
     "verify",
 ]
 
-_MODULES = {
-    "adaptations": ("Adaptation",),
-    "engine": ("adapt",),
-    "errors": ("AdaptationError", "DataError", "ProfileError", "ShiftmendError", "TapError"),
-    "evaluation": ("evaluate",),
-    "histograms": ("Bins",),
-    "loop": ("DivergedError",),
-    "profiles": ("Profile",),
-    "profiling": ("profile",),
-    "scores": ("RegressionScores", "Scores"),
-    "stats_layer": ("StatsLayer",),
-    "streams": ("Stream", "stream"),
-    "taps": ("Tap",),
-    "verification": ("Verification", "verify"),
+_HOMES = {
+    "Adaptation": "adaptation.result",
+    "AdaptationError": "errors",
+    "Bins": "stats.histograms",
+    "DataError": "errors",
+    "DivergedError": "errors",
+    "Profile": "profiles.profile",
+    "ProfileError": "errors",
+    "RegressionScores": "evaluation.regression",
+    "Scores": "evaluation.classification",
+    "ShiftmendError": "errors",
+    "StatsLayer": "stats.stats_layer",
+    "Stream": "adaptation.stream",
+    "Tap": "introspection.taps",
+    "TapError": "errors",
+    "Verification": "verification.verdict",
+    "adapt": "adaptation.adapt",
+    "evaluate": "evaluation.evaluate",
+    "image_folder": "inputs.folders",
+    "profile": "profiles.collect",
+    "stream": "adaptation.stream",
+    "verify": "verification.verify",
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+_PACKAGES = ("methods", "report", "shifts")
 
-
-if not TYPE_CHECKING:  # which would take every name for one that is there
+if not TYPE_CHECKING:  # Type checkers would otherwise accept every attribute.
 
     def __getattr__(name: str) -> Any:
-        """What is exported is imported when it is first asked for: torch takes seconds, and `--help` needs none.
-
-        So is a module of the package, as in `shiftmend.methods.BUFR`.
-        """
-        if name in _HOMES:
-            value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-            return value
-        if name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
+        """Import a public name when it is first used: torch takes seconds to import, and `--help` needs none of it."""
+        if name in _PACKAGES:
+            return import_module(f"{__name__}.{name}")
+        if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return import_module(f"{__name__}.{name}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -6,6 +6,8 @@ Each message is one sentence that says what was wrong, what was expected and wha
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ShiftmendError(ValueError):
     """Base of every error that is the input's fault rather than the library's."""
@@ -25,3 +27,11 @@ class AdaptationError(ShiftmendError):
 
 class DataError(ShiftmendError):
     """Data is missing, damaged, empty or of the wrong form."""
+
+
+class DivergedError(AdaptationError):
+    """The loss became NaN or infinite. `adaptation` holds what had been reached after the last good epoch."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.adaptation: Any = None

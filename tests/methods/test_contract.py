@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 import shiftmend
+from shiftmend.engine.method import Activations, Method, Network, Objective, Stage
 from shiftmend.errors import AdaptationError
-from shiftmend.methods import METHODS, Method, Network, Stage, method
-from shiftmend.methods.base import Activations, Objective
-from shiftmend.profiles import Profile
+from shiftmend.methods import METHODS, method
+from shiftmend.profiles.profile import Profile
 from worlds import sensors
 
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import shiftmend
+from shiftmend.engine.method import Network
 from shiftmend.errors import AdaptationError
-from shiftmend.gaussians import FullGaussian
-from shiftmend.methods import BNM, FullGauss, Network
-from shiftmend.profiles import Profile
+from shiftmend.methods.bnm import BNM
+from shiftmend.methods.full_gauss import FullGauss
+from shiftmend.profiles.profile import Profile
+from shiftmend.stats.gaussians import FullGaussian
 from worlds import World, sensors
 from zoo import ZOO
 

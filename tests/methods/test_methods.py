@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 import shiftmend
-from shiftmend.blocks import split
+from shiftmend.engine.method import Network
 from shiftmend.errors import AdaptationError
-from shiftmend.methods import BUFR, FR, METHODS, Network, method
-from shiftmend.tracing import trace
+from shiftmend.introspection.blocks import split
+from shiftmend.introspection.trace import trace
+from shiftmend.methods import METHODS, method
+from shiftmend.methods.bufr import BUFR
+from shiftmend.methods.fr import FR
 from worlds import sensors
 from zoo import ZOO
 

@@ -10,9 +10,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shiftmend
+from shiftmend.engine.method import Network
 from shiftmend.errors import AdaptationError
-from shiftmend.gaussians import MarginalGaussian
-from shiftmend.methods import BNM, BNMIM, METHODS, PL, SHOTIM, TENT, Network
+from shiftmend.methods import METHODS
+from shiftmend.methods.bnm import BNM, BNMIM
+from shiftmend.methods.pl import PL
+from shiftmend.methods.shot_im import SHOTIM
+from shiftmend.methods.tent import TENT
+from shiftmend.stats.gaussians import MarginalGaussian
 from worlds import sensors
 from zoo import ZOO
 

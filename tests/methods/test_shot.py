@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import shiftmend
+from shiftmend.engine.method import Look, Network
 from shiftmend.errors import AdaptationError
-from shiftmend.methods import SHOT
-from shiftmend.methods.base import Look, Network
-from shiftmend.methods.shot import centroid_labels
+from shiftmend.methods.shot import SHOT, centroid_labels
 from worlds import sensors
 from zoo import ZOO
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shiftmend
+from shiftmend.engine.method import Network
 from shiftmend.errors import AdaptationError
-from shiftmend.methods import Network, TargetSupervised
+from shiftmend.methods.target_supervised import TargetSupervised
 from worlds import sensors
 from zoo import ZOO
 

@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from shiftmend.evaluation.classification import ReliabilityBin
 from shiftmend.report import charts
-from shiftmend.report.contents import Seen, Unit
 from shiftmend.report.drawing import MOST_POINTS, WIDTH
+from shiftmend.report.facts import Seen, Unit
 from shiftmend.report.markup import Markup
-from shiftmend.scores import ReliabilityBin
-from shiftmend.verification import Verification
+from shiftmend.verification.verdict import Verification
 
 START, END = 44.0, 332.0  # of what lies beside a vertical axis
 STYLED = set(re.findall(r"\.([a-z][\w-]*)", Path(charts.__file__).with_name("page.css").read_text()))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import ndimage
 
-from shiftmend.shifts.edges import canny
+from shiftmend.shifts.mnist_c import canny
 
 
 def canny_by_loop(image: np.ndarray) -> np.ndarray:

@@ -8,7 +8,8 @@ import torch
 from scipy import ndimage
 
 from shiftmend.errors import DataError
-from shiftmend.shifts import SHIFTS, apply, digits, lines, textures
+from shiftmend.shifts import SHIFTS, apply, lines, textures
+from shiftmend.shifts import glyphs as digits
 from shiftmend.shifts.primitives import plasma
 
 SHAPES = [(28, 28), (20, 33)]

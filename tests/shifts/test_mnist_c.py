@@ -9,7 +9,8 @@ import pytest
 import torch
 from scipy import ndimage
 
-from shiftmend.shifts import SHIFTS, apply, edges, mnist_c
+from shiftmend.shifts import SHIFTS, apply, mnist_c
+from shiftmend.shifts import mnist_c as edges
 
 CENTRE = 13.5
 

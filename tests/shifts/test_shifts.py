@@ -8,7 +8,8 @@ import torch
 
 from shiftmend import shifts
 from shiftmend.errors import DataError
-from shiftmend.shifts import SHIFTS, Shift, apply
+from shiftmend.shifts import SHIFTS, apply
+from shiftmend.shifts.base import Shift
 
 IMAGE_SHIFTS = [name for name, shift in SHIFTS.items() if shift.domain == "image"]
 GLYPH_SHIFTS = [name for name in IMAGE_SHIFTS if not name.startswith(("cifar-c/", "sensor/"))]

@@ -13,8 +13,14 @@ import typer
 from rich.console import Console
 
 from shiftmend.__about__ import __version__
-from shiftmend.cli import bench, core, datasets, drawing, judging, profiling, reporting, shifting
+from shiftmend.cli import adapt as core
+from shiftmend.cli import profile as profiling
+from shiftmend.cli import report as reporting
+from shiftmend.cli import shift as shifting
+from shiftmend.cli import verify as judging
 from shiftmend.errors import ShiftmendError, TapError
+from shiftmend.research.cli import bench, datasets
+from shiftmend.research.cli import figure as drawing
 
 app = typer.Typer(
     name="shiftmend",
@@ -23,13 +29,27 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
 for command in (core.demo, profiling.profile, profiling.inspect, profiling.mix, core.blocks, core.adapt):
     app.command()(command)
+
+
 judging.register(app)
+
+
 datasets.register(app)
+
+
 shifting.register(app)
+
+
 reporting.register(app)
+
+
 bench.register(app)
+
+
 drawing.register(app)
 
 

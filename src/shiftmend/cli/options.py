@@ -14,46 +14,83 @@ from rich.table import Table
 
 from shiftmend.errors import DataError
 
-if TYPE_CHECKING:  # torch is imported when a command needs it
+if TYPE_CHECKING:
     from torch import nn
 
-    from shiftmend.cli.inputs import Given, Normalisation
+    from shiftmend.cli.data import Given, Normalisation
 
 WIDTH = 100
 """Columns where there is no terminal that says how many it has."""
+
 
 Model = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A built-in network, package.module:factory, or file.py:factory."),
 ]
+
+
 Data = Annotated[
     Path,
     typer.Option("--data", "-d", help="A folder of images (flat, or one per class), or an .npz with images or inputs."),
 ]
+
+
 Weights = Annotated[Path | None, typer.Option("--weights", "-w", help="A safetensors file with the model's weights.")]
+
+
 Options = Annotated[list[str] | None, typer.Option("--model-option", help="name=value for the factory; repeatable.")]
+
+
 Pickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Read a .pt file. A pickle can run code: trust its origin.")
 ]
+
+
 ProfileFile = Annotated[Path, typer.Option("--profile", "-p", help="The source's profile.")]
+
+
 Size = Annotated[int | None, typer.Option(help="Scale images to this side.")]
+
+
 Channels = Annotated[int | None, typer.Option(help="Repeat grey images to so many channels; 1 makes colour grey.")]
+
+
 Mean = Annotated[str, typer.Option(help="Subtracted from images in 0..1; one number, or one per channel.")]
+
+
 Deviation = Annotated[str, typer.Option("--std", help="Divides them afterwards; one number, or one per channel.")]
+
+
 Batch = Annotated[int, typer.Option("--batch-size", help="Samples in a batch.")]
+
+
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, ...")]
+
+
 Head = Annotated[str | None, typer.Option(help="Name of the model's last layer, if it is not found by itself.")]
+
+
 Output = Annotated[str | None, typer.Option("--output-entry", help="Which entry of a tuple or dict is the output.")]
+
+
 Blocks = Annotated[
     list[str] | None,
     typer.Option("--block", help="Modules of one block, with commas; repeat for each block, bottom first."),
 ]
+
+
 Taps = Annotated[
     list[str] | None,
     typer.Option("--tap", help="name=module, e.g. early=layer1 or tokens=blocks.2@-1; repeatable."),
 ]
+
+
 Root = Annotated[Path | None, typer.Option("--data-root", help="Where the data sets lie; default SHIFTMEND_DATA.")]
+
+
 Ignore = Annotated[int | None, typer.Option("--ignore-label", help="A class number that counts in no score, e.g. 255.")]
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
 
 
@@ -89,7 +126,7 @@ def by_all_processes(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def shared(**arguments: Any) -> None:
-        from shiftmend.distributed import started_by_torchrun
+        from shiftmend.distributed.collectives import started_by_torchrun
 
         with started_by_torchrun():
             command(**arguments)
@@ -109,8 +146,8 @@ def gather(
     std: str,
 ) -> tuple[nn.Module, Given, Normalisation]:
     """The model, the data and how images become inputs, as the options that all commands share name them."""
-    from shiftmend.cli.inputs import load_data, normalisation
-    from shiftmend.cli.loading import load_model
+    from shiftmend.cli.data import load_data, normalisation
+    from shiftmend.cli.models import load_model
 
     preprocess = normalisation(mean, std, channels)
     net = load_model(model, weights, model_option or [], allow_pickle)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
-from shiftmend.checks import brief, check_known
+from shiftmend.engine.method import Method, Network, Objective, Stage
 from shiftmend.errors import AdaptationError
 from shiftmend.methods.adabn import AdaBN
-from shiftmend.methods.base import Method, Network, Objective, Stage
 from shiftmend.methods.bnm import BNM, BNMIM
 from shiftmend.methods.bufr import BUFR
 from shiftmend.methods.fr import FR
@@ -19,6 +18,7 @@ from shiftmend.methods.shot_im import SHOTIM
 from shiftmend.methods.source_only import SourceOnly
 from shiftmend.methods.target_supervised import TargetSupervised
 from shiftmend.methods.tent import TENT
+from shiftmend.utils.checks import brief, check_known
 
 METHODS: dict[str, type[Method]] = {
     method.name: method

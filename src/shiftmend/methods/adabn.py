@@ -10,8 +10,8 @@ from typing import ClassVar
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shiftmend.methods.base import Method, Network, Stage, check_epochs
-from shiftmend.profiles import Profile
+from shiftmend.engine.method import Method, Network, Stage, check_epochs
+from shiftmend.profiles.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shiftmend.gaussians import FullGaussian
-from shiftmend.methods.base import Activations, Network, Objective, Stage, check_positive, distributed_over_inputs
-from shiftmend.methods.entropies import Prediction, information_maximisation
-from shiftmend.profiles import Profile
+from shiftmend.engine.method import Activations, Network, Objective, Stage, check_positive, distributed_over_inputs
+from shiftmend.methods.prediction import Prediction, information_maximisation
+from shiftmend.profiles.profile import Profile
+from shiftmend.stats.gaussians import FullGaussian
 
 
 @dataclass(frozen=True, kw_only=True)

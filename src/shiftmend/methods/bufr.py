@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shiftmend.methods.base import Network, Stage, check_epochs, check_positive
+from shiftmend.engine.method import Network, Stage, check_epochs, check_positive
 from shiftmend.methods.fr import Alignment
-from shiftmend.profiles import Profile
+from shiftmend.profiles.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)

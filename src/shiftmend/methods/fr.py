@@ -9,11 +9,8 @@ from typing import ClassVar, get_args
 import torch
 from torch import Tensor
 
-from shiftmend.checks import brief, check_known
-from shiftmend.distributed import active, joined_mean
-from shiftmend.errors import AdaptationError
-from shiftmend.histograms import Divergence
-from shiftmend.methods.base import (
+from shiftmend.distributed.collectives import active, joined_mean
+from shiftmend.engine.method import (
     Activations,
     Method,
     Network,
@@ -23,10 +20,13 @@ from shiftmend.methods.base import (
     check_positive,
     distributed_over_inputs,
 )
-from shiftmend.presets import Preset
-from shiftmend.presets import preset as find_preset
-from shiftmend.profiles import Profile
-from shiftmend.statistics import Histogram
+from shiftmend.errors import AdaptationError
+from shiftmend.profiles.presets import Preset
+from shiftmend.profiles.presets import preset as find_preset
+from shiftmend.profiles.profile import Profile
+from shiftmend.stats.histograms import Divergence
+from shiftmend.stats.statistics import Histogram
+from shiftmend.utils.checks import brief, check_known
 
 
 @dataclass(frozen=True, kw_only=True)

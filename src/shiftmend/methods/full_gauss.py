@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shiftmend.checks import is_real
+from shiftmend.engine.method import Activations, Network, Objective, Stage, distributed_over_inputs
 from shiftmend.errors import AdaptationError
-from shiftmend.gaussians import Comparison, FullGaussian
-from shiftmend.methods.base import Activations, Network, Objective, Stage, distributed_over_inputs
-from shiftmend.methods.entropies import Prediction
-from shiftmend.profiles import Profile
+from shiftmend.methods.prediction import Prediction
+from shiftmend.profiles.profile import Profile
+from shiftmend.stats.gaussians import Comparison, FullGaussian
+from shiftmend.utils.checks import is_real
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shiftmend.methods.base import Activations, Network, Objective, Stage
-from shiftmend.methods.entropies import Prediction
-from shiftmend.profiles import Profile
-from shiftmend.tracing import trainable
+from shiftmend.engine.method import Activations, Network, Objective, Stage
+from shiftmend.introspection.model_state import trainable
+from shiftmend.methods.prediction import Prediction
+from shiftmend.profiles.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shiftmend.engine.method import Activations, Look, Network, Objective, Stage, check_positive
 from shiftmend.errors import AdaptationError
-from shiftmend.methods.base import Activations, Look, Network, Objective, Stage, check_positive
-from shiftmend.methods.entropies import Prediction, information_maximisation
-from shiftmend.profiles import Profile
+from shiftmend.methods.prediction import Prediction, information_maximisation
+from shiftmend.profiles.profile import Profile
 
 
 def centroid_labels(embedding: Tensor, logits: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shiftmend.methods.base import Activations, Network, Objective, Stage, distributed_over_inputs
-from shiftmend.methods.entropies import Prediction, information_maximisation
-from shiftmend.profiles import Profile
+from shiftmend.engine.method import Activations, Network, Objective, Stage, distributed_over_inputs
+from shiftmend.methods.prediction import Prediction, information_maximisation
+from shiftmend.profiles.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)

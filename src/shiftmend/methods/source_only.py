@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shiftmend.methods.base import Method, Network, Stage
-from shiftmend.profiles import Profile
+from shiftmend.engine.method import Method, Network, Stage
+from shiftmend.profiles.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shiftmend import fingerprints
+from shiftmend.engine.method import Activations, Look, Network, Objective, Stage, check_decay
 from shiftmend.errors import AdaptationError
-from shiftmend.methods.base import Activations, Look, Network, Objective, Stage, check_decay
-from shiftmend.methods.entropies import Prediction
-from shiftmend.profiles import Profile
-from shiftmend.tracing import trainable
+from shiftmend.introspection.model_state import trainable
+from shiftmend.methods.prediction import Prediction
+from shiftmend.profiles import fingerprints
+from shiftmend.profiles.profile import Profile
 
 
 def _class_numbers(given: Any) -> Tensor:

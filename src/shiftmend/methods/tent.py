@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shiftmend.engine.method import Activations, Network, Objective, Stage
 from shiftmend.errors import AdaptationError
-from shiftmend.methods.base import Activations, Network, Objective, Stage
-from shiftmend.methods.entropies import Prediction, entropy
-from shiftmend.profiles import Profile
+from shiftmend.methods.prediction import Prediction, entropy
+from shiftmend.profiles.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)

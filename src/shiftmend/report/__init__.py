@@ -6,8 +6,7 @@
 
 from __future__ import annotations
 
-from shiftmend.report.contents import Facts
-from shiftmend.report.gathering import facts
+from shiftmend.report.facts import Facts, facts
 from shiftmend.report.page import write
 
 __all__ = ["Facts", "facts", "write"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from shiftmend.checks import counted
+from shiftmend.evaluation.classification import Scores
+from shiftmend.evaluation.regression import RegressionScores
 from shiftmend.report import charts
-from shiftmend.report.contents import Facts, Guesses
 from shiftmend.report.distances import legend
+from shiftmend.report.facts import Facts, Guesses
 from shiftmend.report.markup import Markup, Part, element, figure
 from shiftmend.report.verdicts import percent
-from shiftmend.scores import RegressionScores, Scores
+from shiftmend.utils.checks import counted
 
 MOST_BARS = 20
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shiftmend.checks import counted
-from shiftmend.report.contents import Unit
+from shiftmend.evaluation.classification import ReliabilityBin
 from shiftmend.report.drawing import (
     BOTTOM,
     LEFT,
@@ -28,10 +27,11 @@ from shiftmend.report.drawing import (
     text,
     thinned,
 )
+from shiftmend.report.facts import Unit
 from shiftmend.report.markup import Markup, Part, element
 from shiftmend.report.verdicts import number
-from shiftmend.scores import ReliabilityBin
-from shiftmend.verification import Verification
+from shiftmend.utils.checks import counted
+from shiftmend.verification.verdict import Verification
 
 
 @dataclass(frozen=True)

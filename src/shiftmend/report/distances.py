@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 
-from shiftmend.checks import counted
 from shiftmend.report import charts
-from shiftmend.report.contents import Facts, Seen, TapShift, Unit
+from shiftmend.report.facts import Facts, Seen, TapShift, Unit
 from shiftmend.report.markup import Markup, Part, element, join
 from shiftmend.report.verdicts import number, percent
+from shiftmend.utils.checks import counted
 
 DRAWN = 6
 """Units of a tap whose distributions are drawn; so many of the worst before, and of the worst after."""
+
+
 LISTED = 30
+
+
 MOST_TAPS = 12
 """Taps that are shown in detail: the page stays small however many there are."""
+
+
 EXPLAINED = {
     "features": "what the last layer reads: the network’s summary of an input",
     "logits": "what the last layer writes: one score for each answer",

@@ -11,9 +11,15 @@ from collections.abc import Sequence
 from shiftmend.report.markup import Markup, Part, element, join
 
 WIDTH = 340
+
+
 LEFT, RIGHT, TOP, BOTTOM = 44, 8, 10, 34
+
+
 SMALLEST = 1e-4
 """What a logarithmic axis shows of everything below."""
+
+
 MOST_POINTS = 200
 
 

@@ -12,6 +12,8 @@ class Markup(str):
 
 
 Part = str | int | float | None
+
+
 VOID = frozenset({"meta", "img", "br", "input"})
 """Elements of HTML that have no end; those of SVG are closed like all others, or the next would lie inside them."""
 

@@ -8,13 +8,13 @@ import os
 from importlib import resources
 
 from shiftmend.__about__ import __version__
-from shiftmend.checks import kind
 from shiftmend.errors import DataError
-from shiftmend.files import as_path, said_where, write_atomically
 from shiftmend.report import answers, distances, protocol, sections
-from shiftmend.report.contents import Facts
+from shiftmend.report.facts import Facts
 from shiftmend.report.markup import Markup, element, join
 from shiftmend.report.verdicts import state
+from shiftmend.utils.checks import kind
+from shiftmend.utils.files import as_path, said_where, write_atomically
 
 
 def write(facts: Facts, path: str | os.PathLike[str]) -> None:

@@ -10,15 +10,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shiftmend.report import charts
-from shiftmend.report.contents import Facts, Sample
+from shiftmend.report.facts import Facts, Sample
 from shiftmend.report.markup import Markup, Part, element, join
 from shiftmend.report.verdicts import percent
 
 SIDES = (192, 128, 96, 64, 32)
 """Images are scaled down to the first of these many pixels with which they stay below `MOST_BYTES` together."""
+
+
 MOST_BYTES = 1_500_000
+
+
 MOST_COLUMNS = 12
+
+
 MOST_CHANNELS = 6
+
 
 _Array = NDArray[np.generic]
 

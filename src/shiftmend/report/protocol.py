@@ -6,9 +6,9 @@ import json
 import math
 from typing import Any
 
-from shiftmend.checks import counted
-from shiftmend.report.contents import Facts
+from shiftmend.report.facts import Facts
 from shiftmend.report.markup import Markup, element, join
+from shiftmend.utils.checks import counted
 
 
 def _rows(rows: list[tuple[str, str]]) -> Markup:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from shiftmend.checks import counted
+from shiftmend.evaluation.classification import Scores
+from shiftmend.evaluation.regression import RegressionScores
 from shiftmend.report import charts, pictures
-from shiftmend.report.contents import Facts
+from shiftmend.report.facts import Facts
 from shiftmend.report.markup import Markup, Part, element, figure
 from shiftmend.report.verdicts import number, percent, state
-from shiftmend.scores import RegressionScores, Scores
+from shiftmend.utils.checks import counted
 
 SIGNS = {"good": "✓", "unsure": "?", "bad": "✕"}
 

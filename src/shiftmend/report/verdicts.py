@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from shiftmend.report.contents import Facts
-from shiftmend.verification import Verification
+from shiftmend.report.facts import Facts
+from shiftmend.verification.verdict import Verification
 
 Level = Literal["good", "unsure", "bad"]
 

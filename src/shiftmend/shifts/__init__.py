@@ -16,14 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shiftmend.checks import brief, check_seed, kind
-from shiftmend.devices import sum_dtype
 from shiftmend.errors import DataError
 from shiftmend.shifts import cifar_c, emnist_da, mnist_c, mnist_m, sensor, signal
 from shiftmend.shifts.base import Shift, check_images, check_signals
 from shiftmend.shifts.textures import Folder, load
+from shiftmend.utils.checks import brief, check_seed, kind
+from shiftmend.utils.devices import sum_dtype
 
 __all__ = ["SHIFTS", "Shift", "apply", "find"]
+
 
 SHIFTS: dict[str, Shift] = {
     **emnist_da.SHIFTS,
@@ -34,9 +35,12 @@ SHIFTS: dict[str, Shift] = {
     **signal.SHIFTS,
 }
 
+
 # Bound the memory a shift needs, which can be 50 bytes a value, whatever the number of images and their size. Random
 # numbers depend on the portions: those of images up to the size of CIFAR's have to stay.
 CHUNK = 2000
+
+
 VALUES = CHUNK * 3 * 32 * 32
 
 

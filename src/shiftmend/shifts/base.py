@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shiftmend.checks import brief, is_whole, kind
 from shiftmend.errors import DataError
+from shiftmend.utils.checks import brief, is_whole, kind
 
 
 @dataclass(frozen=True)

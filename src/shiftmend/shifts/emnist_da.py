@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shiftmend.shifts import digits
+from shiftmend.shifts import glyphs as digits
 from shiftmend.shifts.base import Shift
-from shiftmend.shifts.digits import on_grey, to_levels
+from shiftmend.shifts.glyphs import on_grey, to_levels
 from shiftmend.shifts.primitives import gaussian_blur as blur
 from shiftmend.shifts.primitives import to_unit
 from shiftmend.shifts.textures import crop
@@ -52,10 +52,14 @@ def gaussian_blur(
 
 
 _ONCE: tuple[dict[str, float], ...] = ({},)
+
+
 _BACKGROUNDS = [
     Shift(f"emnist-da/{name}", background, _ONCE, 1, f"the glyph inverted out of a texture: {name}", texture=name)
     for name in BACKGROUNDS
 ]
+
+
 _GREY = [
     Shift("emnist-da/dotted_line", digits.dotted_line, _ONCE, 1, "a dotted line across the image"),
     Shift("emnist-da/fog", digits.fog, digits.FOG, 5, "a cloud over the image, little contrast left"),
@@ -74,4 +78,6 @@ _GREY = [
     Shift("emnist-da/stripe", digits.stripe, _ONCE, 1, "the left and right quarter inverted", random=False),
     Shift("emnist-da/zigzag", digits.zigzag, _ONCE, 1, "a zigzag across the image"),
 ]
+
+
 SHIFTS: dict[str, Shift] = {shift.name: shift for shift in sorted(_BACKGROUNDS + _GREY, key=lambda shift: shift.name)}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shiftmend.shifts.base import Shift
-from shiftmend.shifts.digits import on_grey
+from shiftmend.shifts.glyphs import on_grey
 from shiftmend.shifts.textures import crop
 
 

@@ -15,6 +15,8 @@ from shiftmend.errors import DataError
 
 # Cost of one step to a neighbour in 1/65536 pixel: sideways, diagonal, and a knight's move.
 CHAMFER_UNIT = 65536
+
+
 CHAMFER_SIDE, CHAMFER_DIAGONAL, CHAMFER_KNIGHT = 65536, 91750, 143976
 
 

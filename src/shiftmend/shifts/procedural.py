@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 SIZE = 288
+
+
 Field = NDArray[np.floating[Any]]
 
 
@@ -167,6 +169,8 @@ _PANES = (
     ((50, 66, 80), (226, 242, 252)),
     ((30, 40, 50), (196, 206, 220)),
 )
+
+
 _DRAWERS: dict[str, Callable[[np.random.Generator], Field]] = {
     "bricks": bricks,
     "crystals": crystals,
@@ -175,6 +179,8 @@ _DRAWERS: dict[str, Callable[[np.random.Generator], Field]] = {
     "sky": sky,
     **{f"frost{i}": functools.partial(frost, darkest=pane[0], lightest=pane[1]) for i, pane in enumerate(_PANES, 1)},
 }
+
+
 NAMES = tuple(_DRAWERS)
 
 

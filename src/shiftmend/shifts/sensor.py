@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shiftmend.shifts.base import Shift, check_images
-from shiftmend.shifts.cifar_c.colour import check_colour
-from shiftmend.shifts.cifar_c.digital import jpeg_compression
+from shiftmend.shifts.cifar_c import check_colour, jpeg_compression
 from shiftmend.shifts.primitives import correlate, normal, to_unit
 from shiftmend.shifts.primitives import motion_blur as smear
 

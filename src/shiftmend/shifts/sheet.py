@@ -11,16 +11,22 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from shiftmend.errors import DataError
-from shiftmend.files import write_atomically
 from shiftmend.shifts import apply, find
 from shiftmend.shifts.textures import Folder
+from shiftmend.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from PIL import Image
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
+
+
 MARGIN = 8
+
+
 GAP = 2
+
+
 TEXT_SIZE = 14
 
 

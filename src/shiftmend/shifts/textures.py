@@ -18,14 +18,21 @@ import torch
 from torch import Tensor
 
 from shiftmend.errors import DataError
-from shiftmend.files import as_path
 from shiftmend.shifts import procedural
+from shiftmend.utils.files import as_path
 
 NAMES = ("bricks", "crystals", "grass", "oranges", "sky")
+
+
 SUFFIXES = (".png", ".jpg", ".jpeg")
+
+
 FROST_COUNT = 5
+
+
 # CIFAR-C's frost photographs are at least 315 pixels high and used at a fifth of that, at most 120.
 FROST_UNREDUCED = 200
+
 
 Folder = str | os.PathLike[str] | None
 
@@ -180,7 +187,7 @@ def _check_folder(folder: Path) -> None:
 
 def _read(path: Path) -> Tensor:
     """An image file as uint8 `[3, H, W]`; a transparent picture loses its alpha channel, it is not blended."""
-    from shiftmend.data.folders import decode_image
+    from shiftmend.inputs.folders import decode_image
 
     return torch.from_numpy(decode_image(path, None, 3).copy())
 

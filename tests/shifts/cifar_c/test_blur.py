@@ -10,8 +10,9 @@ import torch
 from scipy import ndimage
 from torch import Tensor
 
+from shiftmend.shifts import cifar_c as blur
 from shiftmend.shifts import primitives
-from shiftmend.shifts.cifar_c import SHIFTS, blur
+from shiftmend.shifts.cifar_c import SHIFTS
 
 
 def generator(seed: int = 0) -> torch.Generator:

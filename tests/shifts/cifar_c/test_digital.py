@@ -15,9 +15,9 @@ from PIL import Image
 from scipy import ndimage
 from torch import Tensor
 
+from shiftmend.shifts import cifar_c as digital
 from shiftmend.shifts import primitives
-from shiftmend.shifts.cifar_c import digital
-from shiftmend.shifts.cifar_c.colour import from_hsv, to_hsv
+from shiftmend.shifts.cifar_c import from_hsv, to_hsv
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from shiftmend.shifts.cifar_c.noise import gaussian_noise, impulse_noise, shot_noise, speckle_noise
+from shiftmend.shifts.cifar_c import gaussian_noise, impulse_noise, shot_noise, speckle_noise
 
 
 def generator(seed: int = 0) -> torch.Generator:

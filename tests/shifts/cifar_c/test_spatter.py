@@ -10,8 +10,7 @@ from torch import Tensor
 
 from shiftmend.errors import DataError
 from shiftmend.shifts import primitives
-from shiftmend.shifts.cifar_c import SHIFTS
-from shiftmend.shifts.cifar_c.spatter import box_mean, canny, equalise, shine, spatter
+from shiftmend.shifts.cifar_c import SHIFTS, box_mean, canny, equalise, shine, spatter
 
 
 def generator(seed: int = 0) -> torch.Generator:

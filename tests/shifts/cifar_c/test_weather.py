@@ -9,8 +9,7 @@ from torch import Tensor
 
 from shiftmend.errors import DataError
 from shiftmend.shifts import primitives
-from shiftmend.shifts.cifar_c.blur import zoom
-from shiftmend.shifts.cifar_c.weather import fog, frost, snow
+from shiftmend.shifts.cifar_c import fog, frost, snow, zoom
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -1,0 +1,119 @@
+"""How many cells of a benchmark a GPU gets through in a minute, one after the other and side by side."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shiftmend.errors import ShiftmendError
+from shiftmend.inputs.images import Split
+from shiftmend.research.bench.execute import Job, Task, inline, lanes, preparation
+from shiftmend.research.bench.plan import plan
+from shiftmend.research.bench.suite import find
+from speed.timing import Table, Timing, figure
+
+AT_ONCE = (1, 2, 4, 8, 16)
+
+
+CELLS = 16
+"""That there are at most."""
+
+
+FEWEST = 4
+
+
+SAMPLES, EPOCHS_PER_BLOCK, SCORED_EVERY = 18_800, 8, 5
+"""Of a cell: as in EMNIST-DA, but for 8 epochs a block instead of 30; with 2, setting up and scoring was most of it."""
+
+
+NOISE = f"{Path(__file__).with_name('noise.py')}:NOISE"
+
+
+@dataclass(frozen=True)
+class PackedTime:
+    """So many cells at once, as `bench run --workers` has them."""
+
+    at_once: int
+    cells: int
+    seconds: float
+    """From the first to the last, with the start of each lane."""
+    cell: Timing
+    """Seconds of a cell among the others."""
+
+    @property
+    def a_minute(self) -> float:
+        return 60 * self.cells / self.seconds
+
+    def facts(self) -> dict[str, Any]:
+        return asdict(self) | {"a_minute": self.a_minute}
+
+
+def measure(device: torch.device, repeats: int) -> Iterator[PackedTime]:
+    """Each number once: it is the median over cells that is given, whatever `repeats` says."""
+    if device.type != "cuda":
+        return
+    yield from packed_times(AT_ONCE, device)
+
+
+def packed_times(at_once: Sequence[int], device: torch.device, benchmark: str = NOISE) -> Iterator[PackedTime]:
+    """Source model, profile and one cell to get warm with come first and are not timed."""
+    chosen = find(benchmark)
+    cells = plan(chosen)
+    with tempfile.TemporaryDirectory() as home:
+        job = Job(benchmark, home, device=str(device))
+        with inline(job, _unwatched) as execute:
+            for task, result in execute([preparation(chosen, cells[0]), cells[0]]):
+                _refuse_failed(task, result)
+        for count in at_once:
+            some = cells[: max(FEWEST, count)]
+            seconds = []
+            with inline(job, _unwatched) if count == 1 else lanes(job, _unwatched, count) as execute:
+                started = time.perf_counter()
+                for task, result in execute(some):
+                    seconds.append(_refuse_failed(task, result))
+                whole = time.perf_counter() - started
+            spread = Timing(statistics.median(seconds), min(seconds), max(seconds))
+            yield PackedTime(count, len(some), whole, spread)
+
+
+def table(rows: Sequence[PackedTime]) -> Table:
+    if not rows:
+        sentence = "cells side by side are measured on a GPU only: on a CPU they are processes, one a core"
+        return Table(notes=(sentence,))
+    titles = ("cells at once on one GPU", "cells a minute", "times one", "seconds a cell")
+    lines = []
+    for row in rows:
+        cell = f"{figure(row.cell.median)} ({figure(row.cell.low)} to {figure(row.cell.high)})"
+        gain = row.a_minute / rows[0].a_minute
+        lines.append((str(row.at_once), figure(row.a_minute), f"{gain:.2f}", cell))
+    what = f"BUFR, {EPOCHS_PER_BLOCK} epochs a block, of the paper's CNN on {SAMPLES:,} random images in bfloat16"
+    looks = f"verified after each epoch, scored after every {SCORED_EVERY}, source model given"
+    return Table(titles, lines, (f"a cell is {what}, {looks}",))
+
+
+@functools.cache
+def random_images(samples: int, classes: int) -> Split:
+    """Made once: its making is nobody's speed."""
+    generator = torch.Generator().manual_seed(samples)
+    images = torch.randint(0, 256, (samples, 3, 28, 28), generator=generator, dtype=torch.uint8)
+    labels = torch.randint(0, classes, (samples,), generator=generator)
+    return Split(images, labels, f"noise-{samples}")
+
+
+def _unwatched(task: Task, done: int, total: int) -> None:
+    """Nobody looks at the progress."""
+
+
+def _refuse_failed(task: Task, result: Any) -> float:
+    """Seconds of a cell; a figure in which some failed would say nothing."""
+    if result is not None and result.failed:
+        raise ShiftmendError(f"{task} failed while speed was measured: {result.error}")
+    return 0.0 if result is None else float(result.seconds)

@@ -1,0 +1,1 @@
+"""Speed that leaves results unchanged: CUDA graphs, compilation, memory formats, bfloat16."""

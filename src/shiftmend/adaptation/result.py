@@ -1,0 +1,92 @@
+"""`Adaptation`: what adapting gives back. An ordinary module, how it got there, and under which protocol."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shiftmend.__about__ import __version__
+from shiftmend.engine.history import Epoch
+from shiftmend.errors import AdaptationError
+from shiftmend.introspection.model_state import save_tensors, whole_state
+from shiftmend.utils.checks import counted
+from shiftmend.utils.files import as_path, check_folder, replacing
+from shiftmend.utils.json import dumps
+from shiftmend.verification.verdict import Verification
+
+
+@dataclass(eq=False)
+class Adaptation:
+    """The result of `shiftmend.adapt`. `selected` is the epoch that a choice without labels keeps."""
+
+    model: nn.Module = field(repr=False)
+    history: list[Epoch] = field(repr=False)
+    manifest: dict[str, Any] = field(repr=False)
+    before: Verification | None = None
+    after: Verification | None = None
+    selected: int = 0
+
+    @property
+    def kept(self) -> Epoch:
+        """The row of the history that `model` belongs to."""
+        return self.history[self.selected if self.manifest["kept"] == "selected" else -1]
+
+    @property
+    def interrupted(self) -> bool:
+        return bool(self.manifest["status"] == "interrupted")
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write `model.safetensors`, `manifest.json` and `history.json` into a folder.
+
+        Weights and buffers are stored, also those that the model's own `state_dict` leaves out, but not what a module
+        gives as `get_extra_state`, unless that is a tensor: such a model takes them back with
+        `load_state_dict(..., strict=False)`.
+        """
+        home = as_path(folder, "the folder to write into")
+        check_folder(home)
+        tensors = whole_state(self.model)
+        rows = [asdict(row) for row in self.history]
+        texts = {
+            "history.json": dumps(rows, "the history", indent=1) + "\n",
+            "manifest.json": dumps(self.manifest, "the manifest", indent=1) + "\n",
+        }
+        try:
+            with replacing(home / "model.safetensors", *(home / name for name in texts)) as (weights, *places):
+                save_tensors(weights, tensors)
+                for place, text in zip(places, texts.values(), strict=True):
+                    place.write_bytes(text.encode())
+        except OSError as error:  # the system names a temporary file at best
+            reason = error.strerror or error
+            raise AdaptationError(f"{home} cannot be written into ({reason}); name another folder") from error
+
+    def __repr__(self) -> str:
+        epochs = self.history[-1].epoch if self.history else 0
+        lines = [
+            f"Adaptation by {self.manifest['method']['name']}, {counted(epochs, 'epoch')}, {self.manifest['status']}"
+        ]
+        if self.manifest["kept"] == "selected":
+            untouched = "" if self.selected else " (the model as it came)"
+            lines[0] += f"; kept is epoch {self.selected}{untouched}, chosen without labels"
+        tried = [row["learning_rate"] for row in self.manifest.get("learning_rates_tried", ())]
+        if tried:
+            own, every = self.manifest["method"]["learning_rate"], ", ".join(f"{rate:g}" for rate in tried)
+            lines[0] += f"; learning rate {own:g}, chosen without labels of {every}"
+        lines += [f"  before  {self.before}"] if self.before else []
+        lines += [f"  after   {self.after}"] if self.after else []
+        return "\n".join(lines)
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Versions and machine that a number was obtained with."""
+    return {
+        "shiftmend": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "platform": platform.platform(),
+    }

@@ -1,0 +1,268 @@
+"""The same methods on a stream: predict, then adapt, one batch after the other."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader, Dataset
+
+from shiftmend.accelerate.bf16 import nothing_cached
+from shiftmend.accelerate.cuda_graphs import kept_in_place
+from shiftmend.adaptation.adapt import examine, fitting_profile
+from shiftmend.engine.method import Method, check_objective, facts_of, loss_of, stages_of
+from shiftmend.engine.modes import enter_adapting_modes, fresh_optimiser, refuse_shared, settle, steady, still_finite
+from shiftmend.errors import AdaptationError, DataError, ShiftmendError
+from shiftmend.inputs.feed import Feed, Preprocess
+from shiftmend.introspection.model_state import put_back, tensors_of
+from shiftmend.introspection.modes import batch_norms
+from shiftmend.introspection.outputs import Entry, pick
+from shiftmend.introspection.taps import Tap, tapped
+from shiftmend.introspection.validate import LeftAlone, check_takes, plain_copy, refuse_broken, unwrap
+from shiftmend.methods import METHODS
+from shiftmend.methods import method as make_method
+from shiftmend.profiles.profile import Profile
+from shiftmend.stats.slices import Slices
+from shiftmend.stats.statistics import CountTracker
+from shiftmend.utils.checks import brief, check_function, counted, is_whole, kind
+from shiftmend.utils.devices import resolve_device
+from shiftmend.verification.signals import some_positions
+from shiftmend.verification.verdict import Verification, judged
+
+logger = logging.getLogger(__name__)
+
+
+class Stream:
+    """An online adapter; made by `shiftmend.stream`.
+
+    `step(batch)` returns the model's output for the batch and then updates the model with it, once. The output is
+    that of before the update, with BatchNorm on the statistics of the batch, as in the paper's online experiments. The
+    caller's model is not touched; `snapshot()` gives a plain copy of the adapted one at any time. Threads may share a
+    stream: they wait for one another.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        profile: Profile | None,
+        method: Method,
+        *,
+        preprocess: Preprocess | None,
+        output: Entry,
+        device: torch.device,
+        window: int,
+    ) -> None:
+        self.method, self.profile, self.preprocess, self.output = method, profile, preprocess, output
+        self.device = device
+        self._lock = threading.RLock()
+        self.steps = 0
+        self.losses: dict[str, float] = {}
+        """The terms of the last update."""
+        self._source = model
+        self._model = plain_copy(model).to(device)
+        self._objective = method.objective(profile, device)
+        self._optimiser: optim.SGD | None = None
+        self._what = ""
+        self._taps: dict[str, Tap] | None = None
+        self._judge: Slices | None = profile.slices["verification"].to(device) if profile is not None else None
+        self._seen: deque[tuple[CountTracker, int]] = deque(maxlen=window)
+        self._counted = 0
+
+    def __repr__(self) -> str:
+        with self._lock:
+            steps, batches, judged = self.steps, len(self._seen), self.verification
+        line = f"Stream adapted by {self.method.name}, {counted(steps, 'step')}"
+        return line if judged is None else f"{line}\n  over the last {counted(batches, 'batch', 'batches')}: {judged}"
+
+    @torch.inference_mode(False)
+    @nothing_cached()
+    def step(self, batch: Any) -> Tensor:
+        """Predict a batch, then learn from it; a bad one is refused, or skipped with a warning, and changes nothing."""
+        with self._lock:
+            return self._step(batch)
+
+    def _step(self, batch: Any) -> Tensor:
+        inputs = self._inputs(batch)
+        if self.profile is not None and self.profile.inputs.has_shape(inputs.shape):
+            raise DataError(
+                f"the batch has the shape {list(inputs.shape)} of a single sample; give a batch of one: "
+                "inputs.unsqueeze(0)"
+            )
+        if self._taps is None:
+            self._prepare(inputs)
+        smallest = max(2 if batch_norms(self._model) else 1, self.method.smallest_batch(self.profile))
+        learns = self.method.name != "source-only"
+        adapts = learns and len(inputs) >= smallest
+        if learns and not adapts:
+            few = "a single sample has no distribution" if len(inputs) < 2 else f"{len(inputs)} samples are too few"
+            logger.warning("%s to learn from: predicted with what was learnt so far", few)
+        before = tensors_of(self._model) if adapts else {}
+        self._model.eval()
+        if adapts:
+            enter_adapting_modes(self._model)
+        assert self._taps is not None
+        trains = adapts and self._optimiser is not None
+        good, moved = True, False
+        losses: dict[str, float] = {}
+        bring_back = kept_in_place(self._model)  # what a layer puts in the place of a buffer hangs on this step's graph
+        try:
+            with steady(self._model), tapped(self._model, self._taps) as recorder, torch.set_grad_enabled(trains):
+                result = pick(self._model(inputs), self.output, "the model")
+                activations = recorder.read()
+                if trains:
+                    losses = self._differentiate(activations)
+            bring_back()
+            if losses and self._optimiser is not None:
+                moved = True
+                self._optimiser.step()
+            if adapts:
+                good = bool(losses) == trains and still_finite(self._model, before)
+            if self._judge is not None and good:
+                self._count(activations["features"].detach(), len(inputs))
+        except BaseException as error:  # what the model or the method refuses has moved BatchNorm already
+            bring_back()
+            self._take_back(before, moved)
+            if isinstance(error, Exception) and not isinstance(error, ShiftmendError):
+                check_takes(self._model, inputs)  # which says it in a sentence, if it is for the inputs
+            raise
+        if not good:
+            self._take_back(before, True)
+            logger.warning("batch %d led to values that are not finite; it was not learnt from", self.steps + 1)
+        self.losses = losses if good and losses else self.losses
+        self._model.eval()
+        self.steps += 1
+        return result.detach()
+
+    def _inputs(self, batch: Any) -> Tensor:
+        """A batch is checked and moved as data for `adapt` is; of what a loader gives, the first entry is taken."""
+        if isinstance(batch, tuple | list) and batch:
+            if isinstance(batch[0], tuple | list | Mapping):
+                raise DataError(
+                    f"step takes one batch, got {kind(batch)} that begins with {kind(batch[0])}; expected inputs, or "
+                    "(inputs, anything): give several batches one after the other"
+                )
+            batch = batch[0]
+        if isinstance(batch, Dataset | DataLoader):
+            raise DataError(f"step takes one batch, got {kind(batch)}; go through it, e.g. for batch in loader")
+        feed = Feed(
+            batch,
+            batch_size=1 << 30,
+            device=self.device,
+            preprocess=self.preprocess,
+            limit=1 << 62,  # to ask how much memory is free takes as long as a small step
+            what="batch",
+        )
+        return next(feed.batches())
+
+    def _prepare(self, inputs: Tensor) -> None:
+        """Taps and trained parameters, found with the first batch."""
+        with LeftAlone(self._source, self._model):
+            check_takes(self._model, inputs[:2].clone(), self.output)  # a copy: the model may work in place
+        network, taps = examine(self._model, inputs[:2].clone(), self.profile, self.method, None, self.output)
+        stages = stages_of(self.method, network, self.profile)
+        if len(stages) > 1:
+            raise AdaptationError(
+                f"{self.method.name} has {len(stages)} stages, and a stream never comes to the second; use "
+                "shiftmend.adapt, or give it a single stage"
+            )
+        check_objective(self._objective, self.method, stages)
+        refuse_shared(self._source, self._model, stages)
+        if stages:
+            self._optimiser = fresh_optimiser(self._model, stages[0], self.method.momentum)
+            self._what = stages[0].name
+        if self.profile is not None:
+            taps = {"features": self.profile.specs["features"], **taps}
+        self._taps = taps
+
+    def _differentiate(self, activations: dict[str, Tensor]) -> dict[str, float]:
+        """The terms of the loss, whose gradients the parameters then have; none of either if it is not finite."""
+        assert self._objective is not None
+        assert self._optimiser is not None
+        terms, total = loss_of(self._objective, activations, self._what)
+        if not bool(torch.isfinite(total)):
+            return {}
+        losses = {name: float(term.detach()) for name, term in terms.items()}
+        self._optimiser.zero_grad(set_to_none=True)
+        total.backward()
+        return losses
+
+    def _take_back(self, before: dict[str, Tensor], momentum: bool) -> None:
+        """The model as it was; a momentum that may be of the step that went wrong is forgotten."""
+        put_back(self._model, before)
+        self._model.eval()
+        if momentum and self._optimiser is not None:
+            self._optimiser.state.clear()
+
+    def _count(self, features: Tensor, inputs: int) -> None:
+        assert self._judge is not None
+        home = self._judge.histogram
+        counter = home.counter()
+        rows = some_positions(features, inputs, self._counted)
+        for part in self._judge.projector.by_parts(rows):
+            counter.update(part, len(features) / len(rows))
+        self._seen.append((counter, inputs))
+        self._counted += inputs
+
+    @property
+    def verification(self) -> Verification | None:
+        """The label-free verdict over the last batches, as they were predicted; None without a profile or a batch.
+
+        It rests on the slices alone: to count every feature of every batch as well would slow a stream down.
+        """
+        with self._lock:
+            seen = list(self._seen)
+        if self._judge is None or self.profile is None or not seen:
+            return None
+        home = self._judge.histogram
+        every = home.counter()
+        every.counts = torch.stack([counter.counts for counter, _ in seen]).sum(0)
+        every.samples = sum(counter.samples for counter, _ in seen)
+        return judged(float(every.divergence(home)), None, sum(inputs for _, inputs in seen), self.profile)
+
+    @torch.inference_mode(False)
+    def snapshot(self) -> nn.Module:
+        """A plain copy of the model as it is now: eval mode, where the caller's model lies."""
+        with self._lock:
+            return settle(plain_copy(self._model), self._source)
+
+
+@torch.inference_mode(False)
+def stream(
+    model: nn.Module,
+    profile: Profile | str | os.PathLike[str] | None = None,
+    method: str | Method | type[Method] = "fr",
+    *,
+    preprocess: Preprocess | None = None,
+    output: Entry = None,
+    device: str | torch.device = "auto",
+    window: int = 16,
+    **options: Any,
+) -> Stream:
+    """An online adapter for people who have a stream rather than a data set.
+
+    `options` are the method's hyper-parameters; learning rates for one pass differ from those for many, and a softer
+    temperature learns quicker (the paper uses 0.05: `profile(..., bins=Bins(temperature=0.05))`). `window` is the
+    number of batches behind `verification`.
+    """
+    chosen = make_method(method, **options)
+    facts_of(chosen)
+    if not chosen.online or chosen.by_sample:
+        able = ", ".join(name for name, kind in METHODS.items() if kind.online)
+        raise AdaptationError(f"{chosen.name} needs the whole of the data, which a stream never is; use one of {able}")
+    for name in ("epochs", "passes"):
+        if name in options:
+            raise AdaptationError(f"{name} has no effect on a stream, each batch of which is seen once; leave it out")
+    if not is_whole(window) or window < 1:
+        raise DataError(f"the window must be a whole number of batches, at least 1, got {brief(window)}")
+    check_function(preprocess, "preprocess", "inputs")
+    model = unwrap(model)
+    profile = fitting_profile(profile, model, chosen)
+    refuse_broken(model)
+    place = resolve_device(device, model)
+    return Stream(model, profile, chosen, preprocess=preprocess, output=output, device=place, window=int(window))

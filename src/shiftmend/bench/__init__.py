@@ -1,1 +1,0 @@
-"""Benchmarks: what to run, a runner that can be stopped, tables that stand beside the paper's."""

@@ -1,0 +1,232 @@
+"""`demo`, `blocks` and `adapt`."""
+
+from __future__ import annotations
+
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shiftmend.cli.options import (
+    Batch,
+    Blocks,
+    Channels,
+    Data,
+    Deviation,
+    Device,
+    Head,
+    Ignore,
+    Json,
+    Mean,
+    Model,
+    Options,
+    Output,
+    Pickle,
+    ProfileFile,
+    Size,
+    Weights,
+    block_names,
+    by_all_processes,
+    columns,
+    entry,
+    gather,
+    method_option,
+    say,
+    show,
+)
+from shiftmend.cli.verify import LABELLED, scores_json
+from shiftmend.errors import DataError
+from shiftmend.utils.files import check_folder
+from shiftmend.utils.json import dumps
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shiftmend.evaluation.classification import Scores
+    from shiftmend.evaluation.regression import RegressionScores
+
+
+def demo(
+    folder: Annotated[Path, typer.Option("--out", "-o", help="Where to write the results.")] = Path("demo"),
+    seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Train, profile, shift and mend a small digit reader on real handwritten digits, in about a minute."""
+    from shiftmend.demo import run
+
+    report = run(folder, seed=seed, say=None if as_json else say)
+    if as_json:
+        print(dumps(report.to_json()))
+
+
+def blocks(
+    model: Model,
+    shape: Annotated[str, typer.Option(help="Shape of one input, e.g. 3,32,32.")],
+    weights: Weights = None,
+    model_option: Options = None,
+    head: Head = None,
+    block: Blocks = None,
+    output_entry: Output = None,
+    allow_pickle: Pickle = False,
+    as_json: Json = False,
+) -> None:
+    """Show the bottom-up blocks a model is split into."""
+    import torch
+
+    from shiftmend.cli.models import load_model
+    from shiftmend.introspection.blocks import split
+    from shiftmend.introspection.trace import trace
+
+    net = load_model(model, weights, model_option or [], allow_pickle)
+    try:
+        sides = [int(side) for side in shape.split(",")]
+        sample = torch.zeros(2, *sides)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise DataError(
+            f"--shape {shape!r} should be whole numbers with commas, e.g. 3,32,32, that fit into memory"
+        ) from error
+    found = split(net, trace(net, sample, head=head, output=entry(output_entry)), block_names(block))
+    parameters = dict(net.named_parameters())
+    rows = [
+        {
+            "block": one.name,
+            "modules": list(one.modules),
+            "layers": one.layers,
+            "parameters": sum(parameters[name].numel() for name in one.parameters),
+        }
+        for one in found
+    ]
+    if as_json:
+        print(dumps(rows))
+        return
+    table = columns("block", "layers", "parameters", numbers=("parameters",))
+    for row in rows:
+        table.add_row(str(row["block"]), str(row["layers"]), f"{row['parameters']:,}")
+    show(table)
+    fixed = sum(p.numel() for p in net.parameters()) - sum(int(str(row["parameters"])) for row in rows)
+    say(f"{fixed:,} parameters stay fixed: the head and what is behind the features")
+
+
+@by_all_processes
+def adapt(
+    model: Model,
+    data: Data,
+    profile: ProfileFile,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the adapted model, history and manifest.")],
+    method: Annotated[
+        str, typer.Option("--method", "-m", help="bufr, fr, adabn, ..., or file.py:Class of your own.")
+    ] = "bufr",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="name=value for the method; repeatable. Of learning_rate=0.01,0.1 the better is chosen."),
+    ] = None,
+    keep: Annotated[str, typer.Option(help="Which epoch: last, or selected by the verification slices.")] = "last",
+    block: Blocks = None,
+    weights: Weights = None,
+    model_option: Options = None,
+    output_entry: Output = None,
+    size: Size = None,
+    channels: Channels = None,
+    mean: Mean = "0.5",
+    std: Deviation = "0.5",
+    batch_size: Batch = 256,
+    seed: Annotated[int, typer.Option(help="Order of the batches, and whatever else is random.")] = 0,
+    device: Device = "auto",
+    autocast: Annotated[bool, typer.Option(help="Run the network in bfloat16.")] = False,
+    compile: Annotated[bool, typer.Option(help="On a GPU, compile the steps: pays for long runs.")] = False,
+    checkpoint: Annotated[Path | None, typer.Option(help="Save here after each epoch; go on if it exists.")] = None,
+    allow_pickle: Pickle = False,
+    ignore_label: Ignore = None,
+    as_json: Json = False,
+) -> None:
+    """At the new site: re-align the model's features with the profile, from unlabelled data alone.
+
+    Labels are not looked at but by the method target-supervised; where there are any, they score the model afterwards.
+    """
+    import shiftmend
+    from shiftmend.cli.data import telling
+    from shiftmend.cli.models import load_method
+    from shiftmend.introspection.model_state import check_types, whole_state
+    from shiftmend.methods.target_supervised import TargetSupervised
+    from shiftmend.utils.processes import rank
+
+    _check_place(out, weights)
+    chosen = load_method(method)
+    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
+    inputs, labels, names = given
+    options = _method_options(option)
+    supervised = method == TargetSupervised.name
+    if supervised:
+        if labels is None:
+            raise DataError(f"{method} needs labels, and {data} has none that can be used: {LABELLED}")
+        options["labels"] = labels
+
+    def score(which: nn.Module, rows: list[int] | slice = slice(None)) -> Scores | RegressionScores:
+        assert labels is not None
+        pairs = (inputs[rows], labels[rows])
+        return shiftmend.evaluate(
+            which,
+            pairs,
+            preprocess=preprocess,
+            output=entry(output_entry),
+            device=device,
+            classes=names,
+            ignore_label=ignore_label,
+        )
+
+    home = shiftmend.Profile.load(profile)
+    home.check_architecture(net)
+    check_types(whole_state(net))
+    if labels is not None:  # whatever is wrong with them must not show after the work is done
+        score(net, telling(labels, ignore_label))
+    result = shiftmend.adapt(
+        net,
+        inputs,
+        home,
+        chosen,
+        batch_size=batch_size,
+        seed=seed,
+        preprocess=preprocess,
+        blocks=block_names(block),
+        output=entry(output_entry),
+        device=device,
+        autocast=autocast,
+        compile=compile,
+        keep=keep,  # type: ignore[arg-type]
+        checkpoint=checkpoint,
+        **options,
+    )
+    if rank() > 0:
+        return
+    result.save(out)
+    scores = {} if labels is None else {"before": score(net), "after": score(result.model)}
+    if as_json:
+        numbers = {name: scores_json(found) for name, found in scores.items()}
+        print(dumps({"manifest": result.manifest, "scores": numbers, "folder": str(out)}))
+    else:
+        say(f"{result}\nwritten to {out}/: model.safetensors, history.json, manifest.json")
+        for name, found in scores.items():
+            seen = " (on the labels that it was trained with)" if supervised and name == "after" else ""
+            say(f"{name}: {found}{seen}")
+    if result.interrupted:  # what was reached is saved, but nobody should go on with it unasked
+        raise typer.Exit(130)
+
+
+def _check_place(out: Path, weights: Path | None) -> None:
+    """The result may replace an earlier one, but not what it started from."""
+    check_folder(out)
+    result = out / "model.safetensors"
+    if weights is not None and result.exists() and weights.exists() and result.samefile(weights):
+        raise DataError(f"--out {out} would replace the file of the weights, {weights}; name another folder")
+
+
+def _method_options(texts: list[str] | None) -> dict[str, Any]:
+    """The hyper-parameters given as name=value; an argument of `adapt` itself would pass for one, and is refused."""
+    import shiftmend
+
+    options = dict(method_option(text) for text in texts or [])
+    foreign = set(options) & set(signature(shiftmend.adapt).parameters)
+    if foreign:
+        raise DataError(f"{min(foreign)!r} is no option of a method; see `shiftmend adapt --help` for those of adapt")
+    return options

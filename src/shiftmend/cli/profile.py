@@ -1,0 +1,177 @@
+"""`profile`, `inspect` and `mix`."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shiftmend.cli.options import (
+    Batch,
+    Channels,
+    Data,
+    Deviation,
+    Device,
+    Head,
+    Json,
+    Mean,
+    Model,
+    Options,
+    Output,
+    Pickle,
+    Size,
+    Taps,
+    Weights,
+    by_all_processes,
+    entry,
+    gather,
+    named_tap,
+    say,
+)
+from shiftmend.errors import DataError
+from shiftmend.utils.files import check_folder
+from shiftmend.utils.json import dumps
+
+logger = logging.getLogger(__name__)
+
+
+New = Annotated[Path, typer.Option("--out", "-o", help="The profile to write.")]
+
+
+@by_all_processes
+def profile(
+    model: Model,
+    data: Data,
+    out: New,
+    weights: Weights = None,
+    model_option: Options = None,
+    preset: Annotated[str | None, typer.Option(help="reference (the default), paper or sliced.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="How soft the bins are (0.01; 0.05 for a network without BatchNorm).")
+    ] = None,
+    gaussian: Annotated[
+        str | None, typer.Option(help="marginal (the default), or full for the method full-gauss.")
+    ] = None,
+    like: Annotated[
+        Path | None, typer.Option(help="Ranges, slices and taps of this profile, so that the two can be mixed.")
+    ] = None,
+    head: Head = None,
+    tap: Taps = None,
+    output_entry: Output = None,
+    size: Size = None,
+    channels: Channels = None,
+    mean: Mean = "0.5",
+    std: Deviation = "0.5",
+    batch_size: Batch = 256,
+    device: Device = "auto",
+    allow_pickle: Pickle = False,
+    as_json: Json = False,
+) -> None:
+    """At home: store how the model's features are distributed on its source data."""
+    import shiftmend
+    from shiftmend.profiles import presets
+    from shiftmend.utils.processes import rank
+
+    _check_place(out, weights)
+    usual = presets.preset("reference" if preset is None else preset).bins
+    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
+    made = shiftmend.profile(
+        net,
+        given.inputs,
+        preset=preset,
+        bins=None if temperature is None else replace(usual, temperature=temperature),
+        gaussian=gaussian,  # type: ignore[arg-type]
+        head=head,
+        taps=dict(named_tap(text) for text in tap) if tap else None,
+        output=entry(output_entry),
+        like=like,
+        batch_size=batch_size,
+        preprocess=preprocess,
+        device=device,
+    )
+    if rank() > 0:
+        return
+    if weights is None:
+        logger.warning("no --weights given: this is the profile of the weights that %s gives by itself", model)
+    _write(made, out, as_json)
+
+
+def inspect(file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile.")], as_json: Json = False) -> None:
+    """Show what a profile holds."""
+    import shiftmend
+
+    loaded = shiftmend.Profile.load(file)
+    if as_json:
+        print(dumps(_as_json(loaded, file)))
+    else:
+        say(f"{loaded}\n  file        {file.stat().st_size:,} bytes, intact")
+
+
+def mix(
+    parts: Annotated[
+        list[Path], typer.Argument(metavar="PARTS", help="Profiles of a part each, such as a class, made with --like.")
+    ],
+    shares: Annotated[str, typer.Option(help="How frequent each part is at the new site, e.g. 9,1 or 0.9,0.1.")],
+    out: New,
+    as_json: Json = False,
+) -> None:
+    """Mix the profiles of several classes for a site where they are otherwise frequent."""
+    from shiftmend.profiles.profile import Profile
+
+    _check_place(out)
+    if out.exists() and any(part.exists() and out.samefile(part) for part in parts):
+        raise DataError(f"--out {out} is one of the parts, which would be lost; name another file for the mixture")
+    try:
+        numbers = [float(share) for share in shares.split(",")]
+    except ValueError:
+        raise DataError(f"--shares {shares!r} should be numbers with commas, e.g. 9,1") from None
+    _write(Profile.mixture(parts, numbers), out, as_json)
+
+
+def _write(made: Any, out: Path, as_json: bool) -> None:
+    made.save(out)
+    if as_json:
+        print(dumps(_as_json(made, out)))
+    else:
+        say(f"{made}\nwritten to {out} ({out.stat().st_size:,} bytes)")
+
+
+def _check_place(out: Path, weights: Path | None = None) -> None:
+    """A profile may replace a profile, and nothing else."""
+    from shiftmend.errors import ProfileError
+    from shiftmend.profiles.profile import Profile
+
+    check_folder(out.parent)
+    if out.is_dir():
+        raise DataError(f"--out {out} is a folder, expected the name of the file to write")
+    if weights is not None and out.exists() and weights.exists() and out.samefile(weights):
+        raise DataError(f"--out {out} is the file of the weights; name another for the profile")
+    if out.is_file():
+        try:
+            Profile.load(out)
+        except ProfileError:
+            raise DataError(f"{out} is there already and is no profile; remove it, or name another file") from None
+
+
+def _as_json(profile: Any, file: Path) -> dict[str, Any]:
+    return {
+        "file": str(file),
+        "bytes": file.stat().st_size,
+        "preset": profile.preset,
+        "samples": profile.samples,
+        **({"shares": list(profile.shares)} if profile.shares else {}),
+        "bins": asdict(profile.bins),
+        "taps": {
+            name: {"at": str(profile.specs[name]), "units": tap.units, "constant": profile.unusable[name]}
+            for name, tap in profile.taps.items()
+        },
+        "gaussian": profile.gaussian.kind,
+        "slices": {name: part.histogram.units for name, part in profile.slices.items()},
+        "inputs": profile.inputs.to_json(),
+        "architecture": profile.architecture,
+        "weights": profile.weights,
+        "library": profile.library,
+    }

@@ -1,0 +1,108 @@
+"""`report`: one page on what happened to a model at a new site."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shiftmend.cli.options import (
+    Batch,
+    Channels,
+    Data,
+    Deviation,
+    Device,
+    Ignore,
+    Json,
+    Mean,
+    Model,
+    Options,
+    Output,
+    Pickle,
+    ProfileFile,
+    Size,
+    Weights,
+    entry,
+    gather,
+    say,
+)
+from shiftmend.errors import DataError
+from shiftmend.utils.files import check_folder
+from shiftmend.utils.json import dumps
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(report)
+
+
+def report(
+    model: Model,
+    data: Data,
+    profile: ProfileFile,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The HTML file to write.")],
+    adapted: Annotated[
+        Path | None, typer.Option(help="Folder that `adapt --out` wrote; without it: has the data shifted?")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Inputs shown in the page; 0 where none may leave the site.")] = 12,
+    title: Annotated[str, typer.Option(help="What the model is called in the page.")] = "",
+    weights: Weights = None,
+    model_option: Options = None,
+    output_entry: Output = None,
+    size: Size = None,
+    channels: Channels = None,
+    mean: Mean = "0.5",
+    std: Deviation = "0.5",
+    batch_size: Batch = 256,
+    device: Device = "auto",
+    allow_pickle: Pickle = False,
+    ignore_label: Ignore = None,
+    as_json: Json = False,
+) -> None:
+    """Write one HTML page: how far the data is from home, what mending changed, what remains.
+
+    Labels are used for scores alone, where the data has any.
+    """
+    from shiftmend.report.facts import facts
+    from shiftmend.report.page import write
+    from shiftmend.report.verdicts import state
+
+    _check_place(out)
+    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
+    found = facts(
+        net,
+        given.inputs,
+        profile,
+        adapted,
+        labels=given.labels,
+        classes=given.classes,
+        ignore_label=ignore_label,
+        batch_size=batch_size,
+        preprocess=preprocess,
+        output=entry(output_entry),
+        device=device,
+        samples=samples,
+        original=None if weights is None else str(weights),
+        title=title,
+    )
+    write(found, out)
+    said = state(found)
+    if as_json:
+        checks = {"before": found.before, "after": found.after}
+        values = {name: asdict(one) | {"verdict": one.verdict} for name, one in checks.items() if one is not None}
+        print(dumps({"report": str(out), "verdict": said.headline.lower(), "cautions": found.cautions, **values}))
+    else:
+        sentence = said.sentence.translate({ord("’"): "'", ord("\u00a0"): " "})  # what every terminal can show
+        say(f"{said.headline}. {sentence}\nwritten to {out}")
+
+
+def _check_place(out: Path) -> None:
+    """A page may replace a page, and nothing else."""
+    check_folder(out.parent)
+    if out.is_dir():
+        raise DataError(f"--out {out} is a folder, expected the name of the HTML file to write")
+    if out.is_file():
+        with out.open("rb") as file:
+            if not file.read(64).lstrip().lower().startswith((b"<!doctype html", b"<html")):
+                raise DataError(f"{out} is there already and is no HTML page; remove it, or name another file")

@@ -1,0 +1,223 @@
+"""`shift` and `shifts`."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shiftmend.cli.options import Json, columns, say, show
+from shiftmend.errors import DataError
+from shiftmend.utils.files import said_where, write_atomically, write_together
+from shiftmend.utils.json import dumps
+
+Textures = Annotated[Path | None, typer.Option(help="A folder with your own texture pictures.")]
+
+
+Severity = Annotated[int | None, typer.Option(help="Severity, from 1; default: that of the published set.")]
+
+
+Seed = Annotated[int, typer.Option(help="Seed of the random draws.")]
+
+
+Size = Annotated[int | None, typer.Option(min=1, help="Scale the images to this height and width.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(shift)
+    app.command()(shifts)
+
+
+def shift(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name from `shiftmend shifts`.")],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A folder of images, or an .npz.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The .npz or the new folder to write.")],
+    severity: Severity = None,
+    seed: Seed = 0,
+    textures: Textures = None,
+    size: Size = None,
+    as_json: Json = False,
+) -> None:
+    """Apply a shift to a folder of images or an .npz; a manifest beside the result says how it was made."""
+    import shiftmend
+    from shiftmend import shifts as library
+    from shiftmend.shifts.textures import digest
+
+    found = library.find(name)
+    if target.exists() and (target.suffix != ".npz" or target.is_dir()):
+        raise DataError(f"{target} is there already; name a new folder, or an .npz file")
+    if found.domain == "signal" and target.suffix != ".npz":
+        raise DataError(f"{name} gives signals, which go into an .npz file; {target} is none")
+    beside = target.with_suffix(".json") if target.suffix == ".npz" else target / "manifest.json"
+    if beside.is_file() and not _is_manifest(beside):
+        raise DataError(f"{beside}, where the manifest goes, is there already and is none; name another .npz file")
+    split = _read_signals(source, size) if found.domain == "signal" else _read(source, size)
+    if target.exists() and target.samefile(source):
+        raise DataError(f"{target} holds the images to shift and would be overwritten; name another file")
+    shifted = library.apply(name, split.images, severity=severity, seed=seed, textures=textures)
+    manifest: dict[str, Any] = {
+        "shift": name,
+        "severity": severity or found.default,
+        "parameters": dict(found.parameters(severity)),
+        "seed": seed,
+        "source": str(source),
+        f"{found.domain}s": len(shifted),
+        "textures": digest(found.texture, textures) if found.texture else {},
+        "shiftmend": shiftmend.__version__,
+    }
+    text = (dumps(manifest, "the manifest", indent=1) + "\n").encode()
+    with said_where(target):
+        if target.suffix == ".npz":
+            arrays = _npz("images" if found.domain == "image" else "inputs", shifted, split)
+            write_together({target: arrays, beside: text})
+        else:
+            _write_folder(shifted, split, target, text)
+    if as_json:
+        print(dumps(manifest))
+    else:
+        say(f"{len(shifted):,} {found.domain}s under {name} written to {target}, manifest in {beside}")
+
+
+def _is_manifest(file: Path) -> bool:
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and {"shift", "shiftmend"} <= found.keys()
+
+
+@dataclass(frozen=True)
+class Signals:
+    """Signals with their labels, if they have any; named like a `Split` so that both are written alike."""
+
+    images: Any
+    labels: Any
+
+
+def _read_signals(source: Path, size: int | None) -> Signals:
+    """An `.npz` with an array `inputs` of signals `[N, C, L]`."""
+    from shiftmend.cli.data import load_data
+
+    if source.suffix != ".npz":
+        raise DataError(f"{source} should be an .npz file with an array 'inputs' of signals [N, C, L]")
+    given = load_data(source, size)
+    return Signals(given.inputs.float(), given.labels)
+
+
+def _read(source: Path, size: int | None = None) -> Any:
+    from shiftmend.cli.data import scaled
+    from shiftmend.inputs.arrays import npz_file
+    from shiftmend.inputs.folders import image_folder
+
+    if source.is_dir():
+        return image_folder(source, size=size)
+    if not source.exists():
+        raise DataError(f"there is no {source}; expected a folder of images or an .npz file")
+    if source.suffix != ".npz":
+        raise DataError(f"{source} is neither a folder of images nor an .npz file")
+    split = npz_file(source)
+    return replace(split, images=scaled(split.images, size))
+
+
+def _npz(key: str, images: Any, split: Any) -> bytes:
+    import numpy as np
+
+    arrays = {key: images.numpy()} | ({} if split.labels is None else {"labels": split.labels.numpy()})
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def _write_folder(images: Any, split: Any, target: Path, manifest: bytes) -> None:
+    """One PNG an image, in a folder per class where the source had classes; all of it or nothing."""
+    from PIL import Image
+
+    if split.labels is not None and not split.classes and len(split.labels.unique()) <= int(split.labels.max()):
+        raise DataError(
+            f"some class numbers below {int(split.labels.max())} have no image, and a folder is read with its classes "
+            "numbered in order; write an .npz, which keeps the labels"
+        )
+    partial = target.with_name(f".{target.name}.partial")
+    if partial.exists():
+        raise DataError(f"{partial} is left from a run that was cut off; delete it and start again")
+    digits = len(str(len(images) - 1))
+    try:
+        for index, image in enumerate(images.movedim(1, -1).numpy()):
+            home = partial if split.labels is None else partial / _class_name(split, int(split.labels[index]))
+            home.mkdir(parents=True, exist_ok=True)
+            picture = image.squeeze(-1) if image.shape[-1] == 1 else image
+            Image.fromarray(picture).save(home / f"{index:0{digits}d}.png")
+        write_atomically(partial / "manifest.json", manifest)
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _class_name(split: Any, label: int) -> str:
+    return str(split.classes[label]) if split.classes else str(label)
+
+
+def shifts(
+    sheet: Annotated[Path | None, typer.Option(help="Draw a contact sheet: rows are shifts, columns images.")] = None,
+    data: Annotated[Path | None, typer.Option("--data", "-d", help="Images for the sheet; default: digits.")] = None,
+    only: Annotated[str, typer.Option(help="Only names that begin with this, e.g. emnist-da.")] = "",
+    severity: Severity = None,
+    seed: Seed = 0,
+    textures: Textures = None,
+    as_json: Json = False,
+) -> None:
+    """List the shifts, and draw them."""
+    from shiftmend.shifts import SHIFTS
+
+    chosen = {name: entry for name, entry in SHIFTS.items() if name.startswith(only)}
+    if not chosen:
+        raise DataError(f"no shift begins with {only!r}; see `shiftmend shifts`")
+    if sheet is not None:
+        from shiftmend.shifts.sheet import contact_sheet
+
+        images = _sheet_images(data)
+        names = [name for name, entry in chosen.items() if entry.domain == "image" and not name.endswith("/identity")]
+        if not names:
+            raise DataError(f"no shift of images begins with {only!r}, and signals are not drawn")
+        with said_where(sheet):
+            contact_sheet(images, ["mnist-c/identity", *names], sheet, severity=severity, seed=seed, textures=textures)
+        if as_json:
+            print(dumps({"sheet": str(sheet), "shifts": names}))
+        else:
+            say(f"written to {sheet}")
+        return
+    if any(given is not None for given in (data, severity, textures)):
+        raise DataError("--data, --severity and --textures are for a sheet; name its file with --sheet")
+    if as_json:
+        rows = [
+            {
+                "name": name,
+                "summary": entry.summary,
+                "default": entry.default,
+                "severities": [dict(level) for level in entry.severities],
+                "random": entry.random,
+                "texture": entry.texture,
+                "domain": entry.domain,
+            }
+            for name, entry in chosen.items()
+        ]
+        print(dumps(rows))
+        return
+    table = columns("shift", "severities", "what it does")
+    for name, entry in chosen.items():
+        table.add_row(name, f"{len(entry.severities)}, default {entry.default}", entry.summary)
+    show(table)
+
+
+def _sheet_images(data: Path | None) -> Any:
+    """Eight images of three channels: shifts of colours take no grey ones, shifts of glyphs take three equal ones."""
+    from shiftmend.research.datasets.digits import enlarged_digits
+
+    images = (enlarged_digits() if data is None else _read(data)).images[:8]
+    return images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images

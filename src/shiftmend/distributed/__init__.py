@@ -1,0 +1,1 @@
+"""Several processes working on one batch: collectives and synchronised BatchNorm."""

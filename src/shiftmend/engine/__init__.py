@@ -1,0 +1,1 @@
+"""Training: methods as an interface, steps, epochs, checkpoints."""

@@ -1,0 +1,1 @@
+"""Scores with labels: classification, calibration, regression."""

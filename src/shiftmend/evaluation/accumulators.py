@@ -1,0 +1,85 @@
+"""What metrics that stream have in common: sums on the device, which are read once."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from shiftmend.errors import DataError
+from shiftmend.utils.devices import sent, sum_dtype
+
+BY_PART = ("reliability", "iou", "quantities")
+"""What scores hold beside single figures: of each bin, of each class, of each quantity."""
+
+
+def describe_scores(scores: Any) -> str:
+    """What a person wants to read; `repr` has every digit and the bins."""
+    shown = {field.name: getattr(scores, field.name) for field in fields(scores) if field.name not in BY_PART}
+    return ", ".join(f"{name} {format_score(name, value)}" for name, value in shown.items() if value is not None)
+
+
+def format_score(name: str, value: float) -> str:
+    if name in ("accuracy", "ece", "mce", "mean_iou"):
+        return f"{100 * value:.1f} %"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+class Sums:
+    """One small vector of sums, and the shape that all samples must have."""
+
+    def __init__(self, device: torch.device | str | None = None, options: str = "") -> None:
+        self._options = options
+        self._device = None if device is None else torch.device(device)
+        self._sums: Tensor | None = None
+        self._samples = 0
+        self._sample_shape: torch.Size | None = None
+
+    def merge(self, other: Self) -> None:
+        """Add everything that `other` has seen; `other` stays as it is."""
+        if type(other) is not type(self):
+            raise DataError(f"{type(self).__name__} cannot merge a {type(other).__name__}")
+        if other._options != self._options:
+            raise DataError(f"metrics with {self._options} cannot merge metrics with {other._options}")
+        if other._sums is not None and other._sample_shape is not None:
+            self._add(other._sums, other._samples, other._sample_shape)
+
+    def _add(self, sums: Tensor, samples: int, sample_shape: torch.Size) -> None:
+        if self._sample_shape is not None and self._sample_shape != sample_shape:
+            raise DataError(
+                f"all samples must have one shape, got {list(sample_shape)} after {list(self._sample_shape)}"
+            )
+        device = self._device or sums.device
+        sums = sums.to(device, sum_dtype(device))
+        # Not in place: a sum created under inference_mode could not be added to outside of it.
+        self._sums = sums if self._sums is None else self._combine(self._sums, sums)
+        self._device = device
+        self._samples += samples
+        self._sample_shape = sample_shape
+
+    @staticmethod
+    def _combine(ours: Tensor, theirs: Tensor) -> Tensor:
+        return ours + theirs
+
+    def _read(self) -> list[float]:
+        """The sums on the host: the one place that waits for the device."""
+        if self._sums is None or self._samples == 0:
+            raise DataError("there are no samples to score, call update with at least one batch first")
+        values: list[float] = self._sums.tolist()
+        return values
+
+
+def beside(anchor: Tensor, other: Tensor) -> Tensor:
+    """`other` on the device of `anchor`."""
+    return sent(other, anchor.device)
+
+
+def refuse(faults: float, samples: int, what: str) -> None:
+    if faults:
+        raise DataError(f"{round(faults)} of {samples} samples have {what}, so no score would mean anything")
+
+
+def describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

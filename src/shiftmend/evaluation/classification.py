@@ -1,0 +1,217 @@
+"""Accuracy, calibration and proper scores of a classifier.
+
+`update` adds a batch to a few sums on the device and never waits for it, `merge` adds the sums of another process,
+and `compute` reads the sums once. Sums are float64, except on devices without it (`mps`). Labels out of range and
+values that are not finite are counted on the device and raised by `compute`.
+
+>>> metrics = ClassificationMetrics()
+>>> metrics.update(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]))
+>>> metrics.compute().accuracy
+0.5
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from shiftmend.errors import DataError
+from shiftmend.evaluation.accumulators import Sums, beside, describe, describe_scores, format_score, refuse
+from shiftmend.stats.histograms import as_samples
+from shiftmend.utils.checks import brief, is_whole
+from shiftmend.utils.devices import in_parts, sum_dtype
+
+_LAST_AXIS = "; if classes are on the last axis, wrap the model in a module that returns logits.movedim(-1, 1)"
+
+
+class ClassificationMetrics(Sums):
+    """Accuracy, calibration and proper scores of logits `[N, classes]` against labels `[N]`.
+
+    A single output, `[N, 1]` or `[N]`, is the logit of class 1 against class 0, as binary cross-entropy trains it.
+    Of dense logits `[N, classes, ...]` against labels `[N, ...]` each position is a sample, and IoU is scored too.
+    Samples that have the `ignore_label` count in no score. Calibration uses `bins` equal-width bins of the confidence,
+    closed on the right. Sums live on `device`, by default where the first batch lies; a device other than that of the
+    logits makes every update wait.
+    """
+
+    def __init__(
+        self, bins: int = 10, device: torch.device | str | None = None, ignore_label: int | None = None
+    ) -> None:
+        if bins < 1:
+            raise DataError(f"calibration needs at least 1 bin, got {bins}")
+        if ignore_label is not None and not (is_whole(ignore_label) and -(2**63) <= ignore_label < 2**63):
+            raise DataError(f"ignore_label is {brief(ignore_label)}, expected a whole number, e.g. 255 or -1")
+        super().__init__(device, f"{bins} bins and ignore_label={ignore_label}")
+        self.bins = bins
+        self.ignore_label = None if ignore_label is None else int(ignore_label)
+        self._dense = False
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        dense = logits.ndim > 2 and labels.ndim > 1
+        if dense:
+            if labels.shape != logits.shape[:1] + logits.shape[2:]:
+                raise DataError(
+                    f"logits {list(logits.shape)}, with classes on their second axis, need labels "
+                    f"{[len(logits), *logits.shape[2:]]}, one class number for each position, got {list(labels.shape)}"
+                    f"{_LAST_AXIS if labels.shape == logits.shape[:-1] else ''}"
+                )
+            logits, labels = as_samples(logits), labels.flatten()
+        if logits.ndim == 1 or (logits.ndim == 2 and logits.shape[1] == 1):
+            single = logits.reshape(-1, 1)
+            logits = torch.cat([torch.zeros_like(single), single], dim=1)
+        if logits.ndim != 2 or logits.shape[1] < 2 or not logits.is_floating_point():
+            raise DataError(
+                f"logits must be floating point of shape [N, classes], got {describe(logits)}; for a model that "
+                "predicts quantities the labels must be fractions"
+            )
+        if labels.shape != logits.shape[:1] or labels.is_floating_point() or labels.is_complex():
+            raise DataError(
+                f"labels must be {len(logits)} class numbers, one for each row of logits, got {describe(labels)}"
+                f"{_advice(labels)}"
+            )
+        labels = beside(logits, labels).long()
+        parts = in_parts(logits)  # a few images have millions of positions
+        for some, own in zip(parts, labels.split(max(1, len(parts[0]))), strict=True):
+            self._add(_classification_sums(some, own, self.bins, self.ignore_label), len(some), some.shape[1:])
+        self._dense |= dense
+
+    def merge(self, other: Self) -> None:
+        super().merge(other)
+        self._dense |= other._dense
+
+    def compute(self) -> Scores:
+        ignored, *sums = self._read()
+        samples = self._samples - round(ignored)
+        if samples == 0:
+            raise DataError(f"all {self._samples} labels are the ignore_label {self.ignore_label}: nothing to score")
+        classes = math.prod(self._sample_shape or ())
+        scores = _scores(sums[: -2 * classes], samples, self.bins, classes)
+        return replace(scores, iou=_iou(sums[-2 * classes :], self.ignore_label)) if self._dense else scores
+
+
+@torch.no_grad()
+def _classification_sums(logits: Tensor, labels: Tensor, bins: int, ignore_label: int | None) -> Tensor:
+    """Ignored samples, and of the others: count, confidence and hits of every bin; nll, brier, labels out of range,
+    logits not finite; and of every class where label and prediction meet, and where one of them is.
+    """
+    # Autocast leaves float64 alone, and keeps softmax and sums in float32 where there is no float64.
+    logits = logits.to(sum_dtype(logits.device))
+    probabilities = logits.softmax(dim=1)
+    confidence = probabilities.amax(dim=1)
+    predicted = logits.argmax(dim=1)
+    hit = predicted == labels
+    ignored = torch.zeros_like(hit) if ignore_label is None else labels == ignore_label
+    left_out = ignored.unsqueeze(1)
+    # A mask, not an index: a label out of range then selects nothing instead of crashing the device.
+    numbers = torch.arange(logits.shape[1], device=logits.device)
+    is_label = numbers == labels.unsqueeze(1)
+    is_predicted = numbers == predicted.unsqueeze(1)
+    nll = -logits.log_softmax(dim=1).masked_fill(~is_label, 0).sum(dim=1)
+    brier = (probabilities - is_label.to(logits.dtype)).square().sum(dim=1)
+
+    # i / bins is rounded as 1 / classes is, so the confidence of a tie lies exactly on its edge.
+    inner_edges = torch.arange(1, bins, device=logits.device).to(logits.dtype) / bins
+    bin_of_sample = torch.bucketize(confidence, inner_edges)
+    in_bin = bin_of_sample.unsqueeze(1) == torch.arange(bins, device=logits.device)
+    columns = torch.stack([torch.ones_like(confidence), confidence, hit.to(logits.dtype)], dim=1)
+    columns = columns.masked_fill(left_out, 0)  # not a factor of 0: the output may be NaN where nothing is asked of it
+    # Masked sums rather than a scatter: the order of additions, and so the last digit, never varies on a GPU.
+    table = (in_bin.unsqueeze(2) * columns.unsqueeze(1)).sum(dim=0)
+
+    out_of_range = ~is_label.any(dim=1)
+    no_number = confidence.isnan()
+    rest = torch.stack([nll, brier, out_of_range.to(logits.dtype), no_number.to(logits.dtype)], dim=1)
+    meet = (is_label & is_predicted & ~left_out).sum(dim=0)
+    join = ((is_label | is_predicted) & ~left_out).sum(dim=0)
+    return torch.cat([ignored.sum().view(1), table.flatten(), rest.masked_fill(left_out, 0).sum(dim=0), meet, join])
+
+
+def _iou(sums: list[float], ignore_label: int | None) -> tuple[float | None, ...]:
+    """Of each class, but for one that is nowhere, or ignored."""
+    pairs = zip(sums[: len(sums) // 2], sums[len(sums) // 2 :], strict=True)
+    return tuple(meet / join if join and number != ignore_label else None for number, (meet, join) in enumerate(pairs))
+
+
+def _scores(sums: list[float], samples: int, bins: int, classes: int) -> Scores:
+    nll, brier, out_of_range, no_number = sums[3 * bins :]
+    refuse(no_number, samples, "logits that are NaN or infinite")
+    refuse(
+        out_of_range,
+        samples,
+        f"a label that is no class number (0 to {classes - 1}; a quantity is given as floating-point numbers, and what "
+        "has no class is left out, or its label named by ignore_label)",
+    )
+    counts, confidences, hits = sums[0 : 3 * bins : 3], sums[1 : 3 * bins : 3], sums[2 : 3 * bins : 3]
+    gaps = [abs(hit - confidence) for hit, confidence in zip(hits, confidences, strict=True)]
+    reliability = tuple(
+        ReliabilityBin(
+            lower=index / bins,
+            upper=(index + 1) / bins,
+            count=round(count),
+            confidence=confidence / count if count else None,
+            accuracy=hit / count if count else None,
+        )
+        for index, (count, confidence, hit) in enumerate(zip(counts, confidences, hits, strict=True))
+    )
+    return Scores(
+        samples=samples,
+        accuracy=sum(hits) / samples,
+        ece=sum(gaps) / samples,
+        mce=max(gap / count for gap, count in zip(gaps, counts, strict=True) if count),
+        nll=nll / samples,
+        brier=brier / samples,
+        reliability=reliability,
+    )
+
+
+def _advice(labels: Tensor) -> str:
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        return "; pass labels[:, 0]"
+    several = "; of one-hot labels pass labels.argmax(1), several classes a sample are not scored"
+    return several if labels.ndim == 2 else ""
+
+
+@dataclass(frozen=True)
+class ReliabilityBin:
+    """The samples whose confidence lies in `(lower, upper]`; both means are None where there are none."""
+
+    lower: float
+    upper: float
+    count: int
+    confidence: float | None
+    accuracy: float | None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of a classifier. All are fractions, not percent: the paper's ECE of 4.8 is 0.048 here.
+
+    `ece` and `mce` are the expected and the maximum calibration error: the gap between accuracy and mean
+    confidence within a bin, averaged over samples and at its largest. `nll` is the mean negative
+    log-likelihood in nats; `brier` the mean squared error of the probabilities, summed over classes (0 to 2). With a
+    label for each position, `iou` has the intersection over union of each class over all samples, None for a class that
+    is neither there nor predicted; the Dice score of a class is `2 * iou / (1 + iou)`.
+    """
+
+    samples: int
+    accuracy: float
+    ece: float
+    mce: float
+    nll: float
+    brier: float
+    reliability: tuple[ReliabilityBin, ...]
+    iou: tuple[float | None, ...] = ()
+
+    @property
+    def mean_iou(self) -> float | None:
+        """Over the classes that have one; None where labels are not by position."""
+        known = [one for one in self.iou if one is not None]
+        return sum(known) / len(known) if known else None
+
+    def __str__(self) -> str:
+        mean = "" if self.mean_iou is None else f", mean_iou {format_score('mean_iou', self.mean_iou)}"
+        return describe_scores(self) + mean

@@ -1,0 +1,52 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from shiftmend.errors import DataError
+from shiftmend.evaluation.accumulators import Sums, beside, describe, refuse
+from shiftmend.utils.devices import sum_dtype
+
+
+class RestorationDistance(Sums):
+    """How far adapted features are from those of the source model on the clean images (paper, section 5.5).
+
+    The mean, over images and units, of the absolute difference between the source model's features of a clean
+    image and the adapted model's features of the shifted version of that same image. The paper's D is the
+    mean of this over the shifts.
+    """
+
+    def update(self, source_features: Tensor, adapted_features: Tensor) -> None:
+        units = source_features.shape[1:].numel() if source_features.ndim > 1 else 0
+        if source_features.shape != adapted_features.shape or units == 0:
+            raise DataError(
+                "source and adapted features must both be of one shape [N, units], row by row of the same "
+                f"images, got {describe(source_features)} and {describe(adapted_features)}"
+            )
+        sums = _distance_sums(source_features, beside(source_features, adapted_features))
+        self._add(sums, len(source_features), source_features.shape[1:])
+
+    def compute(self) -> float:
+        total, not_finite = self._read()
+        refuse(not_finite, self._samples, "features that are not finite")
+        units = math.prod(self._sample_shape or ())
+        return total / (self._samples * units)
+
+
+def restoration_distance(source_features: Tensor, adapted_features: Tensor) -> float:
+    """`RestorationDistance` of two sets of features that are at hand as a whole."""
+    distance = RestorationDistance()
+    distance.update(source_features, adapted_features)
+    return distance.compute()
+
+
+@torch.no_grad()
+def _distance_sums(source: Tensor, adapted: Tensor) -> Tensor:
+    """Absolute difference over all images and units, number of faulty images."""
+    dtype = sum_dtype(source.device)
+    difference = (source.to(dtype) - adapted.to(dtype)).abs().flatten(1)
+    return torch.stack([difference.sum(), (~difference.isfinite()).any(dim=1).sum().to(dtype)])

@@ -1,1 +1,0 @@
-"""Figures, one file each. Importing this package does not import matplotlib; drawing does."""

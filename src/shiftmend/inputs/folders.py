@@ -1,0 +1,276 @@
+"""Images from a folder, decoded once by a pool of threads and, if wished, kept beside it as one array."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shiftmend.errors import DataError
+from shiftmend.inputs.arrays import DAMAGE
+from shiftmend.inputs.images import PathLike, Split
+from shiftmend.utils.checks import brief, counted, is_whole
+from shiftmend.utils.files import as_path, replacing
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
+
+
+GREY_MODES = frozenset({"1", "L", "LA"})
+
+
+COLOUR_MODES = frozenset({"RGB", "RGBA", "P", "PA", "CMYK", "YCbCr", "HSV", "LAB", "RGBX", "RGBa"})
+
+
+CACHE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class FolderListing:
+    """The image files of a folder in the order they are read in, and the class of each."""
+
+    files: tuple[str, ...]  # relative to the folder, with forward slashes
+    labels: tuple[int, ...] | None
+    classes: tuple[str, ...]
+    signature: str  # changes when a file is added, removed or altered
+
+
+def image_folder(
+    folder: PathLike,
+    *,
+    size: int | tuple[int, int] | None = None,
+    channels: int | None = None,
+    cache: PathLike | None = None,
+    classes: tuple[str, ...] | None = None,
+    name: str | None = None,
+    workers: int | None = None,
+) -> Split:
+    """All images of a folder: flat (no labels) or one folder per class.
+
+    Class names that are all numbers are ordered by value (2 before 10), others as text, and a label is a
+    position in that order. Images of different sizes are refused unless `size` (one side, or height and
+    width) says what to scale them to. `channels` is 1 or 3; left open, it is 3 if any image has colour. With
+    `cache`, the decoded images are kept in that folder as one `.npy` until a file changes. With `classes`,
+    exactly these folders have to be there.
+    """
+    path = as_path(folder, "the folder of images", DataError)
+    if channels not in (None, 1, 3):
+        raise DataError(f"images have 1 or 3 channels, got channels={channels}")
+    shape = (size, size) if isinstance(size, int) else size
+    if shape is not None and not (
+        isinstance(shape, tuple) and len(shape) == 2 and all(is_whole(side) and side > 0 for side in shape)
+    ):
+        raise DataError(
+            f"images have at least 1 pixel a side, got size={brief(size)}; expected a side, or (height, width)"
+        )
+    listing = list_images(path)
+    if classes is not None and listing.classes != classes:
+        raise DataError(
+            f"{path} holds {_few(listing.classes)}; expected {_few(classes)}, or the labels would be wrong: "
+            "put the right folders there"
+        )
+    label = name or path.name
+    stored = None if cache is None else _cache_file(Path(cache), label, listing, shape, channels)
+    images = None if stored is None else _read_cache(stored, len(listing.files))
+    if images is None:
+        images = decode_images([path / file for file in listing.files], shape, channels, workers)
+        if stored is not None:
+            _write_cache(stored, images)
+    labels = None if listing.labels is None else torch.tensor(listing.labels, dtype=torch.int64, device="cpu")
+    return Split(torch.from_numpy(np.ascontiguousarray(images)), labels, label, listing.classes)
+
+
+def list_images(folder: Path) -> FolderListing:
+    """The images of a folder, one level deep at most."""
+    if not folder.is_dir():
+        raise DataError(f"{folder} is missing: expected a folder of images, or of one folder per class")
+    flat, folders = _scan(folder)
+    found = {name: _scan(folder / name) for name in folders}
+    parts = {name: files for name, (files, _) in found.items()}
+    filled = {name: files for name, files in parts.items() if files}
+    if flat and filled:
+        raise DataError(
+            f"{folder} holds images ({flat[0].name}) beside folders of images ({next(iter(filled))}); "
+            "expected either images alone or one folder per class: move one of the two away"
+        )
+    if flat:
+        return FolderListing(tuple(entry.name for entry in flat), None, (), _signature({"": flat}))
+    if not filled:
+        raise DataError(f"{folder} holds no images: expected files such as 0.png in it or in one folder per class")
+    if len(filled) < len(parts):
+        empty = next(name for name, files in parts.items() if not files)
+        raise DataError(
+            f"{folder / empty} holds no images: expected those of class {empty}; put them there, or remove the folder "
+            "if it is none (labels count the folders, so those behind a class that is missing would change)"
+        )
+    for below in (folder / name / inner for name, (_, within) in found.items() for inner in within):
+        if deeper := _scan(below)[0]:
+            raise DataError(
+                f"{below} holds images ({deeper[0].name}) a level deeper than those of its class; expected them in "
+                f"{below.parent} itself: move them there, or away"
+            )
+    files = tuple(f"{name}/{entry.name}" for name, entries in parts.items() for entry in entries)
+    labels = tuple(number for number, entries in enumerate(parts.values()) for _ in entries)
+    return FolderListing(files, labels, tuple(parts), _signature(parts))
+
+
+def decode_images(
+    paths: Sequence[Path],
+    size: tuple[int, int] | None = None,
+    channels: int | None = None,
+    workers: int | None = None,
+) -> NDArray[np.uint8]:
+    """Pictures as uint8 [N, C, H, W]; without a `size`, all have to have that of the first."""
+    with _open(paths[0]) as first:
+        common = (first.height, first.width) if size is None else size
+
+    def decode(path: Path) -> NDArray[np.uint8]:
+        picture = decode_image(path, size, channels)
+        if picture.shape[1:] != common:
+            raise DataError(
+                f"{path} is {picture.shape[1]} x {picture.shape[2]} pixels but {paths[0]} is "
+                f"{common[0]} x {common[1]}; expected one size: pass size= (--size) to scale them all to it"
+            )
+        return picture
+
+    with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
+        images = np.empty((len(paths), 1, *common), np.uint8)
+        for position, picture in enumerate(pool.map(decode, paths)):  # never all of them beside the array
+            if len(picture) > images.shape[1]:
+                grey, images = images[:position], np.empty((len(paths), len(picture), *common), np.uint8)
+                images[:position] = grey
+            images[position] = picture  # a grey picture among coloured ones fills all three channels
+    return images
+
+
+def decode_image(path: Path, size: tuple[int, int] | None, channels: int | None) -> NDArray[np.uint8]:
+    """One picture as uint8 [C, H, W], scaled to `size` if it has another; `channels` is its own if None."""
+    from PIL.Image import Resampling
+
+    with _open(path) as image:
+        grey = image.mode in GREY_MODES if channels is None else channels == 1
+        try:
+            picture = image.convert("L" if grey else "RGB")
+        except (OSError, SyntaxError, ValueError) as error:
+            raise _damaged(path, error) from error
+    if size is not None and picture.size != (size[1], size[0]):
+        picture = picture.resize((size[1], size[0]), Resampling.BILINEAR)
+    pixels = np.asarray(picture, np.uint8)
+    return pixels[None] if grey else pixels.transpose(2, 0, 1)
+
+
+def _open(path: Path) -> Image:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        image = Image.open(path)
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing: expected an image there; fetch or unpack the set again") from None
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
+        raise _damaged(path, error) from error
+    if image.mode not in GREY_MODES | COLOUR_MODES or _is_cut_to_8_bits(image):
+        mode = f"{image.mode} with 16 bits" if image.mode in GREY_MODES | COLOUR_MODES else image.mode
+        image.close()
+        raise DataError(f"{path} has pixels of mode {mode}; expected 8 bits a channel: convert it to 8 bits first")
+    return image
+
+
+def _is_cut_to_8_bits(image: Image) -> bool:
+    """Whether Pillow would keep the upper half of 16 bits a channel: of 12-bit recordings it leaves next to black.
+
+    The layout in the file tells, e.g. `RGB;16B`; `BGR;16`, of bitmaps, is 16 bits for all channels together. That of a
+    .ppm has the value of white, which Pillow scales by: one of 4095 is 12 bits and comes out right.
+    """
+    layouts = [tile[3] for tile in getattr(image, "tile", ())]
+    parts = [part for layout in layouts for part in (layout if isinstance(layout, tuple) else (layout,))]
+    if image.format == "PPM":
+        return 65535 in parts
+    return any(isinstance(part, str) and re.search(";16[BLN]$", part) for part in parts)
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path} is no whole image ({error}): expected a PNG, JPEG or the like; replace the file")
+
+
+def _scan(folder: Path) -> tuple[list[os.DirEntry[str]], list[str]]:
+    """The image files, in order, and the names of the folders; hidden ones are passed over."""
+    with os.scandir(folder) as entries:
+        visible = [entry for entry in entries if not entry.name.startswith(".")]
+    images = [entry for entry in visible if os.path.splitext(entry.name)[1].lower() in SUFFIXES]
+    for entry in images:
+        try:
+            entry.stat()  # kept for the signature
+        except OSError as error:
+            raise DataError(
+                f"{entry.path} is a link to a file that cannot be reached ({error.strerror}); expected an image: fetch "
+                "what it links to, or remove the link"
+            ) from error
+    files = {entry.name: entry for entry in images if entry.is_file()}
+    folders = [entry.name for entry in visible if entry.name not in files and os.path.isdir(entry)]
+    return [files[name] for name in _in_order(list(files), suffixed=True)], _in_order(folders)
+
+
+def _in_order(names: list[str], suffixed: bool = False) -> list[str]:
+    """By value where all names are numbers: as text, 10 would come before 2 and labels would be wrong."""
+    stems = {name: os.path.splitext(name)[0] if suffixed else name for name in names}
+    if all(stem.isdecimal() for stem in stems.values()):
+        return sorted(names, key=lambda name: (int(stems[name]), name))
+    return sorted(names)
+
+
+def _few(classes: tuple[str, ...]) -> str:
+    names = ", ".join(classes) if len(classes) < 6 else f"{', '.join(classes[:3])}, ... {classes[-1]}"
+    return f"{counted(len(classes), 'class folder')} ({names})" if classes else "no class folders"
+
+
+def _signature(parts: dict[str, list[os.DirEntry[str]]]) -> str:
+    digest = hashlib.sha256()
+    for name, entries in parts.items():
+        for entry in entries:
+            status = entry.stat()
+            digest.update(
+                f"{name}/{entry.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="surrogateescape")
+            )
+    return digest.hexdigest()
+
+
+def _cache_file(
+    folder: Path, name: str, listing: FolderListing, size: tuple[int, int] | None, channels: int | None
+) -> Path:
+    """Named after the set, how it is decoded, and what its files looked like."""
+    manner = hashlib.sha256(json.dumps([CACHE_VERSION, size, channels]).encode()).hexdigest()[:8]
+    return folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}-{manner}-{listing.signature[:16]}.npy"
+
+
+def _read_cache(path: Path, count: int) -> NDArray[np.uint8] | None:
+    """The kept array, or None if it is absent or not whole: the images are then decoded again."""
+    try:
+        array: Any = np.load(path, allow_pickle=False)
+    except DAMAGE:
+        return None
+    whole = isinstance(array, np.ndarray) and array.dtype == np.uint8 and array.ndim == 4 and len(array) == count
+    return array if whole else None
+
+
+def _write_cache(path: Path, images: NDArray[np.uint8]) -> None:
+    """Keep the array in place of older ones; a folder that cannot be written to merely goes without."""
+    try:
+        with replacing(path) as (place,), place.open("wb") as file:
+            np.save(file, images)
+        for old in path.parent.glob(f"{path.stem[:-16]}{'?' * 16}.npy"):
+            if old != path:
+                old.unlink(missing_ok=True)
+    except OSError:
+        return

@@ -1,0 +1,105 @@
+"""From stored 8-bit images to what the paper's networks take."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shiftmend.errors import DataError
+from shiftmend.utils.checks import counted
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Split:
+    """A set of images as it was stored, before any scaling: nothing is left to do per image.
+
+    `labels[i]` indexes `classes`; both are absent for images without labels.
+    """
+
+    images: Tensor  # uint8 [N, C, H, W]
+    labels: Tensor | None  # int64 [N]
+    name: str
+    classes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        known = "without labels" if self.labels is None else f"{len(self.classes) or 'unnamed'} classes"
+        return f"{self.name}: {counted(len(self.images), 'image')} {list(self.images.shape[1:])}, {known}"
+
+    def __post_init__(self) -> None:
+        images, labels = self.images, self.labels
+        if images.dtype != torch.uint8 or images.ndim != 4 or 0 in images.shape:
+            raise DataError(
+                f"{self.name} holds {str(images.dtype).removeprefix('torch.')} {list(images.shape)}; "
+                "expected at least one image as uint8 [N, C, H, W]"
+            )
+        if labels is None:
+            return
+        if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
+            raise DataError(
+                f"{self.name} has {counted(len(images), 'image')} but labels of "
+                f"{str(labels.dtype).removeprefix('torch.')} {list(labels.shape)}; expected one int64 label "
+                "an image"
+            )
+        lowest, highest = int(labels.min()), int(labels.max())
+        if lowest < 0 or (self.classes and highest >= len(self.classes)):
+            expected = f"0 to {len(self.classes) - 1}" if self.classes else "class numbers from 0"
+            raise DataError(
+                f"{self.name} has labels from {lowest} to {highest}; expected {expected}: the labels belong to another "
+                "set or are damaged, or mark images without a class, which have to be left out"
+            )
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def take(self, indices: Tensor, name: str | None = None) -> Split:
+        """The images at `indices`, in that order."""
+        labels = None if self.labels is None else self.labels[indices]
+        return replace(self, images=self.images[indices], labels=labels, name=name or self.name)
+
+
+def as_images(array: NDArray[np.uint8]) -> Tensor:
+    """A tensor of its own: what is read from a file is read-only, mapped or laid out in another order."""
+    return torch.from_numpy(np.array(array, dtype=np.uint8, order="C"))
+
+
+def as_labels(array: NDArray[np.integer]) -> Tensor:
+    return torch.from_numpy(np.array(array, dtype=np.int64, order="C"))
+
+
+def signed(images: Tensor) -> Tensor:
+    """8-bit images, grey or in colour, to three channels in [-1, 1]: the digits and characters."""
+    scaled = images.float().div_(127.5).sub_(1)
+    return scaled.expand(-1, 3, -1, -1) if images.shape[1] == 1 else scaled
+
+
+def standardised(mean: Sequence[float], deviation: Sequence[float]) -> Callable[[Tensor], Tensor]:
+    """8-bit images in colour, scaled to [0, 1], less a mean and divided by a deviation for each channel."""
+
+    def preprocess(images: Tensor) -> Tensor:
+        scaled = images.float().div_(255)
+        return scaled.sub_(per_channel(tuple(mean), scaled)).div_(per_channel(tuple(deviation), scaled))
+
+    return preprocess
+
+
+def per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:
+    """Numbers of channels as a tensor `[1, channels, 1, 1]` beside `like`, made once and kept.
+
+    To bring numbers to a GPU for every batch would wait for it each time, and could not be captured as a graph.
+    """
+    return _kept(values, like.dtype, like.device)
+
+
+@functools.cache
+def _kept(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # kept for callers of any kind
+        return torch.tensor(values, dtype=dtype, device=device).view(1, -1, 1, 1)

@@ -1,0 +1,1 @@
+"""What a model is: its taps, outputs, layers in running order, blocks and state."""

@@ -1,0 +1,208 @@
+"""Split any model into bottom-up blocks: what BUFR unfreezes, one after the other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from shiftmend.errors import AdaptationError
+from shiftmend.introspection.model_state import trainable
+from shiftmend.introspection.trace import Trace, owners
+from shiftmend.utils.checks import brief
+
+logger = logging.getLogger(__name__)
+
+
+Names = Sequence[str | Sequence[str]]
+
+
+_WANTED = "expected names of modules, or groups of them, e.g. blocks=['conv1', ['layer1', 'layer2']]"
+
+
+@dataclass(frozen=True)
+class Block:
+    """One step of unfreezing: a name for people, the modules in it and their parameters."""
+
+    name: str
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    layers: int
+    """Layers with a weight matrix or kernel; normalisation does not count."""
+
+
+def split(model: nn.Module, trace: Trace, names: Names | None = None) -> tuple[Block, ...]:
+    """The blocks below the features, first to run first; the head is never in one.
+
+    `names` (or the model's own attribute `shiftmend_blocks`) gives them: module names, or groups of them. Otherwise
+    they follow the order in which modules first run: what runs before the repeated stages is the stem, each stage or
+    layer of the container that holds them is a block, and normalisation belongs to the layer before it.
+    """
+    below = _owned_parameters(model, trace)
+    if trace.uncalled:
+        logger.warning(
+            "the parameters of %s are used without calling the module that holds them, so it is not known where they "
+            "run, and they stay fixed: call that module in the model's forward, or hold them in the one that uses them",
+            " and ".join(map(repr, trace.uncalled)),
+        )
+    if not below:
+        raise AdaptationError("nothing below the features has parameters, so there is nothing to adapt")
+    if isinstance(names, str):
+        names = [names]
+    given = names if names is not None else getattr(model, "shiftmend_blocks", None)
+    groups = _named(model, given, below) if given is not None else _found(model, list(below))
+    return tuple(_block(model, group, below) for group in groups if group)
+
+
+def _owned_parameters(model: nn.Module, trace: Trace) -> dict[str, tuple[str, ...]]:
+    """Parameters by the module of the extractor that runs them, in running order.
+
+    A module that is used without being called (the projection inside attention) counts with the nearest one
+    above it that ran. What the head, another head or anything behind the features shares is left out: it must stay
+    fixed.
+    """
+    ran = set(trace.order)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first_names = dict(model.named_parameters())
+    behind = {id(parameters[name]) for name in trace.beside}
+    owned: dict[str, list[str]] = {name: [] for name in trace.extractor}
+    for owner in owners(model):
+        mine = [name for name, p in parameters.items() if _owner_of(name) == owner and trainable(p)]
+        runner = owner
+        while runner not in ran and runner:
+            runner = runner.rpartition(".")[0]
+        if runner in owned:
+            owned[runner] += [name for name in mine if name in first_names]
+        else:
+            behind.update(id(parameters[name]) for name in mine)
+    return {
+        runner: kept
+        for runner, names in owned.items()
+        if (kept := tuple(name for name in names if id(parameters[name]) not in behind))
+    }
+
+
+def _owner_of(parameter: str) -> str:
+    """The module that owns a parameter; a parametrisation's helper modules count with the layer they serve."""
+    path = parameter.split(".")
+    end = path.index("parametrizations") if "parametrizations" in path else len(path) - 1
+    return ".".join(path[:end])
+
+
+def _named(model: nn.Module, names: Names, below: dict[str, tuple[str, ...]]) -> list[list[str]]:
+    modules = dict(model.named_modules())
+    groups: list[list[str]] = []
+    taken: set[str] = set()
+    if not isinstance(names, list | tuple):
+        raise AdaptationError(f"blocks is {brief(names)}, {_WANTED}")
+    for entry in names:
+        wanted = [entry] if isinstance(entry, str) else entry
+        if not isinstance(wanted, list | tuple) or not all(isinstance(name, str) for name in wanted):
+            raise AdaptationError(f"a block is given as {brief(entry)}, {_WANTED}")
+        group = []
+        for name in wanted:
+            if name not in modules:
+                raise AdaptationError(f"block {name!r} names no module of the model; see `shiftmend blocks`")
+            inside = [owner for owner in below if _inside(owner, name)]
+            if not inside:
+                raise AdaptationError(f"block {name!r} has no parameters below the features, so it cannot be adapted")
+            if taken & set(inside):
+                raise AdaptationError(f"block {name!r} is named twice; each module belongs to one block")
+            taken.update(inside)
+            group += inside
+        groups.append(group)
+    if not groups:
+        raise AdaptationError("the list of blocks is empty; name at least one module")
+    return groups
+
+
+def _inside(name: str, ancestor: str) -> bool:
+    return ancestor == "" or name == ancestor or name.startswith(f"{ancestor}.")
+
+
+def _found(model: nn.Module, running: list[str], level: str = "") -> list[list[str]]:
+    """Cut between the children of `level`, going down where one child holds all the repetition.
+
+    A child with at least two layers is a stage. Layers before the first stage are the stem, a layer behind a stage is
+    a block of its own, and what has no kernel (normalisation, tokens) goes with the layer before it.
+    """
+    modules = dict(model.named_modules())
+    children: dict[str, list[str]] = {}
+    for owner in running:
+        children.setdefault(_child(owner, level), []).append(owner)
+    stages = [name for name, inside in children.items() if _layers(modules, inside) > 1]
+    blocks: list[list[str]] = []
+    in_stem = bool(stages)
+    for name, inside in children.items():
+        if name in stages:
+            go_down = len(stages) == 1 or _is_plain_chain(modules, name, inside)
+            parts = _found(model, inside, name) if go_down else [inside]
+            if blocks and not _layers(modules, blocks[-1]):
+                parts = [blocks.pop() + parts[0], *parts[1:]]  # tokens alone are no block
+            blocks += parts
+            in_stem = False
+        elif blocks and (in_stem or not _layers(modules, inside) or not _layers(modules, blocks[-1])):
+            blocks[-1] += inside
+        else:
+            blocks.append(list(inside))
+    return blocks
+
+
+def _child(owner: str, level: str) -> str:
+    """The direct child of `level` that an owner lies in; `level` itself for parameters of its own."""
+    if owner == level:
+        return level
+    rest = owner[len(level) + 1 :] if level else owner
+    first = rest.partition(".")[0]
+    return f"{level}.{first}" if level else first
+
+
+def _layers(modules: dict[str, nn.Module], owners_inside: list[str]) -> int:
+    return sum(_has_kernel(modules[owner], owner, owners_inside) for owner in owners_inside)
+
+
+def _has_kernel(module: nn.Module, name: str, running: list[str]) -> bool:
+    """Has a weight matrix or kernel of its own, and is neither normalisation nor a container of layers that run."""
+    if "Norm" in type(module).__name__ or any(other != name and _inside(other, name) for other in running):
+        return False
+    weight = getattr(module, "weight", None)
+    own = [weight] if weight is not None else list(module._parameters.values())
+    return any(parameter is not None and parameter.ndim > 1 for parameter in own)
+
+
+def _is_plain_chain(modules: dict[str, nn.Module], name: str, inside: list[str]) -> bool:
+    """A sequence of three or more single layers, which are blocks themselves; a stage of composites is not."""
+    children: dict[str, list[str]] = {}
+    for owner in inside:
+        children.setdefault(_child(owner, name), []).append(owner)
+    single = all(_layers(modules, part) <= 1 for part in children.values())
+    return isinstance(modules[name], nn.Sequential | nn.ModuleList) and single and _layers(modules, inside) >= 3
+
+
+def _block(model: nn.Module, group: list[str], below: dict[str, tuple[str, ...]]) -> Block:
+    modules = dict(model.named_modules())
+    return Block(
+        name=_title(group, list(below)),
+        modules=tuple(group),
+        parameters=tuple(parameter for owner in group for parameter in below[owner]),
+        layers=_layers(modules, group),
+    )
+
+
+def _title(group: list[str], everything: list[str]) -> str:
+    """A readable name: the common parent, if all of it is in the group, or the modules themselves."""
+    if len(group) == 1:
+        return group[0] or "(own parameters)"
+    paths = [name.split(".") for name in group]
+    common = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    parent = ".".join(common)
+    if parent and {owner for owner in everything if _inside(owner, parent)} == set(group):
+        return parent
+    shown = [name or "(own parameters)" for name in group]
+    return " + ".join(shown) if len(shown) <= 3 else f"{shown[0]} ... {shown[-1]}"

@@ -1,0 +1,1 @@
+"""The one evaluation loop over a model and its data, with observers."""

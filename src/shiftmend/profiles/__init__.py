@@ -1,0 +1,1 @@
+"""Profiles: collect one at home, store it in a file, read it back."""

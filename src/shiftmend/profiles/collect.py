@@ -1,0 +1,315 @@
+"""Collect a profile at the source site: passes over the data that find ranges, then count what lies in them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from shiftmend.distributed.batch_norm import synchronised
+from shiftmend.distributed.collectives import everywhere, same_everywhere, together, warn_if_apart
+from shiftmend.errors import ProfileError
+from shiftmend.inputs.feed import Feed, Preprocess
+from shiftmend.introspection.modes import batch_norms, modes
+from shiftmend.introspection.outputs import Entry
+from shiftmend.introspection.taps import Tap, tapped
+from shiftmend.introspection.trace import trace
+from shiftmend.introspection.validate import check_takes_each, unwrap
+from shiftmend.profiles import fingerprints
+from shiftmend.profiles.fingerprints import InputSummary
+from shiftmend.profiles.presets import Preset
+from shiftmend.profiles.presets import preset as find_preset
+from shiftmend.profiles.profile import Profile, as_profile
+from shiftmend.stats.gaussians import CovarianceTracker, FullGaussian
+from shiftmend.stats.histograms import SOFT, Bins, as_bins, usable_units
+from shiftmend.stats.slices import MOST_WEIGHTS, Projector, Slices, bins_of_slices
+from shiftmend.stats.statistics import CountTracker, RangeTracker
+from shiftmend.utils.checks import brief, check_known, counted, is_whole
+from shiftmend.utils.devices import placed, resolve_device
+from shiftmend.utils.processes import of_first_process, world_size
+from shiftmend.utils.progress import Bar, Pass, Progress, progress_bar
+from shiftmend.utils.rng import roll, rolled
+
+logger = logging.getLogger(__name__)
+
+
+logger.addFilter(of_first_process)
+
+
+VERIFICATION_SLICES = 128
+
+
+SLICE_SEEDS = {"verification": 20220425, "alignment": 20220426}
+
+
+KEEP_BYTES = 2 << 30
+"""Activations up to this size are kept, so that the network runs once instead of three times."""
+
+
+Samples = dict[str, Tensor]
+
+
+Gaussian = Literal["marginal", "full"]
+
+
+LEAST_SAMPLES = 10
+"""Of fewer, a profile tells nearly what they were: the mean of one sample is that sample."""
+
+
+MOST_CORRELATED = 4096
+"""Features whose covariance is stored at most: 32 MiB."""
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def profile(
+    model: nn.Module,
+    source: Any,
+    *,
+    preset: str | None = None,
+    bins: Bins | None = None,
+    head: str | None = None,
+    taps: Mapping[str, str | Tap] | None = None,
+    output: Entry = None,
+    gaussian: Gaussian | None = None,
+    like: Profile | str | os.PathLike[str] | None = None,
+    batch_size: int | None = None,
+    preprocess: Preprocess | None = None,
+    device: str | torch.device = "auto",
+    keep_bytes: int = KEEP_BYTES,
+    progress: Progress = None,
+) -> Profile:
+    """Collect a profile of `model` over unlabelled `source` inputs (a loader may give labels; they are dropped).
+
+    The model runs in eval mode and gets its own modes back. One pass is enough where the activations at the taps fit
+    into `keep_bytes`; otherwise the network runs three times (ranges, counts, slices) with the same result. With
+    `like`, the ranges and slices of another profile (or of the one in that file) are used, and the two can be merged.
+    The preset is `reference` unless another is named; its bins are softer for a network without BatchNorm, with a
+    temperature of 0.05. `gaussian="full"` stores the covariance of the features too, which the method `full-gauss`
+    needs: four bytes for each pair of features.
+
+    In a process group every process calls this with the same model and the same data and gets the same profile; each
+    runs its share of every batch.
+    """
+    warn_if_apart()
+    model = unwrap(model)
+    place = resolve_device(device, model)
+    if like is not None and any(part is not None for part in (preset, bins, taps, head, gaussian)):
+        raise ProfileError("like= brings preset, bins, taps and kind of Gaussian with it; leave them out beside it")
+    like = None if like is None else as_profile(like, "what like= names")
+    if like is not None:
+        like.check_architecture(model)
+    if gaussian is not None:
+        check_known(gaussian, get_args(Gaussian), "kind of Gaussian", ProfileError)
+    if not is_whole(keep_bytes):
+        raise ProfileError(f"keep_bytes must be a whole number of bytes, got {brief(keep_bytes)}")
+    full = isinstance(like.gaussian, FullGaussian) if like else gaussian == "full"
+    chosen = find_preset(like.preset if like else "reference" if preset is None else preset)
+    usual = chosen.bins if batch_norms(model) else chosen.bins.at(SOFT)
+    cut = like.bins if like else as_bins(bins, usual)
+    feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, what="source data")
+    with (
+        placed(model, place),
+        modes(model),
+        rolled(place, lambda: check_takes_each(model, feed.kinds(2))),
+        progress_bar(progress, "profiling", None) as bar,
+    ):
+        model.eval()
+        summary = InputSummary.of(feed.batches())
+        specs = trace(model, feed.first(2), head=head, taps=like.specs if like else taps, output=output).taps
+        _check_agreement(model, feed, (specs, chosen.name, cut, full, keep_bytes), like)
+        with together(), synchronised(model):
+            passes = _Passes(model, feed, specs, keep_bytes, bar)
+            trackers = _ranges(passes, specs, like)
+            frame = _frame(trackers, chosen, like)
+            counters, slice_counters, covariance = _counts(passes, frame, cut, like, full)
+
+    result = Profile(
+        taps={name: counter.histogram() for name, counter in counters.items()},
+        gaussian=trackers["features"].gaussian() if covariance is None else covariance.gaussian(),
+        mean=frame.mean,
+        deviation=frame.deviation,
+        slices={
+            name: Slices(slice_counters[name].histogram(), frame.seeds[name], projector)
+            for name, projector in frame.projectors.items()
+        },
+        specs=specs,
+        preset=chosen.name,
+        architecture=fingerprints.architecture(model),
+        weights=fingerprints.weights(model),
+        inputs=summary,
+        inputs_seen=feed.samples,
+    )
+    _remark(result)
+    return result
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """What is fixed before anything is counted: ranges, standardisation and directions, on the CPU but for ranges."""
+
+    ranges: dict[str, tuple[Tensor, Tensor]]
+    mean: Tensor
+    deviation: Tensor
+    projectors: dict[str, Projector]
+    seeds: dict[str, int]
+
+
+def _frame(trackers: Mapping[str, RangeTracker], chosen: Preset, like: Profile | None) -> _Frame:
+    """That of another profile, or one made from the ranges of the first pass."""
+    if like is not None:
+        return _Frame(
+            {name: (tap.low, tap.high) for name, tap in like.taps.items()},
+            like.mean,
+            like.deviation,
+            {name: part.projector for name, part in like.slices.items()},
+            {name: part.seed for name, part in like.slices.items()},
+        )
+    features = trackers["features"]
+    mean, deviation = features.mean.float().cpu(), features.deviation.float().cpu()
+    numbers = {"verification": VERIFICATION_SLICES}
+    if chosen.aligned_slices:
+        numbers["alignment"] = chosen.aligned_slices
+    if sum(numbers.values()) * len(mean) > MOST_WEIGHTS:
+        raise ProfileError(
+            f"{len(mean):,} features are too many for {sum(numbers.values())} slices; tap a smaller layer with "
+            "taps={'features': ...}, or leave out the preset 'sliced'"
+        )
+    usable = usable_units(features.low, features.high)
+    return _Frame(
+        {name: (tracker.low, tracker.high) for name, tracker in trackers.items()},
+        mean,
+        deviation,
+        {name: Projector.build(mean, deviation, usable, count, SLICE_SEEDS[name]) for name, count in numbers.items()},
+        {name: SLICE_SEEDS[name] for name in numbers},
+    )
+
+
+class _Passes:
+    """Runs the network over the source; once only, where what the taps gave could be kept."""
+
+    def __init__(self, model: nn.Module, feed: Feed, specs: Mapping[str, Tap], keep_bytes: int, bar: Bar) -> None:
+        self.model, self.feed, self.specs, self.bar = model, feed, specs, bar
+        self.room, self.number = keep_bytes, 0
+        self.kept: list[Samples] | None = None
+
+    def __call__(self) -> Iterator[Samples]:
+        if self.kept is not None:
+            yield from self.kept
+            return
+        kept: list[Samples] | None = []
+        used = seen = 0
+        own = (self.feed.known or 0) / world_size()
+        self.number += 1
+        roll(0)
+        advance = Pass(self.bar, f"pass {self.number}", self.feed.known)
+        with tapped(self.model, self.specs) as recorder:
+            for batch in self.feed.batches():
+                self.model(batch)
+                samples = recorder.read()
+                used += sum(value.numel() * value.element_size() for value in samples.values())
+                seen += len(batch)
+                if max(used, used / seen * own) > self.room:  # in the first batch, if the data knows its size
+                    kept = None
+                if kept is not None:
+                    kept.append(samples)
+                advance(len(batch))
+                yield samples
+        self.kept = kept if everywhere(kept is not None, self.feed.device) else None
+
+
+def _ranges(passes: _Passes, specs: Mapping[str, Tap], like: Profile | None) -> dict[str, RangeTracker]:
+    """The first pass. With the ranges of another profile, samples need not vary: a rare class may have only one."""
+    trackers = {name: RangeTracker() for name in specs}
+    for samples in passes():
+        for name, values in samples.items():
+            trackers[name].update(values)
+    trackers = {name: tracker.joined() for name, tracker in trackers.items()}
+    for name, tracker in trackers.items():
+        finite = torch.isfinite(tracker.low) & torch.isfinite(tracker.high)
+        if name == "features":  # their variance is stored
+            finite &= torch.isfinite(tracker.gaussian().variance).to(finite.device)
+        if not bool(finite.all()):
+            raise ProfileError(
+                f"tap {name!r} gave values that are NaN, infinite or too large (beyond 1e19) in {int((~finite).sum())} "
+                "units on the source data; look at the weights of the model and at preprocess"
+            )
+        if like is None and not bool(usable_units(tracker.low, tracker.high).any()):
+            raise ProfileError(
+                f"every unit at tap {name!r} was constant over the source data "
+                f"({counted(passes.feed.samples, 'sample')}): a profile needs varied samples, and a model that "
+                "reacts to them"
+            )
+    return trackers
+
+
+def _counts(
+    passes: _Passes, frame: _Frame, cut: Bins, like: Profile | None, full: bool
+) -> tuple[dict[str, CountTracker], dict[str, CountTracker], CovarianceTracker | None]:
+    """The second and the third pass: what is counted at the taps and in the slices, and the covariance if wanted."""
+    if full and len(frame.mean) > MOST_CORRELATED:
+        raise ProfileError(
+            f"the covariance of {len(frame.mean):,} features is too large to store (at most {MOST_CORRELATED:,}); "
+            "leave out gaussian='full', or tap a smaller layer"
+        )
+    place = passes.feed.device
+    covariance = CovarianceTracker() if full else None
+    projectors = {name: part.to(place) for name, part in frame.projectors.items()}
+    counters = {name: CountTracker(low.to(place), high.to(place), cut) for name, (low, high) in frame.ranges.items()}
+    reach = {name: RangeTracker() for name in projectors}
+    for samples in passes():
+        for name, counter in counters.items():
+            counter.update(samples[name])
+        if covariance is not None:
+            covariance.update(samples["features"])
+        for name, projector in projectors.items():
+            for part in projector.by_parts(samples["features"]):
+                reach[name].update(part)
+    if like is not None:
+        homes = {name: part.histogram.to(place) for name, part in like.slices.items()}
+        slice_ranges = {name: (home.low, home.high) for name, home in homes.items()}
+    else:
+        reach = {name: tracker.joined() for name, tracker in reach.items()}
+        slice_ranges = {name: (tracker.low, tracker.high) for name, tracker in reach.items()}
+    slice_counters = {
+        name: CountTracker(low, high, bins_of_slices(name, cut)) for name, (low, high) in slice_ranges.items()
+    }
+    for samples in passes():
+        for name, projector in projectors.items():
+            for part in projector.by_parts(samples["features"]):
+                slice_counters[name].update(part)
+    return (
+        {name: counter.joined() for name, counter in counters.items()},
+        {name: counter.joined() for name, counter in slice_counters.items()},
+        None if covariance is None else covariance.joined(),
+    )
+
+
+def _remark(made: Profile) -> None:
+    """Log what whoever made a profile should know of it."""
+    if made.inputs_seen < LEAST_SAMPLES:
+        logger.warning(
+            "a profile of so few samples (%d) nearly tells their features; do not let it leave if those are secret",
+            made.inputs_seen,
+        )
+    for name, count in made.unusable.items():
+        if count:
+            units = made.taps[name].units
+            logger.info("%d of %d units at %r were constant on the source and are left out", count, units, name)
+
+
+def _check_agreement(model: nn.Module, feed: Feed, settings: tuple[Any, ...], like: Profile | None) -> None:
+    """Several processes must have been given the same; of streamed data only the first samples are compared."""
+    if world_size() == 1:  # digests of everything are not for free
+        return
+    first = fingerprints.digest(feed.first(64))
+    data = first if feed.inputs is None else fingerprints.digest(feed.inputs)
+    settings += (feed.batch_size, feed.resident, first, like and like.to_bytes())
+    same_everywhere(fingerprints.weights(model), "model", feed.device)
+    same_everywhere(f"{data} {feed.samples}", "source data", feed.device)
+    same_everywhere(repr(settings), "way to profile (taps, bins, batch size, preprocessing, ...)", feed.device)

@@ -1,0 +1,223 @@
+"""Short descriptions of a model and of its inputs, to notice when a profile is used with something else."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shiftmend.errors import DataError, ShiftmendError
+from shiftmend.introspection.model_state import whole_state
+from shiftmend.stats.statistics import RangeTracker
+from shiftmend.utils.devices import in_parts
+
+INPUTS_SEEN = 4096  # samples that describe the inputs: enough for a mean, and cheap
+
+
+_MOST_CHANNELS = 16
+
+
+def architecture(model: nn.Module) -> str:
+    """SHA-256 over names and shapes of parameters."""
+    lines = (f"{name}:{tuple(p.shape)}" for name, p in sorted(model.named_parameters()))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def weights(model: nn.Module) -> str:
+    """SHA-256 over names and values of parameters and buffers."""
+    digest = hashlib.sha256()
+    for name, value in sorted(whole_state(model).items()):
+        if value.layout != torch.strided:
+            raise ShiftmendError(
+                f"{name!r} of the model is a sparse tensor, which no file of weights can hold; register it with "
+                "persistent=False"
+            )
+        digest.update(name.encode())
+        digest.update(tensor_bytes(value))
+    return digest.hexdigest()
+
+
+def tensor_bytes(value: Tensor) -> memoryview:
+    """The raw bytes of a tensor of any dtype, where they lie if they lie in a row on the CPU."""
+    flat = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
+
+
+def _is_number(value: Any) -> bool:
+    """A finite number as JSON writes it; Python's bool is an int, JSON's is not."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def digest(values: Tensor) -> str:
+    """SHA-256 over shape, type and values, a part at a time so that nothing large is copied."""
+    result = hashlib.sha256(f"{tuple(values.shape)} {values.dtype}".encode())
+    for part in in_parts(values):
+        result.update(tensor_bytes(part))
+    return result.hexdigest()
+
+
+@dataclass(frozen=True)
+class InputSummary:
+    """How the inputs looked that a model was fed with: what another normalisation or channel order would change."""
+
+    shape: tuple[int, ...]
+    """Of a sample; 0 where it differs between batches, as the length of sequences does."""
+    dtype: str
+    low: float
+    high: float
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    @staticmethod
+    def of(batches: Iterable[Tensor], most: int = INPUTS_SEEN) -> InputSummary:
+        """Summarise the first `most` samples; channels are on axis 1 where there are few enough of them.
+
+        What is infinite, as a logarithm may be, or beyond float32 counts as the largest number there: a file holds no
+        infinities. NaN is refused: feeds refuse it in their data, so that it must have come about since.
+        """
+        trackers: dict[int, RangeTracker] = {}  # by how many channels they tell apart: of sequences it may vary
+        seen, shape, dtype, bad = 0, None, "", []
+        for batch in batches:
+            sizes = tuple(batch.shape[1:])
+            shape = sizes if shape is None or len(shape) != len(sizes) else _in_common(shape, sizes)
+            dtype = dtype or str(batch.dtype).removeprefix("torch.")
+            for part in in_parts(batch[: most - seen]):
+                values = (torch.view_as_real(part) if part.is_complex() else part).float()
+                bad.append(values.isnan().any())
+                values = values.nan_to_num()
+                by_channel = values.ndim > 2 and values.shape[1] <= _MOST_CHANNELS
+                rows = values.movedim(1, -1).flatten(0, -2) if by_channel else values.reshape(-1, 1)
+                trackers.setdefault(rows.shape[1], RangeTracker()).update(rows)
+            seen += len(batch)
+            if seen >= most:
+                break
+        assert shape is not None, "feeds refuse empty data"
+        if bool(torch.stack(bad).any()):
+            raise DataError(
+                "the inputs are finite before preprocess and NaN behind it; expected numbers: look at it first"
+            )
+        mean, deviation = _moments([*trackers.values()])
+        return InputSummary(
+            shape,
+            dtype,
+            min(float(tracker.low.min()) for tracker in trackers.values()),
+            max(float(tracker.high.max()) for tracker in trackers.values()),
+            tuple(round(value, 6) for value in mean.tolist()),
+            tuple(round(value, 6) for value in deviation.tolist()),
+        )
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """The shape in words."""
+        return tuple(str(size) if size else "any" for size in self.shape)
+
+    def has_shape(self, shape: Sequence[int]) -> bool:
+        """Whether samples of that shape are like these."""
+        return len(shape) == len(self.shape) and all(
+            own == size or 0 in (own, size) for own, size in zip(self.shape, shape, strict=True)
+        )
+
+    @staticmethod
+    def mixed(parts: Sequence[InputSummary], sizes: Sequence[float]) -> InputSummary:
+        """That of several samples together; the first's, where they are of different kinds."""
+        first = parts[0]
+        if len({(part.dtype, len(part.mean), len(part.shape)) for part in parts}) > 1:
+            return first
+        shares = torch.tensor(sizes, dtype=torch.float64, device="cpu") / sum(sizes)
+        means, deviations = (
+            torch.tensor(rows, dtype=torch.float64, device="cpu")
+            for rows in zip(*((p.mean, p.deviation) for p in parts), strict=True)
+        )
+        mean = shares @ means
+        deviation = (shares @ (deviations.square() + (means - mean).square())).sqrt()
+        return replace(
+            first,
+            shape=functools.reduce(_in_common, (part.shape for part in parts)),
+            low=min(part.low for part in parts),
+            high=max(part.high for part in parts),
+            mean=tuple(round(value, 6) for value in mean.tolist()),
+            deviation=tuple(round(value, 6) for value in deviation.tolist()),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Any) -> InputSummary:
+        """The inverse of `to_json`, for data that may be anything: what does not fit is an error."""
+        names = [field.name for field in fields(InputSummary)]
+        if not isinstance(data, dict) or sorted(data) != sorted(names):
+            raise ShiftmendError(f"the description of its inputs should have the entries {', '.join(names)}")
+        shape, mean, deviation = data["shape"], data["mean"], data["deviation"]
+        fits = (
+            isinstance(data["dtype"], str)
+            and data["dtype"].isidentifier()
+            and all(isinstance(part, list) for part in (shape, mean, deviation))
+            and all(type(size) is int and size >= 0 for size in shape)
+            and all(_is_number(value) for value in (data["low"], data["high"], *mean, *deviation))
+            and data["low"] <= data["high"]
+            and len(mean) == len(deviation) > 0
+            and min(deviation) >= 0
+        )
+        if not fits:
+            raise ShiftmendError("the description of its inputs has entries of the wrong kind")
+        low, high = float(data["low"]), float(data["high"])
+        return InputSummary(
+            tuple(shape), data["dtype"], low, high, tuple(map(float, mean)), tuple(map(float, deviation))
+        )
+
+    def differences(self, target: InputSummary) -> list[str]:
+        """What suggests that the target is preprocessed otherwise than the source was, in words.
+
+        A new device changes the inputs as well, so none of these is certain: they are reasons to look.
+        """
+        found = []
+        if target.dtype != self.dtype:
+            found.append(f"they are {target.dtype}, at the source they were {self.dtype}")
+        own, home = target.sizes, self.sizes
+        if len(own) != len(home) or not replace(self, shape=self.shape[:1]).has_shape(target.shape[:1]):
+            found.append(f"their shape is {_listed(own)}, at the source it was {_listed(home)}")
+            return found
+        if not self.has_shape(target.shape):
+            found.append(f"their size is {_listed(own[1:])}, at the source it was {_listed(home[1:])}: scaled?")
+        span = max(self.high - self.low, 1e-12)
+        outside = max(self.low - target.low, target.high - self.high) / span
+        covered = (target.high - target.low) / span
+        if outside > 0.25 or covered < 0.55:
+            found.append(
+                f"their values lie in [{target.low:.3g}, {target.high:.3g}], at the source in "
+                f"[{self.low:.3g}, {self.high:.3g}]: another normalisation?"
+            )
+        elif len(self.mean) == 3 and len(target.mean) == 3:
+            as_is = sum(abs(a - b) for a, b in zip(self.mean, target.mean, strict=True))
+            flipped = sum(abs(a - b) for a, b in zip(self.mean, reversed(target.mean), strict=True))
+            if as_is > 0.05 * span and flipped < 0.25 * as_is:
+                found.append("their channels fit the source better in reverse order: BGR instead of RGB?")
+        return found
+
+
+def _in_common(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size if size == other else 0 for size, other in zip(first, second, strict=True))
+
+
+def _moments(trackers: Sequence[RangeTracker]) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel, or of all values where batches differ in how many channels they have."""
+    if len(trackers) == 1:
+        return trackers[0].mean, trackers[0].deviation
+    counts, means, squares = (
+        torch.cat(parts)
+        for parts in zip(*((torch.full_like(t.mean, t.samples), t.mean, t.squares) for t in trackers), strict=True)
+    )
+    mean = (counts * means).sum() / counts.sum()
+    spread = (squares + counts * (means - mean).square()).sum() / counts.sum()
+    return mean.view(1), spread.sqrt().view(1)
+
+
+def _listed(sizes: Sequence[str]) -> str:
+    return f"[{', '.join(sizes)}]"

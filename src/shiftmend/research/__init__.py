@@ -1,0 +1,1 @@
+"""What only a researcher needs: networks, data sets, benchmarks, analyses, figures."""

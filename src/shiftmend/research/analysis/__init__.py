@@ -1,0 +1,1 @@
+"""Questions put to results: comparisons, correlations, toy problems."""

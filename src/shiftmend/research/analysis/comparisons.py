@@ -1,0 +1,211 @@
+"""Is one method better than another, or were its seeds luckier? Paired tests over the seeds both have run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import get_args
+
+import numpy as np
+
+from shiftmend.errors import DataError
+from shiftmend.research.bench.benchmark import Cell, Origin, Outcome, Result, Which
+from shiftmend.research.bench.store import DIGITS
+
+METRICS = tuple(field.name for field in fields(Outcome) if field.name != "epoch")
+
+
+HIGHER_IS_BETTER = ("accuracy",)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two methods on one shift, or where `shift` is None over all shifts that both have run."""
+
+    benchmark: str
+    protocol: str
+    first: str
+    second: str
+    shift: str | None
+    pairs: int
+    """Seeds done by both."""
+    difference: float | None
+    """Mean over the pairs, of the first less the second; None without any."""
+    deviation: float | None
+    """Standard deviation of the differences (of a sample, n - 1); None for fewer than two."""
+    p: float | None
+    """Of a two-sided paired t-test, as if it were the only one; None where `remark` says why."""
+    corrected: float | None
+    """`p` after Holm's correction for the number of shifts. Over all shifts, which is a single test, `p` itself."""
+    verdict: str
+    """Either `NAME better`, `no difference shown` or `too few seeds`."""
+    remark: str = ""
+    shifts: int = 1
+    """How many the pairs are of; over all shifts it may be fewer than the benchmark has."""
+
+    def over(self, known: int) -> str:
+        """What a row of a table is called; `known` is how many shifts the benchmark has."""
+        if self.shift is not None:
+            return self.shift
+        return "all shifts" if self.shifts in (0, known) else f"{self.shifts} of {known} shifts"
+
+
+def compare(
+    results: Iterable[Result],
+    first: str,
+    second: str,
+    which: Which = "last",
+    metric: str = "accuracy",
+    *,
+    level: float = 0.05,
+) -> list[Comparison]:
+    """Compare two methods within each benchmark and protocol: one entry a shift, then one over all shifts.
+
+    The p-values of a table's shifts are corrected together by Holm's method, and a difference counts as shown if the
+    corrected one is below `level`. Over all shifts the pairs are the means of each seed over the shifts that both
+    methods have done with it.
+    """
+    if metric not in METRICS or which not in get_args(Which):
+        raise DataError(
+            f"cannot compare by {which} {metric}; expected one of {', '.join(get_args(Which))} "
+            f"and one of {', '.join(METRICS)}"
+        )
+    if first == second:
+        raise DataError(f"cannot compare {first} with itself; name two methods")
+    scores: dict[str, dict[Cell, float]] = {first: {}, second: {}}
+    for cell, result in by_place(results).items():
+        outcome: Outcome | None = getattr(result, which)
+        if cell.method in scores and outcome is not None:
+            scores[cell.method][replace(cell, method="")] = getattr(outcome, metric)
+    lacking = [method for method, cells in scores.items() if not cells]
+    if lacking:
+        raise DataError(f"no finished result of {' and '.join(lacking)} has a {which} {metric}; run it first")
+    tables = sorted({(cell.benchmark, cell.protocol) for cells in scores.values() for cell in cells})
+    return [
+        comparison
+        for table in tables
+        for comparison in _compare_table(
+            table,
+            {
+                method: {cell: score for cell, score in cells.items() if (cell.benchmark, cell.protocol) == table}
+                for method, cells in scores.items()
+            },
+            metric,
+            level,
+        )
+    ]
+
+
+def leads(compared: Iterable[Comparison], metric: str) -> tuple[int, int]:
+    """In how many comparisons the first and the second are better, whether that is shown or not."""
+    sign = 1 if metric in HIGHER_IS_BETTER else -1
+    ahead = [sign * one.difference for one in compared if one.difference is not None]
+    return sum(lead > 0 for lead in ahead), sum(lead < 0 for lead in ahead)
+
+
+def by_place(results: Iterable[Result]) -> dict[Cell, Result]:
+    """The results that did not fail by their cells, whose recipes are left empty: methods differ in them by nature.
+
+    Two recipes for one place of the table are an error, since a mean over both would belong to neither; and so are two
+    origins of one shift's images, since methods can only be compared on the same ones.
+    """
+    found: dict[Cell, Result] = {}
+    origins: dict[tuple[str, str], Origin] = {}
+    for result in results:
+        if result.failed:
+            continue
+        place = replace(result.cell, recipe="")
+        recipe = found.setdefault(place, result).cell.recipe
+        if recipe != result.cell.recipe:
+            raise DataError(
+                f"there are results of two recipes for {place} ({recipe} and {result.cell.recipe}); choose those of one"
+            )
+        origin = origins.setdefault((place.benchmark, place.shift), result.origin)
+        if origin != result.origin:
+            raise DataError(
+                f"the images of {place.shift} are {origin} for some results and {result.origin} for others; "
+                "choose those of one origin"
+            )
+    return found
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down correction: the smallest of m times m, the next times m - 1; never falling, at most 1."""
+    corrected = [0.0] * len(p_values)
+    largest = 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = largest
+    return corrected
+
+
+def _compare_table(
+    table: tuple[str, str], scores: Mapping[str, Mapping[Cell, float]], metric: str, level: float
+) -> list[Comparison]:
+    (first, left), (second, right) = scores.items()
+    paired: dict[str, dict[int, tuple[float, float]]] = {cell.shift: {} for cell in sorted({*left, *right})}
+    for cell in sorted(set(left) & set(right)):
+        paired[cell.shift][cell.seed] = left[cell], right[cell]
+    comparisons = [_test(table, first, second, shift, list(pairs.values())) for shift, pairs in paired.items()]
+    tested = {index: comparison.p for index, comparison in enumerate(comparisons) if comparison.p is not None}
+    for index, corrected in zip(tested, holm([*tested.values()]), strict=True):
+        comparisons[index] = replace(comparisons[index], corrected=corrected)
+    comparisons.append(_over_all_shifts(table, first, second, paired))
+    return [replace(comparison, verdict=_verdict(comparison, metric, level)) for comparison in comparisons]
+
+
+def _over_all_shifts(
+    table: tuple[str, str], first: str, second: str, paired: Mapping[str, Mapping[int, tuple[float, float]]]
+) -> Comparison:
+    seeds = sorted({seed for pairs in paired.values() for seed in pairs})
+    by_seed = [[pairs[seed] for pairs in paired.values() if seed in pairs] for seed in seeds]
+    means = [tuple(np.mean(pairs, axis=0)) for pairs in by_seed]
+    comparison = replace(_test(table, first, second, None, means), shifts=sum(map(bool, paired.values())))
+    # Still pairs, but each of another mixture: worth knowing when a run is not finished yet.
+    if len({tuple(seed in pairs for pairs in paired.values()) for seed in seeds}) > 1:
+        remarks = (comparison.remark, "not every seed has been run on the same shifts")
+        comparison = replace(comparison, remark="; ".join(filter(None, remarks)))
+    return comparison
+
+
+def _test(
+    table: tuple[str, str], first: str, second: str, shift: str | None, pairs: Sequence[tuple[float, float]]
+) -> Comparison:
+    """Everything but the correction and the verdict."""
+    values = np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
+    with np.errstate(invalid="ignore"):  # infinities have a remark of their own
+        differences = values[:, 0] - values[:, 1]
+        difference = float(differences.mean()) if pairs else None
+        deviation = float(differences.std(ddof=1)) if len(pairs) > 1 else None
+    p, remark = None, ""
+    if difference is None or deviation is None:
+        remark = "no seed done by both" if not pairs else "only one seed done by both"
+    elif not np.isfinite(values).all():
+        remark = "a score is not finite"
+    elif deviation <= _rounding(float(np.abs(values).max())):
+        remark = "the difference is the same for every seed, which leaves a t-test nothing to go by"
+    else:
+        from scipy.special import stdtr  # here, since importing shiftmend must stay quick
+
+        t = difference / (deviation / math.sqrt(len(pairs)))
+        p = float(2 * stdtr(len(pairs) - 1, -abs(t)))
+    return Comparison(*table, first, second, shift, len(pairs), difference, deviation, p, p, "", remark)
+
+
+def _rounding(largest: float) -> float:
+    """The deviation that differences may have which are equal but for the rounding of scores in a compact export.
+
+    Each score is off by at most half a unit of its last digit, hence a difference by a unit, and the deviation of two
+    differences is at most the square root of 2 times that.
+    """
+    return 1.5 * 10.0 ** (math.floor(math.log10(largest)) + 1 - DIGITS) if largest else 0.0
+
+
+def _verdict(comparison: Comparison, metric: str, level: float) -> str:
+    if comparison.pairs < 2:
+        return "too few seeds"
+    if comparison.corrected is None or comparison.difference is None or comparison.corrected >= level:
+        return "no difference shown"
+    better = comparison.first if leads([comparison], metric) == (1, 0) else comparison.second
+    return f"{better} better"

@@ -1,0 +1,368 @@
+"""Can one tell a good adaptation from a bad one without labels? Signals as judges, and at which threshold.
+
+Which side of a signal should be good is fixed beforehand, not fitted: an area under the curve below one half is a
+signal that misleads. A threshold is found with labels, and so flatters itself on the cells it was found on; what counts
+is how it does on shifts that had no part in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shiftmend.errors import DataError
+from shiftmend.research.analysis.comparisons import by_place
+from shiftmend.research.bench.benchmark import SIGNALS, Cell, Outcome, Result, Which
+from shiftmend.research.bench.grids import SUPERVISED
+
+FEWEST = 3
+"""Two points always correlate by 1 or -1."""
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Spearman's coefficient over some points; where it is None, `remark` says why."""
+
+    value: float | None
+    points: int
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class RestorationAndCalibration:
+    """Over methods: does who restores the source's features better (a smaller distance) also have a smaller ECE?"""
+
+    correlation: Correlation
+    means: Mapping[str, tuple[float, float]]
+    """Of each method: restoration distance, and ECE as a fraction."""
+    places: int
+    """Shifts x seeds that every one of these methods has done, over which the means are."""
+    without: tuple[str, ...] = ()
+    """Variants that were left out for the sake of the others, which have nothing in common with all of them."""
+
+
+@dataclass(frozen=True)
+class SignalAndAccuracy:
+    """How a label-free signal goes with accuracy: over the methods and seeds of a shift, and over everything.
+
+    The two may well differ: a signal can tell easy shifts from hard ones without telling good methods from bad ones.
+    """
+
+    within_shifts: float | None
+    """Mean of the shifts' coefficients; None if no shift has one."""
+    shifts: int
+    """How many have one."""
+    overall: Correlation
+
+
+def restoration_and_calibration(
+    results: Iterable[Result], which: Which = "last", exclude: Collection[str] = (), variants: Collection[str] = ()
+) -> RestorationAndCalibration:
+    """Spearman's correlation over methods between mean restoration distance and mean ECE.
+
+    Both are averaged over the shifts and seeds that all compared methods have done, so that none is favoured by the
+    shifts it lacks. Methods without any restoration distance are not compared. `exclude` is for those that cannot be,
+    such as SHOT, whose own source model has other features to restore. `variants` are compared as well, unless no shift
+    and seed has them and all the rest. The distance is always that of the last epoch, also where `which` takes the ECE
+    from another.
+    """
+    if which not in get_args(Which):
+        raise DataError(f"there is no {which!r} outcome; expected one of {', '.join(get_args(Which))}")
+    points: dict[str, dict[tuple[str, int], tuple[float, float]]] = {}
+    for cell, result in _one_table(results).items():
+        outcome: Outcome | None = getattr(result, which)
+        if cell.method not in exclude and outcome is not None and result.restoration_distance is not None:
+            points.setdefault(cell.method, {})[cell.shift, cell.seed] = result.restoration_distance, outcome.ece
+    without: tuple[str, ...] = ()
+    shared = _shared(points.values())
+    if not shared:
+        without = tuple(method for method in variants if method in points)
+        points = {method: of for method, of in points.items() if method not in without}
+        shared = _shared(points.values())
+    if not shared:
+        nothing = "there is no shift and seed for which all methods have a restoration distance"
+        return RestorationAndCalibration(Correlation(None, 0, nothing), {}, 0)
+    means = {
+        method: (_mean([of[place][0] for place in shared]), _mean([of[place][1] for place in shared]))
+        for method, of in sorted(points.items())
+    }
+    return RestorationAndCalibration(correlate(*zip(*means.values(), strict=True)), means, len(shared), without)
+
+
+def signals_and_accuracy(results: Iterable[Result]) -> dict[str, SignalAndAccuracy]:
+    """For each of `SIGNALS`, its Spearman correlation with the accuracy of the last epoch, to which it belongs.
+
+    Cells for which a signal was not measured take no part in its correlations.
+    """
+    table = _one_table(results)
+    found = {}
+    for signal in SIGNALS:
+        by_shift: dict[str, list[tuple[float, float]]] = {}
+        left_out = 0
+        for cell in sorted(table):
+            last, signals = table[cell].last, table[cell].signals
+            if last is None or signal not in signals:
+                continue
+            if math.isnan(signals[signal]) or math.isnan(last.accuracy):
+                left_out += 1
+            else:
+                by_shift.setdefault(cell.shift, []).append((signals[signal], last.accuracy))
+        within = [_correlate_pairs(pairs).value for pairs in by_shift.values()]
+        known = [value for value in within if value is not None]
+        overall = _correlate_pairs([pair for pairs in by_shift.values() for pair in pairs])
+        if left_out:
+            remarks = (overall.remark, f"left out {left_out} whose signal or accuracy is not a number")
+            overall = replace(overall, remark="; ".join(filter(None, remarks)))
+        found[signal] = SignalAndAccuracy(_mean(known) if known else None, len(known), overall)
+    return found
+
+
+def correlate(first: Sequence[float], second: Sequence[float]) -> Correlation:
+    """Pearson's coefficient of the ranks, ties having their average rank. NaN has no rank; infinities do."""
+    points = len(first)
+    if points != len(second):
+        raise DataError(f"cannot correlate {points} values with {len(second)}; expected as many")
+    if points < FEWEST:
+        return Correlation(None, points, f"too few points, expected at least {FEWEST}")
+    values = np.asarray([first, second], dtype=np.float64)
+    if np.isnan(values).any():
+        return Correlation(None, points, "a value is not a number")
+    if (values == values[:, :1]).all(axis=1).any():
+        return Correlation(None, points, "all values of one side are the same")
+    left, right = (ranks(row) - (points + 1) / 2 for row in values)
+    return Correlation(float(left @ right / math.sqrt((left @ left) * (right @ right))), points)
+
+
+def ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """From 1 for the smallest; equal values share the mean of the ranks that they take up."""
+    _, position, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[position]
+
+
+def _shared(points: Iterable[Mapping[tuple[str, int], object]]) -> list[tuple[str, int]]:
+    """The shifts and seeds that all have."""
+    places = [set(of) for of in points]
+    return sorted(set.intersection(*places)) if places else []
+
+
+def _correlate_pairs(pairs: Sequence[tuple[float, float]]) -> Correlation:
+    return correlate([a for a, _ in pairs], [b for _, b in pairs])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))
+
+
+def _one_table(results: Iterable[Result]) -> dict[Cell, Result]:
+    """Finished results by their cells, all of one benchmark and protocol: others have other scales of everything."""
+    table = by_place(results)
+    names = sorted({f"{cell.benchmark} ({cell.protocol})" for cell in table})
+    if len(names) > 1:
+        raise DataError(f"the results are of several tables: {', '.join(names)}; choose those of one")
+    return table
+
+
+HIGH_IS_GOOD = ("confidence",)
+"""Of the other signals a low value should be good."""
+
+
+TOGETHER = ("slices", "marginals")
+"""A method can fool either by aligning what it sees: marginals by scrambling features, slices by their covariance."""
+
+
+MARGIN = 0.1
+
+
+NOTHING_DONE = "source-only"
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Decisions on each shift by the threshold found on the others, put together."""
+
+    balanced: float
+    """Balanced accuracy: the mean of the shares of good ones accepted and of bad ones rejected."""
+    bad_accepted: float
+    """Share of the bad ones."""
+    good_rejected: float
+    """Share of the good ones."""
+    shifts: int
+    """Those that could be judged: the others have both good and bad cells."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """How well a signal tells good cells from bad ones; what needs both is None where one kind is missing."""
+
+    signal: str
+    good: int
+    bad: int
+    area: float | None = None
+    """Under the ROC curve: how often a good cell has the better signal than a bad one; ties count one half."""
+    threshold: float | None = None
+    """Of the signal, with the best balanced accuracy; the strictest of equals. NaN: to accept nothing."""
+    balanced: float | None = None
+    held_out: HeldOut | None = None
+    second: tuple[str, float] | None = None
+    """Another signal and its threshold, which must accept the cell as well."""
+
+
+def near_clean(results: Iterable[Result], clean: Iterable[Result], margin: float = MARGIN) -> dict[Cell, bool]:
+    """Good: accuracy at most `margin` below that of the same seed's source model on clean images."""
+    at_home = {result.cell.seed: result.last.accuracy for result in clean if result.last is not None}
+    return {
+        cell: at_home[cell.seed] - result.last.accuracy <= margin + 1e-9  # as floats 0.8 - 0.7 is above 0.1
+        for cell, result in _judged(results).items()
+        if result.last is not None and cell.seed in at_home
+    }
+
+
+def helped(results: Iterable[Result]) -> dict[Cell, bool]:
+    """Good: more accurate than the model that was not adapted, on the same shift and seed."""
+    judged = _judged(results)
+    found = {}
+    for cell, result in judged.items():
+        before = judged.get(replace(cell, method=NOTHING_DONE))
+        if cell.method != NOTHING_DONE and before is not None and before.last is not None and result.last is not None:
+            found[cell] = result.last.accuracy > before.last.accuracy
+    return found
+
+
+def judges(results: Iterable[Result], good: Mapping[Cell, bool]) -> dict[str, Judge]:
+    """Each signal as a judge of the cells in `good`, and two `TOGETHER`, as far as they were measured on them."""
+    judged = _judged(results)
+    found = {}
+    for signal in SIGNALS:
+        cells = sorted(cell for cell in good if signal in judged[cell].signals)
+        values = [judged[cell].signals[signal] for cell in cells]
+        found[signal] = judge(signal, values, [good[cell] for cell in cells], [cell.shift for cell in cells])
+    cells = sorted(cell for cell in good if judged[cell].signals.keys() >= set(TOGETHER))
+    one, other = ([judged[cell].signals[signal] for cell in cells] for signal in TOGETHER)
+    kinds, shifts = [good[cell] for cell in cells], [cell.shift for cell in cells]
+    found[" and ".join(TOGETHER)] = judge_together(one, other, kinds, shifts)
+    return found
+
+
+def judge(signal: str, values: Sequence[float], good: Sequence[bool], shifts: Sequence[str]) -> Judge:
+    """One signal over cells. A value that is not a number is the worst there is: its run has diverged."""
+    sign = -1.0 if signal in HIGH_IS_GOOD else 1.0
+    costs = [math.inf if math.isnan(value) else sign * value for value in values]
+    made = Judge(signal, sum(good), len(good) - sum(good))
+    if not (made.good and made.bad):
+        return made
+    threshold, balanced = best_threshold(costs, good)
+    known = np.asarray(costs)
+    held_out = _held_out(lambda seen, kinds: known <= best_threshold(known[seen].tolist(), kinds)[0], good, shifts)
+    return replace(made, area=area(costs, good), threshold=sign * threshold, balanced=balanced, held_out=held_out)
+
+
+def judge_together(
+    first: Sequence[float], second: Sequence[float], good: Sequence[bool], shifts: Sequence[str]
+) -> Judge:
+    """Both signals of `TOGETHER` over cells: accepted is what both accept."""
+    made = Judge(TOGETHER[0], sum(good), len(good) - sum(good))
+    if not (made.good and made.bad):
+        return made
+    one, other = (np.asarray([math.inf if math.isnan(cost) else cost for cost in costs]) for costs in (first, second))
+
+    def decide(seen: NDArray[np.bool_], kinds: list[bool]) -> NDArray[np.bool_]:
+        limits = best_pair(one[seen].tolist(), other[seen].tolist(), kinds)
+        return (one <= limits[0]) & (other <= limits[1])
+
+    threshold, beside, balanced = best_pair(one.tolist(), other.tolist(), good)
+    return replace(
+        made,
+        threshold=threshold,
+        second=(TOGETHER[1], beside),
+        balanced=balanced,
+        held_out=_held_out(decide, good, shifts),
+    )
+
+
+def area(costs: Sequence[float], good: Sequence[bool]) -> float:
+    """The probability that a good one costs less than a bad one, ties counting one half; from ranks."""
+    chosen = np.asarray(good, dtype=bool)
+    number, others = int(chosen.sum()), int((~chosen).sum())
+    bad_ranks = float(ranks(np.asarray(costs, dtype=np.float64))[~chosen].sum())
+    return (bad_ranks - others * (others + 1) / 2) / (number * others)
+
+
+def best_threshold(costs: Sequence[float], good: Sequence[bool]) -> tuple[float, float]:
+    """What to accept up to, and the balanced accuracy of that; both kinds must occur.
+
+    Between two neighbouring costs it is their midpoint. Where nothing beats chance it is NaN, up to which nothing lies.
+    """
+    values, position = np.unique(np.asarray(costs, dtype=np.float64), return_inverse=True)
+    chosen = np.asarray(good, dtype=bool)
+    accepted_good = np.cumsum(np.bincount(position[chosen], minlength=len(values)))
+    accepted_bad = np.cumsum(np.bincount(position[~chosen], minlength=len(values)))
+    number, others = int(chosen.sum()), int((~chosen).sum())
+    gains = accepted_good * others - accepted_bad * number  # whole numbers, so that equals are equal
+    best = int(np.argmax(gains))
+    if gains[best] <= 0:  # no better than to accept nothing, which is stricter
+        return math.nan, 0.5
+    return _above(values, best), 0.5 + float(gains[best]) / (2 * number * others)
+
+
+def best_pair(first: Sequence[float], second: Sequence[float], good: Sequence[bool]) -> tuple[float, float, float]:
+    """What to accept up to of two costs, and the balanced accuracy of accepting what is within both.
+
+    Of equals the one that is stricter with the first. NaN for both where nothing beats chance.
+    """
+    one, other, chosen = np.asarray(first), np.asarray(second), np.asarray(good, dtype=bool)
+    number, others = int(chosen.sum()), int((~chosen).sum())
+    values, candidates = np.unique(one), np.unique(other)
+    best, limits = 0, (math.nan, math.nan)
+    for index, value in enumerate(values):
+        inside = one <= value
+        position = np.searchsorted(candidates, other[inside])
+        kinds = chosen[inside]
+        accepted_good = np.cumsum(np.bincount(position[kinds], minlength=len(candidates)))
+        accepted_bad = np.cumsum(np.bincount(position[~kinds], minlength=len(candidates)))
+        gains = accepted_good * others - accepted_bad * number
+        at = int(np.argmax(gains))
+        if gains[at] > best:
+            best, limits = int(gains[at]), (_above(values, index), _above(candidates, at))
+    return *limits, 0.5 + best / (2 * number * others)
+
+
+def _above(values: NDArray[np.float64], index: int) -> float:
+    """Half way to the next of the sorted values; the value itself where there is no such number, or no next."""
+    low = float(values[index])
+    if index + 1 == len(values):
+        return low
+    high = float(values[index + 1])
+    middle = low + (high - low) / 2
+    return middle if low < middle < high else low
+
+
+def _held_out(
+    decide: Callable[[NDArray[np.bool_], list[bool]], NDArray[np.bool_]], good: Sequence[bool], shifts: Sequence[str]
+) -> HeldOut | None:
+    """`decide` gets which cells may be learnt from and their kinds, and says of all cells whether to accept them."""
+    chosen, where = np.asarray(good, dtype=bool), np.asarray(shifts)
+    decided = np.zeros(len(chosen), dtype=bool)
+    accepted = np.zeros(len(chosen), dtype=bool)
+    judged = 0
+    for shift in sorted(set(shifts)):
+        here = where == shift
+        if chosen[~here].all() or not chosen[~here].any():  # nothing to find a threshold from
+            continue
+        accepted |= here & decide(~here, chosen[~here].tolist())
+        decided |= here
+        judged += 1
+    if not (decided & chosen).any() or not (decided & ~chosen).any():
+        return None
+    bad_accepted = float(accepted[decided & ~chosen].mean())
+    good_rejected = float((~accepted)[decided & chosen].mean())
+    return HeldOut(1 - (bad_accepted + good_rejected) / 2, bad_accepted, good_rejected, judged)
+
+
+def _judged(results: Iterable[Result]) -> dict[Cell, Result]:
+    """Who saw the labels, or is scored on a part of them, is not judged."""
+    return {cell: result for cell, result in by_place(results).items() if not cell.method.startswith(SUPERVISED)}

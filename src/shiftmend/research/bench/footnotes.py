@@ -1,0 +1,304 @@
+"""What a reader has to know about a table before believing it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from shiftmend.research.analysis.comparisons import Comparison, leads
+from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Result, Which
+from shiftmend.research.bench.grids import METRICS, SUPERVISED, Beside, Entry, Grid
+
+ORIGINS = {
+    "rebuilt": ("†", "rebuilt, with other textures than the published ones"),
+    "regenerated": ("‡", "made again by the published recipe"),
+    "own": ("§", "data of our own"),
+}
+"""The mark of data that are not the published files, and what it means."""
+
+
+SOURCE_ONLY = "source-only"
+
+
+ORACLE = "best is an oracle: the epoch with the highest accuracy, found with labels that a new site does not have"
+
+
+PARTIAL = "a fraction counts the cells that are there: no mean is taken before one seed has every shift"
+
+
+NO_BEST = "none is marked as best where methods lack cells or have different seeds"
+
+
+STREAM = (
+    "the published ECE of a stream is the mean over its batches, which small batches bias upwards: no difference is "
+    "taken, and what compares with it is ece_per_batch"
+)
+
+
+RATES = (
+    "learning rates are those that the authors published; the paper says that they chose them on a validation set of "
+    "the test domain, that is, with labels of the target (how exactly is not published)"
+)
+
+
+def origin_marks(grid: Grid, shifts: Sequence[str]) -> str:
+    """To set behind the name of a shift or of a group of them."""
+    found = grid.origins(shifts)
+    return "".join(mark for origin, (mark, _) in ORIGINS.items() if origin in found)
+
+
+def about_origins(grid: Grid) -> list[str]:
+    found = grid.origins(grid.shifts)
+    return [
+        f"{mark} {meaning}: {'all shifts' if len(found[origin]) == len(grid.shifts) else ', '.join(found[origin])}"
+        for origin, (mark, meaning) in ORIGINS.items()
+        if origin in found
+    ]
+
+
+def about_data(grid: Grid) -> list[str]:
+    """What is unlike the published images, of the source and of the shifts, and what does not belong together."""
+    return [*source_remarks(grid.cells.values()), *about_origins(grid), *about_mixtures(grid.cells.values())]
+
+
+def about_mixtures(results: Iterable[Result]) -> list[str]:
+    """Whether cells that stand side by side are of different images or models, which no recipe of a cell can know.
+
+    The code that reads or makes images may have been changed between two runs, or the files be others on another
+    machine. A source model that was lost is trained again, and on a GPU never to quite the same weights.
+    """
+    inputs: dict[tuple[str, int | None], set[str]] = {}
+    models: dict[tuple[str, int], set[str]] = {}
+    trained: dict[tuple[str, int], set[str]] = {}
+    for result in results:
+        cell, manifest = result.cell, result.manifest
+        source, digest = manifest.get("source") or {}, (manifest.get("target") or {}).get("sha256")
+        if digest and not cell.method.startswith(SUPERVISED):  # which is given a part of the images only
+            drawn = (manifest.get("protocol") or {}).get("kind") == "few-shot"  # by the seed
+            inputs.setdefault((cell.shift, cell.seed if drawn else None), set()).add(digest)
+        if source.get("file"):
+            models.setdefault((source["name"], cell.seed), set()).add(source["file"])
+        if weights := manifest.get("source_weights"):
+            trained.setdefault((source.get("name", ""), cell.seed), set()).add(weights)
+    shifts = sorted({shift for (shift, _), digests in inputs.items() if len(digests) > 1})
+    names = sorted({name for (name, _), files in models.items() if len(files) > 1})
+    notes = [f"not every cell was run on the same images of {listed(shifts, 4)}"] if shifts else []
+    notes += [f"the source model {name} was not trained on the same images for every cell" for name in names]
+    retrained = sorted(key for key, weights in trained.items() if len(weights) > 1)
+    if again := [f"{name} of seed {seed}" for name, seed in retrained if name not in names]:
+        notes.append(f"not every cell starts from the same training of the source model {listed(again, 4)}")
+    return [f"{note}; run the benchmark again in another folder" for note in notes]
+
+
+def about_comparisons(compared: Sequence[Comparison], known: int, metric: str = "accuracy") -> list[str]:
+    """On how many shifts of both the first is better, then each remark once; `known` is how many the benchmark has."""
+    *each, overall = compared
+    first, second = leads(each, metric)
+    done = sum(one.pairs > 0 for one in each)
+    counts = f"{overall.first} is better on {first} of {done} shifts, {overall.second} on {second}"
+    remarks: dict[str, list[str]] = {}
+    for one in compared:
+        if one.remark:
+            remarks.setdefault(one.remark, []).append(one.over(known))
+    return [
+        *([counts] if done > 1 else []),
+        *(f"{remark}: {listed(shifts, 3)}" for remark, shifts in remarks.items()),
+    ]
+
+
+def source_remarks(results: Iterable[Result]) -> list[str]:
+    """What is unlike the published source images, as the manifests have it."""
+    sources = [result.manifest.get("source") or {} for result in results]
+    return list(dict.fromkeys(str(source["remark"]) for source in sources if source.get("remark")))
+
+
+def about_numbers(grid: Grid, ours: Sequence[tuple[str, str, Entry]], line: str | None = None) -> list[str]:
+    """Unit and seeds of entries, each with its method and the name of what it is a mean over.
+
+    `line` is where seeds are counted if their numbers differ, a column or a row; see `tabular.counted`. Without one, as
+    in a figure, they are said here.
+    """
+    notes = [f"{grid.shown.title} in {grid.shown.unit}"] if grid.shown.unit else []
+    shown = [(method, name, entry) for method, name, entry in ours if entry.value is not None]
+    notes += [*_about_seeds(shown, line), *_about_unfinished(shown)]
+    return [*notes, PARTIAL] if any(entry.text for _, _, entry in ours) else notes
+
+
+def _about_seeds(shown: Sequence[tuple[str, str, Entry]], line: str | None) -> list[str]:
+    by_method: dict[str, dict[str, tuple[int, ...]]] = {}
+    for method, name, entry in shown:
+        by_method.setdefault(method, {})[name] = entry.seeds
+    different = {seeds for means in by_method.values() for seeds in means.values()}
+    counts = {len(seeds) for seeds in different}
+    if not different:
+        return []
+    if len(counts) == 1:
+        [most] = counts
+        note = f"mean ± standard deviation over {most} seeds" if most > 1 else "one seed, hence no standard deviation"
+        if len(different) == 1:
+            return [note]
+        which = [
+            f"{method} {', '.join(map(str, sorted({seed for seeds in means.values() for seed in seeds})))}"
+            for method, means in by_method.items()
+        ]
+        return [f"{note}; not the same everywhere: {listed(which, 4, '; ')}"]
+    if columns := _columns(by_method):
+        return [f"mean ± standard deviation over {columns}"]
+    if line is None:
+        return [f"mean ± standard deviation over {max(counts)} seeds, but {_fewer(by_method, max(counts))}"]
+    note = f"mean ± standard deviation over {min(counts)} to {max(counts)} seeds, see the {line} of seeds"
+    return [
+        "; ".join([note, *(["a single one has no deviation"] if min(counts) == 1 else []), *_exceptions(by_method)])
+    ]
+
+
+def _columns(by_method: dict[str, dict[str, tuple[int, ...]]]) -> str:
+    """The numbers of seeds, if they depend on what a mean is over and not on the method, and none is a single one."""
+    numbers: dict[str, set[int]] = {}
+    for means in by_method.values():
+        for name, seeds in means.items():
+            numbers.setdefault(name, set()).add(len(seeds))
+    if any(len(found) > 1 or 1 in found for found in numbers.values()):
+        return ""
+    names: dict[int, list[str]] = {}
+    for name, [number] in numbers.items():
+        names.setdefault(number, []).append(name)
+    [usual, *others] = sorted(names, key=lambda number: -len(names[number]))
+    return ", ".join([f"{usual} seeds", *(f"{number} for {listed(names[number], 3)}" for number in others)])
+
+
+def _fewer(by_method: dict[str, dict[str, tuple[int, ...]]], most: int) -> str:
+    found = []
+    for method, means in by_method.items():
+        names = {name: len(seeds) for name, seeds in means.items() if len(seeds) < most}
+        if names:
+            fewest, others = min(names.values()), max(names.values())
+            where = "" if len(names) == len(means) else f" ({listed(names, 3)})"
+            found.append(
+                f"{fewest} for {method}{where}" if fewest == others else f"{fewest} to {others} for {method}{where}"
+            )
+    return listed(found, 4)
+
+
+def _exceptions(by_method: dict[str, dict[str, tuple[int, ...]]]) -> list[str]:
+    """The means of a method that are over another number of seeds than most of its means."""
+    found = []
+    for method, means in by_method.items():
+        numbers = Counter(map(len, means.values()))
+        [(usual, _)] = numbers.most_common(1)
+        for number in sorted(set(numbers) - {usual}):
+            names = [name for name, seeds in means.items() if len(seeds) == number]
+            found.append(f"{method} has {number} for {listed(names, 3)}")
+    return [listed(found, 4)] if found else []
+
+
+def _about_unfinished(shown: Sequence[tuple[str, str, Entry]]) -> list[str]:
+    by_method: dict[str, set[int]] = {}
+    for method, _, entry in shown:
+        if entry.unfinished:
+            by_method.setdefault(method, set()).update(entry.unfinished)
+    methods: dict[tuple[int, ...], list[str]] = {}
+    for method, seeds in by_method.items():
+        methods.setdefault(tuple(sorted(seeds)), []).append(method)
+    which = [
+        f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))} of {listed(names, 4)}"
+        for seeds, names in methods.items()
+    ]
+    return (
+        [f"a mean is over the seeds that have all of its shifts; left out: {listed(which, 4, '; ')}"] if which else []
+    )
+
+
+def about_rows(grid: Grid, shown: Sequence[str], ours: Sequence[tuple[str, str, Entry]]) -> list[str]:
+    """Which methods have no row, and whether a set of shifts has no best although there are rivals."""
+    missing = [method for method in grid.methods if method not in shown]
+    notes = [f"not run: {', '.join(missing)}"] if missing else []
+    rivals: dict[str, list[Entry]] = {}
+    for method, name, entry in ours:
+        if entry.value is not None and math.isfinite(entry.value) and not method.startswith(SUPERVISED):
+            rivals.setdefault(name, []).append(entry)
+    undecided = any(len(entries) > 1 and not any(entry.best for entry in entries) for entries in rivals.values())
+    return [*notes, NO_BEST] if undecided and grid.shown.better is not None else notes
+
+
+def about_published(grid: Grid, found: bool) -> list[str]:
+    """`found` is whether the table has any published figure."""
+    if grid.beside is None:
+        return []
+    name = {"paper": "the paper", "re-run": "the authors' re-run of their released code"}[grid.beside]
+    if not found:
+        return [f"{name} has no figures for this table"]
+    notes = [f"{grid.beside} is {name}"] if grid.beside == "re-run" else []
+    return [*notes, STREAM if grid.unlike else f"difference is ours minus the {grid.beside}'s"]
+
+
+def about_rates(grid: Grid) -> list[str]:
+    """Whether labels of the target had a part in the figures after all, by way of the published learning rates."""
+    from shiftmend.research.bench.published import known
+
+    given = any(result.manifest.get("learning_rate_chosen") == "given" for result in grid.cells.values())
+    return [RATES] if given and known(grid.benchmark) else []
+
+
+def about_clean(
+    results: Sequence[Result], *, benchmark: Benchmark, metric: str, which: Which, beside: Sequence[Beside]
+) -> list[str]:
+    """How the source model does at home, from its results on clean images, beside what is published of it."""
+    if METRICS[metric].of_the_run:
+        return []
+    said = ""
+    for side in beside or (None,):
+        grid = Grid(
+            results=results,
+            benchmark=benchmark.name,
+            protocol="offline",
+            methods=[SOURCE_ONLY],
+            shifts=[CLEAN],
+            metric=metric,
+            which=which,
+            beside=side,
+        )
+        ours, there, _ = grid.comparisons({CLEAN: (CLEAN,)})[SOURCE_ONLY, CLEAN]
+        if ours.value is None:
+            return []
+        if not said:
+            said = (
+                f"{grid.shown.title} of {clean_source(benchmark)} on clean images: {_number(ours, grid.shown.digits)}"
+            )
+            said += f" ({'one seed' if len(ours.seeds) == 1 else f'{len(ours.seeds)} seeds'})"
+        said += "" if there.value is None else f", in the {side} {_number(there, grid.shown.digits)}"
+    return [said]
+
+
+def clean_source(benchmark: Benchmark) -> str:
+    """The model that is scored on clean images, by its name and its shifts where other shifts have another one."""
+    setting = benchmark.settings.get("offline", {}).get(SOURCE_ONLY)
+    if setting is None:
+        return "the source model"
+    name = benchmark.source_for(setting, CLEAN)
+    own = [shift for shift in benchmark.shifts if benchmark.source_for(setting, shift) == name]
+    return "the source model" if len(own) == len(benchmark.shifts) else f"the source model {name} (of {', '.join(own)})"
+
+
+def _number(entry: Entry, digits: int) -> str:
+    deviation = "" if entry.deviation is None else f" ± {entry.deviation:.{digits}f}"
+    return f"{entry.value:.{digits}f}{deviation}"
+
+
+def about_failures(grid: Grid) -> list[str]:
+    failed = [result for result in grid.cells.values() if result.failed]
+    if not failed:
+        return []
+    first = min(failed, key=lambda result: (result.finished, result.cell))
+    lines = [line.strip() for line in (first.error or "").splitlines() if line.strip()] or ["no message"]
+    error = lines[-1] if lines[0].startswith("Traceback") else lines[0]
+    which = "" if len(failed) == 1 else ", the first of them"
+    return [f"{len(failed)} of {len(grid.cells)} cells failed{which}: {first.cell}: {error}"]
+
+
+def listed(names: Iterable[str], most: int, between: str = ", ") -> str:
+    """So many of the names, and how many more there are."""
+    names = list(names)
+    rest = len(names) - most
+    return between.join(names) if rest <= 0 else f"{between.join(names[:most])} and {rest} more"

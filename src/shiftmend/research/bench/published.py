@@ -1,0 +1,78 @@
+"""The paper's figures, and those of its authors' re-run, as data to stand beside our own.
+
+The files in `paper/` hold every result table in percent, as printed. Nothing is corrected there; what does not agree is
+said in the notes of the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from shiftmend.errors import DataError
+
+BENCHMARKS = ("mnist-c", "mnist-m", "emnist-da", "cifar-10-c", "cifar-100-c", "camelyon17", "visda-c")
+
+
+SOURCES = ("paper", "paper-elsewhere", "re-run")
+"""The paper, where its summary tables win over the per-shift tables; the other value where the paper prints two; what
+the authors measured with their released code."""
+
+
+_PERCENTAGES = ("accuracy", "ece")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Mean and standard deviation over the runs: fractions for accuracy and ECE, as everywhere in the library."""
+
+    mean: float
+    deviation: float | None
+    """None where only a mean was published."""
+
+
+def figure(benchmark: str, protocol: str, metric: str, method: str, shift: str, source: str = "paper") -> Figure | None:
+    """The published figure of one cell, or None where nothing was published.
+
+    `protocol` is `offline`, `online` or `few-shot-` with the number of images per class; `metric` is `accuracy`, `ece`
+    or `restoration_distance`. Besides the shifts, `shift` may be a summary: `all`, `severe`, `mild`, `without
+    backgrounds`, `without translate`, or `clean` for the unadapted model on source data, which stands under the
+    method `source-only` and the protocol `offline`.
+    """
+    if source not in SOURCES:
+        raise DataError(f"there are no published figures called {source!r}; expected one of {', '.join(SOURCES)}")
+    if not known(benchmark):
+        return None
+    tables = _read(benchmark).get(source, {})
+    entry = tables.get(protocol, {}).get(metric, {}).get(method, {}).get(shift)
+    if entry is None:
+        return None
+    mean, deviation = entry
+    if metric in _PERCENTAGES:
+        mean, deviation = _fraction(mean), None if deviation is None else _fraction(deviation)
+    return Figure(mean, deviation)
+
+
+def notes(benchmark: str) -> tuple[str, ...]:
+    """What a reader who compares should know, such as where the published figures contradict each other."""
+    return tuple(_read(benchmark)["notes"]) if known(benchmark) else ()
+
+
+def known(benchmark: str) -> bool:
+    """Whether anything was published about the benchmark."""
+    return benchmark in BENCHMARKS
+
+
+@cache
+def _read(benchmark: str) -> Mapping[str, Any]:
+    text = (resources.files("shiftmend.research.bench") / "paper" / f"{benchmark}.json").read_text(encoding="utf-8")
+    tables: Mapping[str, Any] = json.loads(text)
+    return tables
+
+
+def _fraction(percent: float) -> float:
+    return round(percent / 100, 6)  # 0.7 / 100 is 0.006999999999999999

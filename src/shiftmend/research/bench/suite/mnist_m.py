@@ -1,0 +1,81 @@
+"""MNIST-M: digits blended with patches of photographs; everything else as in MNIST-C.
+
+Where the published archive is not at hand, the digits are blended anew: with the photographs of BSDS500 if they are
+under the data root, as for the archive, else with stand-ins. The set unpacked into folders of images is sorted by
+digit: then the 54,000 to adapt to are not those of the source, and there is no clean version to compare with.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shiftmend.inputs.images import signed
+from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Origin, Root, Setting, Target
+from shiftmend.research.bench.suite import made
+from shiftmend.research.bench.suite.mnist_c import OFFLINE, SETTINGS, SOURCES, load_source, source_part
+from shiftmend.research.datasets.digits import mnist
+from shiftmend.research.datasets.shifted import mnist_m
+from shiftmend.shifts.textures import photograph_files
+
+SHIFT = "mnist-m"
+
+
+ARCHIVES = ("keras_mnistm.pkl.gz", "keras_mnistm.pkl")
+
+
+FOLDER = "test"
+
+
+PHOTOGRAPHS = 200
+"""In the training set of BSDS500, which the published digits stand on; of a part of them others are made."""
+
+
+def load_target(shift: str, root: Root) -> Target:
+    clean = mnist("test", root)
+    if shift == CLEAN:
+        return Target(clean, clean, clean)
+    if _published(root):
+        seen = mnist_m("test", root)
+        return Target(source_part(mnist_m("train", root)), seen, clean if _in_order(root) else None)
+    train = source_part(mnist("train", root))
+    pictures = _photographs(root)
+    return Target(made.apply(SHIFT, train, pictures=pictures), made.apply(SHIFT, clean, pictures=pictures), clean)
+
+
+def origin(shift: str, root: Root) -> Origin:
+    if shift == CLEAN or _published(root):
+        return "published"
+    folder = _photographs(root)
+    there = 0 if folder is None else len(photograph_files(folder))
+    return "regenerated" if there == PHOTOGRAPHS else "rebuilt"
+
+
+def _published(root: Root) -> bool:
+    return _in_order(root) or made.exists(root, "MNISTM", FOLDER)
+
+
+def _in_order(root: Root) -> bool:
+    return any(made.exists(root, "MNISTM", file) for file in ARCHIVES)
+
+
+def _photographs(root: Root) -> Path | None:
+    return made.textures(root, "BSDS500", "images", "train")
+
+
+BENCHMARK = Benchmark(
+    name="mnist-m",
+    title="MNIST-M: digits on photographs",
+    shifts=(SHIFT,),
+    groups={},
+    sources=SOURCES,
+    protocols={"offline": OFFLINE},
+    settings={
+        "offline": SETTINGS
+        | {"shot": Setting("shot", {"epochs": 30, "learning_rate": 0.1, "weight": 0.1}, source="shot")}
+    },
+    load_source=load_source,
+    load_target=load_target,
+    origin=origin,
+    preprocess=signed,
+    lanes=8,
+)

@@ -1,0 +1,1 @@
+"""Commands of a researcher: `bench`, `data`, `figure`."""

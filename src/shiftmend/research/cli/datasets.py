@@ -1,0 +1,87 @@
+"""`data list`, `data fetch` and `data verify`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from shiftmend.cli.options import Json, Root, columns, show
+from shiftmend.utils.json import dumps
+
+data = typer.Typer(help="Data sets: what there is, get it, check it.", rich_markup_mode=None)
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(data, name="data")
+
+
+@data.callback(invoke_without_command=True)
+def show_help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@data.command("list")
+def list_sets(as_json: Json = False) -> None:
+    """Every data set shiftmend reads, its size, and whether it can be fetched."""
+    from shiftmend.research.datasets.integrity import listing
+
+    rows = listing()
+    if as_json:
+        print(dumps([asdict(row) for row in rows]))
+        return
+    table = columns("data set", "what it is", "download")
+    for row in rows:
+        size = "size unknown" if row.download_bytes is None else f"{row.download_bytes / 1e6:,.0f} MB"
+        table.add_row(row.dataset, row.summary, size if row.fetchable else "by hand")
+    show(table)
+
+
+@data.command()
+def fetch(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name from `shiftmend data list`.")],
+    data_root: Root = None,
+    as_json: Json = False,
+) -> None:
+    """Download a data set, check it and put it where the loaders look."""
+    from shiftmend.research.datasets.download import fetch as fetch_set
+    from shiftmend.utils.progress import progress_bar
+
+    with progress_bar(False if as_json else None, f"fetching {name}", None) as bar:
+        row = fetch_set(name, data_root, report=lambda p: bar.advance(0, f"{p.file} {_amount(p)} {p.message}"))
+    _show([row], as_json)
+
+
+@data.command()
+def verify(
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAMES", help="Only these sets.")] = None,
+    data_root: Root = None,
+    checksums: Annotated[bool, typer.Option(help="Also compare published checksums.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Check what lies in the data root against what was published; exit code 1 if anything is damaged."""
+    from shiftmend.research.datasets.integrity import verify as verify_sets
+
+    rows = verify_sets(data_root, names or None, checksums=checksums)
+    _show(rows, as_json)
+    if any(row.state == "damaged" for row in rows):
+        raise typer.Exit(1)
+
+
+def _amount(progress: Any) -> str:
+    done = f"{progress.done / 1e6:,.1f}"
+    return f"{done} of {progress.total / 1e6:,.1f} MB" if progress.total else f"{done} MB"
+
+
+def _show(rows: list[Any], as_json: bool) -> None:
+    if as_json:
+        print(dumps([asdict(row) for row in rows]))
+        return
+    table = columns("data set", "state", "detail")
+    colours = {"complete": "green", "damaged": "red"}
+    for row in rows:
+        table.add_row(row.dataset, Text(row.state, colours.get(row.state, "")), row.detail)
+    show(table)

@@ -1,0 +1,376 @@
+"""Fetching datasets: several mirrors, resuming, checksums, and nothing in place until it is whole."""
+
+from __future__ import annotations
+
+import http.client
+import lzma
+import os
+import re
+import shutil
+import stat
+import tarfile
+import time
+import urllib.request
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO
+from urllib.parse import urlsplit
+
+from shiftmend.__about__ import __version__
+from shiftmend.errors import DataError
+from shiftmend.inputs.images import PathLike
+from shiftmend.research.datasets.base import data_root
+from shiftmend.research.datasets.catalogue import Download, Entry, Unpack, find_entry
+from shiftmend.research.datasets.integrity import Progress, Report, VerifyRow, check_content, file_digest, verify_entry
+from shiftmend.utils.files import alone_with
+
+_DAMAGE = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, NotImplementedError)
+
+
+def unpack(
+    archive: Path,
+    destination: Path,
+    *,
+    only: str = "",
+    drop: int = 0,
+    report: Callable[[int], None] | None = None,
+) -> int:
+    """Unpack a zip or tar archive and return the number of files.
+
+    Members whose name begins with `only` are taken, less their first `drop` folders. Each file is put in
+    place in one step, so an interruption leaves whole files, and unpacking again completes them. A link, a
+    device, or a name that leads out of `destination` is an error: a dataset has none. `report` is told the
+    number of files so far.
+    """
+    count = 0
+    members = _zip_members(archive) if zipfile.is_zipfile(archive) else _tar_members(archive)
+    try:
+        for name, open_member in members:
+            parts = _safe_parts(name, archive)
+            if not "/".join(parts).startswith(only) or len(parts) <= drop:
+                continue
+            with open_member() as source:
+                _put(source, destination.joinpath(*parts[drop:]))
+            count += 1
+            if report is not None:
+                report(count)
+    except _DAMAGE as error:
+        raise DataError(
+            f"{archive} could not be unpacked into {destination} ({error}): expected a whole zip or tar "
+            "archive and room for it; delete the archive and fetch it again, or make room"
+        ) from error
+    if count == 0:
+        raise DataError(f"{archive} holds no file {only + '*' if only else 'at all'}: it is not the expected archive")
+    return count
+
+
+_Member = tuple[str, Callable[[], IO[bytes]]]
+
+
+def _zip_members(path: Path) -> Iterator[_Member]:
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            kind = stat.S_IFMT(info.external_attr >> 16)
+            if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+                raise _refusal(path, info.filename, "is a link or a device")
+            if info.flag_bits & 1:
+                raise _refusal(path, info.filename, "is encrypted")
+            if not info.is_dir():
+                yield info.filename, lambda info=info: archive.open(info)  # type: ignore[misc]
+
+
+def _tar_members(path: Path) -> Iterator[_Member]:
+    with tarfile.open(path, "r:*") as archive:
+        for info in archive:
+            if info.isdir():
+                continue
+            if not info.isreg():
+                raise _refusal(path, info.name, "is a link or a device")
+            yield info.name, lambda info=info: _tar_file(archive, info)  # type: ignore[misc]
+
+
+def _tar_file(archive: tarfile.TarFile, info: tarfile.TarInfo) -> IO[bytes]:
+    source = archive.extractfile(info)
+    assert source is not None  # a regular file
+    return source
+
+
+def _safe_parts(name: str, archive: Path) -> tuple[str, ...]:
+    path = PurePosixPath(name.replace("\\", "/"))
+    parts = path.parts
+    if path.is_absolute() or ".." in parts or not parts or "\0" in name or ":" in parts[0]:
+        raise _refusal(archive, name, "leads out of the folder it is unpacked into")
+    return parts
+
+
+def _refusal(archive: Path, member: str, why: str) -> DataError:
+    return DataError(
+        f"{archive} was not unpacked: its member {member!r} {why}; expected plain files only: get the "
+        "archive from its publisher"
+    )
+
+
+def _put(source: IO[bytes], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        with partial.open("wb") as handle:
+            shutil.copyfileobj(source, handle, 1 << 20)
+        os.replace(partial, target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+CHUNK = 1 << 18
+
+
+# some publishers turn the default name of Python's client away
+AGENT = f"shiftmend/{__version__}"
+
+
+TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+def fetch(
+    name: str,
+    root: PathLike | None = None,
+    *,
+    report: Report | None = None,
+    attempts: int = 3,
+    pause: float = 2.0,
+    timeout: float = 30.0,
+    keep_archives: bool = False,
+    catalogue: Mapping[str, Entry] | None = None,
+) -> VerifyRow:
+    """Get what is missing of a dataset, unpack it, and say in what state it is then.
+
+    Files that are there and whole are not fetched again, and an archive that was put in its place by hand is
+    used as if it had been fetched. A download goes to `<file>.partial` and continues there after an
+    interruption; another process that wants the same file meanwhile is refused. `attempts` counts rounds
+    through all mirrors in which nothing was gained; between them it waits `pause` seconds, twice as long each
+    time. An archive fetched here is deleted once it is unpacked, unless `keep_archives`.
+    """
+    entry = find_entry(name, catalogue)
+    folder = data_root(root)
+    tell = report or _ignore
+    before = verify_entry(entry, folder)
+    if before.state == "complete":
+        return before
+    if not entry.downloads:
+        raise DataError(f"{entry.name} cannot be fetched from here; {entry.by_hand(folder)}")
+    for download in entry.downloads:
+        transfer = _Transfer(entry, download, folder, tell, attempts, pause, timeout)
+        try:
+            with alone_with(transfer.target) as alone:
+                if not alone:
+                    raise DataError(f"another process is fetching {transfer.target}; let it finish, then call again")
+                _provide(transfer, keep_archives)
+        except OSError as error:
+            raise DataError(
+                f"{transfer.target} cannot be written ({error}); make room or get leave to write there, or choose "
+                "another data folder"
+            ) from error
+    after = verify_entry(entry, folder)
+    if after.state != "complete":
+        raise DataError(f"{entry.name} was fetched, but is {after.state}: {after.detail}")
+    return after
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """One file on its way: what it is, where it goes, whom to tell, how long to try."""
+
+    entry: Entry
+    download: Download
+    root: Path
+    report: Report
+    attempts: int
+    pause: float
+    timeout: float
+
+    @property
+    def target(self) -> Path:
+        return self.root / self.download.path
+
+    @property
+    def partial(self) -> Path:
+        return self.target.with_name(f"{self.target.name}.partial")
+
+    def received(self) -> int:
+        try:
+            return self.partial.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def say(self, message: str = "", done: int = 0, total: int | None = None) -> None:
+        self.report(Progress(self.entry.name, self.download.path, done, total or self.download.size, message))
+
+
+class _Interrupted(Exception):
+    """This time it did not work; another time it may."""
+
+
+class _Refused(Exception):
+    """This mirror does not have the file."""
+
+
+def _provide(transfer: _Transfer, keep_archive: bool) -> None:
+    """One file of the set, in place and unpacked."""
+    download, target = transfer.download, transfer.target
+    if _already_there(transfer):
+        return
+    by_hand = target.is_file() and _difference(target, download) is None
+    if not by_hand:
+        _obtain(transfer)
+    if download.unpack is not None:
+        _unpack(transfer, download.unpack)
+        if not by_hand and not keep_archive:
+            target.unlink()
+
+
+def _obtain(transfer: _Transfer) -> None:
+    """Go round the mirrors until the file is whole, the mirrors are used up or nothing moves any more."""
+    mirrors = list(transfer.download.urls)
+    failures: dict[str, str] = {}
+    idle = 0
+    while mirrors and idle < transfer.attempts:
+        if idle:
+            wait = transfer.pause * 2 ** (idle - 1)
+            transfer.say(f"no mirror gave the file; trying again in {wait:g} s", transfer.received())
+            time.sleep(wait)
+        gained = False
+        for url in tuple(mirrors):
+            before = transfer.received()
+            try:
+                resumed = _transfer_from(url, transfer)
+                _put_in_place(transfer, resumed)
+                return
+            except _Interrupted as error:
+                gained = gained or transfer.received() > before
+                failures[url] = str(error)
+            except _Refused as error:
+                mirrors.remove(url)
+                failures[url] = str(error)
+            transfer.say(f"{_host(url)}: {failures[url]}", transfer.received())
+            if len(transfer.download.urls) > 1 and not _known_by_checksum(transfer.download):
+                transfer.partial.unlink(missing_ok=True)  # nothing would show that two mirrors' halves do not match
+        idle = 0 if gained else idle + 1
+    reasons = "; ".join(f"{url}: {reason}" for url, reason in failures.items())
+    raise DataError(
+        f"{transfer.download.path} could not be fetched ({reasons or 'no address is known'}); "
+        f"{transfer.entry.by_hand(transfer.root)}"
+    )
+
+
+def _transfer_from(url: str, transfer: _Transfer) -> bool:
+    """Receive what is missing; returns whether it was added to what was there before."""
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise _Refused("is no http address")
+    start = transfer.received()
+    headers = {"User-Agent": AGENT, "Accept-Encoding": "identity"}
+    if start:
+        headers["Range"] = f"bytes={start}-"
+    try:
+        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=transfer.timeout)
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and start:
+                if error.headers.get("Content-Range") == f"bytes */{start}":
+                    return True  # it was whole already
+                transfer.partial.unlink(missing_ok=True)
+                raise _Interrupted("does not continue where it stopped") from None
+            kind = _Interrupted if error.code in TEMPORARY else _Refused
+            raise kind(f"answered {error.code} {error.reason}") from None
+    except (OSError, http.client.HTTPException) as error:  # no connection, no name, no time left
+        raise _Interrupted(str(getattr(error, "reason", error)) or type(error).__name__) from None
+    with response:
+        resumed = start > 0 and _honoured(response, start, transfer)
+        if start and not resumed:
+            transfer.say(f"{_host(url)} cannot continue a download; starting over")
+        _receive(response, transfer, start if resumed else 0)
+    return resumed
+
+
+def _honoured(response: http.client.HTTPResponse, start: int, transfer: _Transfer) -> bool:
+    """Whether the answer begins where we asked: a server may ignore the question and send everything."""
+    if response.status != http.client.PARTIAL_CONTENT:
+        return False
+    place = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
+    if place is None or int(place[1]) != start:
+        transfer.partial.unlink(missing_ok=True)
+        raise _Interrupted("continued the download at another place than asked")
+    return True
+
+
+def _receive(response: http.client.HTTPResponse, transfer: _Transfer, start: int) -> None:
+    length = response.headers.get("Content-Length")
+    total = start + int(length) if length is not None and length.isdecimal() else None
+    done = start
+    with transfer.partial.open("ab" if start else "wb") as handle:
+        while True:
+            try:
+                part = response.read(CHUNK)
+            except (OSError, http.client.HTTPException) as error:
+                raise _Interrupted(f"broke off after {done:,} bytes ({error})") from None
+            if not part:
+                break
+            handle.write(part)
+            done += len(part)
+            transfer.say("", done, total)
+        handle.flush()
+        os.fsync(handle.fileno())
+    if total is not None and done < total:
+        raise _Interrupted(f"broke off after {done:,} of {total:,} bytes")
+
+
+def _put_in_place(transfer: _Transfer, resumed: bool) -> None:
+    difference = _difference(transfer.partial, transfer.download)
+    if difference is None:
+        os.replace(transfer.partial, transfer.target)
+        return
+    transfer.partial.unlink(missing_ok=True)
+    if resumed:  # the first part may have been another file's: once more from the beginning
+        raise _Interrupted(f"the continued download has {difference}")
+    raise _Refused(f"sent a file with {difference}")
+
+
+def _difference(path: Path, download: Download) -> str | None:
+    """How a file differs from the published one, or None if nothing speaks against it."""
+    for algorithm, expected in (("sha256", download.sha256), ("md5", download.md5)):
+        if expected is not None:
+            found = file_digest(path, algorithm)
+            return None if found == expected else f"{algorithm.upper()} {found} instead of {expected}"
+    return None if path.stat().st_size else "no content"
+
+
+def _known_by_checksum(download: Download) -> bool:
+    return download.md5 is not None or download.sha256 is not None
+
+
+def _already_there(transfer: _Transfer) -> bool:
+    """A file that needs no unpacking, lies where the readers look, and is good."""
+    path = transfer.download.path
+    contents = [content for layout in transfer.entry.layouts for content in layout if content.path == path]
+    good = any(check_content(content, transfer.root).state == "complete" for content in contents)
+    return transfer.download.unpack is None and good
+
+
+def _unpack(transfer: _Transfer, how: Unpack) -> None:
+    def told(count: int) -> None:
+        if count % 1000 == 0:
+            transfer.report(Progress(transfer.entry.name, transfer.download.path, count, None, "unpacking"))
+
+    told(0)
+    unpack(transfer.target, transfer.root / how.into, only=how.only, drop=how.drop, report=told)
+
+
+def _host(url: str) -> str:
+    return urlsplit(url).netloc or url
+
+
+def _ignore(progress: Progress) -> None:
+    """Nobody wants to know."""

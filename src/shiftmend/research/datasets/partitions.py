@@ -1,0 +1,108 @@
+"""The parts the benchmarks divide their data into, as indices that depend on a seed and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shiftmend.errors import DataError
+from shiftmend.utils.checks import counted
+
+MNIST_VALIDATION = 6_000
+
+
+MNIST_SEED = 12345
+
+
+def held_out(count: int, validation: int = MNIST_VALIDATION, seed: int = MNIST_SEED) -> tuple[Tensor, Tensor]:
+    """Training and validation indices; the defaults make 54,000 + 6,000 of MNIST's 60,000.
+
+    Every shifted version of MNIST keeps MNIST's order, so the same call selects the same digits in each of
+    them.
+    """
+    if not 0 < validation < count:
+        raise DataError(f"cannot hold {validation} of {count} samples out; expected between 1 and {count - 1}")
+    order = torch.randperm(count, generator=_generator(seed), device="cpu")
+    return order[validation:].sort().values, order[:validation].sort().values
+
+
+def emnist_source(labels: Tensor, train: int = 2_000, validation: int = 400) -> tuple[Tensor, Tensor | None]:
+    """The first `train` and the last `validation` of each class, in file order; no validation if there are
+    too few.
+
+    EMNIST Balanced has 2,400 a class, of which 2,000 train the source model and 400 validate it.
+    """
+    groups = _by_class(labels)
+    smallest = min(groups, key=len)
+    if len(smallest) < train:
+        raise DataError(
+            f"class {int(labels[smallest[0]])} has {counted(len(smallest), 'sample')}; expected at least {train} "
+            "in every class"
+        )
+    first = torch.cat([group[:train] for group in groups]).sort().values
+    if validation < 1 or len(smallest) < train + validation:
+        return first, None
+    return first, torch.cat([group[-validation:] for group in groups]).sort().values
+
+
+def fractions(count: int, parts: Sequence[float] = (0.8, 0.1, 0.1), seed: int = 0) -> tuple[Tensor, ...]:
+    """Random disjoint parts that cover everything; what rounding leaves over goes to the last."""
+    if min(parts, default=0.0) <= 0 or abs(sum(parts) - 1) > 1e-9:
+        raise DataError(f"cannot split by {list(parts)}; expected positive fractions that add up to 1")
+    sizes = [int(count * part + 1e-9) for part in parts[:-1]]
+    sizes.append(count - sum(sizes))
+    if min(sizes) < 1:
+        raise DataError(f"{count} samples are too few for parts of {list(parts)}: one of them would be empty")
+    order = torch.randperm(count, generator=_generator(seed), device="cpu")
+    return tuple(part.sort().values for part in torch.split(order, sizes))
+
+
+def few_shot(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
+    """`per_class` samples of each class, drawn without replacement."""
+    if per_class < 1:
+        raise DataError(f"expected at least one sample per class, got {per_class}")
+    generator = _generator(seed)
+    chosen = []
+    for group in _by_class(labels):
+        if len(group) < per_class:
+            raise DataError(
+                f"class {int(labels[group[0]])} has {counted(len(group), 'sample')}, too few to draw {per_class} from; "
+                "ask for less"
+            )
+        chosen.append(group[torch.randperm(len(group), generator=generator, device="cpu")[:per_class]])
+    return torch.cat(chosen).sort().values
+
+
+def balanced(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
+    """Exactly `per_class` indices of each class: some dropped where there are more, some repeated where
+    fewer.
+
+    Within a class no sample appears more than once more often than another, so as many as possible are kept.
+    """
+    if per_class < 1:
+        raise DataError(f"expected at least one sample per class, got {per_class}")
+    generator = _generator(seed)
+    chosen = []
+    for group in _by_class(labels):
+        repeats, rest = divmod(per_class, len(group))
+        drawn = group[torch.randperm(len(group), generator=generator, device="cpu")[:rest]]
+        chosen.append(torch.cat([group.repeat(repeats), drawn]))
+    return torch.cat(chosen).sort().values
+
+
+def _by_class(labels: Tensor) -> list[Tensor]:
+    """The indices of each class that occurs, in file order."""
+    if labels.ndim != 1 or len(labels) == 0:
+        raise DataError(f"expected a vector of at least one label, got {list(labels.shape)}")
+    if int(labels.min()) < 0:
+        raise DataError(
+            f"there is a label {int(labels.min())}; expected class numbers from 0: leave out samples without a class"
+        )
+    order = torch.argsort(labels, stable=True)
+    return list(torch.split(order, torch.unique(labels, return_counts=True)[1].tolist()))
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)

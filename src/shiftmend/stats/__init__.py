@@ -1,0 +1,1 @@
+"""Tensor statistics: soft histograms, divergences, slices, Gaussians."""

@@ -1,0 +1,1 @@
+"""CUDA kernels for soft histograms, compiled at run time."""

@@ -1,0 +1,159 @@
+"""Writing files so that a reader never sees half of one."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from shiftmend.errors import DataError, ShiftmendError
+from shiftmend.utils.checks import brief
+
+
+def as_path(given: Any, what: str, error: type[ShiftmendError] = ShiftmendError) -> Path:
+    """What a caller named, as a path; anything but a name is refused, an empty one (Python's for here) too."""
+    if not isinstance(given, str | os.PathLike) or given == "":
+        raise error(f"{what} is {brief(given)}, expected a name, as text or as a Path")
+    return Path(given)
+
+
+def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
+    """Put `content` at `path` in one step, see `write_together`."""
+    write_together({Path(path): content})
+
+
+def write_together(contents: Mapping[Path, bytes]) -> None:
+    """Write files that belong together, see `replacing`. A device or a pipe, such as /dev/null, is written into."""
+    files = [path for path in contents if not is_special(path)]
+    for path in contents.keys() - files:
+        path.write_bytes(contents[path])
+    with replacing(*files) as places:
+        for path, place in zip(files, places, strict=True):
+            place.write_bytes(contents[path])
+
+
+def is_special(path: Path) -> bool:
+    """Whether it is a device or a pipe, which must never be replaced by a file."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+@contextmanager
+def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
+    """Temporary files to write, which are put at `paths` at the end of the block: none before all are on the disk.
+
+    An existing file keeps its permissions, and is untouched if anything fails before the last step. A link stays one:
+    the file that it leads to is replaced. Whatever writes a temporary file may replace that one in turn.
+    """
+    staged: dict[Path, Path] = {}
+    try:
+        for path in paths:
+            if path.is_dir():
+                raise IsADirectoryError(f"{path} is a folder, expected the name of a file to write")
+            if is_special(path):
+                raise FileExistsError(f"{path} is a device or a pipe, expected the name of a file to write")
+            target = Path(os.path.realpath(path))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
+            staged[Path(name)] = target
+            os.close(descriptor)
+        yield tuple(staged)
+        for temporary, target in staged.items():
+            with temporary.open("rb+") as handle:
+                os.chmod(temporary, _permissions(target))
+                os.fsync(handle.fileno())
+        for temporary, target in staged.items():
+            os.replace(temporary, target)
+    except BaseException:
+        for temporary in staged:
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+_HELD: set[BinaryIO] = set()
+
+
+def _let_go() -> None:
+    """A worker that outlives its process for some seconds would go on holding its locks."""
+    for handle in _HELD:
+        handle.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
+@contextmanager
+def alone_with(path: Path) -> Iterator[bool]:
+    """Whether no other process is inside such a block for this file, as far as the system can tell.
+
+    The lock of a process that is killed goes with it. Its file may stay, and in a shared folder be another user's.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        handle = lock.open("ab")
+    except OSError as error:
+        raise DataError(
+            f"the lock {lock}, which keeps processes apart, cannot be opened ({error.strerror}); if it is another "
+            "user's, wait for the end of that process or have the lock deleted, else choose another place"
+        ) from error
+    with handle:
+        alone = _locked(handle.fileno())
+        _HELD.add(handle)
+        try:
+            yield alone
+        finally:
+            _HELD.discard(handle)
+            if alone and not handle.closed:  # it is in a forked process, whose lock this is not
+                with suppress(OSError):  # not every system deletes what is open
+                    lock.unlink()
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        import fcntl  # no such thing on Windows
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(descriptor).st_nlink > 0  # else it has just been deleted: a third may have a new one
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):  # some network drives have no locks
+        return True
+
+
+@contextmanager
+def said_where(target: Path) -> Iterator[None]:
+    """Say which result could not be written: what the system says may name a temporary file, or none at all."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{target} cannot be written ({error.strerror or error}); choose another place") from error
+
+
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Refuse a folder that nothing can be written into, before work is spent on what goes there; it need not exist."""
+    place = as_path(folder, "the folder to write into")
+    try:
+        there = next(parent for parent in (place, *place.absolute().parents) if parent.exists())
+    except OSError as error:  # too long a name, or a folder around it that may not be looked into
+        raise ShiftmendError(f"{place} cannot be written into ({error.strerror}); name another folder") from error
+    if there == place and not place.is_dir():
+        raise ShiftmendError(f"{place} is a file, expected a folder to write into; name another")
+    if not there.is_dir():
+        raise ShiftmendError(f"{there} is a file, so {place} cannot be made; name another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ShiftmendError(f"nothing can be written into {there}: no permission; name another folder")
+
+
+def _permissions(target: Path) -> int:
+    """Those of the file that is replaced, or what the umask gives to a new one."""
+    try:
+        return stat.S_IMODE(target.stat().st_mode)
+    except FileNotFoundError:
+        umask = os.umask(0)
+        os.umask(umask)
+        return 0o666 & ~umask

@@ -1,0 +1,43 @@
+"""JSON that every program reads: numbers that are not finite, which it does not have, are kept as text."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from shiftmend.errors import DataError
+from shiftmend.utils.checks import kind
+
+
+def dumps(value: Any, name: str = "result", *, indent: int | None = None) -> str:
+    """Strict JSON: what is not finite is "NaN", "Infinity" or "-Infinity"."""
+    return json.dumps(plain(value, name), indent=indent, allow_nan=False)
+
+
+def plain(value: Any, name: str) -> Any:
+    """`value` in terms of strict JSON; `name` is for the error if that is impossible. Tuples become lists."""
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain(entry, f"{name}[{position}]") for position, entry in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: plain(entry, f"{name}.{key}") for key, entry in value.items()}
+    raise DataError(
+        f"{name} is {kind(value)} that cannot be kept as JSON; "
+        "expected numbers, strings, lists, and dictionaries with strings as keys"
+    )
+
+
+def revived(value: Any) -> Any:
+    """The inverse of `plain`, but for tuples; a string that reads like one of the three numbers becomes that number."""
+    if isinstance(value, list):
+        return [revived(entry) for entry in value]
+    if isinstance(value, dict):
+        return {key: revived(entry) for key, entry in value.items()}
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value

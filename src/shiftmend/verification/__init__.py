@@ -1,0 +1,1 @@
+"""Judgement without labels: signals, verdicts."""

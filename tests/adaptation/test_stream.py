@@ -1,0 +1,471 @@
+from __future__ import annotations
+
+import copy
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from worlds import sensors
+from zoo import SMALL, ZOO
+
+import shiftmend
+from shiftmend.errors import AdaptationError, DataError, ProfileError, TapError
+
+
+def state(model: nn.Module) -> list[torch.Tensor]:
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def test_predicts_before_it_adapts_with_the_statistics_of_the_batch() -> None:
+    world = sensors()
+    online = shiftmend.stream(world.model, world.profile(), learning_rate=0.05)
+    first = online.step(world.target[:100])
+    reference = copy.deepcopy(world.model).eval()
+    reference[1].train()  # BatchNorm on the batch, dropout off, source weights
+    with torch.no_grad():
+        torch.testing.assert_close(first, reference(world.target[:100]))
+    assert not first.requires_grad
+    assert online.steps == 1
+    assert set(online.losses) == {"features", "logits"}
+
+
+def test_one_pass_over_a_stream_mends_the_model() -> None:
+    world = sensors()
+    before = state(world.model)
+    online = shiftmend.stream(world.model, world.profile(), learning_rate=0.02, window=2)
+    right = 0
+    for inputs, labels in zip(world.target.split(50), world.labels.split(50), strict=True):
+        right += int((online.step(inputs).argmax(1) == labels).sum())
+    assert right / 600 > 0.9 > world.accuracy(world.model)
+    assert all(torch.equal(a, b) for a, b in zip(before, state(world.model), strict=True))
+    mended = online.snapshot()
+    assert not any(module.training or module._forward_hooks for module in mended.modules())
+    assert world.accuracy(mended) > world.accuracy(world.model) + 0.1  # running statistics need more than 12 batches
+    assert online.verification is not None
+    assert online.verification.samples == 100
+
+
+def test_a_snapshot_has_the_gradient_flags_of_the_model_it_came_from(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    world = sensors()
+    world.profile().save(tmp_path / "p")
+    online = shiftmend.stream(world.model, tmp_path / "p", "tent")
+    online.step(world.target[:50])
+    for parameter in online.snapshot().parameters():
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.requires_grad
+        assert parameter.grad is None
+
+
+def test_one_step_equals_one_step_of_the_engine() -> None:
+    world = sensors()
+    profile = world.profile()
+    whole = shiftmend.adapt(
+        world.model, world.target, profile, "fr", epochs=1, learning_rate=0.1, batch_size=600, progress=False
+    )
+    online = shiftmend.stream(world.model, profile, "fr", learning_rate=0.1)
+    online.step(world.target)
+    for ours, theirs in zip(state(online.snapshot()), state(whole.model), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_steps_have_a_common_momentum() -> None:
+    world = sensors()
+    profile = world.profile()
+    batches = world.target.split(200)
+    reference = copy.deepcopy(world.model).eval()
+    reference[1].train()
+    optimiser = torch.optim.SGD(reference[:6].parameters(), lr=0.05, momentum=0.9)
+    online = shiftmend.stream(world.model, profile, "fr", learning_rate=0.05)
+    for batch in batches:
+        online.step(batch)
+        features = reference[:6](batch)
+        seen = {"features": features, "logits": reference[6](features)}
+        loss = sum(profile.taps[name].divergence(values) for name, values in seen.items())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    for ours, theirs in zip(state(online.snapshot()), state(reference), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_model_in_training_mode_is_not_predicted_with_in_that_mode(window: int) -> None:
+    world = sensors()
+    profile = world.profile()
+    online = shiftmend.stream(copy.deepcopy(world.model).train(), profile, "source-only", window=window)
+    seen: list[torch.Tensor] = []
+    for batch in world.target[:170].split(60):
+        with torch.no_grad():
+            torch.testing.assert_close(online.step(batch), world.model(batch))
+        seen.append(batch)
+        last = torch.cat(seen[-window:])
+        judged, expected = online.verification, shiftmend.verify(world.model, last, profile)
+        assert judged is not None
+        assert judged.samples == len(last)
+        assert (judged.divergence, judged.floor) == pytest.approx((expected.divergence, expected.floor), rel=1e-5)
+
+
+def test_two_samples_are_learnt_from_and_one_where_nothing_needs_more() -> None:
+    for world, name, samples in ((sensors(), "fr", 2), (sensors(norm=False), "pl", 1)):
+        online = shiftmend.stream(world.model, world.profile(), name, learning_rate=0.05)
+        online.step(world.source[:samples] / 10)  # nothing that the model is certain of
+        assert not torch.equal(online.snapshot()[0].weight, world.model[0].weight)
+
+
+@pytest.mark.parametrize("name", ["source-only", "adabn", "pl", "shot-im", "tent", "bnm", "bnm-im"])
+def test_other_methods(name: str) -> None:
+    world = sensors()
+    online = shiftmend.stream(world.model, world.profile(), name)
+    for batch in world.target.split(200):
+        assert online.step(batch).shape == (200, 3)
+    moved = not torch.equal(online.snapshot()[1].running_mean, world.model[1].running_mean)
+    assert moved == (name != "source-only")
+
+
+def test_batch_norm_that_averages_over_its_whole_life_still_learns() -> None:
+    world = sensors()
+    model = copy.deepcopy(world.model)
+    model[1].momentum = None
+    online = shiftmend.stream(model, method="adabn")
+    online.step(world.target[:100])
+    learnt = online.snapshot()[1]
+    with torch.no_grad():
+        seen = model[0](world.target[:100]).mean(0)
+    torch.testing.assert_close(learnt.running_mean, 0.9 * model[1].running_mean + 0.1 * seen)
+    assert learnt.momentum is None
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_kind_of_model(name: str) -> None:
+    case = ZOO[name]
+    profile = shiftmend.profile(case.model(), case.inputs(), output=case.output)
+    online = shiftmend.stream(case.model(), profile, learning_rate=1e-3, output=case.output)
+    result = online.step(case.inputs(32, seed=4))
+    assert result.shape[0] == 32
+
+
+@pytest.mark.parametrize(("norm", "name"), [(True, "fr"), (False, "shot-im")])  # statistics or the loss alone
+def test_a_batch_that_is_not_finite_changes_nothing(norm: bool, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    world, huge = sensors(norm), 1e38 * torch.randn(10, 6).clamp(-3, 3)
+    online = shiftmend.stream(world.model, world.profile(), name, learning_rate=0.05)
+    online.step(world.target[:100])
+    before = state(online.snapshot())
+    with pytest.raises(DataError, match="NaN"):
+        online.step(torch.full((10, 6), torch.nan))
+    assert all(torch.equal(a, b) for a, b in zip(before, state(online.snapshot()), strict=True))
+    judged, losses = online.verification, online.losses
+    online.step(huge)
+    assert "batch 2 led to values that are not finite; it was not learnt from" in caplog.text
+    assert (online.verification, online.losses) == (judged, losses)
+    online.step(world.target[100:200])
+    assert all(bool(torch.isfinite(value).all()) for value in state(online.snapshot()))
+    online = shiftmend.stream(world.model, world.profile(), name, learning_rate=0.05)
+    online.step(world.target[:100])
+    online.step(huge)
+    assert all(torch.equal(a, b) for a, b in zip(before, state(online.snapshot()), strict=True))
+
+
+def test_the_momentum_of_a_step_that_was_taken_back_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = sensors()
+    profile = world.profile()
+    online, fresh = (shiftmend.stream(world.model, profile, learning_rate=0.05) for _ in range(2))
+    with monkeypatch.context() as patched:
+        patched.setattr("shiftmend.adaptation.stream.still_finite", lambda model, before: False)
+        online.step(world.target[:100])
+    for each in (online, fresh):
+        each.step(world.target[100:200])
+    assert all(torch.equal(a, b) for a, b in zip(state(online.snapshot()), state(fresh.snapshot()), strict=True))
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["torch.optim.SGD.step", "shiftmend.adaptation.stream.still_finite", "shiftmend.adaptation.stream.Stream._count"],
+)
+def test_a_step_that_is_interrupted_at_whatever_point_changes_nothing(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = sensors()
+    online, calls = shiftmend.stream(world.model, world.profile(), learning_rate=0.05), list[int]()
+    online.step(world.target[:100])
+    before, judged, losses = state(online.snapshot()), online.verification, online.losses
+    whole, forward = torch.optim.SGD.step, type(world.model).forward
+
+    def interrupted(*arguments: object) -> None:
+        if isinstance(arguments[0], torch.optim.SGD):
+            whole(*arguments)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    def counted(*arguments: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return forward(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(where, interrupted)
+        patched.setattr(type(world.model), "forward", counted)
+        with pytest.raises(KeyboardInterrupt):
+            online.step(world.target[100:200])
+    assert len(calls) == 1  # nobody waits for a second look at the inputs
+    assert all(torch.equal(a, b) for a, b in zip(before, state(online.snapshot()), strict=True))
+    assert (online.steps, online.verification, online.losses) == (1, judged, losses)
+    fresh = shiftmend.stream(online.snapshot(), world.profile(), learning_rate=0.05)
+    for each in (online, fresh):  # momentum is forgotten
+        each.step(world.target[200:300])
+    assert all(torch.equal(a, b) for a, b in zip(state(online.snapshot()), state(fresh.snapshot()), strict=True))
+
+
+@pytest.mark.parametrize("name", ["fr", "pl"])  # a single one would be enough for pl, but not for BatchNorm
+def test_a_single_sample_is_predicted_and_not_learnt_from(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    world = sensors()
+    online = shiftmend.stream(world.model, world.profile(), name)
+    result = online.step(world.target[:1])
+    torch.testing.assert_close(result, world.model(world.target[:1]).detach())
+    assert "single sample" in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(state(online.snapshot()), state(world.model), strict=True))
+
+
+def test_nonsense_is_one_sentence() -> None:
+    world = sensors()
+    with pytest.raises(AdaptationError, match=r"bufr needs the whole of the data, .* use one of (?!.*bufr)"):
+        shiftmend.stream(world.model, world.profile(), "bufr").step(world.target[:50])
+    with pytest.raises(AdaptationError, match="needs a profile"):
+        shiftmend.stream(world.model)
+    with pytest.raises(DataError, match="window"):
+        shiftmend.stream(world.model, world.profile(), window=0)
+    for empty in (world.target[:0], []):
+        with pytest.raises(DataError, match="the batch is empty"):
+            shiftmend.stream(world.model, world.profile()).step(empty)
+    with pytest.raises(ProfileError, match="other layers"):
+        shiftmend.stream(ZOO["signal"].model(), world.profile())
+    assert shiftmend.stream(world.model, method="adabn").verification is None
+
+
+def test_a_batch_that_the_method_refuses_changes_nothing() -> None:
+    world = sensors()
+    profile = shiftmend.profile(world.model, world.source, gaussian="full", progress=False)
+    online = shiftmend.stream(world.model, profile, "full-gauss", learning_rate=0.001)
+    online.step(world.target[:50])
+    before = state(online.snapshot())
+    with pytest.raises(AdaptationError, match="more than"):
+        online.step(world.target[:5])
+    assert all(torch.equal(a, b) for a, b in zip(state(online.snapshot()), before, strict=True))
+
+
+def test_a_batch_that_the_model_cannot_take_changes_nothing() -> None:
+    """BatchNorm in front of what fails has seen it by then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)).eval()
+    profile = shiftmend.profile(model, torch.randn(200, 1, 8, 8), progress=False)
+    online = shiftmend.stream(model, profile, "fr", learning_rate=0.01)
+    online.step(torch.randn(50, 1, 8, 8))
+    before = state(online.snapshot())
+    for bad in (torch.randn(50, 1, 9, 9), torch.randn(50, 1, 8, 8).double()):
+        with pytest.raises(DataError, match="the model does not take inputs of shape"):
+            online.step(bad)
+        assert all(torch.equal(a, b) for a, b in zip(state(online.snapshot()), before, strict=True))
+    online.step(torch.randn(50, 1, 8, 8))
+
+
+def test_a_batch_may_be_what_a_loader_gives() -> None:
+    """Inputs and labels come as a list; labels of the inputs' shape must not be learnt from either."""
+    world = sensors()
+    profile = world.profile()
+    outputs = []
+    for batch in (world.target[:50], [world.target[:50], world.labels[:50]], [world.target[:50], world.source[:50]]):
+        online = shiftmend.stream(world.model, profile, learning_rate=0.02)
+        outputs.append(online.step(batch))
+        assert online.verification is not None
+        assert online.verification.samples == 50
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
+def test_a_single_sample_has_no_histogram_also_without_batch_norm(caplog: pytest.LogCaptureFixture) -> None:
+    world = sensors(norm=False)
+    profile = shiftmend.profile(world.model, world.source, gaussian="full", progress=False)
+    for method in ("fr", "bnm", "shot-im", "full-gauss"):
+        caplog.clear()
+        online = shiftmend.stream(world.model, profile, method)
+        result = online.step(world.target[:1])
+        torch.testing.assert_close(result, world.model(world.target[:1]).detach())
+        assert "single sample has no distribution" in caplog.text
+        assert all(torch.equal(a, b) for a, b in zip(state(online.snapshot()), state(world.model), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"window": "16"}, "the window must be a whole number of batches, at least 1, got '16'"),
+        ({"preprocess": 3}, "preprocess is 3, expected a function"),
+        ({"profile": 3}, "the profile is an int, expected a Profile or the name of its file"),
+        ({"method": []}, "unknown method"),
+        ({"align": "middle"}, "the profile has no tap 'middle'; it has features, logits"),
+        ({"device": []}, "device .* is not available"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_first_step(wrong: dict[str, object], sentence: str) -> None:
+    world = sensors()
+    with pytest.raises(shiftmend.ShiftmendError, match=sentence):
+        shiftmend.stream(**{"model": world.model, "profile": world.profile(), **wrong})  # type: ignore[arg-type]
+
+
+def test_wrong_steps_are_one_sentence_and_the_stream_goes_on() -> None:
+    world = sensors()
+    online = shiftmend.stream(world.model, world.profile(), window=np.int64(4))  # type: ignore[arg-type]
+    data = TensorDataset(world.target)
+    for wrong in (DataLoader(data), data):
+        with pytest.raises(DataError, match=r"step takes one batch, got a .*; go through it, e.g. for batch in loader"):
+            online.step(wrong)
+    part = world.target[:50]
+    for several in ([(part, world.labels[:50])] * 2, [{"inputs": part}] * 2, ((part, part), world.labels[:50])):
+        with pytest.raises(DataError, match=r"step takes one batch, got a .* that begins with a (tuple|dict);"):
+            online.step(several)
+    with pytest.raises(TapError, match="no entry 'logits'"):
+        shiftmend.stream(world.model, world.profile(), output="logits").step(world.target[:50])
+    online.step(world.target[:50])
+    with pytest.raises(DataError, match=r"the shape \[6\] of a single sample; give a batch of one"):
+        online.step(world.target[0])
+    assert online.steps == 1
+
+
+class Remembers(nn.Module):
+    """Keeps what it computed, with the graph behind it, alone and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.detached = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = self.encoder(x).relu()
+        self.all_hidden = [self.hidden, {"first": self.hidden * 2}]
+        return self.head(self.hidden.detach() if self.detached else self.hidden)
+
+
+def test_a_model_that_remembers_its_last_step_can_be_copied_at_any_time() -> None:
+    world, model = sensors(), Remembers()
+    profile = shiftmend.profile(model, world.source)
+    model(world.source[:4]).sum().backward()
+    online = shiftmend.stream(model, profile, learning_rate=0.01)
+    online.step(world.target[:50])
+    mended = online.snapshot()
+    assert not mended.hidden.requires_grad
+    assert model.hidden.grad_fn is not None
+    first = mended.encoder.weight.clone()
+    online.step(world.target[50:100])
+    assert torch.equal(mended.encoder.weight, first)
+    assert not torch.equal(online.snapshot().encoder.weight, first)
+
+
+class Centring(nn.Module):
+    """Puts a new tensor, with a graph behind it, in the place of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = self.below(x)
+        self.mean = 0.9 * self.mean + 0.1 * features.mean(0)
+        result: torch.Tensor = self.head(torch.relu(features - self.mean))
+        return result
+
+
+def test_a_buffer_that_each_step_replaces_does_not_keep_its_graph() -> None:
+    torch.manual_seed(0)
+    model, inputs = Centring(), torch.randn(100, 6)
+    online = shiftmend.stream(model, shiftmend.profile(model, inputs, progress=False), "fr")
+    weights = [model.below.weight]
+    for _ in range(3):
+        online.step(2 * inputs)
+        weights.append(online.snapshot().below.weight)
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(weights))
+
+
+def test_a_model_that_cuts_the_gradient_off_is_named() -> None:
+    world, model = sensors(), Remembers()
+    model.detached = True
+    profile = shiftmend.profile(model, world.source)
+    online = shiftmend.stream(model, profile, "fr", align=("logits",))
+    with pytest.raises(AdaptationError, match="the parameters of 'all blocks': the model cuts the gradient off"):
+        online.step(world.target[:50])
+
+
+def test_a_server_may_stream_in_inference_mode() -> None:
+    world = sensors()
+    profile = world.profile()
+    plain = shiftmend.stream(world.model, profile, learning_rate=0.02)
+    with torch.inference_mode():
+        online = shiftmend.stream(world.model, profile, learning_rate=0.02)
+        for batch in world.target.split(100):
+            served = online.step(batch.clone())  # an inference tensor, as a server's own preprocessing makes them
+        mended = online.snapshot()
+    for batch in world.target.split(100):
+        expected = plain.step(batch)
+    assert torch.equal(served, expected)
+    assert online.steps == 6
+    mended(world.target[:10]).sum().backward()  # weights are ordinary ones, which may be trained further
+
+
+def test_threads_that_share_a_stream_wait_for_one_another() -> None:
+    world = sensors()
+    online = shiftmend.stream(world.model, world.profile(), learning_rate=0.001)
+
+    def serve(size: int) -> int:
+        answers = online.step(world.target[:size])
+        assert online.verification is not None
+        online.snapshot()
+        return len(answers)
+
+    sizes = list(range(2, 82))
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(serve, sizes)) == sizes
+    assert online.steps == 80
+
+
+class InPlace(nn.Module):
+    """Changes what it is given."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x.add_(1))
+
+
+@pytest.mark.parametrize("name", ["adabn", "tent"])
+def test_a_first_batch_is_predicted_as_it_came_also_by_a_model_that_works_in_place(name: str) -> None:
+    world = sensors()
+    first = shiftmend.stream(InPlace(world.model), method=name).step(world.target[:50])
+    assert torch.equal(first, shiftmend.stream(world.model, method=name).step(world.target[:50] + 1))
+
+
+def test_infinities_that_preprocess_makes_are_left_to_the_model() -> None:
+    world = sensors()
+    model = nn.Sequential(nn.Hardtanh(-3, 3), *world.model)
+    online = shiftmend.stream(model, method="tent", preprocess=lambda x: x.clamp_min(0).log())
+    finite = world.target[:50].clamp_min(0).log().clamp_min(-3)
+    assert torch.equal(online.step(world.target[:50]), shiftmend.stream(model, method="tent").step(finite))
+    assert online.losses
+
+
+def test_a_stream_says_what_it_is_and_how_its_last_batches_were() -> None:
+    world = sensors()
+    online = shiftmend.stream(world.model, world.profile(), learning_rate=0.02, window=2)
+    assert repr(online) == "Stream adapted by fr, 0 steps"
+    for said in ("1 step\n  over the last 1 batch", "2 steps\n  over the last 2 batches"):
+        online.step(world.target[:50])
+        assert repr(online) == f"Stream adapted by fr, {said}: {online.verification}"
+    online.step(world.target[:50])
+    assert repr(online).startswith("Stream adapted by fr, 3 steps\n  over the last 2 batches: ")
+
+
+@pytest.mark.parametrize(("name", "option"), [("fr", "epochs"), ("adabn", "passes")])
+def test_options_without_effect_on_a_stream_are_refused(name: str, option: str) -> None:
+    world = sensors()
+    with pytest.raises(AdaptationError, match=f"^{option} has no effect on a stream, each batch .* leave it out$"):
+        shiftmend.stream(world.model, world.profile(), name, **{option: 3})

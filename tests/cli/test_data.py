@@ -1,0 +1,193 @@
+"""Data from the command line: what a user's own files may look like, and how they are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from shiftmend.cli import main
+from shiftmend.cli.data import load_data, normalisation, telling
+from shiftmend.errors import DataError, ShiftmendError
+from shiftmend.inputs.folders import image_folder
+
+
+def stored(path: Path, **arrays: Any) -> Path:
+    np.savez(path, **arrays)
+    return path
+
+
+@pytest.mark.parametrize("labels", [["cat", "dog", "cat"], np.array([{}, None, "x"], dtype=object)])
+@pytest.mark.parametrize("key", ["inputs", "images"])
+def test_labels_that_are_no_numbers_are_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str, labels: Any
+) -> None:
+    values = np.zeros((3, 4, 4), np.uint8 if key == "images" else np.float32)
+    path = stored(tmp_path / "a.npz", **{key: values, "labels": np.array(labels)})
+    inputs, found, _ = load_data(path, None)
+    assert found is None
+    assert len(inputs) == 3
+    assert len(caplog.messages) == 1
+    assert f"the labels in {path} are {np.array(labels).dtype} and are not used" in caplog.messages[0]
+
+
+def test_labels_of_every_position_are_taken_as_they_are(tmp_path: Path) -> None:
+    inputs, marks = np.zeros((3, 1, 4, 4), np.float32), np.arange(48).reshape(3, 4, 4) % 5 - 1
+    whole = marks, marks.astype(np.uint8), marks[:, 0, 0]
+    for labels, kind in (*((one, torch.int64) for one in whole), (marks / 2, torch.float32)):
+        found = load_data(stored(tmp_path / "a.npz", inputs=inputs, labels=labels), None).labels
+        assert found is not None
+        assert found.dtype == kind
+        assert np.array_equal(found.numpy(), labels)
+
+
+@pytest.mark.parametrize("ignore", [None, 255])
+def test_what_labels_are_like_shows_in_three_inputs(ignore: int | None) -> None:
+    labels = torch.tensor([[255, 255], [1, 255], [0, 0], [7, 1], [2, 3]])
+    lowest, highest, other = telling(labels, ignore)
+    assert (lowest, highest) == (2, 0 if ignore is None else 3)
+    assert other in (0, 4)
+    assert telling(torch.tensor([0.0, 1.0, 0.5]), None) == [0, 1, 2]
+    with pytest.raises(DataError, match="ignore_label is 9223372036854775808, expected a whole number"):
+        telling(labels, 2**63)
+
+
+@pytest.mark.parametrize("key", ["inputs", "images"])
+def test_fractions_are_quantities_to_predict(tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str) -> None:
+    values = np.zeros((3, 4, 4), np.uint8 if key == "images" else np.float32)
+    labels = load_data(stored(tmp_path / "a.npz", **{key: values, "labels": np.array([0.5, -1.5, 2.5])}), None)[1]
+    assert labels is not None
+    assert labels.dtype == torch.float32
+    assert labels.tolist() == [0.5, -1.5, 2.5]
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("key", ["inputs", "images"])
+def test_labels_that_are_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str) -> None:
+    values = np.zeros((3, 4, 4), np.uint8 if key == "images" else np.float32)
+    path = tmp_path / "a.npz"
+    labels = load_data(stored(path, **{key: values, "labels": np.array([2, 0, 1], np.uint8)}), None)[1]
+    assert labels is not None
+    assert labels.dtype == torch.int64
+    assert labels.tolist() == [2, 0, 1]
+    for wrong, said in (
+        ([0, 1], r"3 inputs but labels \[2\]"),
+        ([[0, 1, 2]], r"3 inputs but labels \[1, 3\]"),
+    ):
+        with pytest.raises(DataError, match=said):
+            load_data(stored(path, **{key: values, "labels": np.array(wrong)}), None)
+    assert caplog.messages == []
+
+
+def test_size_scales_an_npz_as_it_scales_a_folder(tmp_path: Path) -> None:
+    pictures = np.random.default_rng(0).integers(0, 256, (3, 12, 12, 3), dtype=np.uint8)
+    path = stored(tmp_path / "a.npz", images=pictures)
+    (tmp_path / "folder").mkdir()
+    for number, picture in enumerate(pictures):
+        Image.fromarray(picture).save(tmp_path / f"folder/{number}.png")
+    for size in (5, 12, 20):
+        here, there = load_data(path, size)[0], load_data(tmp_path / "folder", size)[0]
+        assert here.dtype == torch.uint8
+        assert here.shape == (3, 3, size, size)
+        assert int((here.int() - there.int()).abs().max()) <= 1  # the two libraries may round differently
+    with pytest.raises(DataError, match="--size 0 should be at least 1"):
+        load_data(path, 0)
+    with pytest.raises(DataError, match="--size 5 is for images"):
+        load_data(stored(tmp_path / "table.npz", inputs=np.zeros((2, 3))), 5)
+
+
+def test_a_mean_or_a_deviation_fits_the_channels() -> None:
+    images = torch.full((2, 3, 4, 4), 255, dtype=torch.uint8)
+    made = normalisation("0.5,0.25,0", "0.5", None)(images)
+    assert made[0, :, 0, 0].tolist() == [1.0, 1.5, 2.0]
+    for mean, deviation, given in (("0.5,0.5", "1", images), ("0", "1,1", images), ("0,0,0", "1,1", images[:, :1])):
+        with pytest.raises(DataError, match=rf"--mean names \d numbers? and --std \d, .* {given.shape[1]} channels?"):
+            normalisation(mean, deviation, None)(given)
+    for mean, deviation in (("nan", "1"), ("0", "inf")):
+        with pytest.raises(ShiftmendError, match="should be finite"):
+            normalisation(mean, deviation, None)
+
+
+def test_channels_are_made_or_refused(tmp_path: Path) -> None:
+    colour = np.random.default_rng(1).integers(0, 256, (9, 11, 3), dtype=np.uint8)
+    Image.fromarray(colour).save(tmp_path / "0.png")
+    images, grey = load_data(tmp_path, None)[0], image_folder(tmp_path, channels=1).images
+    to_grey, to_colour = normalisation("0", "1", 1), normalisation("0", "1", 3)
+    assert torch.equal(to_grey(images), grey.float() / 255)
+    assert torch.equal(to_colour(images), images.float() / 255)
+    assert torch.equal(to_colour(grey), grey.float().expand(-1, 3, -1, -1) / 255)
+    with pytest.raises(DataError, match="images have 3 channels, which --channels 2 cannot"):
+        normalisation("0", "1", 2)(images)
+    with pytest.raises(DataError, match=r"--channels 1 is for 8-bit images, and the inputs are float32 \[5\]"):
+        to_grey(torch.zeros(2, 5))
+    with pytest.raises(ShiftmendError, match="--channels 0 should be at least 1"):
+        normalisation("0", "1", 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (np.float64, torch.float32),
+        (np.float16, torch.float32),
+        (np.int16, torch.int64),
+        (np.uint32, torch.int64),
+        (np.int64, torch.int64),
+    ],
+)
+def test_other_inputs_keep_whole_numbers_whole(tmp_path: Path, kind: Any, expected: torch.dtype) -> None:
+    values = np.arange(6).reshape(2, 3)
+    inputs, labels, _ = load_data(stored(tmp_path / "a.npz", inputs=values.astype(kind)), None)
+    assert labels is None
+    assert inputs.dtype == expected
+    assert inputs.tolist() == values.tolist()
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"images": np.zeros((2, 4, 4))}, "expected uint8 images .* name the array 'inputs' if the model takes"),
+        ({"images": np.zeros((4, 4), np.uint8)}, "expected uint8 images .*convert them first$"),
+        ({"pictures": np.zeros((2, 4, 4))}, "holds pictures; expected an array 'images' .*'inputs' for anything else"),
+        ({"inputs": np.zeros((2, 4), np.uint8)}, "store tokens as int64 and measurements as float32"),
+        ({"inputs": np.zeros((2, 4), complex)}, "holds complex128 .* expected numbers"),
+        ({"inputs": np.zeros((0, 4))}, "expected numbers"),
+        ({"inputs": np.array([["a"], ["b"]])}, "expected numbers"),
+    ],
+)
+def test_an_npz_without_usable_inputs(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_data(stored(tmp_path / "a.npz", **arrays), None)
+
+
+def called(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str]]:
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    return int(stop.value.code or 0), capsys.readouterr().err.splitlines()
+
+
+def test_tokens_with_named_classes_can_be_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that looks tokens up, and labels that only scoring needs."""
+    model = tmp_path / "token_net.py"
+    model.write_text(
+        "from torch import nn\n"
+        "def make():\n"
+        "    return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 2))\n"
+    )
+    tokens = np.random.default_rng(0).integers(0, 9, (64, 3), dtype=np.int32)
+    data = stored(tmp_path / "tokens.npz", inputs=tokens, labels=np.array(["yes", "no"] * 32))
+    arguments = (f"{model}:make", "-d", data, "--device", "cpu")
+    code, said = called(capsys, "profile", *arguments, "-o", tmp_path / "p")
+    assert code == 0
+    assert (tmp_path / "p").is_file()
+    assert any(line.startswith("warning: the labels in ") for line in said)
+    code, said = called(capsys, "evaluate", *arguments)
+    assert code == 2
+    assert said[0].startswith("warning: the labels in ")
+    assert said[1].startswith("error: ")
+    code, said = called(capsys, "profile", *arguments, "-o", tmp_path / "q", "--channels", 3)
+    assert code == 2
+    assert said[-1].startswith("error: --channels 3 is for 8-bit images")

@@ -1,0 +1,397 @@
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils.data import Dataset
+from worlds import sensors
+from zoo import ZOO
+
+import shiftmend
+from shiftmend.engine import checkpoint as checkpoints
+from shiftmend.engine.history import Epoch
+from shiftmend.errors import AdaptationError, ShiftmendError
+from shiftmend.introspection.model_state import tensors_of
+
+HERE = Path(__file__).parents[1] / "helpers"
+OPTIONS = {"method": "bufr", "epochs_per_block": 6, "learning_rate": 0.1, "batch_size": 100, "progress": False}
+
+SCRIPT = """
+import sys, time
+sys.path.insert(0, {here!r})
+import torch
+torch.set_num_threads(1)
+import shiftmend
+from worlds import sensors
+from zoo import ZOO
+world = sensors()
+slow = {slow!r}
+def preprocess(x):
+    time.sleep(slow)
+    return x
+result = shiftmend.adapt(
+    world.model, world.target, world.profile(), checkpoint={checkpoint!r}, preprocess=preprocess, **{options!r}
+)
+result.save({out!r})
+"""
+
+
+def command(tmp_path: Path, slow: float) -> list[str]:
+    text = SCRIPT.format(
+        here=str(HERE), slow=slow, checkpoint=str(tmp_path / "run.ckpt"), options=OPTIONS, out=str(tmp_path / "out")
+    )
+    return [sys.executable, "-c", text]
+
+
+def test_a_checkpoint_holds_weights_momentum_and_what_would_be_kept(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    optimiser = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(5, 2)).sum().backward()
+    optimiser.step()
+    kept = {name: value + 1 for name, value in model.state_dict().items()}
+    history = [Epoch(0, "", 0.0, {}, 0.5, 0.0), Epoch(1, "first", 0.1, {"features": 0.25}, None, 1.5, entropy=0.75)]
+    checkpoints.save(tmp_path / "c", "run", 1, 2, history, model, optimiser, kept)
+    found = checkpoints.load(tmp_path / "c", "run")
+    assert found is not None
+    assert (found.stage, found.epoch, found.history) == (1, 2, history)
+    buffers = {f"0.{name}": optimiser.state[p]["momentum_buffer"] for name, p in model[0].named_parameters()}
+    for ours, theirs in ((found.state, model.state_dict()), (found.momentum, buffers), (found.selected, kept)):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert checkpoints.load(tmp_path / "elsewhere", "run") is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs a system that tells what is mapped")
+def test_a_checkpoint_that_was_read_is_let_go(tmp_path: Path) -> None:
+    """Windows replaces no file that is still mapped into memory: a run that went on could not save any more."""
+    checkpoints.save(tmp_path / "c", "run", 0, 1, [], torch.nn.Linear(100, 100), None)
+    found = checkpoints.load(tmp_path / "c", "run")
+    assert found is not None
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_checkpoint_holds_complex_numbers_of_any_width(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 3)
+    for dtype in (torch.complex64, torch.complex128):
+        waves = torch.randn(3, dtype=dtype).conj()
+        model.register_buffer(str(dtype).removeprefix("torch."), waves, persistent=False)
+    checkpoints.save(tmp_path / "c", "run", 0, 1, [], model, None, tensors_of(model))
+    found = checkpoints.load(tmp_path / "c", "run")
+    assert found is not None
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert found.state.keys() == found.selected.keys() == own.keys()
+    for name, value in found.state.items():
+        assert value.dtype == own[name].dtype
+        assert torch.equal(value, own[name])
+        assert torch.equal(found.selected[name], own[name])
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage is deprecated")
+def test_numbers_that_no_checkpoint_holds_are_refused_before_the_first_epoch(tmp_path: Path) -> None:
+    world, seen = sensors(), list[int]()
+    model = copy.deepcopy(world.model)
+    model.register_buffer("steps", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+    profile = shiftmend.profile(model, world.source, progress=False)
+    options = OPTIONS | {"on_epoch": lambda _, row: seen.append(row.epoch)}
+    with pytest.raises(ShiftmendError, match=r"^'steps' holds numbers of the type qint8, .* or by dequantize\(\)$"):
+        shiftmend.adapt(model, world.target, profile, checkpoint=tmp_path / "c", **options)
+    assert not seen
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_run_killed_without_warning_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run.ckpt"
+    process = subprocess.Popen(command(tmp_path, slow=0.02))
+    seen: set[int] = set()
+    deadline = time.monotonic() + 60
+    while len(seen) < 4 and time.monotonic() < deadline and process.poll() is None:  # a few epochs, then no mercy
+        if checkpoint.exists():
+            seen.add(checkpoint.stat().st_mtime_ns)
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run was over before it could be killed"
+    assert checkpoint.exists()
+    assert not (tmp_path / "out").exists()
+
+    subprocess.run(command(tmp_path, slow=0.0), check=True)
+    torch.set_num_threads(1)
+    world = sensors()
+    whole = shiftmend.adapt(world.model, world.target, world.profile(), **OPTIONS)
+    resumed = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(resumed[name], value) for name, value in whole.model.state_dict().items())
+    assert not list(tmp_path.glob("*.partial"))
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("epochs", [1, 5, 6, 7, 11])
+def test_resuming_after_any_epoch_is_bit_identical(
+    tmp_path: Path, epochs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also exactly between two blocks, where the optimiser is a fresh one."""
+    world = sensors()
+    profile = world.profile()
+    whole = shiftmend.adapt(world.model, world.target, profile, **OPTIONS)
+    from shiftmend.engine import checkpoint as checkpoints
+
+    original, saved = checkpoints.save, []
+
+    def counted(*args: object) -> None:
+        original(*args)  # type: ignore[arg-type]
+        saved.append(1)
+        if len(saved) == epochs:
+            raise Stop
+
+    monkeypatch.setattr(checkpoints, "save", counted)
+    with pytest.raises(Stop):
+        shiftmend.adapt(world.model, world.target, profile, checkpoint=tmp_path / "c", **OPTIONS)
+    monkeypatch.setattr(checkpoints, "save", original)
+    resumed = shiftmend.adapt(world.model, world.target, profile, checkpoint=tmp_path / "c", **OPTIONS)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+    assert [row.losses for row in resumed.history] == [row.losses for row in whole.history]
+    assert [row.verification for row in resumed.history] == [row.verification for row in whole.history]
+
+
+def test_channels_last_models_are_saved_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = ZOO["paper-cnn"]
+    model = case.model().to(memory_format=torch.channels_last)
+    profile = shiftmend.profile(model, case.inputs(128))
+    options = {"method": "fr", "epochs": 3, "learning_rate": 0.1, "progress": False}
+    whole = shiftmend.adapt(model, case.inputs(64), profile, **options)
+    shiftmend.adapt(model, case.inputs(64), profile, checkpoint=tmp_path / "c", **options)
+    again = shiftmend.adapt(model, case.inputs(64), profile, checkpoint=tmp_path / "c", **options)
+    again.save(tmp_path / "out")
+    assert torch.equal(whole.model.conv2.weight, again.model.conv2.weight)
+
+
+def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
+    world = sensors()
+    first = shiftmend.adapt(world.model, world.target, world.profile(), checkpoint=tmp_path / "c", **OPTIONS)
+    second = shiftmend.adapt(world.model, world.target, world.profile(), checkpoint=tmp_path / "c", **OPTIONS)
+    assert [row.seconds for row in first.history] == [row.seconds for row in second.history]
+    assert torch.equal(first.model[0].weight, second.model[0].weight)
+
+
+def test_adabn_resumes_too(tmp_path: Path) -> None:
+    world = sensors()
+    whole = shiftmend.adapt(world.model, world.target, world.profile(), "adabn", progress=False)
+    for _ in range(2):
+        again = shiftmend.adapt(
+            world.model, world.target, world.profile(), "adabn", checkpoint=tmp_path / "c", progress=False
+        )
+        assert torch.equal(again.model[1].running_var, whole.model[1].running_var)
+
+
+def test_checkpoints_of_other_runs_are_refused(tmp_path: Path) -> None:
+    world = sensors()
+    profile = world.profile()
+    path = tmp_path / "c"
+    shiftmend.adapt(world.model, world.target, profile, checkpoint=path, **OPTIONS)
+    for other in ({"seed": 1}, {"epochs_per_block": 7}, {"learning_rate": 0.2}):
+        with pytest.raises(AdaptationError, match="belongs to another run"):
+            shiftmend.adapt(world.model, world.target, profile, checkpoint=path, **(OPTIONS | other))
+    with pytest.raises(AdaptationError, match="belongs to another run"):
+        shiftmend.adapt(world.model, world.target + 1, profile, checkpoint=path, **OPTIONS)
+    with pytest.raises(AdaptationError, match="belongs to another run"):
+        shiftmend.adapt(world.model, world.target, profile, checkpoint=path, preprocess=lambda x: x.flip(-1), **OPTIONS)
+    with pytest.raises(AdaptationError, match="belongs to another run"):
+        shiftmend.adapt(world.model, world.target, profile, checkpoint=path, blocks=["4", ["0", "1"]], **OPTIONS)
+    one_pixel = world.target.clone()
+    one_pixel[333, 2] += 1
+    with pytest.raises(AdaptationError, match="belongs to another run"):
+        shiftmend.adapt(world.model, one_pixel, profile, checkpoint=path, **OPTIONS)
+
+
+class Given(Dataset[Tensor]):
+    def __init__(self, inputs: Tensor) -> None:
+        self.inputs = inputs
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.inputs[index]
+
+
+@pytest.mark.parametrize("rates", [0.1, [0.1, 0.05]])
+@pytest.mark.parametrize(("before", "after"), [(1.1, 0.9), (0.9, 1.1)])
+def test_a_run_that_goes_on_keeps_data_as_it_did_though_another_amount_of_memory_is_free(
+    before: float, after: float, rates: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, epochs = sensors(), list[int]()
+    data, profile = Given(world.target), world.profile()
+    options = {"method": "fr", "epochs": 5, "learning_rate": rates, "batch_size": 100, "progress": False}
+
+    def with_room(part: float, **given: Any) -> shiftmend.Adaptation:
+        monkeypatch.setattr("shiftmend.utils.devices.available", lambda: int(part * world.target.nbytes / 0.4))
+        return shiftmend.adapt(world.model, data, profile, **(options | given))
+
+    def stop(model: object, row: Epoch) -> None:
+        epochs.append(row.epoch)
+        if len(epochs) == 3:
+            raise Stop
+
+    whole = with_room(before)
+    assert whole.manifest["resident"] is (before > 1)
+    for _ in range(2):  # what goes on may be cut off again
+        epochs.clear()
+        with pytest.raises(Stop):
+            with_room(before if not any(tmp_path.iterdir()) else after, checkpoint=tmp_path / "c", on_epoch=stop)
+    resumed = with_room(after, checkpoint=tmp_path / "c")
+    assert resumed.manifest["resident"] is whole.manifest["resident"]
+    assert torch.equal(resumed.model[0].weight, whole.model[0].weight)
+
+
+def test_data_that_was_kept_and_is_far_too_large_now_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = sensors()
+    given = world.model, Given(world.target), world.profile()
+    shiftmend.adapt(*given, checkpoint=tmp_path / "c", **OPTIONS)
+    monkeypatch.setattr("shiftmend.utils.devices.available", lambda: world.target.nbytes)
+    with pytest.raises(AdaptationError, match="or data that no longer fits into memory"):
+        shiftmend.adapt(*given, checkpoint=tmp_path / "c", **OPTIONS)
+    monkeypatch.undo()
+    with pytest.raises(AdaptationError, match="belongs to another run"):
+        shiftmend.adapt(*given, checkpoint=tmp_path / "c", resident=False, **OPTIONS)
+
+
+def test_a_run_has_one_name_in_whatever_order_its_facts_are_given() -> None:
+    name = checkpoints.identify({"seed": 1, "options": {"epochs": 2, "blocks": [3, 4]}})
+    assert name == checkpoints.identify({"options": {"blocks": [3, 4], "epochs": 2}, "seed": 1})
+    assert name != checkpoints.identify({"seed": 1, "options": {"epochs": 2, "blocks": [4, 3]}})
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_first_epoch(tmp_path: Path) -> None:
+    world = sensors()
+    (tmp_path / "file").write_text("")
+    os.mkfifo(tmp_path / "pipe")
+    places = {
+        tmp_path: "is a folder",
+        tmp_path / "file/c": r"cannot be written \((Not a directory|File exists)\); name another file$",
+        tmp_path / ("x" * 300): r"x cannot be written \(File name too long\); name another file$",
+        tmp_path / "pipe": "is a device or",
+    }
+    for path, words in places.items():
+        with pytest.raises(AdaptationError, match=words):
+            shiftmend.adapt(world.model, world.target, world.profile(), checkpoint=path, **OPTIONS)
+    shiftmend.adapt(
+        world.model,
+        world.target,
+        world.profile(),
+        checkpoint=tmp_path / "new/folder/c",
+        **(OPTIONS | {"epochs_per_block": 1}),
+    )
+    assert (tmp_path / "new/folder/c").exists()
+
+
+def test_what_a_killed_process_left_half_written_goes_and_nothing_else(tmp_path: Path) -> None:
+    """Each may be as large as the model, and nobody sees hidden files."""
+    path, others = tmp_path / "run[1]", ["run[1]", ".run[1].rate-0.1.a1b2c3_4.partial", ".run1.a1b2c3_4.partial"]
+    descriptor, left = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=tmp_path)  # as files.py does
+    os.close(descriptor)
+    for name in others:
+        (tmp_path / name).touch()
+    with checkpoints.alone_at(path) as alone:
+        assert alone
+    assert not Path(left).exists()
+    assert sorted(found.name for found in tmp_path.iterdir()) == sorted(others)
+
+
+def test_what_another_user_left_half_written_stays_and_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, unlink = tmp_path / ".run.a1b2c3_4.partial", Path.unlink
+    left.touch()
+
+    def as_in_a_shared_folder(path: Path, missing_ok: bool = False) -> None:
+        if path == left:
+            raise PermissionError(1, "Operation not permitted", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", as_in_a_shared_folder)
+    with checkpoints.alone_at(tmp_path / "run") as alone:
+        assert alone
+    assert list(tmp_path.iterdir()) == [left]
+
+
+def test_what_is_left_behind_a_link_goes_too(tmp_path: Path) -> None:
+    (tmp_path / "large disk").mkdir()
+    left = tmp_path / "large disk" / ".run.a1b2c3_4.partial"
+    left.touch()
+    (tmp_path / "link").symlink_to(tmp_path / "large disk" / "run")
+    with checkpoints.alone_at(tmp_path / "link") as alone:
+        assert alone
+    assert not left.exists()
+
+
+def test_a_second_run_with_the_checkpoint_of_one_under_way_is_refused_and_the_first_ends_as_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = sensors()
+    profile, refusals, written = world.profile(), list[str](), checkpoints.save_tensors
+    (tmp_path / "link").symlink_to(tmp_path / "c")
+
+    def while_it_is_written(place: Path, *rest: Any) -> None:
+        written(place, *rest)
+        with pytest.raises(AdaptationError) as caught:
+            shiftmend.adapt(world.model, world.target, profile, checkpoint=tmp_path / "link", **OPTIONS)
+        refusals.append(str(caught.value))
+
+    monkeypatch.setattr(checkpoints, "save_tensors", while_it_is_written)
+    options = OPTIONS | {"epochs_per_block": 1}
+    result = shiftmend.adapt(world.model, world.target, profile, checkpoint=tmp_path / "c", **options)
+    words = f"another run uses checkpoint {tmp_path / 'link'}; let it finish, or name another file"
+    assert refusals == [words] * result.manifest["epochs"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "link"]
+
+
+def test_a_full_disk_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from shiftmend.engine import checkpoint as checkpoints
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "save_tensors", full)
+    world = sensors()
+    result = shiftmend.adapt(
+        world.model, world.target, world.profile(), checkpoint=tmp_path / "c", **(OPTIONS | {"epochs_per_block": 1})
+    )
+    assert result.manifest["status"] == "finished"
+    assert "No space left" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"\xff" * 100])
+def test_damaged_checkpoints_are_refused(tmp_path: Path, content: bytes) -> None:
+    world = sensors()
+    (tmp_path / "c").write_bytes(content)
+    with pytest.raises(AdaptationError, match="no readable shiftmend checkpoint"):
+        shiftmend.adapt(world.model, world.target, world.profile(), checkpoint=tmp_path / "c", **OPTIONS)
+    assert (tmp_path / "c").read_bytes() == content
+
+
+def test_no_damaged_byte_goes_unnoticed(tmp_path: Path) -> None:
+    """Some would change a weight, others its name: the run would go on, to another end."""
+    checkpoints.save(tmp_path / "c", "run", 0, 1, [], torch.nn.Linear(2, 1), None)
+    whole = (tmp_path / "c").read_bytes()
+    assert checkpoints.load(tmp_path / "c", "run") is not None
+    for place in range(len(whole)):
+        (tmp_path / "c").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(AdaptationError, match="is no readable shiftmend checkpoint"):
+            checkpoints.load(tmp_path / "c", "run")

@@ -1,0 +1,37 @@
+"""Watch worker processes from a test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import Popen
+
+from shiftmend.research.bench.execute import Task
+
+
+def silent(task: Task, done: int, total: int) -> None:
+    pass
+
+
+def eventually(condition: Callable[[], object], process: Popen[str] | None = None, seconds: float = 60.0) -> bool:
+    """Whether it comes true in time, and before the process ends."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end or (process is not None and process.poll() is not None):
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def alive(pid: int) -> bool:
+    """Still running: one that has ended may wait for its parent to ask about it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def seen(root: Path) -> set[int]:
+    """The processes that have loaded data."""
+    return {int(file.name.rpartition("-")[2]) for file in root.glob("seen/*")}

@@ -1,0 +1,70 @@
+"""One mended model for all tests of the report, made once: sensors whose gains have changed."""
+
+from __future__ import annotations
+
+import functools
+from html.parser import HTMLParser
+from pathlib import Path
+
+from worlds import World, sensors
+
+import shiftmend
+from shiftmend.adaptation.result import Adaptation
+from shiftmend.profiles.profile import Profile
+
+VOID = {"meta", "img", "br", "input", "hr", "link", "source"}
+
+
+@functools.cache
+def mended(method: str = "bufr") -> tuple[World, Profile, Adaptation]:
+    world = sensors()
+    profile = world.profile()
+    options = {"epochs_per_block": 4} if method == "bufr" else {}
+    return world, profile, shiftmend.adapt(world.model, world.target, profile, method, progress=False, **options)
+
+
+class Page(HTMLParser):
+    """A page taken apart: elements with their attributes, text by section; refuses tags that do not nest."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.sections: dict[str, str] = {}
+        self.headings: list[tuple[str, str]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self._section = ""
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    @staticmethod
+    def read(path: Path) -> Page:
+        return Page(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert len({name for name, _ in attrs}) == len(attrs), f"an attribute of <{tag}> is there twice"
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+        if tag == "section":
+            self._section = dict(attrs).get("id") or ""
+            self.sections[self._section] = ""
+        if tag in ("h1", "h2", "h3", "h4"):
+            self.headings.append((tag, ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open, f"</{tag}> ends nothing"
+        assert self._open.pop() == tag
+        if tag == "section":
+            self._section = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] in ("script", "style"):
+            return
+        self.text += data
+        if self._section:
+            self.sections[self._section] += data
+        if {"h1", "h2", "h3", "h4"} & set(self._open):
+            level, before = self.headings[-1]
+            self.headings[-1] = (level, before + data)

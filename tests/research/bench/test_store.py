@@ -1,0 +1,611 @@
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shiftmend.errors import DataError
+from shiftmend.research.bench import store as store_module
+from shiftmend.research.bench.benchmark import SIGNALS, Cell, Origin, Outcome, Result
+from shiftmend.research.bench.results import stored
+from shiftmend.research.bench.store import COLUMNS, Store, to_compact
+
+CELL = Cell("emnist-da", "offline", "bufr", "sky", 123, "a1b2")
+EARLIER, LATER = "2022-04-25T09:00:00Z", "2022-04-25T10:00:00Z"
+
+
+def done(accuracy: float = 0.8, cell: Cell = CELL, **facts: Any) -> Result:
+    return Result(cell, "published", last=Outcome(9, accuracy, 0.1, 0.2, 0.7, 0.3), **facts)
+
+
+def failed(error: str = "out of memory", cell: Cell = CELL, finished: str = EARLIER) -> Result:
+    return Result(cell, "published", error=error, finished=finished)
+
+
+def seeds(count: int) -> list[Result]:
+    return [done(seed / 100, replace(CELL, seed=seed)) for seed in range(count)]
+
+
+def filled(path: Path, *results: Result) -> Path:
+    with Store(path) as store:
+        for result in results:
+            store.record(result)
+    return path
+
+
+def contents(path: Path) -> list[Result]:
+    with Store(path, read_only=True) as store:
+        return store.results()
+
+
+def same(first: Any, second: Any) -> bool:
+    """Equality of values and types for which NaN equals NaN."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return bool(first == second or (first != first and second != second))
+
+
+# Recording and reading
+
+# Not the lone surrogates, which are no Unicode, nor the words that stand for numbers in JSON.
+texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=8).filter(lambda text: text != "NaN")
+numbers = st.floats()
+counts = st.integers(-(2**63), 2**63 - 1)
+outcomes = st.builds(Outcome, counts, numbers, numbers, numbers, numbers, numbers)
+trees = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+cells = st.builds(Cell, texts, texts, texts, texts, counts, texts)
+facts: dict[str, st.SearchStrategy[Any]] = {
+    "origin": st.sampled_from(get_args(Origin)),
+    "best": st.none() | outcomes,
+    "selected": st.none() | outcomes,
+    "signals": st.fixed_dictionaries({}, optional=dict.fromkeys(SIGNALS, numbers)),
+    "restoration_distance": st.none() | numbers,
+    "alignment_loss": st.none() | numbers,
+    "ece_per_batch": st.none() | numbers,
+    "epochs": counts,
+    "seconds": numbers,
+    "peak_memory": st.none() | counts,
+    "history": st.lists(st.dictionaries(texts, trees, max_size=3), max_size=3).map(tuple),
+    "manifest": st.dictionaries(texts, trees, max_size=3),
+    "finished": texts,
+}
+any_result = st.builds(Result, cells, last=outcomes, error=st.none(), **facts) | st.builds(
+    Result, cells, last=st.none() | outcomes, error=texts, **facts
+)
+
+
+@settings(max_examples=60)
+@given(any_result)
+def test_any_result_comes_back_as_it_was(result: Result) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = filled(Path(folder, "store.sqlite"), result)
+        (found,) = contents(path)
+        assert same(asdict(found), asdict(result))
+        with Store(path, read_only=True) as store:
+            assert store.cells() == (set() if result.failed else {result.cell})
+
+
+def test_nan_is_null_to_sql_and_nan_to_us(tmp_path: Path) -> None:
+    diverged = replace(
+        done(math.nan),
+        signals={"entropy": math.nan, "slices": math.inf},
+        alignment_loss=-math.inf,
+        history=({"loss": math.nan, "nll": [math.inf, -math.inf]},),
+    )
+    path = filled(tmp_path / "store", diverged, done(0.5, replace(CELL, seed=1)))
+    (found, _) = contents(path)[::-1]
+    assert found.last is not None
+    assert math.isnan(found.last.accuracy)
+    assert math.isnan(found.signals["entropy"])
+    assert (found.signals["slices"], found.alignment_loss) == (math.inf, -math.inf)
+    assert "marginals" not in found.signals
+    assert math.isnan(found.history[0]["loss"])
+    assert found.history[0]["nll"] == [math.inf, -math.inf]
+    connection = sqlite3.connect(path)
+    assert connection.execute("SELECT avg(last_accuracy) FROM cells").fetchone() == (0.5,)
+    row = connection.execute("SELECT not_a_number, json_extract(history, '$[0].loss') FROM cells WHERE seed = 123")
+    assert row.fetchone() == ("last_accuracy entropy", "NaN")
+    connection.close()
+
+
+def test_a_person_can_query_it(tmp_path: Path) -> None:
+    path = filled(tmp_path / "store.sqlite", done(0.75, manifest={"rate": 0.01}), failed(cell=replace(CELL, seed=5)))
+    connection = sqlite3.connect(path)
+    assert [row[1] for row in connection.execute("PRAGMA table_info(cells)")] == [*COLUMNS, "not_a_number"]
+    key = [row[1] for row in sorted(connection.execute("PRAGMA table_info(cells)"), key=lambda row: row[5]) if row[5]]
+    assert key == ["benchmark", "protocol", "method", "shift", "seed", "recipe"]
+    query = "SELECT status, error, last_accuracy, json_extract(manifest, '$.rate') FROM cells ORDER BY seed"
+    assert connection.execute(query).fetchall() == [("failed", "out of memory", None, None), ("done", None, 0.75, 0.01)]
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kept"),
+    [
+        (done(0.5), done(0.9), False),
+        (done(0.5), failed(), False),
+        (failed(finished=LATER), done(0.9, finished=EARLIER), True),
+        (failed("one"), failed("two"), True),
+        (failed("one", finished=LATER), failed("two", finished=EARLIER), True),  # clocks may be set back
+    ],
+)
+def test_a_finished_cell_stays_and_a_failed_one_gives_way(
+    before: Result, after: Result, kept: bool, tmp_path: Path
+) -> None:
+    with Store(tmp_path / "store") as store:
+        assert store.record(before) is True
+        assert store.record(after) is kept
+        assert store.results() == [after if kept else before]
+
+
+def test_another_recipe_is_another_cell(tmp_path: Path) -> None:
+    newer = replace(CELL, recipe="c3d4")
+    assert contents(filled(tmp_path / "store", done(0.9, newer), done(0.5))) == [done(0.5), done(0.9, newer)]
+
+
+def test_filters_and_a_fixed_order(tmp_path: Path) -> None:
+    everything = [
+        done(cell=Cell(benchmark, protocol, method, shift, seed, "r"))
+        for benchmark in ("b1", "b2")
+        for protocol in ("offline", "online")
+        for method in ("bufr", "fr")
+        for shift in ("Sky", "fog")
+        for seed in (2, 10)
+    ]
+    lost = [failed(cell=Cell("b1", "offline", "bufr", "fog", 3, "r"))]
+    with Store(filled(tmp_path / "store", *everything[::-1], *lost)) as store:
+        assert store.results() == sorted([*everything, *lost], key=lambda result: result.cell)
+        assert store.results(status="done") == everything
+        assert store.cells() == {result.cell for result in everything}
+        assert store.results(status="failed") == lost
+        assert store.results("b1", "offline", "bufr", "fog", 3) == lost
+        assert store.results("b1", "offline", "bufr", "fog", 3, status="done") == []
+        for name in ("benchmark", "protocol", "method", "shift", "seed", "recipe"):
+            value = getattr(everything[5].cell, name)
+            expected = [result for result in everything if getattr(result.cell, name) == value]
+            assert store.results(status="done", **{name: value}) == expected
+        assert store.results(benchmark="' OR 1 --") == []
+
+
+def test_what_cannot_be_kept_changes_nothing(tmp_path: Path) -> None:
+    with Store(tmp_path / "store") as store:
+        store.record(done(0.5))
+        with pytest.raises(DataError, match=r"manifest\.x is an object"):
+            store.record(done(cell=replace(CELL, seed=1), manifest={"x": object()}))
+        assert store.record(done(0.6, replace(CELL, seed=2))) is True
+    assert len(contents(tmp_path / "store")) == 2
+
+
+# Merging
+
+stores = st.lists(
+    st.builds(
+        # What is done is a function of its cell, as it is on machines that compute alike.
+        lambda seed, ok, finished: (
+            done(seed / 10, replace(CELL, seed=seed)) if ok else failed(finished, replace(CELL, seed=seed), finished)
+        ),
+        st.integers(0, 5),
+        st.booleans(),
+        st.sampled_from([EARLIER, LATER]),
+    ),
+    max_size=8,
+)
+
+
+@settings(max_examples=30)
+@given(st.lists(stores, min_size=2, max_size=3))
+def test_merging_is_idempotent_and_knows_no_order_of_what_is_done(parts: list[list[Result]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [filled(Path(folder, str(index)), *part) for index, part in enumerate(parts)]
+        merged = []
+        for order in (paths, paths[::-1]):
+            with Store(Path(folder, f"from {order[0].name}")) as store:
+                before = 0
+                for path in order:
+                    store.merge(stored(path))
+                    assert store.merge(stored(path)) == 0
+                    assert len(store.cells()) >= before
+                    before = len(store.cells())
+                merged.append((store.results(status="done"), [result.cell for result in store.results()]))
+        assert merged[0] == merged[1]
+        assert merged[0][0] == sorted(
+            {result.cell: result for part in parts for result in part if not result.failed}.values(),
+            key=lambda result: result.cell,
+        )
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "winner"),
+    [
+        (done(0.5, finished=LATER), done(0.9, finished=EARLIER), "here"),
+        (done(0.5), failed(finished=LATER), "here"),
+        (failed(finished=LATER), done(0.9, finished=EARLIER), "there"),
+        (failed("one", finished=EARLIER), failed("two", finished=LATER), "there"),
+        (failed("one", finished=LATER), failed("two", finished=EARLIER), "here"),
+    ],
+)
+def test_who_wins_a_merge(here: Result, there: Result, winner: str, tmp_path: Path) -> None:
+    other = filled(tmp_path / "other", there, done(cell=replace(CELL, seed=1)))
+    untouched = other.read_bytes()
+    with Store(filled(tmp_path / "store", here)) as store:
+        assert store.merge(stored(other)) == (2 if winner == "there" else 1)
+        assert store.results(seed=123) == [there if winner == "there" else here]
+        assert store.merge(store.results()) == 0  # with itself
+    assert other.read_bytes() == untouched
+
+
+def test_an_export_is_merged_like_the_store_it_was_made_from(tmp_path: Path) -> None:
+    known = [done(0.25), done(0.5, replace(CELL, seed=1)), failed("it broke", replace(CELL, seed=2))]
+    (tmp_path / "export.json").write_text(to_compact(known))
+    with Store(filled(tmp_path / "store", known[0])) as store:
+        assert store.merge(stored(tmp_path / "export.json")) == 2
+        assert [(found.cell, found.error) for found in store.results()] == [
+            (result.cell, result.error) for result in sorted(known, key=lambda result: result.cell)
+        ]
+        assert store.cells() == {known[0].cell, known[1].cell}
+
+
+# Opening what is not a good store
+
+
+def foreign(path: Path, *statements: str) -> None:
+    connection = sqlite3.connect(path)
+    for statement in statements:
+        connection.execute(statement)
+    connection.commit()
+    connection.close()
+
+
+def overwritten(path: Path) -> None:
+    filled(path, *(replace(result, manifest={"long": "x" * 3000}) for result in seeds(40)))
+    content = bytearray(path.read_bytes())
+    content[4096 : 4096 * 3] = b"\xa5" * (4096 * 2)
+    path.write_bytes(content)
+
+
+def one_row_less(path: Path) -> None:
+    """Each page can be read, but the one with the rows counts one of them less."""
+    content = bytearray(filled(path, *seeds(2)).read_bytes())
+    assert content[4096:4101] == b"\x0d\0\0\0\x02", "expected a leaf of two rows"
+    content[4100] = 1
+    path.write_bytes(content)
+
+
+def truncated(path: Path) -> None:
+    filled(path, *(replace(result, manifest={"long": "x" * 3000}) for result in seeds(40)))
+    os.truncate(path, path.stat().st_size // 2)
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "text": (lambda path: path.write_text("method,accuracy\nbufr,0.8\n"), "is no SQLite database"),
+    "one byte": (lambda path: path.write_bytes(b"\0"), "is no SQLite database"),
+    "zeros": (lambda path: path.write_bytes(bytes(8192)), "is no SQLite database"),
+    "header alone": (lambda path: path.write_bytes(b"SQLite format 3\0"), "no store of benchmark results"),
+    "another program's": (lambda path: foreign(path, "CREATE TABLE photos (name)"), "no store of benchmark results"),
+    "another program's table of that name": (
+        lambda path: foreign(path, "CREATE TABLE cells (name)", "PRAGMA user_version = 1"),
+        "no store of benchmark results",
+    ),
+    "another version": (
+        lambda path: foreign(filled(path, done()), "PRAGMA user_version = 2"),
+        "has version 2, expected 1; open it with the shiftmend that wrote it",
+    ),
+    "overwritten pages": (overwritten, "is damaged; go back to a copy"),
+    "a row less": (one_row_less, "is damaged; go back to a copy"),
+    "half the file": (truncated, "is damaged; go back to a copy"),
+    "a folder": (Path.mkdir, "is a folder, expected the name of a store"),
+}
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_gets_one_sentence_and_stays_as_it_is(name: str, read_only: bool, tmp_path: Path) -> None:
+    make, message = BAD[name]
+    path = tmp_path / "some store.sqlite"
+    make(path)
+    before = None if path.is_dir() else (path.read_bytes(), path.stat().st_mtime_ns)
+    with pytest.raises(DataError, match=message) as caught:
+        Store(path, read_only=read_only)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert before is None or (path.read_bytes(), path.stat().st_mtime_ns) == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_text_that_cannot_be_decoded_is_damage_in_a_short_sentence(tmp_path: Path) -> None:
+    path = filled(tmp_path / "store.sqlite", replace(done(), manifest={"long": "x" * 3000}))
+    content = path.read_bytes()
+    assert content.count(b"x" * 500) > 1
+    path.write_bytes(content.replace(b"x" * 500, b"\xff" * 500, 1))
+    with pytest.raises(DataError, match="is damaged; go back to a copy"):
+        contents(path)
+
+
+def test_a_damaged_row_is_named_with_its_store(tmp_path: Path) -> None:
+    """Which of several stores that are merged it is in would not be known otherwise."""
+    path = filled(tmp_path / "store.sqlite", replace(done(), manifest={"long": "x" * 3000}))
+    path.write_bytes(path.read_bytes().replace(b"x" * 500, b"\n" * 500, 1))
+    with pytest.raises(DataError, match=r"^the store .*store\.sqlite: the row of bufr on sky, seed 123 is damaged "):
+        contents(path)
+
+
+def test_another_programs_unfinished_business_is_not_finished(tmp_path: Path) -> None:
+    """SQLite would move a write-ahead log into the file of whoever left it there."""
+    owner = sqlite3.connect(tmp_path / "theirs")
+    owner.executescript("PRAGMA journal_mode = WAL; CREATE TABLE photos (name); INSERT INTO photos VALUES ('x')")
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    owner.close()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()}
+    assert len(before["theirs-wal"]) > 0
+    with pytest.raises(DataError, match=r"no SQLite database|no store of benchmark results"):
+        Store(tmp_path / "copy" / "theirs")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()} == before
+
+
+def test_reading_makes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no store of benchmark results at .*store yet; run a benchmark to make it"):
+        Store(tmp_path / "store", read_only=True)
+    with pytest.raises(DataError, match="no store of benchmark results at"):
+        Store(tmp_path / "folder" / "store", read_only=True)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "empty").touch()  # as it is while its first process starts
+    with pytest.raises(DataError, match="no store of benchmark results at"):
+        Store(tmp_path / "empty", read_only=True)
+    assert (tmp_path / "empty").stat().st_size == 0
+    with Store(tmp_path / "empty") as store:
+        assert store.results() == []
+
+
+def test_who_reads_cannot_write(tmp_path: Path) -> None:
+    path = filled(tmp_path / "store", done())
+    before = path.read_bytes()
+    with Store(path, read_only=True) as store:
+        with pytest.raises(DataError, match="open for reading only"):
+            store.record(failed(cell=replace(CELL, seed=1)))
+        assert store.results() == [done()]
+    assert path.read_bytes() == before
+
+
+def test_a_missing_folder_is_not_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in ("missing", "file"):
+        with pytest.raises(
+            DataError, match=f"the folder .*{folder} of the store results does not exist; make it first"
+        ):
+            Store(tmp_path / folder / "results")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_write_protected_place_is_named(tmp_path: Path) -> None:
+    path = filled(tmp_path / "store", done())
+    for protected, mode in ((path, 0o444), (tmp_path, 0o555)):
+        before = protected.stat().st_mode
+        protected.chmod(mode)
+        try:
+            with pytest.raises(DataError, match="write-protected"):
+                Store(path)
+            assert contents(path) == [done()]  # but it can be read
+        finally:
+            protected.chmod(before)
+
+
+def test_whoever_may_not_write_is_told_before_anything_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = filled(tmp_path / "store", done())
+    for protected in (path, tmp_path):
+        monkeypatch.setattr(os, "access", lambda place, mode, protected=protected: Path(place) != protected)
+        with pytest.raises(DataError, match="write-protected; permit writing or name another place"):
+            Store(path)
+        assert contents(path) == [done()]
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = filled(tmp_path / "store", done())
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    for look in (stored, Store):
+        with pytest.raises(DataError, match="store cannot be read: Permission denied; permit it or name another file"):
+            look(path)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder in which nobody can make files")
+def test_a_folder_that_takes_no_files_is_named() -> None:
+    with pytest.raises(DataError, match="/proc/shiftmend"):
+        Store("/proc/shiftmend.sqlite")
+
+
+def test_names_with_odd_characters(tmp_path: Path) -> None:
+    path = filled(tmp_path / "a?b=c#d %41 é.sqlite", done())
+    assert contents(path) == [done()]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_said_and_takes_nothing_with_it(tmp_path: Path) -> None:
+    with Store(filled(tmp_path / "store", done())) as store:
+        store._connection.execute("PRAGMA max_page_count = 4")  # the only disk a test can fill
+        with pytest.raises(DataError, match="store has no room left on its disk; make some and run again"):
+            store.record(done(cell=replace(CELL, seed=1), manifest={"long": "x" * 100_000}))
+        assert store.record(done(cell=replace(CELL, seed=2))) is True
+        assert [result.cell.seed for result in store.results()] == [2, 123]
+
+
+def test_a_store_that_was_taken_away_takes_no_result_with_it(tmp_path: Path) -> None:
+    with Store(filled(tmp_path / "store", done())) as store:
+        (tmp_path / "store").rename(tmp_path / "elsewhere")
+        with pytest.raises(DataError, match="store was moved or deleted while it was in use; put it back"):
+            store.record(done(cell=replace(CELL, seed=1)))
+    assert contents(tmp_path / "elsewhere") == [done()]
+
+
+# Several processes, and their deaths
+
+WRITER = """
+import sys
+from dataclasses import replace
+from shiftmend.research.bench.benchmark import Cell
+from shiftmend.research.bench.benchmark import Outcome
+from shiftmend.research.bench.benchmark import Result
+from shiftmend.research.bench.store import Store
+
+path, name, first, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+print("ready", flush=True)
+sys.stdin.readline()
+with Store(path) as store:
+    for seed in range(first, first + count):
+        cell = Cell("emnist-da", "offline", "bufr", "sky", seed, "a1b2")
+        history = tuple({"epoch": epoch, "loss": 0.5} for epoch in range(400))
+        result = Result(cell, "published", last=Outcome(9, 0.8, 0.1, 0.2, 0.7, 0.3), history=history, finished=name)
+        print(seed, int(store.record(result)), flush=True)
+"""
+
+
+def writer(path: Path, name: str, first: int, count: int) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path), name, str(first), str(count)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def start(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+def acknowledged(lines: list[str]) -> dict[int, bool]:
+    """What a writer was told, but for a last line that it was killed in."""
+    return {int(seed): kept == "1" for seed, kept in (line.split() for line in lines if line.endswith("\n"))}
+
+
+def test_what_was_acknowledged_survives_sigkill(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    known: dict[int, bool] = {}
+    for round_number in range(3):
+        process = writer(path, "killed", 10_000 * round_number, 10_000)
+        start(process)
+        assert process.stdout is not None
+        # Some way into the loop, and then at no particular moment of it.
+        lines = [process.stdout.readline() for _ in range(5)]
+        time.sleep(0.02 + 0.0137 * round_number)
+        os.kill(process.pid, signal.SIGKILL)
+        lines += process.stdout.readlines()
+        assert process.wait(10) == -signal.SIGKILL
+        process.stdout.close()
+        told = acknowledged(lines)
+        assert len(told) >= 5
+        assert all(told.values())
+        known |= told
+        found = [result.cell.seed for result in contents(path)]
+        assert len(found) == len(set(found))
+        unannounced = set(found) - set(known)
+        assert set(known) <= set(found)
+        assert len(unannounced) <= 1  # committed, but killed before it could say so
+        known |= dict.fromkeys(unannounced, True)
+        assert all(len(result.history) == 400 for result in contents(path))
+    with Store(path) as store:
+        assert store.record(done(cell=replace(CELL, seed=-1))) is True
+
+
+KILLED_WITHIN = """
+import os, signal, sys
+from shiftmend.research.bench.store import Store
+
+store = Store(sys.argv[1])
+store._connection.execute("PRAGMA cache_size = 1")  # writes pages before the commit
+store._connection.execute("BEGIN IMMEDIATE")
+store._connection.execute("UPDATE cells SET manifest = manifest || zeroblob(9000), last_accuracy = 0")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_half_a_transaction_is_taken_back_by_whoever_comes_next(read_only: bool, tmp_path: Path) -> None:
+    path = filled(tmp_path / "store", *seeds(60))
+    before = path.read_bytes()
+    killed = subprocess.run([sys.executable, "-c", KILLED_WITHIN, str(path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert (tmp_path / "store-journal").stat().st_size > 0
+    assert path.read_bytes() != before  # really half written
+    with Store(path, read_only=read_only) as store:
+        assert store.results() == seeds(60)
+    assert not (tmp_path / "store-journal").exists()
+
+
+def test_two_processes_write_the_same_and_different_cells(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"  # which both find missing
+    processes = [writer(path, "first", 0, 60), writer(path, "second", 30, 60)]
+    for process in processes:
+        start(process)
+    told = []
+    for process in processes:
+        assert process.stdout is not None
+        told.append(acknowledged(process.stdout.readlines()))
+        assert process.wait(60) == 0
+        process.stdout.close()
+    assert [len(answers) for answers in told] == [60, 60]
+    results = contents(path)
+    assert [result.cell.seed for result in results] == list(range(90))
+    for result in results:
+        keepers = [
+            name for name, answers in zip(("first", "second"), told, strict=True) if answers.get(result.cell.seed)
+        ]
+        assert keepers == [result.finished]
+
+
+def test_a_writer_waits_for_another_and_says_so_if_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = filled(tmp_path / "store", done())
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    monkeypatch.setattr(store_module, "PATIENCE", 0.1)
+    with Store(path) as store:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(DataError, match=r"held by another process for 0.1 seconds; end it or try later"):
+            store.record(done(cell=replace(CELL, seed=1)))
+        assert store.results() == [done()]  # reading goes on
+    monkeypatch.setattr(store_module, "PATIENCE", 20.0)
+    with Store(path) as store:
+        release = threading.Timer(0.2, other.execute, ("COMMIT",))
+        release.start()
+        assert store.record(done(cell=replace(CELL, seed=1))) is True
+        release.join()
+    other.close()
+
+
+def test_a_closed_store_is_closed(tmp_path: Path) -> None:
+    with Store(tmp_path / "store") as store:
+        store.record(done())
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        store.results()

@@ -1,0 +1,182 @@
+"""Every figure by its name, from the folder of a run: through the command line, as a user would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shiftmend.cli import main
+from shiftmend.errors import DataError, ShiftmendError
+from shiftmend.research.bench.run import run
+from shiftmend.research.bench.suite import find
+from shiftmend.research.figures import gallery, sheet
+from shiftmend.research.figures.gallery import FIGURES, SHOWN, Wanted
+from shiftmend.research.figures.scenes import stage
+from shiftmend.research.figures.sheet import GAP
+
+TINY = f"{Path(__file__).parents[2] / 'helpers' / 'tiny.py'}:TINY"
+LOOK_INSIDE = ("activations", "embedding", "affected", "moved", "patches")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench")
+    torch.set_num_threads(1)
+    methods = ["source-only", "adabn", "fr"]
+    run(TINY, folder, methods=methods, root=folder, device="cpu", workers=1, progress=False)
+    return folder
+
+
+def drawn(name: str, home: Path, **changes: Any) -> Any:
+    options: dict[str, Any] = {"root": home, "device": "cpu", "methods": ["source-only", "adabn", "fr"]}
+    if name in (*LOOK_INSIDE, "curves"):
+        options |= {"methods": ["fr"], "shifts": ["noisy"]}
+    return gallery.draw(name, Wanted(TINY, home, **(options | changes)))
+
+
+@pytest.mark.parametrize("name", [name for name in FIGURES if name != "shots"])
+def test_every_figure_can_be_drawn_from_a_run(name: str, home: Path) -> None:
+    figure = drawn(name, home)
+    artists = [
+        artist for axis in figure.axes for artist in (*axis.lines, *axis.patches, *axis.collections, *axis.images)
+    ]
+    assert artists
+
+
+def test_the_reliability_diagram_is_of_the_stored_bins(home: Path) -> None:
+    wanted = Wanted(TINY, home, root=home, methods=["fr"])
+    results = [result for result in wanted.results() if result.cell.method == "fr"]
+    text = " ".join(item.get_text() for axis in drawn("reliability", home, methods=["fr"]).axes for item in axis.texts)
+    pooled = [sum(result.manifest["reliability"][i]["count"] for result in results) for i in range(10)]
+    gaps = [
+        sum(
+            part["count"] * (part["accuracy"] - part["confidence"])
+            for result in results
+            if (part := result.manifest["reliability"][i])["count"]
+        )
+        for i in range(10)
+    ]
+    assert f"ECE {100 * sum(map(abs, gaps)) / sum(pooled):.1f} %" in text
+
+
+def test_the_sheet_shows_the_same_images_clean_and_shifted(home: Path) -> None:
+    figure = drawn("sheet", home, shifts=["noisy"])
+    shown = [axis.images[0].get_array() for axis in figure.axes]
+    assert [axis.get_ylabel() for axis in figure.axes] == ["clean", "noisy"]
+    target = find(TINY).load_target("noisy", home)
+    side = target.score.images.shape[-1] + 2 * GAP
+    places = torch.linspace(0, len(target.score) - 1, SHOWN).long()
+    for row, images in zip(shown, (target.clean, target.score), strict=True):
+        assert row.shape == (side, SHOWN * side, 3)
+        for column, place in enumerate(places):
+            cell = row[GAP:-GAP, column * side + GAP : (column + 1) * side - GAP]
+            picture = images.images[place].expand(3, -1, -1).permute(1, 2, 0)
+            assert (cell == picture.numpy()).all()
+    with pytest.raises(DataError, match="needs rows of images"):
+        sheet.draw({})
+
+
+def test_a_scene_is_the_cell_again(home: Path) -> None:
+    scene = stage(TINY, home, "noisy", ["fr"], root=home, device="cpu")
+    wanted = Wanted(TINY, home, root=home, methods=["fr"], seed=scene.seed)
+    (result,) = [r for r in wanted.results() if r.cell.shift == "noisy" and r.cell.method == "fr"]
+    assert scene.adapted["fr"].manifest["adapted_weights"] == result.manifest["adapted_weights"]
+
+
+def test_what_cannot_be_drawn_is_one_sentence(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="unknown figure 'pie', expected one of sheet, reliability"):
+        drawn("pie", home)
+    with pytest.raises(DataError, match="no shift 'sideways'"):
+        drawn("dots", home, shifts=["sideways"])
+    with pytest.raises(DataError, match="no method 'bufr'"):
+        drawn("activations", home, methods=["bufr"])
+    with pytest.raises(DataError, match="no method 'bufr'"):
+        drawn("patches", home, methods=["bufr"])
+    with pytest.raises(DataError, match="source model of its own"):
+        drawn("moved", home, methods=["shot"])
+    with pytest.raises(DataError, match="no store of benchmark results"):
+        gallery.draw("dots", Wanted(TINY, tmp_path, root=tmp_path))
+    with pytest.raises(DataError, match="no shift 'sideways'"):
+        drawn("shots", home, shifts=["sideways"])
+    with pytest.raises(DataError, match=r"no method 'fry'; .* did you mean fr"):
+        drawn("shots", home, methods=["fry"])
+    with pytest.raises(DataError, match="no seed of any method"):
+        drawn("shots", home, seed=77)
+    with pytest.raises(DataError, match="no finished result of source-only"):
+        drawn("reliability", home, methods=None, seed=77)
+    with pytest.raises(DataError, match="no finished result of shot on noisy"):
+        drawn("curves", home, methods=["shot"])
+
+
+@pytest.mark.parametrize("name", ["curves", "moved", "affected", "activations"])
+def test_without_the_usual_methods_a_benchmarks_own_are_drawn(name: str, home: Path) -> None:
+    """There is no BUFR in this benchmark."""
+    assert drawn(name, home, methods=None).axes
+
+
+def test_what_came_from_an_export_has_no_curves(home: Path, tmp_path: Path) -> None:
+    file, merged = str(tmp_path / "tiny.json"), tmp_path / "merged"
+    for command in (
+        ["export", "--folder", str(home), "--format", "compact", "--out", file],
+        ["merge", file, "--folder", str(merged)],
+    ):
+        with pytest.raises(SystemExit, match="0"):
+            main(["bench", *command])
+    with pytest.raises(DataError, match="no result of fr on noisy has a history, which streams and compact exports"):
+        drawn("curves", merged, root=home)
+    run(TINY, merged, methods=["fr"], seeds=[3], root=home, device="cpu", workers=1, progress=False)
+    assert "seed 3" in str(drawn("curves", merged, root=home).get_suptitle())
+
+
+def test_the_command_writes_what_it_says(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shared = ["--folder", str(home), "--data-root", str(home), "--methods", "adabn,fr"]
+    for target, start in (("a.svg", b"<?xml"), ("b.png", b"\x89PNG")):
+        with pytest.raises(SystemExit) as ended:
+            main(["figure", "dots", TINY, *shared, "--out", target])
+        assert ended.value.code == 0
+        assert f"written to {target}" in capsys.readouterr().out
+        assert (tmp_path / target).read_bytes().startswith(start)
+    for wrong, said in (
+        (["pie", TINY], "unknown figure"),
+        (["dots", TINY, "--out", "c.pdf"], ".png or .svg"),
+        (["dots", TINY, "--folder", "nowhere"], "no store"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["figure", *wrong[:2], *shared, *wrong[2:]])
+        assert ended.value.code == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(SystemExit):
+        main(["figure", "list"])
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in FIGURES)
+
+
+def test_figures_of_results_only_read_their_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert drawn("dots", home).axes
+    with pytest.raises(ShiftmendError, match="nothing can be written into"):
+        drawn("moved", home)
+
+
+def test_figures_of_results_can_be_drawn_from_an_export(home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.json"
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "export", "--folder", str(home), "--format", "compact", "--out", str(file)])
+    for name in ("dots", "restoration"):
+        there, here = drawn(name, home), drawn(name, file)
+        for one, other in zip(there.axes, here.axes, strict=True):
+            points = [[artist.get_offsets().tolist() for artist in axis.collections] for axis in (one, other)]
+            lines = [[artist.get_xydata().tolist() for artist in axis.lines] for axis in (one, other)]
+            assert sum(map(len, (*points[0], *lines[0])))
+            for of_store, of_file in (points, lines):
+                for expected, found in zip(of_store, of_file, strict=True):
+                    assert found == [pytest.approx(point, rel=1e-4, nan_ok=True) for point in expected]
+    for name in (*LOOK_INSIDE, "curves", "reliability"):
+        with pytest.raises(DataError, match=f"is enough for dots, .*, but {name} needs the folder of the run"):
+            drawn(name, file)

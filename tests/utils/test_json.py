@@ -1,0 +1,45 @@
+"""Any program has to be able to read what is printed and written, also of a run that came to no numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shiftmend.errors import DataError
+from shiftmend.utils.json import dumps, plain, revived
+
+TEXT = st.text(max_size=5).filter(lambda text: text not in ("NaN", "Infinity", "-Infinity"))
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def no_such_number(word: str) -> NoReturn:
+    raise AssertionError(f"{word} is no JSON")
+
+
+@given(VALUES)
+def test_what_is_written_is_strict_and_comes_back(value: Any) -> None:
+    read = json.loads(dumps(value), parse_constant=no_such_number)
+    assert repr(revived(read)) == repr(value)  # NaN is not equal to itself
+
+
+def test_tuples_become_lists_and_what_is_not_finite_text() -> None:
+    given = (math.nan, math.inf, {"low": -math.inf, "sizes": (1, 2)})
+    assert plain(given, "result") == ["NaN", "Infinity", {"low": "-Infinity", "sizes": [1, 2]}]
+
+
+@pytest.mark.parametrize(
+    ("value", "where"), [({"a": [torch.zeros(1)]}, r"facts\.a\[0\] is a Tensor"), ({1: 2}, "facts")]
+)
+def test_what_json_does_not_have_is_refused_by_its_place(value: Any, where: str) -> None:
+    with pytest.raises(DataError, match=where):
+        dumps(value, "facts")
