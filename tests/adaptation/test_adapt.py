@@ -397,7 +397,7 @@ def test_epochs_are_looked_at_in_the_precision_of_the_steps_and_judged_in_full()
     seen = []
 
     def look(model: nn.Module, row: Epoch) -> None:
-        seen.append((row.confidence, confidence(model, half=True), confidence(model, half=False)))
+        seen.append((row.signals["confidence"], confidence(model, half=True), confidence(model, half=False)))
 
     result = shiftmend.adapt(
         world.model, world.target, world.profile(), "fr", epochs=2, autocast=True, on_epoch=look, progress=False
@@ -592,10 +592,10 @@ def test_batch_norm_that_averages_over_its_whole_life_still_adapts() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_interrupts_while_verifying_lose_nothing(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shiftmend.engine import trainer as loop
+    from shiftmend.adaptation import adapt as adapting
 
     world = sensors()
-    original, calls = loop.observe, []
+    original, calls = adapting.observe, []
 
     def interrupted(*arguments):  # type: ignore[no-untyped-def]
         calls.append(1)
@@ -604,7 +604,7 @@ def test_interrupts_while_verifying_lose_nothing(when: str, monkeypatch: pytest.
         return original(*arguments)
 
     profile = world.profile()
-    monkeypatch.setattr(loop, "observe", interrupted)
+    monkeypatch.setattr(adapting, "observe", interrupted)
     result = shiftmend.adapt(world.model, world.target, profile, "fr", epochs=2, learning_rate=0.1, progress=False)
     if when == "before":
         assert result.interrupted

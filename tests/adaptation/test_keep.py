@@ -123,7 +123,7 @@ def test_without_a_profile_nothing_is_looked_at_again_at_the_end(monkeypatch: py
         looks.append(arguments)
         return observe(*arguments)
 
-    monkeypatch.setattr(loop, "observe", counted)
+    monkeypatch.setattr("shiftmend.adaptation.adapt.observe", counted)
     for method in ("source-only", "adabn"):
         looks.clear()
         result = shiftmend.adapt(world.model, world.target, method=method, progress=False)
@@ -336,7 +336,7 @@ def test_rows_hold_what_is_seen_without_labels() -> None:
 
     def look(model: nn.Module, row: Epoch) -> None:
         seen = observe(model, feed, profiled())
-        assert (row.marginals, row.entropy, row.confidence) == (seen.marginals, seen.entropy, seen.confidence)
+        assert row.signals == seen.values
         rows.append(row)
 
     adapt(epochs=2, on_epoch=look)
@@ -358,7 +358,7 @@ def test_of_several_rates_the_preferred_run_is_the_result() -> None:
     assert alone[best].manifest["learning_rate_chosen"] == "given"
     assert result.manifest["method"]["learning_rate"] == best
     assert result.manifest["learning_rates_tried"] == [
-        {"learning_rate": rate, "epoch": 5, "verification": last.verification, "entropy": last.entropy}
+        {"learning_rate": rate, "epoch": 5, "verification": last.verification, "entropy": last.signals["entropy"]}
         for rate in RATES
         for last in [alone[rate].history[-1]]
     ]
@@ -438,7 +438,7 @@ def test_an_interrupt_before_the_first_row_ends_the_search_too(monkeypatch: pyte
             raise KeyboardInterrupt
         return observe(*arguments)
 
-    monkeypatch.setattr(loop, "observe", pressed)
+    monkeypatch.setattr("shiftmend.adaptation.adapt.observe", pressed)
     assert adapt(learning_rate=[0.1, 0.2], epochs=1).interrupted
 
 

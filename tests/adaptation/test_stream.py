@@ -174,7 +174,7 @@ def test_the_momentum_of_a_step_that_was_taken_back_is_forgotten(monkeypatch: py
     profile = world.profile()
     online, fresh = (shiftmend.stream(world.model, profile, learning_rate=0.05) for _ in range(2))
     with monkeypatch.context() as patched:
-        patched.setattr("shiftmend.adaptation.stream.still_finite", lambda model, before: False)
+        patched.setattr("shiftmend.adaptation.stream.is_finite", lambda model, before: False)
         online.step(world.target[:100])
     for each in (online, fresh):
         each.step(world.target[100:200])
@@ -183,7 +183,7 @@ def test_the_momentum_of_a_step_that_was_taken_back_is_forgotten(monkeypatch: py
 
 @pytest.mark.parametrize(
     "where",
-    ["torch.optim.SGD.step", "shiftmend.adaptation.stream.still_finite", "shiftmend.adaptation.stream.Stream._count"],
+    ["torch.optim.SGD.step", "shiftmend.adaptation.stream.is_finite", "shiftmend.adaptation.stream.Stream._count"],
 )
 def test_a_step_that_is_interrupted_at_whatever_point_changes_nothing(
     where: str, monkeypatch: pytest.MonkeyPatch

@@ -134,7 +134,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         captures.append(model._compiled_call_impl is not None)
         return StandIn(once, 16, 8)
 
-    monkeypatch.setattr("shiftmend.engine.step.captured_epoch", captured)
+    monkeypatch.setattr("shiftmend.engine.step.capture_epoch", captured)
     monkeypatch.setattr("shiftmend.engine.step.Steps._can_be_captured", lambda self: True)
     monkeypatch.setattr(torch, "compile", lambda function, **_: plainly(function, backend="eager"))
     return captures
@@ -155,7 +155,7 @@ def test_steps_that_cannot_be_compiled_are_not_called_compiled(
     def refusing(once: Any, model: nn.Module, *_: Any, **__: Any) -> StandIn | None:
         return None if model._compiled_call_impl is not None else StandIn(once, 16, 8)
 
-    monkeypatch.setattr("shiftmend.engine.step.captured_epoch", refusing)
+    monkeypatch.setattr("shiftmend.engine.step.capture_epoch", refusing)
     found = compilation.compiled_time(steps.scene(TINY, CPU), repeats=1)
     assert found.compiled is None
     assert found.derived() == {"images": 8 / found.plain.median}

@@ -60,13 +60,20 @@ def test_a_checkpoint_holds_weights_momentum_and_what_would_be_kept(tmp_path: Pa
     model(torch.randn(5, 2)).sum().backward()
     optimiser.step()
     kept = {name: value + 1 for name, value in model.state_dict().items()}
-    history = [Epoch(0, "", 0.0, {}, 0.5, 0.0), Epoch(1, "first", 0.1, {"features": 0.25}, None, 1.5, entropy=0.75)]
+    history = [
+        Epoch(0, "", 0.0, {}, 0.0, {"slices": 0.5}),
+        Epoch(1, "first", 0.1, {"features": 0.25}, 1.5, {"entropy": 0.75}),
+    ]
     checkpoints.save(tmp_path / "c", "run", 1, 2, history, model, optimiser, kept)
     found = checkpoints.load(tmp_path / "c", "run")
     assert found is not None
     assert (found.stage, found.epoch, found.history) == (1, 2, history)
     buffers = {f"0.{name}": optimiser.state[p]["momentum_buffer"] for name, p in model[0].named_parameters()}
-    for ours, theirs in ((found.state, model.state_dict()), (found.momentum, buffers), (found.selected, kept)):
+    for ours, theirs in (
+        (found.model, model.state_dict()),
+        ({name: state["momentum_buffer"] for name, state in found.optimiser.items()}, buffers),
+        (found.selected, kept),
+    ):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert checkpoints.load(tmp_path / "elsewhere", "run") is None
@@ -90,8 +97,8 @@ def test_a_checkpoint_holds_complex_numbers_of_any_width(tmp_path: Path) -> None
     found = checkpoints.load(tmp_path / "c", "run")
     assert found is not None
     own = dict(model.named_parameters()) | dict(model.named_buffers())
-    assert found.state.keys() == found.selected.keys() == own.keys()
-    for name, value in found.state.items():
+    assert found.model.keys() == found.selected.keys() == own.keys()
+    for name, value in found.model.items():
         assert value.dtype == own[name].dtype
         assert torch.equal(value, own[name])
         assert torch.equal(found.selected[name], own[name])
@@ -306,7 +313,7 @@ def test_what_a_killed_process_left_half_written_goes_and_nothing_else(tmp_path:
     os.close(descriptor)
     for name in others:
         (tmp_path / name).touch()
-    with checkpoints.alone_at(path) as alone:
+    with checkpoints.lock(path) as alone:
         assert alone
     assert not Path(left).exists()
     assert sorted(found.name for found in tmp_path.iterdir()) == sorted(others)
@@ -324,7 +331,7 @@ def test_what_another_user_left_half_written_stays_and_stops_nobody(
         unlink(path, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", as_in_a_shared_folder)
-    with checkpoints.alone_at(tmp_path / "run") as alone:
+    with checkpoints.lock(tmp_path / "run") as alone:
         assert alone
     assert list(tmp_path.iterdir()) == [left]
 
@@ -334,7 +341,7 @@ def test_what_is_left_behind_a_link_goes_too(tmp_path: Path) -> None:
     left = tmp_path / "large disk" / ".run.a1b2c3_4.partial"
     left.touch()
     (tmp_path / "link").symlink_to(tmp_path / "large disk" / "run")
-    with checkpoints.alone_at(tmp_path / "link") as alone:
+    with checkpoints.lock(tmp_path / "link") as alone:
         assert alone
     assert not left.exists()
 

@@ -14,7 +14,9 @@ from shiftmend.engine.history import TIE, Choice, Epoch, choose
 def rows(*seen: tuple[float | None, float | None] | float) -> list[Epoch]:
     """A history from pairs of (verification, entropy), or from verifications alone."""
     pairs = [entry if isinstance(entry, tuple) else (entry, None) for entry in seen]
-    return [Epoch(i, "all", 0.1, {}, slices, 0.0, entropy=entropy) for i, (slices, entropy) in enumerate(pairs)]
+    found = [{"slices": slices, "entropy": entropy} for slices, entropy in pairs]
+    known = [{name: value for name, value in row.items() if value is not None} for row in found]
+    return [Epoch(i, "all", 0.1, {}, 0.0, signals) for i, signals in enumerate(known)]
 
 
 def chosen(*seen: tuple[float | None, float | None] | float, free: bool = True) -> int:

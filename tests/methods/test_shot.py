@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-
-import shiftmend
-from shiftmend.engine.method import Look, Network
-from shiftmend.errors import AdaptationError
-from shiftmend.methods.shot import SHOT, centroid_labels
 from worlds import sensors
 from zoo import ZOO
+
+import shiftmend
+from shiftmend.engine.method import Network, ReadActivations
+from shiftmend.errors import AdaptationError
+from shiftmend.methods.shot import SHOT, centroid_labels
 
 CPU = torch.device("cpu")
 
@@ -166,7 +166,7 @@ class Watched(SHOT):
     labels: list[Tensor] = field(default_factory=list, compare=False)
     batches: list[tuple[Tensor, Tensor]] = field(default_factory=list, compare=False)
 
-    def targets(self, network: Network, look: Look) -> Tensor:
+    def targets(self, network: Network, look: ReadActivations) -> Tensor:
         made = super().targets(network, look)
         self.labels.append(made)
         return torch.arange(len(made)) % 3 if self.numbered else made

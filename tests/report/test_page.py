@@ -441,7 +441,7 @@ def test_large_models_give_small_pages() -> None:
     data = torch.randn(300, 16)
     profile = shiftmend.profile(model, data, progress=False)
     adapted = shiftmend.adapt(model, data + 0.5, profile, "fr", epochs=1, progress=False)
-    rows = [Epoch(n, "block", 0.1, {"features": 1 / (n + 1)}, 1 / (n + 1), 0.1) for n in range(3000)]
+    rows = [Epoch(n, "block", 0.1, {"features": 1 / (n + 1)}, 0.1, {"slices": 1 / (n + 1)}) for n in range(3000)]
     found = report.facts(model, data + 0.5, profile, replace(adapted, history=rows))
     text = render(found)
     assert len(text.encode()) < 1_000_000

@@ -15,7 +15,7 @@ import shiftmend
 from shiftmend.errors import DataError, ProfileError
 from shiftmend.stats.histograms import Bins, divergence, sampling_floor, soft_histogram
 from shiftmend.stats.slices import Projector
-from shiftmend.verification.signals import Tally, some_positions
+from shiftmend.verification.signals import Tally, sample_positions
 from shiftmend.verification.verdict import FAILED, RESTORED, Verification, chance_of
 
 
@@ -264,12 +264,12 @@ def test_positions_of_a_feature_map_do_not_count_as_so_many_samples() -> None:
 
 def chosen_positions(each: int, inputs: int, before: int = 0) -> np.ndarray:
     """Which rows of each input are taken."""
-    rows = some_positions(torch.arange(each * inputs).unsqueeze(1), inputs, before).view(inputs, -1).numpy()
+    rows = sample_positions(torch.arange(each * inputs).unsqueeze(1), inputs, before).view(inputs, -1).numpy()
     return rows - each * np.arange(inputs)[:, None]
 
 
 @pytest.mark.parametrize("each", [257, 1024, 9216, 50_000])
-def test_some_positions_of_each_input_follow_the_sequence_written_out(each: int) -> None:
+def test_sample_positions_of_each_input_follow_the_sequence_written_out(each: int) -> None:
     g = 1.32471795724474602596
     got = chosen_positions(each, 40, before=7)
     for one, row in enumerate(got):
@@ -290,12 +290,12 @@ def test_positions_come_from_everywhere() -> None:
 def test_few_positions_are_counted_as_they_are(rows: int, inputs: int) -> None:
     """Up to 256 of each, and where it cannot be told which input a row belongs to."""
     values = torch.rand(rows, 2)
-    assert some_positions(values, inputs, 5) is values
+    assert sample_positions(values, inputs, 5) is values
 
 
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("shift", [0.0, 0.05, 0.3])
-def test_some_positions_tell_what_all_would(fixed: bool, shift: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_positions_tell_what_all_would(fixed: bool, shift: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where each has a value of its own at every site, as before a camera that does not move."""
     generator = torch.Generator().manual_seed(0)
     scene = torch.randn(1, 2, 24, 24, generator=generator)

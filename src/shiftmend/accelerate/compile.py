@@ -1,4 +1,4 @@
-"""TODO."""
+"""Captured steps compiled by `torch.compile`, for models of any kind and every set of trained layers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,24 @@ _USUAL_NUMBERS = "fallback_random"
 """What it calls it to draw random numbers as torch does elsewhere."""
 
 
-def captured_compiled(
-    capture: Callable[[bool], CapturedEpoch | None], model: nn.Module, optimiser: optim.SGD, dropout: bool, what: str
+def capture_compiled(
+    capture: Callable[[bool], CapturedEpoch | None],
+    model: nn.Module,
+    optimiser: optim.Optimizer,
+    dropout: bool,
+    what: str,
 ) -> CapturedEpoch | None:
-    """What `capture` makes while the model is compiled; None if that does not work, or does not train all of `what`.
+    """Capture steps while the model is compiled.
 
-    `capture` is told whether the model is compiled.
+    Args:
+        capture: Captures a step; its argument says whether the model is compiled.
+        model: The model to compile.
+        optimiser: Holds the trained parameters.
+        dropout: Whether dropout is on.
+        what: Name of the stage, for the log.
+
+    Returns:
+        The captured epoch, or None if compiling fails or a trained parameter gets no gradient in compiled steps.
     """
     with compiled(model, dropout):
         quick = capture(True)
@@ -41,7 +53,7 @@ def captured_compiled(
     return quick
 
 
-def _without_gradient(optimiser: optim.SGD) -> set[Tensor]:
+def _without_gradient(optimiser: optim.Optimizer) -> set[Tensor]:
     """What the last step should have trained, and has not: compiled code does so if torch mistook it."""
     wanted = (parameter for group in optimiser.param_groups for parameter in group["params"])
     return {parameter for parameter in wanted if parameter.grad is None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class Adaptation:
         home = as_path(folder, "the folder to write into")
         check_folder(home)
         tensors = whole_state(self.model)
-        rows = [asdict(row) for row in self.history]
+        rows = [row.to_json() for row in self.history]
         texts = {
             "history.json": dumps(rows, "the history", indent=1) + "\n",
             "manifest.json": dumps(self.manifest, "the manifest", indent=1) + "\n",

@@ -13,11 +13,18 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, Dataset
 
-from shiftmend.accelerate.bf16 import nothing_cached
-from shiftmend.accelerate.cuda_graphs import kept_in_place
-from shiftmend.adaptation.adapt import examine, fitting_profile
-from shiftmend.engine.method import Method, check_objective, facts_of, loss_of, stages_of
-from shiftmend.engine.modes import enter_adapting_modes, fresh_optimiser, refuse_shared, settle, steady, still_finite
+from shiftmend.accelerate.cuda_graphs import keep_buffers_in_place
+from shiftmend.accelerate.precision import nothing_cached
+from shiftmend.adaptation.adapt import check_profile, examine
+from shiftmend.engine.method import Method, check_objective, compute_loss, describe_method, plan_stages
+from shiftmend.engine.modes import (
+    enter_adapting_modes,
+    hold_layer_options,
+    is_finite,
+    make_ordinary,
+    refuse_shared_tensors,
+    unfreeze,
+)
 from shiftmend.errors import AdaptationError, DataError, ShiftmendError
 from shiftmend.inputs.feed import Feed, Preprocess
 from shiftmend.introspection.model_state import put_back, tensors_of
@@ -32,7 +39,7 @@ from shiftmend.stats.slices import Slices
 from shiftmend.stats.statistics import CountTracker
 from shiftmend.utils.checks import brief, check_function, counted, is_whole, kind
 from shiftmend.utils.devices import resolve_device
-from shiftmend.verification.signals import some_positions
+from shiftmend.verification.signals import sample_positions
 from shiftmend.verification.verdict import Verification, judged
 
 logger = logging.getLogger(__name__)
@@ -67,7 +74,7 @@ class Stream:
         self._source = model
         self._model = plain_copy(model).to(device)
         self._objective = method.objective(profile, device)
-        self._optimiser: optim.SGD | None = None
+        self._optimiser: optim.Optimizer | None = None
         self._what = ""
         self._taps: dict[str, Tap] | None = None
         self._judge: Slices | None = profile.slices["verification"].to(device) if profile is not None else None
@@ -97,7 +104,7 @@ class Stream:
         if self._taps is None:
             self._prepare(inputs)
         smallest = max(2 if batch_norms(self._model) else 1, self.method.smallest_batch(self.profile))
-        learns = self.method.name != "source-only"
+        learns = self.method.adapts
         adapts = learns and len(inputs) >= smallest
         if learns and not adapts:
             few = "a single sample has no distribution" if len(inputs) < 2 else f"{len(inputs)} samples are too few"
@@ -110,9 +117,15 @@ class Stream:
         trains = adapts and self._optimiser is not None
         good, moved = True, False
         losses: dict[str, float] = {}
-        bring_back = kept_in_place(self._model)  # what a layer puts in the place of a buffer hangs on this step's graph
+        bring_back = keep_buffers_in_place(
+            self._model
+        )  # what a layer puts in the place of a buffer hangs on this step's graph
         try:
-            with steady(self._model), tapped(self._model, self._taps) as recorder, torch.set_grad_enabled(trains):
+            with (
+                hold_layer_options(self._model),
+                tapped(self._model, self._taps) as recorder,
+                torch.set_grad_enabled(trains),
+            ):
                 result = pick(self._model(inputs), self.output, "the model")
                 activations = recorder.read()
                 if trains:
@@ -122,7 +135,7 @@ class Stream:
                 moved = True
                 self._optimiser.step()
             if adapts:
-                good = bool(losses) == trains and still_finite(self._model, before)
+                good = bool(losses) == trains and is_finite(self._model, before)
             if self._judge is not None and good:
                 self._count(activations["features"].detach(), len(inputs))
         except BaseException as error:  # what the model or the method refuses has moved BatchNorm already
@@ -165,16 +178,17 @@ class Stream:
         with LeftAlone(self._source, self._model):
             check_takes(self._model, inputs[:2].clone(), self.output)  # a copy: the model may work in place
         network, taps = examine(self._model, inputs[:2].clone(), self.profile, self.method, None, self.output)
-        stages = stages_of(self.method, network, self.profile)
+        stages = plan_stages(self.method, network, self.profile)
         if len(stages) > 1:
             raise AdaptationError(
                 f"{self.method.name} has {len(stages)} stages, and a stream never comes to the second; use "
                 "shiftmend.adapt, or give it a single stage"
             )
         check_objective(self._objective, self.method, stages)
-        refuse_shared(self._source, self._model, stages)
+        refuse_shared_tensors(self._source, self._model, stages)
         if stages:
-            self._optimiser = fresh_optimiser(self._model, stages[0], self.method.momentum)
+            trained = unfreeze(self._model, stages[0])
+            self._optimiser = self.method.make_optimiser(trained, stages[0]) if trained else None
             self._what = stages[0].name
         if self.profile is not None:
             taps = {"features": self.profile.specs["features"], **taps}
@@ -184,7 +198,7 @@ class Stream:
         """The terms of the loss, whose gradients the parameters then have; none of either if it is not finite."""
         assert self._objective is not None
         assert self._optimiser is not None
-        terms, total = loss_of(self._objective, activations, self._what)
+        terms, total = compute_loss(self._objective, activations, self._what)
         if not bool(torch.isfinite(total)):
             return {}
         losses = {name: float(term.detach()) for name, term in terms.items()}
@@ -203,7 +217,7 @@ class Stream:
         assert self._judge is not None
         home = self._judge.histogram
         counter = home.counter()
-        rows = some_positions(features, inputs, self._counted)
+        rows = sample_positions(features, inputs, self._counted)
         for part in self._judge.projector.by_parts(rows):
             counter.update(part, len(features) / len(rows))
         self._seen.append((counter, inputs))
@@ -229,7 +243,7 @@ class Stream:
     def snapshot(self) -> nn.Module:
         """A plain copy of the model as it is now: eval mode, where the caller's model lies."""
         with self._lock:
-            return settle(plain_copy(self._model), self._source)
+            return make_ordinary(plain_copy(self._model), self._source)
 
 
 @torch.inference_mode(False)
@@ -251,7 +265,7 @@ def stream(
     number of batches behind `verification`.
     """
     chosen = make_method(method, **options)
-    facts_of(chosen)
+    describe_method(chosen)
     if not chosen.online or chosen.by_sample:
         able = ", ".join(name for name, kind in METHODS.items() if kind.online)
         raise AdaptationError(f"{chosen.name} needs the whole of the data, which a stream never is; use one of {able}")
@@ -262,7 +276,7 @@ def stream(
         raise DataError(f"the window must be a whole number of batches, at least 1, got {brief(window)}")
     check_function(preprocess, "preprocess", "inputs")
     model = unwrap(model)
-    profile = fitting_profile(profile, model, chosen)
+    profile = check_profile(profile, model, chosen)
     refuse_broken(model)
     place = resolve_device(device, model)
     return Stream(model, profile, chosen, preprocess=preprocess, output=output, device=place, window=int(window))

@@ -18,7 +18,7 @@ from shiftmend.engine.method import (
     Stage,
     check_epochs,
     check_positive,
-    distributed_over_inputs,
+    has_one_sample_per_input,
 )
 from shiftmend.errors import AdaptationError
 from shiftmend.profiles.presets import Preset
@@ -67,7 +67,7 @@ class Alignment(Method):
         return tuple(dict.fromkeys((*self.align, *(("features",) if needs_features else ()))))
 
     def smallest_batch(self, profile: Profile | None) -> int:
-        return 2 if distributed_over_inputs(self.taps(profile), profile) else 1
+        return 2 if has_one_sample_per_input(self.taps(profile), profile) else 1
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:
         assert profile is not None

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shiftmend.engine.method import Activations, Look, Network, Objective, Stage, check_decay
+from shiftmend.engine.method import Activations, Network, Objective, ReadActivations, Stage, check_decay
 from shiftmend.errors import AdaptationError
-from shiftmend.introspection.model_state import trainable
 from shiftmend.methods.prediction import Prediction
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.profile import Profile
@@ -57,10 +56,10 @@ class TargetSupervised(Prediction):
         check_decay(self.weight_decay, "the weight decay")
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
-        everything = tuple(name for name, p in network.model.named_parameters() if trainable(p))
-        return [Stage("all parameters", self.epochs, self.rate(network), everything, self.weight_decay)]
+        rate = self.rate(network)
+        return [Stage("all parameters", self.epochs, rate, network.all_parameters, self.weight_decay)]
 
-    def targets(self, network: Network, look: Look) -> Tensor:
+    def targets(self, network: Network, read: ReadActivations) -> Tensor:
         return self.labels
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:
