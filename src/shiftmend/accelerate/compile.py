@@ -17,11 +17,11 @@ from shiftmend.introspection.modes import eager
 logger = logging.getLogger(__name__)
 
 _FEWER_KERNELS = "combo_kernels"
-"""What the compiler calls it to make one of small kernels that do not wait for each other, such as casts of weights."""
+"""Inductor option that fuses small independent kernels, such as casts of weights."""
 
 
 _USUAL_NUMBERS = "fallback_random"
-"""What it calls it to draw random numbers as torch does elsewhere."""
+"""Inductor option that draws random numbers as eager code does."""
 
 
 def capture_compiled(
@@ -54,16 +54,16 @@ def capture_compiled(
 
 
 def _without_gradient(optimiser: optim.Optimizer) -> set[Tensor]:
-    """What the last step should have trained, and has not: compiled code does so if torch mistook it."""
+    """Return the trained parameters that got no gradient in the last step, as happens if torch reuses wrong code."""
     wanted = (parameter for group in optimiser.param_groups for parameter in group["params"])
     return {parameter for parameter in wanted if parameter.grad is None}
 
 
 @contextmanager
 def compiled(model: nn.Module, dropout: bool = False) -> Iterator[None]:
-    """Inside, calls of the model go through `torch.compile`, hooks included; afterwards nothing is left of it.
+    """Send calls of the model through `torch.compile`, hooks included, inside the block.
 
-    With `dropout`, compiled code draws the random numbers that other code would draw, so that runs can be compared.
+    With `dropout`, compiled code draws the same random numbers as eager code, so that runs can be compared.
     """
     wanted = {_FEWER_KERNELS: True, _USUAL_NUMBERS: dropout}
     known = torch._inductor.list_options()
@@ -78,11 +78,11 @@ def compiled(model: nn.Module, dropout: bool = False) -> Iterator[None]:
 
 
 def _full_guards() -> dict[str, Any]:
-    """Settings with which compiled code is used again for another copy of the model, but not for other work.
+    """Return settings with which compiled code is reused for another copy of the model, but not for other work.
 
-    Torch would not look whether hooks are others. 2.11 also takes the parameters of a module that it has seen before
-    for unchanged, and would train in each stage of BUFR what the first one has trained. Each set of trained layers is
-    compiled by itself; after eight, torch would go on without.
+    By default torch does not check whether hooks have changed. Torch 2.11 also assumes that the parameters of a known
+    module are unchanged, and would train in each stage of BUFR what the first stage has trained. Each set of trained
+    layers is compiled by itself; after eight of them, torch would stop compiling.
     """
     wanted = {
         "skip_nnmodule_hook_guards": False,
@@ -94,5 +94,5 @@ def _full_guards() -> dict[str, Any]:
 
 
 def _call(model: nn.Module, *inputs: Any, **options: Any) -> Any:
-    """What `model(...)` does. `Module.compile` would leave a model of torch's own, such as `Sequential`, as it is."""
+    """Call a model. `Module.compile` would leave a model of torch's own, such as `Sequential`, uncompiled."""
     return model._call_impl(*inputs, **options)

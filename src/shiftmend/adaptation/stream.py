@@ -1,4 +1,4 @@
-"""The same methods on a stream: predict, then adapt, one batch after the other."""
+"""`stream`: the same methods on a stream of batches. Each batch is predicted, then learnt from."""
 
 from __future__ import annotations
 
@@ -40,18 +40,22 @@ from shiftmend.stats.statistics import CountTracker
 from shiftmend.utils.checks import brief, check_function, counted, is_whole, kind
 from shiftmend.utils.devices import resolve_device
 from shiftmend.verification.signals import sample_positions
-from shiftmend.verification.verdict import Verification, judged
+from shiftmend.verification.verdict import Verification, judge
 
 logger = logging.getLogger(__name__)
 
 
 class Stream:
-    """An online adapter; made by `shiftmend.stream`.
+    """An online adapter, made by `shiftmend.stream`.
 
-    `step(batch)` returns the model's output for the batch and then updates the model with it, once. The output is
-    that of before the update, with BatchNorm on the statistics of the batch, as in the paper's online experiments. The
-    caller's model is not touched; `snapshot()` gives a plain copy of the adapted one at any time. Threads may share a
-    stream: they wait for one another.
+    `step(batch)` returns the model's output for the batch and then updates the model with the batch, once. The output
+    is computed before the update, with BatchNorm on the statistics of the batch, as in the paper's online experiments.
+    The caller's model is not touched; `snapshot()` returns a plain copy of the adapted one at any time. Threads may
+    share a stream and wait for one another.
+
+    Attributes:
+        steps: Batches so far.
+        losses: Terms of the loss in the last update.
     """
 
     def __init__(
@@ -70,7 +74,6 @@ class Stream:
         self._lock = threading.RLock()
         self.steps = 0
         self.losses: dict[str, float] = {}
-        """The terms of the last update."""
         self._source = model
         self._model = plain_copy(model).to(device)
         self._objective = method.objective(profile, device)
@@ -90,7 +93,17 @@ class Stream:
     @torch.inference_mode(False)
     @nothing_cached()
     def step(self, batch: Any) -> Tensor:
-        """Predict a batch, then learn from it; a bad one is refused, or skipped with a warning, and changes nothing."""
+        """Predict a batch, then learn from it.
+
+        Args:
+            batch: Inputs, or (inputs, anything).
+
+        Returns:
+            The model's output, from before the update.
+
+        Raises:
+            DataError: If the batch cannot be used. Nothing is changed then.
+        """
         with self._lock:
             return self._step(batch)
 
@@ -117,9 +130,8 @@ class Stream:
         trains = adapts and self._optimiser is not None
         good, moved = True, False
         losses: dict[str, float] = {}
-        bring_back = keep_buffers_in_place(
-            self._model
-        )  # what a layer puts in the place of a buffer hangs on this step's graph
+        # A new tensor that a layer puts in the place of a buffer would hang on the graph of this step.
+        bring_back = keep_buffers_in_place(self._model)
         try:
             with (
                 hold_layer_options(self._model),
@@ -138,11 +150,13 @@ class Stream:
                 good = bool(losses) == trains and is_finite(self._model, before)
             if self._judge is not None and good:
                 self._count(activations["features"].detach(), len(inputs))
-        except BaseException as error:  # what the model or the method refuses has moved BatchNorm already
+        except BaseException as error:  # By now BatchNorm has moved, whoever refused the batch.
             bring_back()
             self._take_back(before, moved)
             if isinstance(error, Exception) and not isinstance(error, ShiftmendError):
-                check_takes(self._model, inputs)  # which says it in a sentence, if it is for the inputs
+                check_takes(
+                    self._model, inputs
+                )  # Says in a sentence what is wrong with the inputs, if they are the cause.
             raise
         if not good:
             self._take_back(before, True)
@@ -153,7 +167,7 @@ class Stream:
         return result.detach()
 
     def _inputs(self, batch: Any) -> Tensor:
-        """A batch is checked and moved as data for `adapt` is; of what a loader gives, the first entry is taken."""
+        """Return the inputs of a batch, checked and moved to the device as data for `adapt` is."""
         if isinstance(batch, tuple | list) and batch:
             if isinstance(batch[0], tuple | list | Mapping):
                 raise DataError(
@@ -168,15 +182,15 @@ class Stream:
             batch_size=1 << 30,
             device=self.device,
             preprocess=self.preprocess,
-            limit=1 << 62,  # to ask how much memory is free takes as long as a small step
+            limit=1 << 62,  # Asking how much memory is free would take as long as a small step.
             what="batch",
         )
         return next(feed.batches())
 
     def _prepare(self, inputs: Tensor) -> None:
-        """Taps and trained parameters, found with the first batch."""
+        """Find taps and trained parameters with the first batch."""
         with LeftAlone(self._source, self._model):
-            check_takes(self._model, inputs[:2].clone(), self.output)  # a copy: the model may work in place
+            check_takes(self._model, inputs[:2].clone(), self.output)  # A copy, since the model may work in place.
         network, taps = examine(self._model, inputs[:2].clone(), self.profile, self.method, None, self.output)
         stages = plan_stages(self.method, network, self.profile)
         if len(stages) > 1:
@@ -195,7 +209,7 @@ class Stream:
         self._taps = taps
 
     def _differentiate(self, activations: dict[str, Tensor]) -> dict[str, float]:
-        """The terms of the loss, whose gradients the parameters then have; none of either if it is not finite."""
+        """Compute gradients and return the terms of the loss; do neither if the loss is not finite."""
         assert self._objective is not None
         assert self._optimiser is not None
         terms, total = compute_loss(self._objective, activations, self._what)
@@ -207,7 +221,7 @@ class Stream:
         return losses
 
     def _take_back(self, before: dict[str, Tensor], momentum: bool) -> None:
-        """The model as it was; a momentum that may be of the step that went wrong is forgotten."""
+        """Restore the model, and forget optimiser state that may come from the step that went wrong."""
         put_back(self._model, before)
         self._model.eval()
         if momentum and self._optimiser is not None:
@@ -225,9 +239,9 @@ class Stream:
 
     @property
     def verification(self) -> Verification | None:
-        """The label-free verdict over the last batches, as they were predicted; None without a profile or a batch.
+        """Label-free verdict over the last batches, as they were predicted; None without a profile or a batch.
 
-        It rests on the slices alone: to count every feature of every batch as well would slow a stream down.
+        The verdict rests on the slices alone, since counting every feature of every batch would slow a stream down.
         """
         with self._lock:
             seen = list(self._seen)
@@ -237,11 +251,11 @@ class Stream:
         every = home.counter()
         every.counts = torch.stack([counter.counts for counter, _ in seen]).sum(0)
         every.samples = sum(counter.samples for counter, _ in seen)
-        return judged(float(every.divergence(home)), None, sum(inputs for _, inputs in seen), self.profile)
+        return judge(float(every.divergence(home)), None, sum(inputs for _, inputs in seen), self.profile)
 
     @torch.inference_mode(False)
     def snapshot(self) -> nn.Module:
-        """A plain copy of the model as it is now: eval mode, where the caller's model lies."""
+        """Return a plain copy of the model as it is now, in eval mode and on the device of the caller's model."""
         with self._lock:
             return make_ordinary(plain_copy(self._model), self._source)
 
@@ -258,11 +272,33 @@ def stream(
     window: int = 16,
     **options: Any,
 ) -> Stream:
-    """An online adapter for people who have a stream rather than a data set.
+    """Make an online adapter for a stream of batches.
 
-    `options` are the method's hyper-parameters; learning rates for one pass differ from those for many, and a softer
-    temperature learns quicker (the paper uses 0.05: `profile(..., bins=Bins(temperature=0.05))`). `window` is the
-    number of batches behind `verification`.
+    Args:
+        model: Any `nn.Module` that is called with one tensor. It is not touched.
+        profile: The source's profile, or the name of its file. A softer temperature learns quicker on a stream (the
+            paper uses 0.05: `profile(..., bins=Bins(temperature=0.05))`).
+        method: Name, class or instance of a method that can learn from a stream.
+        preprocess: Called with each batch on the device, before the model.
+        output: Entry of a tuple or dict that is the model's output.
+        device: Where to compute.
+        window: Batches behind `Stream.verification`.
+        **options: Hyper-parameters of the method. Learning rates for one pass differ from those for many.
+
+    Returns:
+        A `Stream`, whose `step` predicts a batch and learns from it.
+
+    Raises:
+        ShiftmendError: If the model, the profile or an option cannot be used.
+
+    Example:
+        >>> import torch, shiftmend
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
+        >>> profile = shiftmend.profile(model, torch.randn(200, 4))
+        >>> online = shiftmend.stream(model, profile, learning_rate=0.01)
+        >>> online.step(torch.randn(32, 4) + 1).shape
+        torch.Size([32, 2])
     """
     chosen = make_method(method, **options)
     describe_method(chosen)

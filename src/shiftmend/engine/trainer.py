@@ -151,7 +151,31 @@ class Trainer:
             self.bar.advance(self.epochs)
             first = self._resumed.stage if self._resumed is not None else 0
             for index, stage in enumerate(self.stages[first:], first):
-                self._run_stage(index, stage, objective)
+                trained = unfreeze(self.model, stage)
+                optimiser = self.method.make_optimiser(trained, stage) if trained else None
+                done = 0
+                if self._resumed is not None and index == self._resumed.stage:
+                    done = self._resumed.epoch
+                    if optimiser is not None:
+                        checkpoints.restore_optimiser(optimiser, self.model, self._resumed.optimiser)
+                steps = Steps(
+                    self.model,
+                    self.feed,
+                    self.taps,
+                    objective,
+                    optimiser,
+                    precision=self.precision,
+                    dropout=self.method.dropout,
+                    capture=self.capture,
+                    compile=self.compile,
+                    stage=stage.name,
+                )
+                for epoch in range(done, stage.epochs):
+                    self._run_epoch(stage, steps)
+                    # Steps that could not be captured once would not be in later stages, either.
+                    self.capture, self.compile = self.capture and not steps.refused, steps.compile
+                    self._save(index, epoch + 1, optimiser)
+                    self.bar.advance(1, f"{stage.name}  {_note(self.history[-1])}")
 
     def restore(self) -> None:
         """Put the model back to the last whole epoch."""
@@ -161,33 +185,6 @@ class Trainer:
         """Show on the progress bar how far the next pass over the data is, which may take hours."""
         known = self.feed.known
         self.feed.heard = Pass(self.bar, what, known if known is None or limit is None else min(known, limit))
-
-    def _run_stage(self, index: int, stage: Stage, objective: Any) -> None:
-        trained = unfreeze(self.model, stage)
-        optimiser = self.method.make_optimiser(trained, stage) if trained else None
-        done = 0
-        if self._resumed is not None and index == self._resumed.stage:
-            done = self._resumed.epoch
-            if optimiser is not None:
-                checkpoints.restore_optimiser(optimiser, self.model, self._resumed.optimiser)
-        steps = Steps(
-            self.model,
-            self.feed,
-            self.taps,
-            objective,
-            optimiser,
-            precision=self.precision,
-            dropout=self.method.dropout,
-            capture=self.capture,
-            compile=self.compile,
-            stage=stage.name,
-        )
-        for epoch in range(done, stage.epochs):
-            self._run_epoch(stage, steps)
-            # Steps that could not be captured once would not be in later stages, either.
-            self.capture, self.compile = self.capture and not steps.refused, steps.compile
-            self._save(index, epoch + 1, optimiser)
-            self.bar.advance(1, f"{stage.name}  {_note(self.history[-1])}")
 
     def _run_epoch(self, stage: Stage, steps: Steps) -> None:
         number = self.epochs + 1

@@ -42,7 +42,7 @@ class FullGauss(Prediction):
         return ("features",)
 
     def smallest_batch(self, profile: Profile | None) -> int:
-        """Of one input there is no covariance; how many are enough is said by the loss, with what else would help."""
+        """Return 2: one input has no covariance. The loss says how many are enough."""
         return 2 if has_one_sample_per_input(("features",), profile) else 1
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:

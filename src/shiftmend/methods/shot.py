@@ -16,7 +16,7 @@ from shiftmend.profiles.profile import Profile
 
 
 def centroid_labels(embedding: Tensor, logits: Tensor) -> Tensor:
-    """The class of the nearest centroid for each of N samples, by cosine, refined once.
+    """Return the class of the nearest centroid for each of N samples, by cosine, refined once.
 
     Embeddings `[N, D]` get a constant 1 appended and unit length. Centroids are first means weighted by the predicted
     probabilities, then means of the samples assigned to them. Classes that are predicted for no sample are left out,

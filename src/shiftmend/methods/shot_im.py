@@ -28,7 +28,7 @@ class SHOTIM(Prediction):
         return [Stage("all blocks", self.epochs, self.rate(network), network.below_features)]
 
     def smallest_batch(self, profile: Profile | None) -> int:
-        """Of a single prediction both terms are the same, and nothing is left to learn from."""
+        """Return 2: for a single prediction both terms are the same, and nothing is left to learn from."""
         return 2 if has_one_sample_per_input(("logits",), profile) else 1
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:

@@ -1,4 +1,4 @@
-"""Target-supervised: what labels at the new site would give. An upper bound to compare with, not an adaptation."""
+"""Target-supervised: training with labels of the new site. An upper bound to compare with, not an adaptation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shiftmend.profiles.profile import Profile
 
 
 def _class_numbers(given: Any) -> Tensor:
-    """A copy, as whole numbers on the CPU, of labels in whatever form they came."""
+    """Return a copy of labels as whole numbers on the CPU."""
     try:
         labels = given.detach().cpu().clone() if isinstance(given, Tensor) else torch.from_numpy(np.array(given))
     except (TypeError, ValueError) as error:
@@ -79,6 +79,6 @@ class TargetSupervised(Prediction):
         return losses
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Those that fit into a manifest: of the labels only what identifies them."""
+        """Return the hyper-parameters for a manifest; labels are identified by their digest."""
         own = {"epochs": self.epochs, "learning_rate": self.learning_rate, "weight_decay": self.weight_decay}
         return own | {"momentum": self.momentum, "labels_sha256": fingerprints.digest(self.labels)}

@@ -131,21 +131,21 @@ class RepeatedPass(Generic[T]):
         self._parts: list[Tensor] = []  # The graph reads these indices, so they are kept as long as the graph is.
 
     def __call__(self) -> T:
-        roll(0)
-        if not self.shared:
-            return self._look()
-        with together(), synchronised(self.model):
-            return self._look()
+        with ExitStack() as stack:
+            if self.shared:
+                stack.enter_context(together())
+                stack.enter_context(synchronised(self.model))
+            if self._may_capture and self._replay is None and not (self.shared and active()):
+                self._replay = capture_call(lambda: self._run(self._captured_batches()), self.model, self.feed.device)
+                self._may_capture = self._replay is not None
+            if self._replay is None:
+                return self._run(self._batches())
+            roll(0)
+            return self._replay()
 
     def forget(self) -> None:
         """Drop the captured graph: the model has changed otherwise than in the values of its tensors."""
         self._replay = None
-
-    def _look(self) -> T:
-        if self._may_capture and self._replay is None and not (self.shared and active()):
-            self._replay = capture_call(lambda: self._run(self._captured_batches()), self.model, self.feed.device)
-            self._may_capture = self._replay is not None
-        return self._replay() if self._replay is not None else self._run(self._batches())
 
     def _run(self, batches: Iterable[tuple[Tensor, Tensor | None]]) -> T:
         observer = self.make_observer()

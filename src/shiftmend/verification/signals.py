@@ -23,7 +23,7 @@ from shiftmend.introspection.taps import Tap
 from shiftmend.passes.evaluation_pass import Observation, RepeatedPass
 from shiftmend.profiles.profile import Profile
 from shiftmend.utils.processes import rank
-from shiftmend.verification.verdict import Verification, judged
+from shiftmend.verification.verdict import Verification, judge
 
 SIGNALS: dict[str, str] = {
     "slices": "mean divergence of the verification slices, which no method aligns: the judge",
@@ -121,7 +121,7 @@ class SignalReader:
         found: dict[str, float] = dict(zip(seen.names, seen.values.tolist(), strict=True))
         verification = None
         if self.profile is not None:
-            verification = judged(found["slices"], found["marginals"], seen.inputs, self.profile)
+            verification = judge(found["slices"], found["marginals"], seen.inputs, self.profile)
         return Signals({name: found[name] for name in SIGNALS if name in found}, verification)
 
     def forget(self) -> None:
@@ -224,7 +224,7 @@ class Tally:
         """Return the verdict that follows from the divergences."""
         *divergences, inputs = self.joined()
         slices, marginals = torch.stack(divergences).tolist()
-        return judged(slices, marginals, inputs, self.profile)
+        return judge(slices, marginals, inputs, self.profile)
 
 
 def _place(inputs: int, device: torch.device) -> tuple[int | Tensor, int | Tensor]:
