@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -197,3 +198,12 @@ class D:
 '''
     figure = house.docstring_openings(PACKAGE, given(**{"a.py": text}))
     assert [line.split()[0] for line in figure.where[:-1]] == ["a.py:2", "a.py:3", "a.py:9"]
+
+
+def test_contributing_names_packages_and_files_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    packages = re.findall(r"^\| `(\w+)(?:/|\.py)` \|", text, re.MULTILINE)
+    assert packages == read_contract()["layers"][::-1]
+    for name in re.findall(r"`([\w./]+(?:\.(?:py|cu|md|json)|/))`", text):
+        named = Path(name.split("NAME")[0])
+        assert (ROOT / named).exists() or (PACKAGE / named).exists(), f"CONTRIBUTING.md names {name}"
