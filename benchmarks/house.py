@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import builtins
 import importlib.util
 import json
 import re
@@ -272,16 +273,16 @@ def evaluation_loops(package: Path, sources: list[Source]) -> Figure:
     """
     where = []
     for source in sources:
-        known = _module_names(source.tree)
-        for loop in ast.walk(source.tree):
-            if isinstance(loop, ast.For) and _goes_over_batches(loop.iter) and _runs_a_model(loop, known):
+        loops = [node for node in ast.walk(source.tree) if isinstance(node, ast.For) and _goes_over_batches(node.iter)]
+        for loop in loops:
+            if _runs_a_model(loop, _module_names(source.tree)):
                 where.append(place(source, loop, f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"))
     return at_most("hand-written evaluation loops over the data", 1, where)
 
 
 def _module_names(tree: ast.Module) -> set[str]:
     """Collect what a module defines or imports, at any depth: functions, classes and modules, not variables."""
-    names = set(dir(__builtins__)) if not isinstance(__builtins__, dict) else set(__builtins__)
+    names = set(dir(builtins))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
             names.add(node.name)
@@ -347,26 +348,31 @@ def graph_wrappers(package: Path, sources: list[Source]) -> Figure:
             for alias in node.names
             if (node.module, alias.name) in capturing
         }
-        for owner in source.tree.body:
-            if isinstance(owner, ast.ClassDef | ast.FunctionDef):
-                calls = {ast.unparse(node.func) for node in ast.walk(owner) if isinstance(node, ast.Call)}
-                if used := sorted(calls & set(imported)):
-                    where.append(place(source, owner, f"{owner.name} calls {', '.join(used)}"))
+        owners = [node for node in source.tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+        for owner in owners if imported else ():
+            if used := sorted(_calls_in(owner) & set(imported)):
+                where.append(place(source, owner, f"{owner.name} calls {', '.join(used)}"))
     return at_most('"maybe captured as a CUDA graph" wrappers', 1, where)
 
 
 def _capturing_functions(source: Source) -> set[tuple[str, str]]:
     """Find the functions of a module that capture a pass; give for each the module and its name."""
     owners = {node.name: node for node in source.tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    calls = {
-        name: {ast.unparse(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)}
-        for name, node in owners.items()
-    }
+    if "CUDAGraph" not in source.text:
+        return set()
+    calls = {name: _calls_in(node) for name, node in owners.items()}
     found: set[str] = set()
-    while more := {name for name, called in calls.items() if called & {"torch.cuda.CUDAGraph", *found}} - found:
+    while (
+        more := {name for name, called in calls.items() if called & {"torch.cuda.CUDAGraph", "CUDAGraph", *found}}
+        - found
+    ):
         found |= more
     module = "shiftmend." + source.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     return {(module, name) for name in found if not _takes_optimiser(owners[name])}
+
+
+def _calls_in(owner: ast.AST) -> set[str]:
+    return {ast.unparse(node.func) for node in ast.walk(owner) if isinstance(node, ast.Call)}
 
 
 def _takes_optimiser(owner: ast.AST) -> bool:
@@ -388,31 +394,31 @@ def compared_methods(package: Path, sources: list[Source]) -> Figure:
             if isinstance(node, ast.Compare):
                 for operator, side in zip(node.ops, node.comparators, strict=True):
                     if isinstance(operator, ast.Eq | ast.NotEq):
-                        strings += [one.value for one in (node.left, side) if _is_string(one)]
+                        strings += _strings(node.left, side)
                     elif isinstance(operator, ast.In | ast.NotIn) and isinstance(side, ast.Tuple | ast.List | ast.Set):
-                        strings += [one.value for one in side.elts if _is_string(one)]
-            elif isinstance(node, ast.MatchValue) and _is_string(node.value):
-                strings.append(node.value.value)
+                        strings += _strings(*side.elts)
+            elif isinstance(node, ast.MatchValue):
+                strings += _strings(node.value)
             if set(strings) & names:
                 where.append(place(source, node, ast.unparse(node)))
     return at_most("names of methods compared outside methods/", 0, where)
 
 
-def _is_string(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+def _strings(*nodes: ast.AST) -> list[str]:
+    """Pick the constant strings among some nodes."""
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
 def _method_names(sources: list[Source]) -> set[str]:
     """Read the names of methods: strings assigned to `name` in the classes of methods/."""
     names = set()
     for source in sources:
-        if source.name.startswith("methods/"):
-            for kind in (node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)):
-                for node in kind.body:
-                    target = node.target if isinstance(node, ast.AnnAssign) else None
-                    target = node.targets[0] if isinstance(node, ast.Assign) else target
-                    if target is not None and ast.unparse(target) == "name" and node.value and _is_string(node.value):
-                        names.add(node.value.value)
+        kinds = ast.walk(source.tree) if source.name.startswith("methods/") else ()
+        for node in (node for kind in kinds if isinstance(kind, ast.ClassDef) for node in kind.body):
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+                if ast.unparse(target) == "name":
+                    names |= set(_strings(node.value))
     return names
 
 
@@ -432,7 +438,10 @@ def broad_excepts(package: Path, sources: list[Source]) -> Figure:
                     cleaning += 1
                 elif kinds & {"Exception", "BaseException"}:
                     where.append(place(source, node))
-            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+            elif isinstance(node, ast.Call) and "suppress" in (
+                getattr(node.func, "id", ""),
+                getattr(node.func, "attr", ""),
+            ):
                 kinds = {name for part in node.args for name in _names_in(part)}
                 if kinds & {"Exception", "BaseException"}:
                     where.append(place(source, node, "suppress"))
@@ -464,7 +473,7 @@ def matched_error_texts(package: Path, sources: list[Source]) -> Figure:
             if isinstance(node, ast.Compare):
                 found = any(is_text(side) for side in (node.left, *node.comparators))
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                tests = ast.unparse(node.func.value) == "re" and node.func.attr in ("search", "match", "fullmatch")
+                tests = node.func.attr in ("search", "match", "fullmatch")
                 asks = node.func.attr in ("startswith", "endswith", "find", "index", "count")
                 found = (tests and any(map(is_text, node.args))) or (asks and is_text(node.func.value))
             else:
@@ -587,8 +596,7 @@ def pinned_sentences(package: Path, sources: list[Source]) -> Figure:
         for node in ast.walk(source.tree):
             if isinstance(node, ast.keyword) and node.arg == "match":
                 matches += 1
-                parts = [one.value for one in ast.walk(node.value) if _is_string(one)]  # type: ignore[arg-type]
-                if len(" ".join(parts).split()) > LONGEST_MATCH_WORDS:
+                if len(" ".join(_strings(*ast.walk(node.value))).split()) > LONGEST_MATCH_WORDS:
                     where.append(place(source, node.value))
     figure = at_most("match= in tests that pin a sentence", 0, where)
     figure.where.append(f"of {matches} match=")

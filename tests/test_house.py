@@ -93,6 +93,7 @@ def test_an_upward_import_is_found() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("measure", "most"), HELD.items(), ids=lambda part: getattr(part, "__name__", str(part)))
 def test_a_figure_does_not_rise(
     measure: Callable[[Path, list[house.Source]], house.Figure], most: int, sources: list[house.Source]
