@@ -37,6 +37,7 @@ def test_everything_exported_exists() -> None:
         shiftmend.mend  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.slow
 def test_three_packages_are_there_without_an_import_of_their_own() -> None:
     code = "import shiftmend as s; print(s.methods.method('bufr').name, s.shifts.__name__, hasattr(s, 'profiles'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -48,6 +49,7 @@ def test_importing_prints_and_logs_nothing() -> None:
     assert done.stdout == done.stderr == ""
 
 
+@pytest.mark.slow
 def test_the_package_can_be_run_as_a_module() -> None:
     command = [sys.executable, "-m", "shiftmend"]
     told = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)

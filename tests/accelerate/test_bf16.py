@@ -75,6 +75,7 @@ def test_outputs_and_gradients_are_those_of_autocast(frozen: tuple[str, ...]) ->
             torch.testing.assert_close(gradient, other, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digit-cnn", "resnet18-cifar"])
 def test_the_papers_networks(name: str) -> None:
     torch.manual_seed(0)
@@ -254,6 +255,7 @@ def test_a_method_that_trains_nothing_asks_nothing_of_the_model() -> None:
     assert result.manifest["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_left_to_the_compiler() -> None:
     torch.manual_seed(0)
     model, sample = Odd("nothing"), torch.randn(8, 4)

@@ -33,6 +33,7 @@ def states_equal(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
 
 
+@pytest.mark.slow
 def test_mends_a_measurement_shift_and_leaves_the_callers_model_alone() -> None:
     world = sensors()
     before = {k: v.clone() for k, v in world.model.state_dict().items()}
@@ -94,6 +95,7 @@ def test_agrees_with_the_algorithm_written_out() -> None:
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_every_kind_of_model_can_be_adapted(name: str) -> None:
     case = ZOO[name]
@@ -107,6 +109,7 @@ def test_every_kind_of_model_can_be_adapted(name: str) -> None:
     assert not states_equal(result.model, model)
 
 
+@pytest.mark.slow
 def test_resnet18_goes_through_its_five_blocks() -> None:
     case = ZOO["resnet18"]
     model = shiftmend.adapt(case.model(), case.inputs(32), method="adabn", progress=False).model  # settles BatchNorm
@@ -268,6 +271,7 @@ def test_the_manifest_has_the_size_that_streamed_batches_had(
     assert kept.manifest["batch_size"] == len(target)
 
 
+@pytest.mark.slow
 def test_the_manifest_has_the_batch_size_of_a_loader_too_long_to_be_read_beforehand() -> None:
     world = sensors()
     loader = DataLoader(TensorDataset(world.target.repeat(1 + INPUTS_SEEN // len(world.target), 1)), batch_size=100)
@@ -362,6 +366,7 @@ def test_warns_when_it_does_not_help(caplog: pytest.LogCaptureFixture) -> None:
     assert "verification got worse" in caplog.text
 
 
+@pytest.mark.slow
 def test_what_is_restored_has_not_got_worse(caplog: pytest.LogCaptureFixture) -> None:
     world = sensors(samples=3000)
     result = shiftmend.adapt(world.model, world.source, world.profile(), "fr", epochs=1, learning_rate=0.045)
@@ -577,6 +582,7 @@ def test_buffers_that_are_infinite_from_the_start_do_no_harm() -> None:
     assert result.manifest["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_batch_norm_that_averages_over_its_whole_life_still_adapts() -> None:
     import copy
 
@@ -727,6 +733,7 @@ def test_wrong_types_are_one_sentence() -> None:
     assert FR(align="features").align == ("features",)
 
 
+@pytest.mark.slow
 def test_a_sorted_dataset_is_shuffled_also_when_it_streams(caplog: pytest.LogCaptureFixture) -> None:
     class Sorted(torch.utils.data.Dataset):  # type: ignore[type-arg]
         def __init__(self) -> None:
@@ -750,6 +757,7 @@ def test_a_sorted_dataset_is_shuffled_also_when_it_streams(caplog: pytest.LogCap
     assert not Feed(loader).one_sided  # what lies in memory is shuffled there
 
 
+@pytest.mark.slow
 def test_a_loader_with_its_own_generator_is_reproducible_and_left_as_it_was() -> None:
     world = sensors()
     generator = torch.Generator().manual_seed(5)
@@ -1068,6 +1076,7 @@ def test_a_model_made_in_inference_mode_is_adapted() -> None:
     assert not torch.equal(result.model[0].weight, model[0].weight)
 
 
+@pytest.mark.slow
 def test_the_default_device_of_torch_changes_nothing(tmp_path) -> None:  # type: ignore[no-untyped-def]
     world = sensors()
 

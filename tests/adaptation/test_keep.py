@@ -348,6 +348,7 @@ def test_rows_hold_what_is_seen_without_labels() -> None:
 RATES = [0.1, 1e-4, 2.0]
 
 
+@pytest.mark.slow
 def test_of_several_rates_the_preferred_run_is_the_result() -> None:
     result = adapt(learning_rate=RATES, epochs=5)
     alone = {rate: known(5, rate=rate) for rate in RATES}
@@ -364,6 +365,7 @@ def test_of_several_rates_the_preferred_run_is_the_result() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_order_of_rates_does_not_matter_and_each_is_judged_by_what_it_keeps() -> None:
     forth, back = (adapt(learning_rate=rates, keep="selected", epochs=4) for rates in (RATES, tuple(RATES[::-1])))
     assert same(forth.model, back.model)
@@ -487,6 +489,7 @@ def test_what_cannot_be_written_is_not_half_written(tmp_path: Path) -> None:
         result.save(tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_adapting_works_inside_inference_mode(tmp_path: Path) -> None:
     world = sensors()
     options: dict[str, Any] = {"epochs": 2, "learning_rate": [0.01, 0.1], "progress": False}

@@ -140,6 +140,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return captures
 
 
+@pytest.mark.slow
 def test_compiled_steps_are_set_beside_those_as_they_are(as_on_a_gpu: list[bool]) -> None:
     stage = steps.scene(TINY, CPU)
     found = compilation.compiled_time(stage, repeats=2)
@@ -202,6 +203,7 @@ def test_steps_are_compiled_on_a_gpu() -> None:
     assert found.compiled.seconds > 0
 
 
+@pytest.mark.slow
 def test_the_soft_histogram_is_set_beside_the_softmax_and_one_read() -> None:
     found = histogram.histogram_times(6000, 7, CPU, repeats=1)
     assert (found.samples, found.units, found.called) == (6000, 7, None)
@@ -264,6 +266,7 @@ def small(tmp_path: Path) -> str:
     return f"{tmp_path / 'small.py'}:"
 
 
+@pytest.mark.slow
 def test_cells_are_counted_by_the_minute(small: str) -> None:
     (found,) = packing.packed_times([1], CPU, f"{small}SMALL")
     assert (found.at_once, found.cells) == (1, packing.FEWEST)
@@ -360,6 +363,7 @@ def test_wrong_wishes_are_refused_before_anything_is_measured(tmp_path: Path) ->
     assert speed.chosen(None) == ["steps", "precision", "compiled", "histogram", "packed", "growth"]
 
 
+@pytest.mark.slow
 def test_the_script_needs_no_more_than_torch_and_rich(tmp_path: Path) -> None:
     out = tmp_path / "speed.json"
     program = (

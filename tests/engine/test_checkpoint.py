@@ -110,6 +110,7 @@ def test_numbers_that_no_checkpoint_holds_are_refused_before_the_first_epoch(tmp
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.slow
 def test_a_run_killed_without_warning_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     checkpoint = tmp_path / "run.ckpt"
     process = subprocess.Popen(command(tmp_path, slow=0.02))
@@ -137,6 +138,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 5, 6, 7, 11])
 def test_resuming_after_any_epoch_is_bit_identical(
     tmp_path: Path, epochs: int, monkeypatch: pytest.MonkeyPatch
@@ -178,6 +180,7 @@ def test_channels_last_models_are_saved_and_resumed(tmp_path: Path, monkeypatch:
     assert torch.equal(whole.model.conv2.weight, again.model.conv2.weight)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     world = sensors()
     first = shiftmend.adapt(world.model, world.target, world.profile(), checkpoint=tmp_path / "c", **OPTIONS)
@@ -196,6 +199,7 @@ def test_adabn_resumes_too(tmp_path: Path) -> None:
         assert torch.equal(again.model[1].running_var, whole.model[1].running_var)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_other_runs_are_refused(tmp_path: Path) -> None:
     world = sensors()
     profile = world.profile()
@@ -227,6 +231,7 @@ class Given(Dataset[Tensor]):
         return self.inputs[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rates", [0.1, [0.1, 0.05]])
 @pytest.mark.parametrize(("before", "after"), [(1.1, 0.9), (0.9, 1.1)])
 def test_a_run_that_goes_on_keeps_data_as_it_did_though_another_amount_of_memory_is_free(
@@ -256,6 +261,7 @@ def test_a_run_that_goes_on_keeps_data_as_it_did_though_another_amount_of_memory
     assert torch.equal(resumed.model[0].weight, whole.model[0].weight)
 
 
+@pytest.mark.slow
 def test_data_that_was_kept_and_is_far_too_large_now_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def test_nothing_to_choose_from() -> None:
         choose([], entropy_may_decide=True)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(1e-3, 10), st.one_of(st.none(), st.floats(0, 3))), min_size=1), st.booleans())
 def test_what_is_kept_is_at_any_time_within_the_tie_of_the_lowest(
     seen: list[tuple[float, float | None]], free: bool

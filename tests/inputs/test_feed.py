@@ -163,6 +163,7 @@ class Pictures(Uneven):
         return Image.new("L", (4, 4)), index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -346,6 +347,7 @@ def test_sizes_of_batches(samples: int, size: int, sizes: list[int], room: str) 
     assert [len(inputs) for inputs, _ in feed.labelled()] == sizes
 
 
+@pytest.mark.slow
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(-(2**62), 2**62), st.integers(0, 5000))
 def test_an_epoch_is_whole_batches_of_distinct_samples(samples: int, size: int, seed: int, number: int) -> None:
     feed = Feed(torch.arange(samples), batch_size=size)
@@ -884,6 +886,7 @@ def test_fractions_of_numpy_become_those_of_networks_also_by_batches() -> None:
         assert [batch.dtype for batch in Feed(source).batches()] == [torch.float32]
 
 
+@pytest.mark.slow
 def test_a_file_mapped_for_reading_is_fed_without_a_warning(tmp_path) -> None:  # type: ignore[no-untyped-def]
     np.save(tmp_path / "inputs.npy", INPUTS.numpy())
     script = """

@@ -258,6 +258,7 @@ def test_collected_by_its_own_thread_it_does_not_wait_for_itself() -> None:
     assert not holder
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_an_iterator_half_way() -> None:
     program = (
         "import torch\n"

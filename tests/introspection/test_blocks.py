@@ -16,6 +16,7 @@ def blocks_of(model: nn.Module, inputs: torch.Tensor, names: object = None, outp
     return split(model, trace(model, inputs, output=output), names)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_blocks_of_every_kind_of_model(name: str) -> None:
     case = ZOO[name]

@@ -12,6 +12,7 @@ from shiftmend.introspection.taps import tapped
 from shiftmend.introspection.trace import trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_finds_features_and_logits_of_every_kind_of_model(name: str) -> None:
     case = ZOO[name]

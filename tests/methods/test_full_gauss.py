@@ -77,6 +77,7 @@ def test_the_loss_against_numpy(shrinkage: float) -> None:
     assert float(terms["features"]) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_it_undoes_a_mixing_that_marginals_cannot_see() -> None:
     world, profile = crosstalk(), full_profile()
     options = {"epochs": 40, "learning_rate": 0.02, "progress": False}

@@ -136,6 +136,7 @@ def test_each_trains_what_it_says(made: shiftmend.methods.Method, changed: set[s
     assert result.manifest["method"]["name"] == made.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["shot-im", "bnm", "bnm-im"])
 def test_they_mend_a_simple_shift(name: str) -> None:
     world = sensors()

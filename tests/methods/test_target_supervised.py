@@ -50,6 +50,7 @@ def test_it_reaches_a_high_accuracy_and_trains_everything() -> None:
     assert result.history[-1].losses["labels"] < result.history[1].losses["labels"]
 
 
+@pytest.mark.slow
 def test_labels_belong_to_the_samples_in_their_order() -> None:
     """Labels that are learnt by heart, from samples that do not show them, show which sample got which."""
     torch.manual_seed(0)

@@ -61,6 +61,7 @@ def test_profiles_of_other_ranges_do_not_merge() -> None:
         first.merge(shiftmend.profile(model, case.inputs(), preset="paper"))
 
 
+@pytest.mark.slow
 def test_size_of_a_cifar_resnet_profile() -> None:
     case = ZOO["resnet18"]
     made = shiftmend.profile(case.model(), case.inputs(32))

@@ -328,6 +328,7 @@ def test_a_model_that_works_in_place_does_not_change_what_the_other_sees() -> No
     assert all(sample.after == sample.before for sample in found.inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("units", [None, 1, 2])
 @given(st.integers(50, 100_000))

@@ -204,6 +204,7 @@ def _with_moments(values: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
 # --- merging and picking ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(SEEDS, st.integers(1, 6), st.integers(1, 59))
 def test_two_halves_equal_the_whole_in_either_order(seed: int, units: int, cut: int) -> None:
     values = drawn(60, units, seed)
@@ -291,6 +292,7 @@ def test_some_units_and_their_marginals() -> None:
 # --- collecting ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(SEEDS, st.lists(st.integers(1, 30), min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_covariance_does_not_depend_on_batches_or_order(seed: int, sizes: list[int], random: object) -> None:
     values = drawn(sum(sizes), 4, seed)

@@ -113,6 +113,7 @@ two_costs = st.lists(st.tuples(costs, costs, st.booleans()), min_size=2, max_siz
 )
 
 
+@pytest.mark.slow
 @given(two_costs)
 def test_no_other_pair_of_thresholds_is_better(cells: list[tuple[float, float, bool]]) -> None:
     one, other, good = ([cell[part] for cell in cells] for part in range(3))

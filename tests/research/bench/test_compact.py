@@ -97,6 +97,7 @@ numbers = st.floats(allow_nan=True, allow_infinity=True)
 values = st.recursive(st.none() | st.integers(-9, 9) | numbers | st.text(max_size=5), st.lists)
 
 
+@pytest.mark.slow
 @given(
     accuracy=numbers,
     signals=st.dictionaries(st.sampled_from(SIGNALS), numbers),

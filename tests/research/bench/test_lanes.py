@@ -81,6 +81,7 @@ class NoStream:
     def synchronize(self) -> None: ...
 
 
+@pytest.mark.slow
 def test_source_models_and_cells_run_in_threads_and_give_what_they_give_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

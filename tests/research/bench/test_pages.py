@@ -86,6 +86,7 @@ def emnist(tmp_path_factory: pytest.TempPathFactory) -> str:
     return page("emnist-da", file, "Fog is *thicker* here.\n")
 
 
+@pytest.mark.slow
 def test_the_first_line_says_what_was_made_again_and_what_is_missing(emnist: str) -> None:
     title, _, first, _, *rest = emnist.splitlines()
     assert title == "# EMNIST-DA: characters, 13 shifts"

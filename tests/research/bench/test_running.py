@@ -127,6 +127,7 @@ def agree(outcome: Any, logits: np.ndarray, labels: Any, tolerance: float = 1e-6
 # ---- offline
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["source-only", "adabn", "shot", "fr", "bufr"])
 @pytest.mark.parametrize("protocol", ["offline", "sparse"])
 def test_the_end_of_a_run_is_what_adapt_gives(method: str, protocol: str) -> None:
@@ -145,6 +146,7 @@ def test_adapting_helps_here() -> None:
     assert after.last.accuracy > before.last.accuracy + 0.2
 
 
+@pytest.mark.slow
 def test_best_and_last_against_the_history_of_all_epochs() -> None:
     result, target = usual("fr", "inverse"), load_target("inverse", None)
     seen: dict[int, dict[str, float]] = {}
@@ -185,6 +187,7 @@ def preferred(rows: list[dict[str, Any]], entropy: bool) -> int:
     return int(kept["epoch"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fr", "tent", "adabn"])
 @pytest.mark.parametrize("protocol", ["offline", "sparse"])
 def test_the_selected_epoch_is_that_of_adapt_whatever_is_scored(method: str, protocol: str) -> None:
@@ -206,6 +209,7 @@ def test_selection_does_not_look_at_labels() -> None:
     assert scrambled.manifest["adapted_weights"] == normal.manifest["adapted_weights"]
 
 
+@pytest.mark.slow
 def test_sparse_scores_still_have_first_last_and_selected() -> None:
     unscored = False
     always = {"fr": {0, 4, 6}, "adabn": {0, 2}, "bufr": {0, 4, 8}, "source-only": {0}}
@@ -225,6 +229,7 @@ def test_sparse_scores_still_have_first_last_and_selected() -> None:
     assert unscored, "no choice fell on an epoch whose state had to be held until the end"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fr", "target-supervised"])
 def test_the_same_cell_has_the_same_result_whatever_was_drawn_before(method: str) -> None:
     first = usual(method)
@@ -234,6 +239,7 @@ def test_the_same_cell_has_the_same_result_whatever_was_drawn_before(method: str
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_seeds_lead_to_other_models() -> None:
     first, other = usual("fr"), usual("fr", seed=2)
     assert first.manifest["source_weights"] != other.manifest["source_weights"]
@@ -336,6 +342,7 @@ def test_supervised_with_two_sets_uses_both_whole(spy: Spy) -> None:
     assert (len(spy.adapted[0]), len(spy.scored[0][0])) == (130, 100)
 
 
+@pytest.mark.slow
 def test_supervised_is_never_scored_on_what_it_was_trained_with() -> None:
     for shift, protocol in (("dim", "apart"), ("apart", "offline")):
         error = run("target-supervised", shift, protocol).error
@@ -346,6 +353,7 @@ def test_supervised_is_never_scored_on_what_it_was_trained_with() -> None:
 # ---- signals and distance
 
 
+@pytest.mark.slow
 def test_signals_are_those_of_the_end_on_the_data_adapted_to() -> None:
     for shift in ("dim", "apart"):
         result, expected, place = usual("fr", shift), by_hand("fr", shift), shop()
@@ -478,6 +486,7 @@ def test_a_batch_that_is_not_learnt_from_is_on_record(
 # ---- several learning rates
 
 
+@pytest.mark.slow
 def test_rates_are_compared_without_labels() -> None:
     rates = [0.05, 0.5, 3e38]
     result = done("fr", rates=rates)
@@ -504,6 +513,7 @@ def test_rates_are_compared_without_labels() -> None:
     assert other.selected.accuracy < result.selected.accuracy
 
 
+@pytest.mark.slow
 def test_best_of_several_rates_is_an_oracle_over_all_of_them() -> None:
     rates = [0.05, 0.001]
     alone = [done("fr", rates=[rate]) for rate in rates]
@@ -656,6 +666,7 @@ def test_what_is_unlike_the_published_source_images_is_written_down() -> None:
     assert result.manifest["source"]["remark"] == "of our own, under None"
 
 
+@pytest.mark.slow
 def test_time_and_memory_are_the_cells_own(monkeypatch: pytest.MonkeyPatch) -> None:
     ballast: list[np.ndarray] = []
 
@@ -677,6 +688,7 @@ def test_time_and_memory_are_the_cells_own(monkeypatch: pytest.MonkeyPatch) -> N
         assert large.all()
 
 
+@pytest.mark.slow
 def test_ticks_count_to_the_end() -> None:
     for method, protocol, expected in (
         ("fr", "offline", [(n, 6) for n in range(7)]),
@@ -692,6 +704,7 @@ def test_ticks_count_to_the_end() -> None:
     assert ticks == [*((n, 12) for n in range(7)), *((n, 12) for n in range(6, 13))]
 
 
+@pytest.mark.slow
 def test_every_method_runs_offline_and_those_that_can_online() -> None:
     rated = {name: {"epochs": 1, "learning_rate": 0.001} for name in METHODS}
     rated |= {"source-only": {}, "adabn": {}, "bufr": {"epochs_per_block": 1, "learning_rate": 0.01}}

@@ -250,6 +250,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert list((tmp_path / "sources").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_agree(tmp_path: Path) -> None:
     script = (
         "import sys; sys.path[:0] = sys.argv[2:]\n"

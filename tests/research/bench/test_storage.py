@@ -79,6 +79,7 @@ def test_the_table_stands_beside_the_paper() -> None:
     assert "| visda-c | 0.140 | 8.524 | 0.082 | 170.578 | – | – | 0.5 | 173 | 7885 |" in text
 
 
+@pytest.mark.slow
 def test_the_networks_of_the_paper_are_as_large_as_it_says() -> None:
     """ResNet-18 has 49 and ResNet-101 173 megabytes there; bin counts of 8 bins in place of our 10."""
     found = measure("cifar-100-c")

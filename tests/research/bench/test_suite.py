@@ -302,6 +302,7 @@ def test_every_definition_adds_up(name: str) -> None:
     assert benchmark.title
 
 
+@pytest.mark.slow
 def test_every_network_can_be_built() -> None:
     recipes = {
         json.dumps([recipe.network, recipe.options]): recipe
@@ -480,6 +481,7 @@ def test_mnist_c_from_the_published_files_and_made_again(tmp_path: Path) -> None
     assert clean.score.name == "mnist-test"
 
 
+@pytest.mark.slow
 def test_mnist_m_in_its_forms(tmp_path: Path) -> None:
     labels, benchmark = lay_out_mnist(tmp_path), find("mnist-m")
     trained = no_leak(tmp_path, benchmark)

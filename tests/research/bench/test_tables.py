@@ -701,6 +701,7 @@ def test_no_results_at_all_leave_the_published_figures():
     assert not any("seed" in text for text in table.notes)
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_imported():
     heavy = "{'rich', 'scipy', 'sklearn', 'matplotlib'}"
     code = f"import sys, shiftmend.research.bench.rendering; print({heavy} & set(sys.modules))"

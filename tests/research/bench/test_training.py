@@ -394,6 +394,7 @@ def test_weights_that_the_callers_autocast_would_keep_are_cast_anew_in_training(
     assert differences(*found) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [False, True])
 def test_captured_training_is_the_training_that_it_stands_for(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, compiled = recipe(epochs=1), list[bool]()  # the rate of other epochs is in memory on a GPU alone

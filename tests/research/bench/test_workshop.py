@@ -82,6 +82,7 @@ def test_the_profile_is_that_of_the_model_on_what_is_profiled(home: Path) -> Non
         assert torch.allclose(found.taps[name].counts, tap.counts, atol=1e-3), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["cut short", "empty", "of another model"])
 def test_a_bad_profile_is_made_again(tmp_path: Path, damage: str) -> None:
     shop = fresh(tmp_path)
@@ -156,6 +157,7 @@ def test_presets_that_take_turns_are_read_once(home: Path, monkeypatch: pytest.M
     assert len(loads) == len(set(loads)) == 4
 
 
+@pytest.mark.slow
 def test_nothing_is_mixed_up(tmp_path: Path) -> None:
     shop = fresh(tmp_path)
     asked = [("plain", 1), ("shot", 1), ("plain", 2), ("plain", 1), ("shot", 1)]
@@ -285,6 +287,7 @@ def test_what_does_not_fit_or_changes_stays_in_files(tmp_path: Path) -> None:
     assert in_memory(random, 1 << 30) is random
 
 
+@pytest.mark.slow
 def test_workers_decode_many(tmp_path: Path) -> None:
     few = files(tmp_path, 4)
     many = few.take(torch.arange(2100) % 4)

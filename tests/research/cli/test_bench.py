@@ -204,6 +204,7 @@ def test_status_counts_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "6 of 77 cells done" in ok(capsys, "status", "digits", "-f", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_table_has_the_numbers_of_the_store(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = ok(capsys, "table", "digits", "-f", digits)
     # over shifts: 0.9 - 0.1 and 0.94 - 0.1, whose mean is 82.0 and deviation sqrt(2) * 2
@@ -236,6 +237,7 @@ def test_a_table_of_some_shifts_has_no_mean(digits: Path, capsys: pytest.Capture
     assert "all 3 shifts" in ok(capsys, "table", "digits", "-f", digits, "--shifts", "oranges,stripe,brightness")
 
 
+@pytest.mark.slow
 def test_the_papers_figures_and_notes_stand_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     benchmark = find("emnist-da")
     fill(tmp_path, benchmark, lambda cell: 0.88 if cell.shift == "clean" else 0.75, methods=["source-only", "fr"])
@@ -254,6 +256,7 @@ def test_the_papers_figures_and_notes_stand_beside(tmp_path: Path, capsys: pytes
     assert "| fr | **75.0 ± 0.0** | 74.4 ± 0.8 | +0.6 |" in markdown
 
 
+@pytest.mark.slow
 def test_results_on_published_data_can_be_read_without_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     benchmark = find("emnist-da")
     there = replace(benchmark, origin=lambda shift, root: "published")
@@ -329,6 +332,7 @@ def test_a_remark_on_many_shifts_is_made_once(tmp_path: Path, capsys: pytest.Cap
     assert re.search(r"^only one seed done by both: .* and 1 more$", text, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
@@ -426,6 +430,7 @@ def test_merge(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert not (tmp_path / "fresh").exists()
 
 
+@pytest.mark.slow
 def test_a_benchmark_of_ones_own_is_run_resumed_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bars.py").write_text(TINY)
     name, home = f"{tmp_path}/bars.py:BARS", tmp_path / "out"
@@ -574,6 +579,7 @@ def test_nonsense_gets_one_sentence(
     assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts] == before
 
 
+@pytest.mark.slow
 def test_a_compact_export_serves_in_place_of_the_store(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -587,6 +593,7 @@ def test_a_compact_export_serves_in_place_of_the_store(
     assert len(list(csv.DictReader(io.StringIO(ok(capsys, "export", "-f", file))))) == 32
 
 
+@pytest.mark.slow
 def test_page_takes_the_notes_beside_it(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "digits.md"
     ok(capsys, "page", "digits", "-f", digits, "-o", out)

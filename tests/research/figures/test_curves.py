@@ -117,6 +117,7 @@ def test_a_history_without_slices_draws_what_there_is() -> None:
     assert_nothing_is_cut(figure)
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_picture(tmp_path: Path) -> None:
     assert_same_bytes(lambda: curves.draw({"sky": scored(history()), "fog": scored(history(3))}, "BUFR"), tmp_path)
 

@@ -126,6 +126,7 @@ def test_the_best_epoch_is_called_an_oracle() -> None:
     assert "oracle" in figure.legends[0].get_title().get_text()
 
 
+@pytest.mark.slow
 def test_a_whole_benchmark_fits_a_page() -> None:
     methods = list(find("cifar-10-c").settings["offline"])  # as many rows, on as many shifts, as any
     results = [result(method, f"shift_{n}", seed, 0.5, 0.1) for method in methods for n in range(19) for seed in (1, 2)]
@@ -136,6 +137,7 @@ def test_a_whole_benchmark_fits_a_page() -> None:
     assert figure.axes[0].get_yticklabels()[0].get_text() == "shift 0"
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_picture(tmp_path: Path) -> None:
     assert_same_bytes(lambda: dots.draw(RESULTS), tmp_path)
 

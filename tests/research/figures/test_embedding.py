@@ -42,6 +42,7 @@ def setting() -> tuple[nn.Module, Pair, Pair, shiftmend.Profile]:
     return model, source, target, shiftmend.profile(model, source[0], device="cpu", progress=False)
 
 
+@pytest.mark.slow
 def test_one_panel_a_model_with_its_accuracy(setting: tuple[nn.Module, Pair, Pair, shiftmend.Profile]) -> None:
     model, source, target, profile = setting
     wrong = Identity()

@@ -37,6 +37,7 @@ def drawn(name: str, home: Path, **changes: Any) -> Any:
     return gallery.draw(name, Wanted(TINY, home, **(options | changes)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FIGURES if name != "shots"])
 def test_every_figure_can_be_drawn_from_a_run(name: str, home: Path) -> None:
     figure = drawn(name, home)
@@ -111,12 +112,14 @@ def test_what_cannot_be_drawn_is_one_sentence(home: Path, tmp_path: Path) -> Non
         drawn("curves", home, methods=["shot"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["curves", "moved", "affected", "activations"])
 def test_without_the_usual_methods_a_benchmarks_own_are_drawn(name: str, home: Path) -> None:
     """There is no BUFR in this benchmark."""
     assert drawn(name, home, methods=None).axes
 
 
+@pytest.mark.slow
 def test_what_came_from_an_export_has_no_curves(home: Path, tmp_path: Path) -> None:
     file, merged = str(tmp_path / "tiny.json"), tmp_path / "merged"
     for command in (
@@ -131,6 +134,7 @@ def test_what_came_from_an_export_has_no_curves(home: Path, tmp_path: Path) -> N
     assert "seed 3" in str(drawn("curves", merged, root=home).get_suptitle())
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_says(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +168,7 @@ def test_figures_of_results_only_read_their_folder(home: Path, monkeypatch: pyte
         drawn("moved", home)
 
 
+@pytest.mark.slow
 def test_figures_of_results_can_be_drawn_from_an_export(home: Path, tmp_path: Path) -> None:
     file = tmp_path / "tiny.json"
     with pytest.raises(SystemExit, match="0"):

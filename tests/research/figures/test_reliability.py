@@ -135,6 +135,7 @@ def test_bins_that_differ_are_not_pooled() -> None:
         reliability.draw([*RESULTS, scored("bufr", "rain", 1, bins=15)], ["bufr"])
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_picture(tmp_path: Path) -> None:
     assert_same_bytes(lambda: reliability.draw(RESULTS, ["fr", "bufr"]), tmp_path)
 

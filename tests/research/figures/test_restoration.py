@@ -110,6 +110,7 @@ def test_what_is_rebuilt_and_what_failed_is_said() -> None:
     assert "one seed" in footer(figure)
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_picture(tmp_path: Path) -> None:
     assert_same_bytes(lambda: restoration.draw(results(TABLE)), tmp_path)
 

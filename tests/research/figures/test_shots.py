@@ -112,6 +112,7 @@ def test_failed_cells_are_named_once() -> None:
     assert said.count("cells failed: bufr on sky, seed 9: AdaptationError: diverged") == 1
 
 
+@pytest.mark.slow
 def test_only_few_shots_or_only_offline() -> None:
     for kept, count in ((PROTOCOLS[:3], 3), (PROTOCOLS[3:], 1), (PROTOCOLS[:1], 1)):
         figure = shots.draw([one for one in RESULTS if one.cell.protocol in kept])
@@ -126,6 +127,7 @@ def test_examples_of_a_protocol(protocol: str, count: float | None) -> None:
     assert shots.examples(protocol) == count
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_picture(tmp_path: Path) -> None:
     assert_same_bytes(lambda: shots.draw(RESULTS), tmp_path)
 
