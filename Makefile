@@ -12,7 +12,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2
 
-# For while you edit: everything but the tests that take more than a second.
+# For while you edit, in about a minute: everything but the tests that are marked slow.
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 

@@ -21,6 +21,7 @@ def test_importing_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_help_does_not_wait_for_torch() -> None:
     code = "import shiftmend.cli, sys; print([name for name in ('torch', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

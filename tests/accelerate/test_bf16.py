@@ -118,6 +118,7 @@ def test_what_a_step_changes_is_seen_by_the_next() -> None:
             assert model(inputs).item() == 2 * value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["adapt", "adapt in bfloat16", "stream"])
 def test_weights_that_the_callers_autocast_would_keep_are_cast_anew(way: str) -> None:
     """It keeps what it has cast until its block ends: all steps would run with the weights of the first."""

@@ -30,6 +30,7 @@ class Counting(Dataset[Tensor]):
         return self.inputs[index]
 
 
+@pytest.mark.slow
 def test_for_several_learning_rates_data_are_read_once_and_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     world = sensors()
     given, model = Counting(100 * world.target), copy.deepcopy(world.model)

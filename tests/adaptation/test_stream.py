@@ -139,6 +139,7 @@ def test_batch_norm_that_averages_over_its_whole_life_still_learns() -> None:
     assert learnt.momentum is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_every_kind_of_model(name: str) -> None:
     case = ZOO[name]

@@ -51,6 +51,7 @@ def test_memory_on_a_cpu_is_that_of_all_tensors_alive_at_once(capfd: pytest.Capt
     assert capfd.readouterr().err == "still there\n"
 
 
+@pytest.mark.slow
 def test_a_step_is_set_beside_a_plain_loop_and_beside_its_floor() -> None:
     found = steps.step_times(TINY, CPU, 1, throughput=1e9)
     assert found.ratio == found.ours.median / found.supervised.median
@@ -84,6 +85,7 @@ def test_both_loops_minimise_the_same_divergence() -> None:
         assert float(value) == pytest.approx(float(plain[name]), rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), precision.COMBINATIONS)
 def test_each_precision_and_layout_is_what_it_is_called(kind: str, layout: str) -> None:
     seen: set[torch.dtype] = set()
@@ -291,6 +293,7 @@ def test_a_cell_is_as_in_the_benchmark_it_stands_for() -> None:
     assert "bfloat16, verified after each epoch, scored after every 5" in shown.notes[0]
 
 
+@pytest.mark.slow
 def test_cells_that_fail_give_no_figure(small: str) -> None:
     with pytest.raises(ShiftmendError, match="cell-0 on none, seed 1 failed while speed was measured"):
         list(packing.packed_times([1], CPU, f"{small}DOOMED"))

@@ -100,6 +100,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--profile" in ok(capsys, "adapt", "--help")
 
 
+@pytest.mark.slow
 def test_profile_and_inspect(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ok(capsys, "profile", *common(site), "-d", site / "source.npz", "-o", tmp_path / "p", "--json")
     facts = json.loads(out)
@@ -275,6 +276,7 @@ def test_adapt_by_a_method_of_ones_own(site: Path, tmp_path: Path, capsys: pytes
         assert said.format(wrong) in refused(capsys, *arguments, "-m", wrong)
 
 
+@pytest.mark.slow
 def test_adapt_chooses_among_rates_and_epochs(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["adapt", *common(site), "-d", site / "target.npz", "-p", site / "p.safetensors", "-m", "fr"]
     rates = ("--option", "epochs=2", "--option", "learning_rate=0.01,1", "--keep", "selected")
@@ -300,6 +302,7 @@ def test_the_supervised_method_gets_labels(site: Path, tmp_path: Path, capsys: p
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.slow
 def test_a_full_gaussian_is_stored_on_demand(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = ("profile", *common(site), "-d", site / "source.npz", "-o", tmp_path / "p", "--gaussian", "full")
     assert json.loads(ok(capsys, *profile, "--json"))["gaussian"] == "full-gaussian"
@@ -308,6 +311,7 @@ def test_a_full_gaussian_is_stored_on_demand(site: Path, tmp_path: Path, capsys:
     assert "gaussian" in refused(capsys, *adapt, "-p", site / "p.safetensors", "-o", tmp_path / "b").lower()
 
 
+@pytest.mark.slow
 def test_evaluate(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scores = json.loads(ok(capsys, "evaluate", *common(site), "-d", site / "source.npz", "--json"))
     assert 0 <= scores["accuracy"] <= 1
@@ -385,6 +389,7 @@ def test_a_missing_class_does_not_renumber_the_others(
     assert json.loads(ok(capsys, "evaluate", *common(site), "-d", tmp_path / "rare.npz", "--json"))["samples"] == 60
 
 
+@pytest.mark.slow
 def test_shift_and_shifts(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ok(capsys, "shift", "cifar-c/contrast", site / "source.npz", tmp_path / "c.npz", "--severity", 3)
     manifest = json.loads((tmp_path / "c.json").read_text())
@@ -558,6 +563,7 @@ NONSENSE: list[tuple[list[str], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "words"), NONSENSE, ids=[" ".join(a)[:60] for a, _ in NONSENSE])
 def test_nonsense_gets_one_sentence(
     site: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
@@ -620,6 +626,7 @@ def test_a_profile_of_weights_that_nobody_named_is_remarked(
     assert call(capsys, "profile", *common(site), *asked)[2] == ""  # and a profile may replace a profile
 
 
+@pytest.mark.slow
 def test_a_verdict_on_weights_that_nobody_named_is_remarked(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verify = ["-d", site / "source.npz", "-p", site / "p.safetensors"]
     assert "not those the profile was made with" in call(capsys, "verify", f"{site}/factory.py:make", *verify)[2]

@@ -168,6 +168,7 @@ def test_resuming_after_any_epoch_is_bit_identical(
     assert [row.verification for row in resumed.history] == [row.verification for row in whole.history]
 
 
+@pytest.mark.slow
 def test_channels_last_models_are_saved_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = ZOO["paper-cnn"]
     model = case.model().to(memory_format=torch.channels_last)
@@ -189,6 +190,7 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     assert torch.equal(first.model[0].weight, second.model[0].weight)
 
 
+@pytest.mark.slow
 def test_adabn_resumes_too(tmp_path: Path) -> None:
     world = sensors()
     whole = shiftmend.adapt(world.model, world.target, world.profile(), "adabn", progress=False)
@@ -282,6 +284,7 @@ def test_a_run_has_one_name_in_whatever_order_its_facts_are_given() -> None:
     assert name != checkpoints.identify({"seed": 1, "options": {"epochs": 2, "blocks": [4, 3]}})
 
 
+@pytest.mark.slow
 def test_a_place_that_cannot_be_written_is_refused_before_the_first_epoch(tmp_path: Path) -> None:
     world = sensors()
     (tmp_path / "file").write_text("")
@@ -345,6 +348,7 @@ def test_what_is_left_behind_a_link_goes_too(tmp_path: Path) -> None:
     assert not left.exists()
 
 
+@pytest.mark.slow
 def test_a_second_run_with_the_checkpoint_of_one_under_way_is_refused_and_the_first_ends_as_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -390,6 +390,7 @@ def test_what_is_trained_from_now_on_gets_gradients_from_compiled_code_as_well()
         assert with_gradient == [name for name, _ in model.named_parameters() if name.startswith(trained)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [

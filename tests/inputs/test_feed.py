@@ -379,6 +379,7 @@ def test_each_epoch_leaves_others_out() -> None:
     assert len(set.union(*left_out)) > 60
 
 
+@pytest.mark.slow
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(-(2**62), 2**62), st.integers(0, 5000))
 def test_an_index_says_which_samples_a_batch_holds(samples: int, size: int, seed: int, number: int) -> None:
     inputs = 7 * torch.arange(samples) + 3
@@ -405,6 +406,7 @@ def test_every_resident_way_has_the_same_index_and_a_stream_has_none(way: str) -
         assert [index for _, index in streamed] == [None] * len(streamed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", ROOM)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_global_generator_is_left_alone(way: str, room: str) -> None:
@@ -586,6 +588,7 @@ def test_preprocessing_is_applied_everywhere_once(way: str, room: str) -> None:
             assert {tuple(row) for row in batch.tolist()} <= {tuple(row) for row in expected.tolist()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", ROOM)
 @pytest.mark.parametrize("way", WAYS)
 def test_work_in_place_changes_neither_the_feed_nor_the_callers_data(way: str, room: str) -> None:
@@ -645,6 +648,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(equal, one, other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", ["streamed", "not resident"])
 @pytest.mark.parametrize("way", WAYS)
 def test_prefetching_changes_nothing_that_a_feed_gives(way: str, room: str, monkeypatch: pytest.MonkeyPatch) -> None:

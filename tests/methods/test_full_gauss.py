@@ -131,6 +131,7 @@ def test_constant_units_take_no_part() -> None:
     assert math.isfinite(float(got))
 
 
+@pytest.mark.slow
 def test_fewer_samples_than_features() -> None:
     world, profile = sensors(), full_profile("sensors")
     with pytest.raises(
@@ -146,6 +147,7 @@ def test_fewer_samples_than_features() -> None:
     assert result.history[-1].loss < result.history[1].loss
 
 
+@pytest.mark.slow
 def test_a_source_of_fewer_samples_than_features() -> None:
     case = ZOO["paper-cnn"]
     model = case.model()
@@ -203,6 +205,7 @@ def test_it_needs_no_classes_and_learns_from_a_stream() -> None:
     assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
 
 
+@pytest.mark.slow
 def test_it_runs_under_autocast() -> None:
     world, profile = crosstalk(), full_profile()
     options = {"epochs": 5, "learning_rate": 0.01, "progress": False}

@@ -69,6 +69,7 @@ def test_statistics_that_overflow_are_blamed_on_the_inputs_since_nothing_is_trai
         shiftmend.adapt(world.model, world.target * 1e25, None, "adabn", progress=False)
 
 
+@pytest.mark.slow
 def test_adabn_without_batch_norm_is_the_identity_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     world = sensors(norm=False)
     result = shiftmend.adapt(world.model, world.target, world.profile(), "adabn")
@@ -89,6 +90,7 @@ def test_fr_trains_everything_below_the_head_at_the_published_rates() -> None:
     assert not any(name.startswith("fc.") for name in stage.parameters)
 
 
+@pytest.mark.slow
 def test_other_networks_get_a_careful_default() -> None:
     profile = sensors().profile()
     names = ("signal", "tabular", "no-norm", "vit")

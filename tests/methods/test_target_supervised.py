@@ -39,6 +39,7 @@ def test_the_loss_against_numpy() -> None:
     assert float(terms["labels"]) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_it_reaches_a_high_accuracy_and_trains_everything() -> None:
     world = sensors()
     result = adapt(epochs=30)

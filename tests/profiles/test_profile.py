@@ -127,6 +127,7 @@ def test_the_profile_notices_another_model(caplog: pytest.LogCaptureFixture) -> 
     assert "not those the profile was made with" in caplog.text
 
 
+@pytest.mark.slow
 def test_other_preprocessing_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     case = ZOO["paper-cnn"]
     images = torch.rand(64, 3, 28, 28)

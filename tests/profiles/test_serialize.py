@@ -399,6 +399,7 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_other_shapes_are_refused(name: str, shape: str) -> None:
@@ -678,6 +679,7 @@ WRONG: dict[type, list[Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_wrong_types_everywhere_in_the_description_are_refused() -> None:
     original, tensors, metadata = take_apart()
     tried = 0

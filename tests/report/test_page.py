@@ -468,6 +468,7 @@ def test_many_taps_and_noisy_pictures_stay_small() -> None:
     assert sum(tag == "img" for tag, _ in page.elements) == 100
 
 
+@pytest.mark.slow
 def test_of_many_taps_those_far_from_home_are_shown(found: report.Facts) -> None:
     own, tap = found.taps[:2], found.taps[0]
     many = [replace(tap, name=f"tap {n}", before=(float(n),), after=(float(-n),)) for n in range(20)]

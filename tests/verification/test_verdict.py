@@ -114,6 +114,7 @@ def test_the_divergence_of_many_samples_lies_within_the_bounds_that_few_give(sam
     assert sum(low <= true <= high for low, high in parts) >= 38
 
 
+@pytest.mark.slow
 def test_home_is_restored_and_a_shift_is_not() -> None:
     case = ZOO["signal"]
     model = case.model()
@@ -202,6 +203,7 @@ def test_what_chance_does_not_explain() -> None:
         assert Verification(worst, 0.004, 500).bounds == (float("inf"), float("inf"))
 
 
+@pytest.mark.slow
 def test_outputs_that_are_nan_are_not_restored_however_the_features_look() -> None:
     case = ZOO["signal"]
     model, inputs = case.model(), case.inputs(3000)

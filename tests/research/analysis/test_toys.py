@@ -71,6 +71,7 @@ def test_hard_bins_do_not_reach_so_far_and_the_judge_says_so() -> None:
 # --- a rotation: nothing can -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_turned_gaussian_is_the_same_gaussian() -> None:
     toy = rotation_toy(samples=4000)
     for angle in np.linspace(0, np.pi, 7):
@@ -160,6 +161,7 @@ def test_toys_depend_on_their_seed_alone() -> None:
         assert not first.model.training
 
 
+@pytest.mark.slow
 def test_the_data_is_what_the_paper_says() -> None:
     toy = offset_toy(2.0, positives=0.25, samples=4000)
     for inputs, labels, offset, share in (

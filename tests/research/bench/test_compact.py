@@ -70,6 +70,7 @@ def test_what_manifests_share_stands_once_and_cells_are_lines() -> None:
     assert sum(a != b for a, b in zip(text.splitlines(), changed.splitlines(), strict=True)) == 1
 
 
+@pytest.mark.slow
 def test_a_thousand_cells_stay_below_a_megabyte() -> None:
     """With digits that do not end, and a target, a profile and a verdict of its own for every seed and shift."""
     results = []

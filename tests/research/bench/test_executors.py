@@ -138,6 +138,7 @@ def test_an_error_in_a_worker_is_the_caller_s(job: Job, tmp_path: Path) -> None:
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.slow
 def test_nothing_of_a_run_stays_in_this_process(job: Job) -> None:
     cells = plan(TINY, methods=["adabn"], shifts=["dark"], seeds=[1])
     handler, threads = signal.getsignal(signal.SIGINT), torch.get_num_threads()

@@ -240,6 +240,7 @@ class Cycle:
         self.own = self
 
 
+@pytest.mark.slow
 def test_what_a_task_leaves_behind_is_collected_in_the_end_however_long_it_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

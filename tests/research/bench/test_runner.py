@@ -150,6 +150,7 @@ def test_missing_data_are_told_in_a_sentence(home: Path, root: Path, monkeypatch
         run("mnist-c", home, methods=["source-only"], device="cpu", workers=1)
 
 
+@pytest.mark.slow
 def test_workers_get_what_they_cannot_know(
     home: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def test_the_file_says_what_it_is(tmp_path: Path) -> None:
     assert metadata["torch"] == torch.__version__
 
 
+@pytest.mark.slow
 def test_other_recipes_seeds_and_data_are_other_files(tmp_path: Path) -> None:
     split = data()
     assert split.labels is not None
@@ -160,6 +161,7 @@ def damaged(path: Path, how: str) -> None:
         path.mkdir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     ["empty", "cut short", "a bit flipped", "unreadable answers", "another network", "no description", "a folder"],

@@ -20,6 +20,7 @@ HEADER = 64
 """Bytes by which headers may differ, where numbers are written out."""
 
 
+@pytest.mark.slow
 def test_sizes_are_those_of_the_files(tmp_path: Path) -> None:
     found = measure("digits")
     model = untrained(find("digits").sources["plain"], seed=5).eval()
@@ -33,6 +34,7 @@ def test_sizes_are_those_of_the_files(tmp_path: Path) -> None:
     assert (found.files, found.pixels, found.trained) == (None, 900 * 28 * 28, False)
 
 
+@pytest.mark.slow
 def test_the_file_of_a_trained_model_is_taken_where_there_is_one(tmp_path: Path) -> None:
     benchmark = find("digits")
     recipe = benchmark.sources["plain"]
@@ -50,6 +52,7 @@ def test_the_file_of_a_trained_model_is_taken_where_there_is_one(tmp_path: Path)
     assert found.model == other.with_name("a.safetensors").stat().st_size
 
 
+@pytest.mark.slow
 def test_files_of_the_source_are_counted(tmp_path: Path) -> None:
     raw = tmp_path / "MNIST/raw"
     raw.mkdir(parents=True)

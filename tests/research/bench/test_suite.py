@@ -719,6 +719,7 @@ def lay_out_cifar(root: Path, name: str) -> None:
             (folder / f"{split}.bin").write_bytes(record.tobytes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cifar-10-c", "cifar-100-c"])
 def test_cifar_c_from_the_published_files_and_made_again(tmp_path: Path, name: str) -> None:
     benchmark = find(name)
@@ -810,6 +811,7 @@ def lay_out_visda(root: Path) -> None:
         (root / f"VisDA-C/{split}/image_list.txt").write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.slow
 def test_visda_variants_take_their_own_source(tmp_path: Path) -> None:
     benchmark = find("visda-c")
     lay_out_visda(tmp_path)
@@ -845,6 +847,7 @@ def test_visda_variants_take_their_own_source(tmp_path: Path) -> None:
     assert benchmark.origin(usual, tmp_path) == "published"
 
 
+@pytest.mark.slow
 def test_digits_need_no_files() -> None:
     benchmark = find("digits")
     source = benchmark.load_source("plain", None)

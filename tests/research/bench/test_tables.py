@@ -184,6 +184,7 @@ def test_cells_are_counted_over_all_seeds():
     assert entry(summarise(results), "bufr", "all 4 shifts").text == "2/12"
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_any_subset_of_cells_agrees_with_numpy(data):

@@ -49,6 +49,7 @@ def profiles(home: Path) -> list[Path]:
     return sorted((home / "profiles").iterdir())
 
 
+@pytest.mark.slow
 def test_another_workshop_finds_model_and_profile_on_the_disk(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, path = fresh(home).model("plain", 1)
     made = fresh(home).profile("plain", 1, 0.01)
@@ -104,6 +105,7 @@ def test_a_bad_profile_is_made_again(tmp_path: Path, damage: str) -> None:
     assert Profile.load(file).samples == 256
 
 
+@pytest.mark.slow
 def test_a_full_covariance_is_kept_where_a_method_needs_it(tmp_path: Path) -> None:
     table = {"offline": SETTINGS | {"full-gauss": Setting("full-gauss")}}
     benchmark = replace(BENCHMARK, settings=table)
@@ -112,6 +114,7 @@ def test_a_full_covariance_is_kept_where_a_method_needs_it(tmp_path: Path) -> No
     assert len(profiles(tmp_path)) == 2
 
 
+@pytest.mark.slow
 def test_every_preset_has_a_profile_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shop = fresh(tmp_path)
     usual, sliced, paper = (shop.profile("plain", 1, 0.05, name) for name in ("reference", "sliced", "paper"))
@@ -141,6 +144,7 @@ def test_every_preset_has_a_profile_of_its_own(tmp_path: Path, monkeypatch: pyte
     assert fresh(tmp_path).profile("plain", 1, 0.05, "sliced").to_bytes() == sliced.to_bytes()
 
 
+@pytest.mark.slow
 def test_presets_that_take_turns_are_read_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"offline": SETTINGS | {"fr-sliced": replace(SETTINGS["fr"], preset="sliced")}}
     for preset in ("reference", "sliced"):
@@ -296,6 +300,7 @@ def test_workers_decode_many(tmp_path: Path) -> None:
     assert torch.equal(whole.images, in_memory(few, 1 << 20).images[torch.arange(2100) % 4])
 
 
+@pytest.mark.slow
 def test_files_are_decoded_once_for_all_epochs_and_for_the_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

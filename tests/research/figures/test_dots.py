@@ -33,6 +33,7 @@ RESULTS = [
 ]
 
 
+@pytest.mark.slow
 def test_points_are_means_over_seeds_and_lines_a_standard_deviation() -> None:
     figure = dots.draw(RESULTS, ["fr", "bufr"])
     rows = [text.get_text() for text in figure.axes[0].get_yticklabels()]
@@ -78,6 +79,7 @@ def test_one_seed_has_no_spread_and_says_so() -> None:
     assert "one seed, hence no standard deviation" in footer(figure)
 
 
+@pytest.mark.slow
 def test_failed_missing_and_diverged_cells_leave_a_gap() -> None:
     results = [one for one in RESULTS if (one.cell.method, one.cell.shift) != ("bufr", "sky")]
     results += [result("bufr", "sky", 0, error="AdaptationError: diverged"), result("pl", "fog", 0, math.nan, math.nan)]

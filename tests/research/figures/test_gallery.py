@@ -47,6 +47,7 @@ def test_every_figure_can_be_drawn_from_a_run(name: str, home: Path) -> None:
     assert artists
 
 
+@pytest.mark.slow
 def test_the_reliability_diagram_is_of_the_stored_bins(home: Path) -> None:
     wanted = Wanted(TINY, home, root=home, methods=["fr"])
     results = [result for result in wanted.results() if result.cell.method == "fr"]
@@ -80,6 +81,7 @@ def test_the_sheet_shows_the_same_images_clean_and_shifted(home: Path) -> None:
         sheet.draw({})
 
 
+@pytest.mark.slow
 def test_a_scene_is_the_cell_again(home: Path) -> None:
     scene = stage(TINY, home, "noisy", ["fr"], root=home, device="cpu")
     wanted = Wanted(TINY, home, root=home, methods=["fr"], seed=scene.seed)

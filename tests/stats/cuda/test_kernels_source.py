@@ -138,6 +138,7 @@ def test_alone(build: Callable[..., ctypes.CDLL], samples: int, units: int, colu
     assert not slopes[:, 0].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("samples", "units", "columns", "bins"), CASES)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_in_parts(
