@@ -90,6 +90,7 @@ def same(one: Adaptation, other: Adaptation, tolerance: float) -> None:
         assert seen == pytest.approx(expected, rel=10 * tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize(
     ("method", "options"),
@@ -121,6 +122,7 @@ def test_a_captured_run_is_an_eager_one(
     assert one.selected == other.selected
 
 
+@pytest.mark.slow
 def test_a_captured_run_that_is_resumed_within_a_stage_ends_as_a_whole_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,12 +154,14 @@ class Blunted(FR):
         model[1].eps = usual
 
 
+@pytest.mark.slow
 def test_a_captured_look_sees_a_model_that_its_method_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     captured_without_a_gpu(monkeypatch)
     one, other = (adapted(sensors(), Blunted, capture=capture)[0] for capture in (True, False))
     same(one, other, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", PLACES)
 def test_a_captured_look_at_maps_counts_the_positions_that_an_eager_one_counts(
     device: str, monkeypatch: pytest.MonkeyPatch
@@ -197,6 +201,7 @@ class Tabled(nn.Module):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", PLACES)
 def test_what_a_model_keeps_for_a_size_of_batches_is_there_as_long_as_a_graph_reads_it(
     device: str, monkeypatch: pytest.MonkeyPatch
@@ -228,6 +233,7 @@ def test_what_a_model_makes_while_a_capture_fails_is_not_used(device: str, monke
     assert bool(seen.isfinite().all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("drawn", ["random", "numpy", "torch"])
 def test_augmentation_with_random_numbers_of_the_host_draws_anew_for_every_batch(

@@ -79,6 +79,7 @@ def test_outputs_and_gradients_are_those_of_autocast(frozen: tuple[str, ...]) ->
             torch.testing.assert_close(gradient, other, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digit-cnn", "resnet18-cifar"])
 def test_the_papers_networks(name: str) -> None:
     torch.manual_seed(0)
@@ -121,6 +122,7 @@ def test_what_a_step_changes_is_seen_by_the_next() -> None:
             assert model(inputs).item() == 2 * value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["adapt", "adapt in bfloat16", "stream"])
 def test_weights_that_the_callers_autocast_would_keep_are_cast_anew(way: str) -> None:
     """It keeps what it has cast until its block ends: all steps would run with the weights of the first."""
@@ -262,6 +264,7 @@ def test_a_method_that_trains_nothing_asks_nothing_of_the_model() -> None:
     assert result.manifest["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_left_to_the_compiler() -> None:
     torch.manual_seed(0)
     model, sample = Odd("nothing"), torch.randn(8, 4)

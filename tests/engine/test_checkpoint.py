@@ -117,6 +117,7 @@ def test_numbers_that_no_checkpoint_holds_are_refused_before_the_first_epoch(tmp
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.slow
 def test_a_run_killed_without_warning_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     checkpoint = tmp_path / "run.ckpt"
     process = subprocess.Popen(command(tmp_path, slow=0.02))
@@ -144,6 +145,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 5, 6, 7, 11])
 def test_resuming_after_any_epoch_is_bit_identical(
     tmp_path: Path, epochs: int, monkeypatch: pytest.MonkeyPatch
@@ -173,6 +175,7 @@ def test_resuming_after_any_epoch_is_bit_identical(
     assert [row.verification for row in resumed.history] == [row.verification for row in whole.history]
 
 
+@pytest.mark.slow
 def test_channels_last_models_are_saved_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = ZOO["paper-cnn"]
     model = case.model().to(memory_format=torch.channels_last)
@@ -185,6 +188,7 @@ def test_channels_last_models_are_saved_and_resumed(tmp_path: Path, monkeypatch:
     assert torch.equal(whole.model.conv2.weight, again.model.conv2.weight)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     world = sensors()
     first = shiftmend.adapt(world.model, world.target, world.profile(), checkpoint=tmp_path / "c", **OPTIONS)
@@ -193,6 +197,7 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     assert torch.equal(first.model[0].weight, second.model[0].weight)
 
 
+@pytest.mark.slow
 def test_adabn_resumes_too(tmp_path: Path) -> None:
     world = sensors()
     whole = shiftmend.adapt(world.model, world.target, world.profile(), "adabn", progress=False)
@@ -203,6 +208,7 @@ def test_adabn_resumes_too(tmp_path: Path) -> None:
         assert torch.equal(again.model[1].running_var, whole.model[1].running_var)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_other_runs_are_refused(tmp_path: Path) -> None:
     world = sensors()
     profile = world.profile()
@@ -234,6 +240,7 @@ class Given(Dataset[Tensor]):
         return self.inputs[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rates", [0.1, [0.1, 0.05]])
 @pytest.mark.parametrize(("before", "after"), [(1.1, 0.9), (0.9, 1.1)])
 def test_a_run_that_goes_on_keeps_data_as_it_did_though_another_amount_of_memory_is_free(
@@ -263,6 +270,7 @@ def test_a_run_that_goes_on_keeps_data_as_it_did_though_another_amount_of_memory
     assert torch.equal(resumed.model[0].weight, whole.model[0].weight)
 
 
+@pytest.mark.slow
 def test_data_that_was_kept_and_is_far_too_large_now_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +291,7 @@ def test_a_run_has_one_name_in_whatever_order_its_facts_are_given() -> None:
     assert name != checkpoints.identify({"seed": 1, "options": {"epochs": 2, "blocks": [4, 3]}})
 
 
+@pytest.mark.slow
 def test_a_place_that_cannot_be_written_is_refused_before_the_first_epoch(tmp_path: Path) -> None:
     world = sensors()
     (tmp_path / "file").write_text("")
@@ -346,6 +355,7 @@ def test_what_is_left_behind_a_link_goes_too(tmp_path: Path) -> None:
     assert not left.exists()
 
 
+@pytest.mark.slow
 def test_a_second_run_with_the_checkpoint_of_one_under_way_is_refused_and_the_first_ends_as_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def test_nothing_to_choose_from() -> None:
         choose([], entropy_may_decide=True)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(1e-3, 10), st.one_of(st.none(), st.floats(0, 3))), min_size=1), st.booleans())
 def test_what_is_kept_is_at_any_time_within_the_tie_of_the_lowest(
     seen: list[tuple[float, float | None]], free: bool
@@ -102,6 +103,7 @@ def test_what_is_kept_is_at_any_time_within_the_tie_of_the_lowest(
             assert choice.kept.verification == lowest
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(1.0, 1 + TIE), st.floats(0, 3)), min_size=1, unique_by=lambda pair: pair[1]))
 def test_among_equally_good_ones_the_order_does_not_matter(seen: list[tuple[float, float]]) -> None:
     seen = [(1.0, 2.9), *seen]

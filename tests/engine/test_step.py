@@ -329,6 +329,7 @@ class Wrapped(nn.Module):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("kind", ["of torch's layers alone", "of its own class"])
 def test_a_model_is_compiled_with_its_hooks_and_drops_what_it_would_drop(kind: str) -> None:
@@ -350,6 +351,7 @@ def test_a_model_is_compiled_with_its_hooks_and_drops_what_it_would_drop(kind: s
     assert (seen[0] == 0).any()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_a_copy_with_other_taps_is_compiled_anew_and_one_with_the_same_is_not() -> None:
     original = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -370,6 +372,7 @@ def test_a_copy_with_other_taps_is_compiled_anew_and_one_with_the_same_is_not() 
     assert found == [1, 1, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_what_is_trained_from_now_on_gets_gradients_from_compiled_code_as_well() -> None:
     """As BUFR goes on from stage to stage. Torch 2.11 has to be told to look at the parameters again."""
@@ -387,6 +390,7 @@ def test_what_is_trained_from_now_on_gets_gradients_from_compiled_code_as_well()
         assert with_gradient == [name for name, _ in model.named_parameters() if name.startswith(trained)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [

@@ -25,6 +25,7 @@ from shiftmend.stats.histograms import Bins
 from shiftmend.utils.progress import Bar
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_profiles_every_kind_of_model_and_leaves_it_as_it_was(name: str) -> None:
     case = ZOO[name]
@@ -83,6 +84,7 @@ def test_slices_are_histograms_of_projected_standardised_features() -> None:
     torch.testing.assert_close(part.histogram.low.double(), expected.amin(0), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_one_pass_and_three_passes_give_the_same() -> None:
     case = ZOO["paper-cnn"]
     model, inputs = case.model(), case.inputs(100)
@@ -389,6 +391,7 @@ class Spectra(nn.Module):
         return self.head(self.second(self.first(x).abs()).relu())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_complex_inputs_and_weights(tmp_path) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)

@@ -61,6 +61,7 @@ def test_profiles_of_other_ranges_do_not_merge() -> None:
         first.merge(shiftmend.profile(model, case.inputs(), preset="paper"))
 
 
+@pytest.mark.slow
 def test_size_of_a_cifar_resnet_profile() -> None:
     case = ZOO["resnet18"]
     made = shiftmend.profile(case.model(), case.inputs(32))
@@ -126,6 +127,7 @@ def test_the_profile_notices_another_model(caplog: pytest.LogCaptureFixture) -> 
     assert "not those the profile was made with" in caplog.text
 
 
+@pytest.mark.slow
 def test_other_preprocessing_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     case = ZOO["paper-cnn"]
     images = torch.rand(64, 3, 28, 28)

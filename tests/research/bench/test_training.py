@@ -123,6 +123,7 @@ def test_the_seed_decides_every_bit(augmentation: str) -> None:
     assert {"conv1.weight", "head.weight", "bn1.running_mean"} <= set(other)
 
 
+@pytest.mark.slow
 def test_augmentation_and_smoothing_and_decay_matter() -> None:
     plain = trained()
     for changes in (
@@ -231,6 +232,7 @@ def killed_after(ticks: int, path: Path, **changes: Any) -> None:
         train(recipe(**changes), toy(), preprocess, seed=1, device="cpu", checkpoint=path, tick=tick)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["cosine", "inverse"])
 def test_goes_on_to_the_same_end(schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "SECONDS_BETWEEN_CHECKPOINTS", 0)
@@ -287,6 +289,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ImageFiles:
     return ImageFiles(folder, [f"{number}.png" for number in range(40)], split.labels, "files", split.classes)
 
 
+@pytest.mark.slow
 def test_trains_from_files_whatever_the_number_of_workers(files: ImageFiles) -> None:
     state = torch.get_rng_state()
     plan = recipe(batch_size=16, augmentation="rotate-10")
@@ -394,6 +397,7 @@ def test_weights_that_the_callers_autocast_would_keep_are_cast_anew_in_training(
     assert differences(*found) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [False, True])
 def test_captured_training_is_the_training_that_it_stands_for(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, compiled = recipe(epochs=1), list[bool]()  # the rate of other epochs is in memory on a GPU alone

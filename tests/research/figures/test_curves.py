@@ -29,6 +29,7 @@ def scored(rows: list[Epoch], every: int = 1) -> list[dict[str, Any]]:
     return [row.to_json() | ({"accuracy": 0.05 * row.epoch} if row.epoch % every == 0 else {}) for row in rows]
 
 
+@pytest.mark.slow
 def test_the_lines_are_the_histories() -> None:
     figure = curves.draw(scored(history(), every=3), "BUFR")
     loss, slices, accuracy = figure.axes
@@ -61,6 +62,7 @@ def test_blocks_are_marked_where_they_join_in() -> None:
     assert_nothing_is_cut(figure)
 
 
+@pytest.mark.slow
 def test_names_of_many_blocks_stand_upright_and_do_not_touch() -> None:
     figure = curves.draw(history(2, tuple(f"layer{n}.conv + layer{n}.bn" for n in range(14))))
     assert_nothing_is_cut(figure)
@@ -79,6 +81,7 @@ def test_a_method_that_trains_everything_at_once_has_no_marks() -> None:
     assert footer(figure) == ""
 
 
+@pytest.mark.slow
 def test_several_histories_are_named_where_they_end() -> None:
     shorter = [row | {"accuracy": 0.3} for row in scored(history(3))]
     figure = curves.draw({"shot_noise": scored(history()), "sky": shorter, "bufr": scored(history(2))})
@@ -116,6 +119,7 @@ def test_a_history_without_slices_draws_what_there_is() -> None:
     assert_nothing_is_cut(figure)
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_picture(tmp_path: Path) -> None:
     assert_same_bytes(lambda: curves.draw({"sky": scored(history()), "fog": scored(history(3))}, "BUFR"), tmp_path)
 
