@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Past:
-    """A mark that has been reached."""
+    """An event that has happened."""
 
     def synchronize(self) -> None:
         pass
@@ -20,7 +20,7 @@ class Past:
 class AtOnce:
     """Copies when it is asked to."""
 
-    def memory(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
     def send(self, staged: list[Tensor]) -> tuple[list[Tensor], Past]:
@@ -29,7 +29,7 @@ class AtOnce:
     def receive(self, sent: list[Tensor], copied: Past) -> None:
         pass
 
-    def now(self) -> Past:
+    def record(self) -> Past:
         return Past()
 
 
@@ -45,14 +45,14 @@ class AsLateAsPossible:
     """
 
     def __init__(self) -> None:
-        self.memories = self.sent = self.received = self.finished = self.most = 0
+        self.allocations = self.sent = self.received = self.finished = self.most = 0
         self.threads: set[str] = set()
         self._copies: list[Callable[[], object]] = []
         self._done = 0
         self._lock = threading.Lock()
 
-    def memory(self, size: int) -> Tensor:
-        self.memories += 1
+    def allocate(self, size: int) -> Tensor:
+        self.allocations += 1
         return torch.empty(size, dtype=torch.uint8)
 
     def send(self, staged: list[Tensor]) -> tuple[list[Tensor], Reached]:
@@ -68,7 +68,7 @@ class AsLateAsPossible:
     def receive(self, sent: list[Tensor], copied: Reached) -> None:
         self.received += 1
 
-    def now(self) -> Reached:
+    def record(self) -> Reached:
         with self._lock:
             return Reached(partial(self._finish, self.received))
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from shiftmend.errors import ShiftmendError
+from shiftmend.introspection.model_state import on_device
 from shiftmend.utils import devices
-from shiftmend.utils.devices import device_of, placed, resolve_device, room_on
+from shiftmend.utils.devices import device_of, max_resident_bytes, resolve_device
 
 CPU = torch.device("cpu")
 
@@ -44,18 +45,6 @@ def test_what_is_not_there_is_one_clear_error(name: str) -> None:
         resolve_device(name)
 
 
-def test_a_model_is_moved_for_the_length_of_a_block_also_if_it_fails() -> None:
-    model = nn.Linear(2, 2)
-    moves: list[torch.device] = []
-    model.to = lambda place: moves.append(place)  # type: ignore[method-assign, assignment]
-    with placed(model, CPU):
-        pass
-    assert moves == []
-    with pytest.raises(KeyError), placed(model, torch.device("meta")):
-        raise KeyError
-    assert moves == [torch.device("meta"), CPU]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_is_found_and_left_again() -> None:
@@ -63,7 +52,7 @@ def test_cuda_is_found_and_left_again() -> None:
     place = resolve_device("auto", model)
     assert place.type == "cuda"
     assert place.index is not None
-    with placed(model, place):
+    with on_device(model, place):
         assert device_of(model) == place
     assert device_of(model) == CPU
 
@@ -78,48 +67,14 @@ def test_none_is_auto() -> None:
     assert resolve_device(None) == resolve_device("auto")
 
 
-class Counts(nn.Module):
-    """Writes into one buffer and replaces another whenever it runs; others can be neither written nor compared."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-        self.register_buffer("more", torch.zeros(()).expand(1))
-        self.register_buffer("learnt", torch.zeros(1, requires_grad=True))
-        self.register_buffer("last", torch.zeros(3))
-        self.register_buffer("nothing", None)
-        self.register_buffer("unknown", torch.full((1,), torch.nan).expand(4))
-        self.register_buffer("graph", torch.eye(3).to_sparse())
-        self.register_buffer("empty", torch.empty(3, device="meta"), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.more += 1
-        self.learnt.data += 1
-        self.last = x.mean(0)
-        return x
-
-
-def test_buffers_that_change_in_forward_are_as_before() -> None:
-    model = Counts()
-    before = dict(model._buffers)
-    with placed(model, CPU):
-        model(torch.ones(2, 3))
-        assert model.calls == 1
-    assert all(model._buffers[name] is value for name, value in before.items())
-    assert model.calls == model.more == model.learnt == 0
-    assert torch.equal(model.last, torch.zeros(3))
-    assert model.last._version == 0  # not written to: a graph that holds it can still be run backward
-
-
 def test_data_may_take_part_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
-    monkeypatch.setattr(devices, "available", lambda: 2000)
-    assert room_on(torch.device("cuda", 0)) == 400
-    assert room_on(CPU) == room_on(torch.device("mps")) == 800
+    monkeypatch.setattr(devices, "free_host_bytes", lambda: 2000)
+    assert max_resident_bytes(torch.device("cuda", 0)) == 400
+    assert max_resident_bytes(CPU) == max_resident_bytes(torch.device("mps")) == 800
     monkeypatch.setattr(devices, "world_size", lambda: 8)
-    assert room_on(CPU) == 100
+    assert max_resident_bytes(CPU) == 100
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # on each of two machines
-    assert room_on(CPU) == 200
-    monkeypatch.setattr(devices, "available", lambda: None)
-    assert room_on(CPU) == 4 * 1024**3
+    assert max_resident_bytes(CPU) == 200
+    monkeypatch.setattr(devices, "free_host_bytes", lambda: None)
+    assert max_resident_bytes(CPU) == 4 * 1024**3

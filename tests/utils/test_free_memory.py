@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shiftmend.utils.devices import available
+from shiftmend.utils.devices import free_host_bytes
 
 MACHINE = {"proc/meminfo": "MemTotal:       9000 kB\nMemFree:        10 kB\nMemAvailable:   8000 kB\n"}
 FREE = 8000 * 1024
@@ -41,18 +41,18 @@ def test_what_is_available_is_what_the_machine_and_every_group_leave(
     for name, text in (MACHINE | {"proc/self/cgroup": own} | files).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert available(tmp_path) == free
+    assert free_host_bytes(tmp_path) == free
 
 
 def test_odd_groups_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text(MACHINE["proc/meminfo"])
     (tmp_path / "proc/self/cgroup").write_bytes(b"\n0\n0::\n4:memory\n0::/\xff\xfe/../..\n")
-    assert available(tmp_path) == FREE
+    assert free_host_bytes(tmp_path) == FREE
 
 
 def test_elsewhere_half_of_the_memory_is_taken_to_be_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
-    assert available(tmp_path) == 500 * 4096
+    assert free_host_bytes(tmp_path) == 500 * 4096
     monkeypatch.delattr(os, "sysconf")
-    assert available(tmp_path) is None
+    assert free_host_bytes(tmp_path) is None

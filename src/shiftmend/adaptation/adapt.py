@@ -21,26 +21,26 @@ from shiftmend.distributed.collectives import same_everywhere, warn_if_apart
 from shiftmend.engine import checkpoint as checkpoints
 from shiftmend.engine.history import Choice
 from shiftmend.engine.method import Method, Network, check_positive, facts_of, stages_of, taps_of
-from shiftmend.engine.modes import refuse_shared, settle
+from shiftmend.engine.modes import settle
 from shiftmend.engine.settings import Keep, OnEpoch, Settings
 from shiftmend.engine.trainer import Run
 from shiftmend.errors import AdaptationError, DivergedError
 from shiftmend.inputs.feed import Feed, Preprocess
-from shiftmend.introspection.blocks import Names, split
-from shiftmend.introspection.modes import batch_norms
+from shiftmend.introspection.blocks import BlockNames, split_blocks
+from shiftmend.introspection.modes import find_batch_norms
 from shiftmend.introspection.outputs import Entry
 from shiftmend.introspection.taps import Tap
 from shiftmend.introspection.trace import trace
-from shiftmend.introspection.validate import LeftAlone, check_takes_each, plain_copy, refuse_broken, unwrap
+from shiftmend.introspection.validate import check_model, copy_model, unwrap
 from shiftmend.methods import METHODS
 from shiftmend.methods import method as make_method
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.fingerprints import InputSummary
 from shiftmend.profiles.profile import Profile, as_profile
-from shiftmend.utils.devices import resolve_device, room_on
+from shiftmend.utils.devices import max_resident_bytes, resolve_device
 from shiftmend.utils.processes import of_first_process, world_size
 from shiftmend.utils.progress import Progress
-from shiftmend.utils.rng import rolled
+from shiftmend.utils.rng import isolate_rng
 from shiftmend.verification.verdict import Verification
 
 logger = logging.getLogger(__name__)
@@ -75,11 +75,12 @@ class Given:
                 f"{method.name} works in one process only, and these are {world_size()}: its loss needs the whole of a "
                 f"batch; use one process, or one of {able}"
             )
-        model = unwrap(model)
+        model = unwrap(model, trained=True)
         profile = fitting_profile(profile, model, method)
-        refuse_broken(model)
         place = resolve_device(settings.device, model)
-        limit = None if fits is None else 2 * room_on(place) if fits else 0  # room is less than half of what is free
+        limit = (
+            None if fits is None else 2 * max_resident_bytes(place) if fits else 0
+        )  # room is less than half of what is free
         feed = Feed(
             target,
             batch_size=settings.batch_size,
@@ -89,7 +90,7 @@ class Given:
             limit=limit,
             what="target data",
         )
-        if feed.one_sided:
+        if feed.never_shuffles:
             logger.warning(
                 "the target data streams in a fixed order: if it is sorted, batches are one-sided; use shuffle=True"
             )
@@ -196,7 +197,7 @@ def adapt(
     batch_size: int | None = None,
     seed: int = 0,
     preprocess: Preprocess | None = None,
-    blocks: Names | None = None,
+    blocks: BlockNames | None = None,
     output: Entry = None,
     device: str | torch.device = "auto",
     autocast: bool = False,
@@ -283,13 +284,12 @@ def _remarked(result: Adaptation) -> Adaptation:
 
 def _once(given: Given, method: Method, settings: Settings, before: Verification | None = None) -> Adaptation:
     model, feed, place = given.model, given.feed, given.feed.device
-    adapted = plain_copy(model).to(place)
+    adapted = copy_model(model).to(place)
 
     def check() -> None:
-        with LeftAlone(model, adapted):
-            check_takes_each(adapted, feed.kinds(2), settings.output)
+        check_model(adapted, feed.examples(2), output=settings.output, original=model)
 
-    with rolled(place, check):
+    with isolate_rng(place, check):
         return _checked(given, adapted, method, settings, before)
 
 
@@ -303,15 +303,14 @@ def _checked(
     channels_last(adapted, feed.first(2), settings.output)
     network, taps = examine(adapted, feed.first(2), profile, method, settings.blocks, settings.output)
     stages = stages_of(method, network, profile)
-    refuse_shared(model, adapted, stages)
-    _refuse_unfit(method, feed, bool(stages) and bool(batch_norms(adapted)), profile)
+    _refuse_unfit(method, feed, bool(stages) and bool(find_batch_norms(adapted)), profile)
     manifest = {
         "method": facts_of(method),
         "stages": [{k: v for k, v in asdict(stage).items() if k != "parameters"} for stage in stages],
         "preset": profile.preset if profile else None,
         "learning_rate_chosen": _how_chosen(method),
         "seed": settings.seed,
-        "batch_size": feed.size,
+        "batch_size": feed.epoch_batch_size,
         "blocks": [list(block.modules) for block in network.blocks],
         "resident": feed.resident,
         "target": {"samples": feed.samples, "sha256": _data_digest(feed), **summary.to_json()},
@@ -356,7 +355,7 @@ def _can_be_compiled(model: nn.Module, feed: Feed, capture: bool) -> bool:
 
 def _refuse_unfit(method: Method, feed: Feed, normalises: bool, profile: Profile | None) -> None:
     """Refuse data that this method cannot work with, before anything is trained; `normalises`: BatchNorm is moved."""
-    size = feed.size or min(feed.batch_size, feed.samples)
+    size = feed.epoch_batch_size or min(feed.batch_size, feed.samples)
     smallest = method.smallest_batch(profile)
     if smallest > 2 and size < smallest:
         raise AdaptationError(f"batches of {size} are too small for {method.name}; it needs at least {smallest}")
@@ -374,7 +373,7 @@ def _refuse_unfit(method: Method, feed: Feed, normalises: bool, profile: Profile
             f"{method.name} must know which sample is which, and streamed data does not say; pass a tensor, or data "
             "of one size that fits into memory"
         )
-    if method.takes_labels and not feed.ordered:
+    if method.takes_labels and not feed.keeps_order:
         raise AdaptationError(
             f"{method.name} takes labels in the order of the samples, and this loader shuffles them; use shuffle=False"
         )
@@ -388,7 +387,7 @@ def _how_chosen(method: Method) -> str | None:
 
 
 def examine(
-    model: nn.Module, sample: Tensor, profile: Profile | None, method: Method, blocks: Names | None, output: Entry
+    model: nn.Module, sample: Tensor, profile: Profile | None, method: Method, blocks: BlockNames | None, output: Entry
 ) -> tuple[Network, dict[str, Tap]]:
     """Blocks and taps are looked for only where the method trains something: source-only and AdaBN take any model."""
     if not method.trains:
@@ -398,7 +397,7 @@ def examine(
     missing = [name for name in names if name not in found.taps]
     if missing:
         raise AdaptationError(f"there is no tap {missing[0]!r} without a profile, only {', '.join(found.taps)}")
-    network = Network(model, split(model, found, blocks), found.taps, found.head)
+    network = Network(model, split_blocks(model, found, blocks), found.taps, found.head)
     return network, {name: found.taps[name] for name in names}
 
 

@@ -17,14 +17,14 @@ from shiftmend.accelerate.bf16 import nothing_cached
 from shiftmend.accelerate.cuda_graphs import kept_in_place
 from shiftmend.adaptation.adapt import examine, fitting_profile
 from shiftmend.engine.method import Method, check_objective, facts_of, loss_of, stages_of
-from shiftmend.engine.modes import enter_adapting_modes, fresh_optimiser, refuse_shared, settle, steady, still_finite
+from shiftmend.engine.modes import enter_adapting_modes, fresh_optimiser, settle, steady, still_finite
 from shiftmend.errors import AdaptationError, DataError, ShiftmendError
 from shiftmend.inputs.feed import Feed, Preprocess
-from shiftmend.introspection.model_state import put_back, tensors_of
-from shiftmend.introspection.modes import batch_norms
+from shiftmend.introspection.model_state import restore, snapshot
+from shiftmend.introspection.modes import find_batch_norms
 from shiftmend.introspection.outputs import Entry, pick
-from shiftmend.introspection.taps import Tap, tapped
-from shiftmend.introspection.validate import LeftAlone, check_takes, plain_copy, refuse_broken, unwrap
+from shiftmend.introspection.taps import Tap, attach_taps
+from shiftmend.introspection.validate import check_model, copy_model, unwrap
 from shiftmend.methods import METHODS
 from shiftmend.methods import method as make_method
 from shiftmend.profiles.profile import Profile
@@ -65,7 +65,7 @@ class Stream:
         self.losses: dict[str, float] = {}
         """The terms of the last update."""
         self._source = model
-        self._model = plain_copy(model).to(device)
+        self._model = copy_model(model).to(device)
         self._objective = method.objective(profile, device)
         self._optimiser: optim.SGD | None = None
         self._what = ""
@@ -96,13 +96,13 @@ class Stream:
             )
         if self._taps is None:
             self._prepare(inputs)
-        smallest = max(2 if batch_norms(self._model) else 1, self.method.smallest_batch(self.profile))
+        smallest = max(2 if find_batch_norms(self._model) else 1, self.method.smallest_batch(self.profile))
         learns = self.method.name != "source-only"
         adapts = learns and len(inputs) >= smallest
         if learns and not adapts:
             few = "a single sample has no distribution" if len(inputs) < 2 else f"{len(inputs)} samples are too few"
             logger.warning("%s to learn from: predicted with what was learnt so far", few)
-        before = tensors_of(self._model) if adapts else {}
+        before = snapshot(self._model) if adapts else {}
         self._model.eval()
         if adapts:
             enter_adapting_modes(self._model)
@@ -112,7 +112,7 @@ class Stream:
         losses: dict[str, float] = {}
         bring_back = kept_in_place(self._model)  # what a layer puts in the place of a buffer hangs on this step's graph
         try:
-            with steady(self._model), tapped(self._model, self._taps) as recorder, torch.set_grad_enabled(trains):
+            with steady(self._model), attach_taps(self._model, self._taps) as recorder, torch.set_grad_enabled(trains):
                 result = pick(self._model(inputs), self.output, "the model")
                 activations = recorder.read()
                 if trains:
@@ -129,7 +129,7 @@ class Stream:
             bring_back()
             self._take_back(before, moved)
             if isinstance(error, Exception) and not isinstance(error, ShiftmendError):
-                check_takes(self._model, inputs)  # which says it in a sentence, if it is for the inputs
+                check_model(self._model, [inputs])  # which says it in a sentence, if it is for the inputs
             raise
         if not good:
             self._take_back(before, True)
@@ -162,8 +162,8 @@ class Stream:
 
     def _prepare(self, inputs: Tensor) -> None:
         """Taps and trained parameters, found with the first batch."""
-        with LeftAlone(self._source, self._model):
-            check_takes(self._model, inputs[:2].clone(), self.output)  # a copy: the model may work in place
+        # A copy of the inputs, since the model may work in place.
+        check_model(self._model, [inputs[:2].clone()], output=self.output, original=self._source)
         network, taps = examine(self._model, inputs[:2].clone(), self.profile, self.method, None, self.output)
         stages = stages_of(self.method, network, self.profile)
         if len(stages) > 1:
@@ -172,7 +172,6 @@ class Stream:
                 "shiftmend.adapt, or give it a single stage"
             )
         check_objective(self._objective, self.method, stages)
-        refuse_shared(self._source, self._model, stages)
         if stages:
             self._optimiser = fresh_optimiser(self._model, stages[0], self.method.momentum)
             self._what = stages[0].name
@@ -194,7 +193,7 @@ class Stream:
 
     def _take_back(self, before: dict[str, Tensor], momentum: bool) -> None:
         """The model as it was; a momentum that may be of the step that went wrong is forgotten."""
-        put_back(self._model, before)
+        restore(self._model, before)
         self._model.eval()
         if momentum and self._optimiser is not None:
             self._optimiser.state.clear()
@@ -229,7 +228,7 @@ class Stream:
     def snapshot(self) -> nn.Module:
         """A plain copy of the model as it is now: eval mode, where the caller's model lies."""
         with self._lock:
-            return settle(plain_copy(self._model), self._source)
+            return settle(copy_model(self._model), self._source)
 
 
 @torch.inference_mode(False)
@@ -261,8 +260,7 @@ def stream(
     if not is_whole(window) or window < 1:
         raise DataError(f"the window must be a whole number of batches, at least 1, got {brief(window)}")
     check_function(preprocess, "preprocess", "inputs")
-    model = unwrap(model)
+    model = unwrap(model, trained=True)
     profile = fitting_profile(profile, model, chosen)
-    refuse_broken(model)
     place = resolve_device(device, model)
     return Stream(model, profile, chosen, preprocess=preprocess, output=output, device=place, window=int(window))

@@ -11,23 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shiftmend.accelerate.memory_format import as_in
 from shiftmend.engine.method import Stage
-from shiftmend.errors import AdaptationError
-from shiftmend.introspection.model_state import held, trainable
-from shiftmend.introspection.modes import batch_norms
-from shiftmend.introspection.validate import _tensors
+from shiftmend.introspection.model_state import is_trainable, named_tensors
+from shiftmend.introspection.modes import find_batch_norms
 from shiftmend.utils.devices import device_of
-
-
-def refuse_shared(model: nn.Module, copied: nn.Module, stages: Sequence[Stage]) -> None:
-    """Refuse a copy that shares with the model itself, as one's own `__deepcopy__` may, what is going to change."""
-    changed = {id(tensor) for norm in batch_norms(copied) for tensor in norm.buffers()} if stages else set()
-    changed |= _trained(copied, stages)
-    for name, tensor in _tensors(model).items():
-        if id(tensor) in changed:
-            raise AdaptationError(
-                f"a copy of the model shares {name!r} with the caller's own, which is never changed; copy it in "
-                "__deepcopy__, or use a method that leaves it alone"
-            )
 
 
 def _trained(model: nn.Module, stages: Sequence[Stage]) -> set[int]:
@@ -77,8 +63,8 @@ def still_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:
 
     A buffer that held infinities before (a mask) may keep them.
     """
-    own = held(model)
-    wanted = (name for name, old in before.items() if trainable(old) and old.numel() and name in own)
+    own = named_tensors(model)
+    wanted = (name for name, old in before.items() if is_trainable(old) and old.numel() and name in own)
     now = {name: own[name] for name in wanted if own[name].shape == before[name].shape}
     # the length of all, in a few kernels: NaN and infinity come through, and what only its square makes infinite is
     # looked at again; the largest magnitude, which needs no second look, takes a CPU many times as long
@@ -96,7 +82,7 @@ def steady(model: nn.Module, dropout: bool = False) -> Iterator[None]:
     BatchNorm that averages over everything it has ever seen would hardly notice the target; it gets the usual
     momentum. Recurrent layers, which run in train mode, lose their dropout unless the method wants it.
     """
-    averaging = [module for module in batch_norms(model) if module.momentum is None]
+    averaging = [module for module in find_batch_norms(model) if module.momentum is None]
     layers = [module for module in model.modules() if isinstance(module, nn.RNNBase) and not dropout]
     recurrent = [(layer, layer.dropout) for layer in layers]
     try:

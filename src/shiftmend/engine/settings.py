@@ -14,7 +14,7 @@ from torch import nn
 from shiftmend.engine.history import Epoch
 from shiftmend.errors import AdaptationError
 from shiftmend.inputs.feed import Preprocess
-from shiftmend.introspection.blocks import Names
+from shiftmend.introspection.blocks import BlockNames
 from shiftmend.introspection.outputs import Entry
 from shiftmend.utils.checks import brief, check_function, is_whole
 from shiftmend.utils.files import as_path
@@ -37,7 +37,7 @@ class Settings:
     batch_size: int | None
     seed: int
     preprocess: Preprocess | None
-    blocks: Names | None
+    blocks: BlockNames | None
     output: Entry
     device: str | torch.device
     autocast: bool

@@ -16,8 +16,8 @@ from shiftmend.distributed.batch_norm import synchronised
 from shiftmend.distributed.collectives import active, backward, together
 from shiftmend.engine.method import Objective, loss_of
 from shiftmend.inputs.feed import Feed
-from shiftmend.introspection.taps import Recorder, Tap, tapped
-from shiftmend.utils.rng import Dice, roll
+from shiftmend.introspection.taps import Recorder, Tap, attach_taps
+from shiftmend.utils.rng import DeviceGenerator, reseed
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Steps:
         self.model, self.feed, self.taps = model, feed, taps
         self.objective, self.optimiser, self.compile = objective, optimiser, compile
         self.precision, self.what = precision, what
-        self._dice = Dice(feed.device) if dropout else None
+        self._generator = DeviceGenerator(feed.device) if dropout else None
         self._captured: CapturedEpoch | None = None
         self._targets: Tensor | None = None
         self._tried = False
@@ -76,28 +76,28 @@ class Steps:
                     self._try_to_capture(targets)
             if self._captured is None:
                 with self._for_dropout():
-                    self._seed_dice(seed, number)
+                    self._seed_generators(seed, number)
                     return self._eagerly(seed, number, targets)
-            self._seed_dice(seed, number)
+            self._seed_generators(seed, number)
             if self._targets is not None and targets is not None:
                 self._targets.copy_(targets)
-            return self._captured.run(self.feed.order(seed, number))
+            return self._captured.run(self.feed.epoch_order(seed, number))
 
     def _for_dropout(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._dice is None else self._dice.for_dropout()
+        return nullcontext() if self._generator is None else self._generator.as_default()
 
-    def _seed_dice(self, seed: int, number: int) -> None:
+    def _seed_generators(self, seed: int, number: int) -> None:
         """Dropout and model draw from the seed of the run and the number of the epoch, and from nothing else."""
         own = seed * 1_000_003 + number
-        roll(own)
-        if self._dice is not None:
-            self._dice.seed(own)
+        reseed(own)
+        if self._generator is not None:
+            self._generator.seed(own)
 
     def _eagerly(self, seed: int, number: int, targets: Tensor | None) -> tuple[Sums, int]:
         sums: Sums = {}
         steps = 0
         bring_back = kept_in_place(self.model)
-        with tapped(self.model, self.taps) as recorder:
+        with attach_taps(self.model, self.taps) as recorder:
             for batch, index in self.feed.epoch(seed, number):
                 own = targets[index] if targets is not None and index is not None else None
                 for name, term in self.step(recorder, batch, own).items():
@@ -127,7 +127,7 @@ class Steps:
         self._tried = True
         self._targets = None if targets is None else targets.clone()
         if self.compile:
-            drops = self._dice is not None
+            drops = self._generator is not None
             self._captured = captured_compiled(self._capture, self.model, self.optimiser, drops, self.what)
             self.compile = self._captured is not None
         self._captured = self._captured or self._capture()
@@ -138,11 +138,11 @@ class Steps:
         assert inputs is not None
         assert optimiser is not None
         bring_back = kept_in_place(self.model)
-        with tapped(self.model, self.taps, set_aside=not compiled) as recorder:
+        with attach_taps(self.model, self.taps, eager=not compiled) as recorder:
 
             def once(index: Tensor) -> Sums:
                 own = None if self._targets is None else self._targets.index_select(0, index)
-                terms = self.step(recorder, feed.ready(inputs.index_select(0, index)), own)
+                terms = self.step(recorder, feed.prepare(inputs.index_select(0, index)), own)
                 bring_back()
                 return terms
 

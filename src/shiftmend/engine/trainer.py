@@ -25,8 +25,8 @@ from shiftmend.engine.settings import Settings
 from shiftmend.engine.step import Steps
 from shiftmend.errors import AdaptationError, DivergedError
 from shiftmend.inputs.feed import Feed
-from shiftmend.introspection.model_state import put_back, tensors_of
-from shiftmend.introspection.modes import modes
+from shiftmend.introspection.model_state import restore, snapshot
+from shiftmend.introspection.modes import preserve_modes
 from shiftmend.introspection.taps import Tap
 from shiftmend.passes.looks import Looker
 from shiftmend.profiles import fingerprints
@@ -109,8 +109,8 @@ class Run:
 
     def _show(self, what: str, most: int | None = None) -> None:
         """Of the pass over the data that comes next, or so many of them, show how far it is: it may take hours."""
-        known = self.feed.known
-        self.feed.heard = Pass(self.bar, what, known if known is None or most is None else min(known, most))
+        known = self.feed.known_samples
+        self.feed.on_batch = Pass(self.bar, what, known if known is None or most is None else min(known, most))
 
     def _go(self) -> Adaptation:
         started = time.perf_counter()
@@ -118,7 +118,7 @@ class Run:
         position = (resumed.stage, resumed.epoch) if resumed is not None else None
         same_everywhere(str(position), "checkpoint", self.feed.device)
         status = "finished"
-        self.good = tensors_of(self.model)
+        self.good = snapshot(self.model)
         if resumed is not None:
             self._take_up(resumed)
         try:
@@ -137,7 +137,7 @@ class Run:
         except KeyboardInterrupt:
             if world_size() > 1:  # the others may be elsewhere: nothing can be asked of them any more
                 raise
-            put_back(self.model, self.good)
+            restore(self.model, self.good)
             status = "interrupted"
             logger.warning("interrupted after %s; this is the state reached then", counted(self._epochs(), "epoch"))
         except DivergedError as error:
@@ -163,18 +163,18 @@ class Run:
         row = Epoch(number, stage, rate, losses, divergence, seconds, seen.marginals, seen.entropy, seen.confidence)
         # in one step, since Ctrl-C may come at any other; until there is a copy, the state is the model's own
         self.history, self.good = [*self.history, row], {}
-        self.good = tensors_of(self.model)  # the copy before is gone by now: it may be gigabytes
+        self.good = snapshot(self.model)  # the copy before is gone by now: it may be gigabytes
         if self.choice.consider(row) and self.settings.keep == "selected":
             self.selected = self.good
         if self.settings.on_epoch is not None:
-            with modes(self.model):
+            with preserve_modes(self.model):
                 self.model.eval()
                 self.settings.on_epoch(self.model, row)
 
     def _result(self, status: str, started: float) -> Adaptation:
         self.model.eval()
         if self.selected:
-            put_back(self.model, self.selected)
+            restore(self.model, self.selected)
         selected = self.choice.kept.epoch if self.choice.kept is not None else 0
         kept = selected if self.selected else self._epochs()
         self._show("verification after")
@@ -209,7 +209,7 @@ class Run:
 
     def _all_stages(self, resumed: checkpoints.Checkpoint | None) -> None:
         if resumed is not None:
-            put_back(self.model, resumed.state)
+            restore(self.model, resumed.state)
             logger.info("going on from %s after epoch %d", self.path, self._epochs())
         objective = self.method.objective(self.profile, self.feed.device)
         check_objective(objective, self.method, self.stages)
@@ -264,7 +264,7 @@ class Run:
         losses: dict[str, float] = dict(zip(sums, means, strict=True))
         finite_losses = all(map(math.isfinite, losses.values()))
         if not finite_losses or not still_finite(self.model, self.good):
-            put_back(self.model, self.good)
+            restore(self.model, self.good)
             rate, advice = f", learning rate {stage.learning_rate:g}", "lower the learning rate"
             if not stage.parameters:  # nothing is trained: it is the inputs that are too large
                 rate, advice = "", "look at the inputs and at preprocess"

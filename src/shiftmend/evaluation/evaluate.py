@@ -14,11 +14,12 @@ from shiftmend.evaluation.accumulators import describe
 from shiftmend.evaluation.classification import ClassificationMetrics, Scores
 from shiftmend.evaluation.regression import RegressionMetrics, RegressionScores, in_one_shape
 from shiftmend.inputs.feed import Feed, Preprocess
-from shiftmend.introspection.modes import enter_eval, is_exported, modes
+from shiftmend.introspection.model_state import on_device
+from shiftmend.introspection.modes import enter_eval, preserve_modes
 from shiftmend.introspection.outputs import Entry, pick
-from shiftmend.introspection.validate import check_takes_each, unwrap
+from shiftmend.introspection.validate import check_model, unwrap
 from shiftmend.utils.checks import brief, check_classes
-from shiftmend.utils.devices import placed, resolve_device
+from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.progress import Progress, progress_bar
 
 _Metrics = ClassificationMetrics | RegressionMetrics
@@ -46,12 +47,11 @@ def evaluate(
     What is deployed may be scored as well: a scripted or traced model, or the module of an exported one. `progress` is
     that of `adapt`.
     """
-    deployed = isinstance(model, torch.jit.ScriptModule) or is_exported(model)
-    model = model if deployed else unwrap(model)
+    model = unwrap(model, tapped=False)
     place = resolve_device(device, model)
     feed = Feed(data, batch_size=batch_size, device=place, preprocess=preprocess, what="data to evaluate on")
-    with placed(model, place), progress_bar(progress, "evaluate", feed.known) as bar:
-        feed.heard = bar.advance
+    with on_device(model, place), progress_bar(progress, "evaluate", feed.known_samples) as bar:
+        feed.on_batch = bar.advance
         return Scorer(model, feed, output, classes=classes, ignore_label=ignore_label)()
 
 
@@ -74,7 +74,7 @@ class Scorer:
         self.ignore_label = ignore_label
         self._again: Callable[[], _Metrics] | None = None
         self._capture = capture and feed.inputs is not None and worth_capturing(feed.inputs)
-        check_takes_each(model, feed.kinds(2))
+        check_model(model, feed.examples(2), tapped=False)
 
     def __call__(self) -> Scores | RegressionScores:
         if self._capture:
@@ -84,9 +84,9 @@ class Scorer:
 
     def _pass(self) -> _Metrics:
         metrics: _Metrics | None = None
-        with modes(self.model), torch.no_grad():
+        with preserve_modes(self.model), torch.no_grad():
             enter_eval(self.model)
-            for inputs, labels in self.feed.labelled():
+            for inputs, labels in self.feed.labelled_batches():
                 result = pick(self.model(inputs), self.output, "the model")
                 if metrics is None:
                     metrics = metrics_for(labels, device=self.feed.device, ignore_label=self.ignore_label)

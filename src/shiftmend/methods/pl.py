@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shiftmend.engine.method import Activations, Network, Objective, Stage
-from shiftmend.introspection.model_state import trainable
+from shiftmend.introspection.model_state import is_trainable
 from shiftmend.methods.prediction import Prediction
 from shiftmend.profiles.profile import Profile
 
@@ -26,7 +26,7 @@ class PL(Prediction):
     minimises_entropy: ClassVar[bool] = True
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
-        everything = tuple(name for name, p in network.model.named_parameters() if trainable(p))
+        everything = tuple(name for name, p in network.model.named_parameters() if is_trainable(p))
         return [Stage("all parameters", self.epochs, self.rate(network), everything)]
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:

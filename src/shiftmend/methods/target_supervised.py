@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from shiftmend.engine.method import Activations, Look, Network, Objective, Stage, check_decay
 from shiftmend.errors import AdaptationError
-from shiftmend.introspection.model_state import trainable
+from shiftmend.introspection.model_state import is_trainable
 from shiftmend.methods.prediction import Prediction
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.profile import Profile
@@ -57,7 +57,7 @@ class TargetSupervised(Prediction):
         check_decay(self.weight_decay, "the weight decay")
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
-        everything = tuple(name for name, p in network.model.named_parameters() if trainable(p))
+        everything = tuple(name for name, p in network.model.named_parameters() if is_trainable(p))
         return [Stage("all parameters", self.epochs, self.rate(network), everything, self.weight_decay)]
 
     def targets(self, network: Network, look: Look) -> Tensor:

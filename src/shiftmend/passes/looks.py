@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from shiftmend.accelerate.bf16 import Precision
 from shiftmend.accelerate.cuda_graphs import captured_call, worth_capturing
 from shiftmend.inputs.feed import Feed
-from shiftmend.introspection.modes import modes
-from shiftmend.introspection.taps import Tap, tapped
-from shiftmend.utils.rng import roll
+from shiftmend.introspection.modes import preserve_modes
+from shiftmend.introspection.taps import Tap, attach_taps
+from shiftmend.utils.rng import reseed
 
 
 class Looker:
@@ -30,7 +30,7 @@ class Looker:
         self._again: Callable[[], dict[str, Tensor]] | None = None
 
     def __call__(self, taps: Mapping[str, Tap]) -> dict[str, Tensor]:
-        roll(0)
+        reseed(0)
         if self.capture and self._taps != taps:
             self._taps = dict(taps)
             self._again = captured_call(lambda: self._look(taps), self.model, self.feed.device)
@@ -39,9 +39,9 @@ class Looker:
 
     def _look(self, taps: Mapping[str, Tap]) -> dict[str, Tensor]:
         seen: dict[str, list[Tensor]] = {name: [] for name in taps}
-        with torch.no_grad(), modes(self.model), tapped(self.model, taps) as recorder:
+        with torch.no_grad(), preserve_modes(self.model), attach_taps(self.model, taps) as recorder:
             self.model.eval()
-            for batch in self.feed.batches(self.feed.at_once):
+            for batch in self.feed.batches(self.feed.inference_batch_size):
                 with self.precision():
                     self.model(batch)
                 for name, values in recorder.read().items():

@@ -15,11 +15,12 @@ from shiftmend.distributed.batch_norm import synchronised
 from shiftmend.distributed.collectives import everywhere, same_everywhere, together, warn_if_apart
 from shiftmend.errors import ProfileError
 from shiftmend.inputs.feed import Feed, Preprocess
-from shiftmend.introspection.modes import batch_norms, modes
+from shiftmend.introspection.model_state import on_device
+from shiftmend.introspection.modes import find_batch_norms, preserve_modes
 from shiftmend.introspection.outputs import Entry
-from shiftmend.introspection.taps import Tap, tapped
+from shiftmend.introspection.taps import Tap, attach_taps
 from shiftmend.introspection.trace import trace
-from shiftmend.introspection.validate import check_takes_each, unwrap
+from shiftmend.introspection.validate import check_model, unwrap
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.fingerprints import InputSummary
 from shiftmend.profiles.presets import Preset
@@ -30,10 +31,10 @@ from shiftmend.stats.histograms import SOFT, Bins, as_bins, usable_units
 from shiftmend.stats.slices import MOST_WEIGHTS, Projector, Slices, bins_of_slices
 from shiftmend.stats.statistics import CountTracker, RangeTracker
 from shiftmend.utils.checks import brief, check_known, counted, is_whole
-from shiftmend.utils.devices import placed, resolve_device
+from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.processes import of_first_process, world_size
 from shiftmend.utils.progress import Bar, Pass, Progress, progress_bar
-from shiftmend.utils.rng import roll, rolled
+from shiftmend.utils.rng import isolate_rng, reseed
 
 logger = logging.getLogger(__name__)
 
@@ -110,13 +111,13 @@ def profile(
         raise ProfileError(f"keep_bytes must be a whole number of bytes, got {brief(keep_bytes)}")
     full = isinstance(like.gaussian, FullGaussian) if like else gaussian == "full"
     chosen = find_preset(like.preset if like else "reference" if preset is None else preset)
-    usual = chosen.bins if batch_norms(model) else chosen.bins.at(SOFT)
+    usual = chosen.bins if find_batch_norms(model) else chosen.bins.at(SOFT)
     cut = like.bins if like else as_bins(bins, usual)
     feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, what="source data")
     with (
-        placed(model, place),
-        modes(model),
-        rolled(place, lambda: check_takes_each(model, feed.kinds(2))),
+        on_device(model, place),
+        preserve_modes(model),
+        isolate_rng(place, lambda: check_model(model, feed.examples(2))),
         progress_bar(progress, "profiling", None) as bar,
     ):
         model.eval()
@@ -204,11 +205,11 @@ class _Passes:
             return
         kept: list[Samples] | None = []
         used = seen = 0
-        own = (self.feed.known or 0) / world_size()
+        own = (self.feed.known_samples or 0) / world_size()
         self.number += 1
-        roll(0)
-        advance = Pass(self.bar, f"pass {self.number}", self.feed.known)
-        with tapped(self.model, self.specs) as recorder:
+        reseed(0)
+        advance = Pass(self.bar, f"pass {self.number}", self.feed.known_samples)
+        with attach_taps(self.model, self.specs) as recorder:
             for batch in self.feed.batches():
                 self.model(batch)
                 samples = recorder.read()

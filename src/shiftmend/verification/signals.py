@@ -16,12 +16,12 @@ from shiftmend.distributed.batch_norm import synchronised
 from shiftmend.distributed.collectives import active, all_sum, gathered, joined_mean, together
 from shiftmend.errors import TapError
 from shiftmend.inputs.feed import Feed
-from shiftmend.introspection.modes import modes
+from shiftmend.introspection.modes import preserve_modes
 from shiftmend.introspection.outputs import Entry, pick
-from shiftmend.introspection.taps import Tap, tapped
+from shiftmend.introspection.taps import Tap, attach_taps
 from shiftmend.profiles.profile import Profile
 from shiftmend.utils.processes import rank
-from shiftmend.utils.rng import roll
+from shiftmend.utils.rng import reseed
 from shiftmend.verification.verdict import Verification, judged
 
 VERIFIED = ("features", "logits")
@@ -157,7 +157,7 @@ class Watch:
         self._parts: list[Tensor] = []  # kept, since the graph reads them
 
     def __call__(self) -> Signals:
-        roll(0)
+        reseed(0)
         with together(), synchronised(self.model):
             seen = self._again() if self._again is not None else self._look()
         found: dict[str, float] = dict(zip(seen.names, seen.values.tolist(), strict=True))
@@ -173,16 +173,18 @@ class Watch:
     def _look(self) -> _Seen:
         inputs, feed = self.feed.inputs, self.feed
         if self.capture and not active() and inputs is not None and worth_capturing(inputs):
-            parts = self._parts = feed.some(self.most or len(inputs), 0, feed.at_once)
+            parts = self._parts = feed.subset_indices(self.most or len(inputs), 0, feed.inference_batch_size)
             self._again = captured_call(
-                lambda: self._pass(feed.ready(inputs.index_select(0, part)) for part in parts), self.model, feed.device
+                lambda: self._pass(feed.prepare(inputs.index_select(0, part)) for part in parts),
+                self.model,
+                feed.device,
             )
             if self._again is not None:
                 return self._again()
         self.capture = False
         if self.most is None:
-            return self._pass(feed.batches(feed.at_once))
-        return self._pass(feed.subset(self.most, 0, feed.at_once))
+            return self._pass(feed.batches(feed.inference_batch_size))
+        return self._pass(feed.subset(self.most, 0, feed.inference_batch_size))
 
     def _pass(self, batches: Iterable[Tensor]) -> _Seen:
         model, profile = self.model, self.profile
@@ -193,7 +195,7 @@ class Watch:
         axis = specs["logits"].channel_axis if specs else 1
         certainty: Tensor | None = None
         predictions = 0
-        with modes(model), torch.no_grad(), tapped(model, specs) as recorder:
+        with preserve_modes(model), torch.no_grad(), attach_taps(model, specs) as recorder:
             model.eval()
             for batch in batches:
                 with self.precision():
