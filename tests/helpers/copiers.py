@@ -1,4 +1,4 @@
-"""Devices that are none, to prefetch to: one that copies at once, and one that works as late as it may."""
+"""Copiers without a device, for tests of prefetching: one copies at once, one as late as it may."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Past:
 
 
 class AtOnce:
-    """Copies when it is asked to."""
+    """A copier that copies when it is asked to."""
 
     def allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
@@ -34,14 +34,16 @@ class AtOnce:
 
 
 class Reached:
+    """An event that acts when somebody waits for it."""
+
     def __init__(self, act: Callable[[], None]) -> None:
         self.synchronize = act
 
 
 class AsLateAsPossible:
-    """Copies only when somebody waits for the copy: memory that was overwritten too early is what arrives then.
+    """A copier that copies only when somebody waits, so that memory which is overwritten too early arrives wrong.
 
-    As on a GPU, a batch that was received is not yet there; `finish` ends all work, and what arrived can be looked at.
+    As on a GPU, a received batch is not yet complete; `finish` ends all work.
     """
 
     def __init__(self) -> None:
@@ -86,7 +88,7 @@ class AsLateAsPossible:
 
 
 class Careless(AsLateAsPossible):
-    """Nobody waits for its copies."""
+    """A copier whose copies nobody waits for."""
 
     def send(self, staged: list[Tensor]) -> tuple[list[Tensor], Reached]:
         return super().send(staged)[0], Reached(lambda: None)

@@ -34,19 +34,19 @@ class Keyed(OrderedDict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    ("value", "sentence"),
+    ("value", "words"),
     [
-        ({"loss": None, "logits": ONE}, "a dict with entries 'loss', 'logits'; say .* e.g. output='logits'"),
-        ((None, ONE), "a tuple of 2 entries; say which entry is meant, e.g. output=1"),
-        ([ONE, ONE], "a list of 2 entries; say which entry is meant, e.g. output=0"),
-        ({"loss": 1.5}, "a dict with entries 'loss'; expected a tensor"),
-        ({}, "an empty dict; expected a tensor"),
-        (None, "None; expected a tensor"),
-        (1.5, "a float; expected a tensor"),
+        ({"loss": None, "logits": ONE}, "output='logits'$"),
+        ((None, ONE), "output=1$"),
+        ([ONE, ONE], "output=0$"),
+        ({"loss": 1.5}, "entries 'loss'; expected a tensor"),
+        ({}, "an empty dict"),
+        (None, "None"),
+        (1.5, "a float"),
     ],
 )
-def test_what_is_no_tensor_gets_advice_that_works(value: Any, sentence: str) -> None:
-    with pytest.raises(TapError, match=f"^the model returned {sentence}$"):
+def test_what_is_no_tensor_gets_advice_that_works(value: Any, words: str) -> None:
+    with pytest.raises(TapError, match=words):
         pick(value, None, "the model")
 
 
@@ -55,7 +55,7 @@ def test_a_tensor_has_no_entries(entry: int | str) -> None:
     assert pick(ONE, None, "the model") is ONE
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(TapError, match=f"a single tensor, which has no entry {entry!r}; leave the entry out"):
+        with pytest.raises(TapError, match=f"no entry {entry!r}"):
             pick(ONE, entry, "the model")
 
 
@@ -63,9 +63,9 @@ def test_entries_are_picked_and_refused_by_name() -> None:
     assert pick({"logits": ONE}, "logits", "the model") is ONE
     assert pick((None, ONE), -1, "the model") is ONE
     for value, entry in (({"logits": ONE}, 0), ((ONE,), 3), ((ONE,), "logits"), (None, 0)):
-        with pytest.raises(TapError, match=f"which has no entry {entry!r}"):
+        with pytest.raises(TapError, match=f"no entry {entry!r}"):
             pick(value, entry, "the model")
-    with pytest.raises(TapError, match="entry 0 of what the model returned is a tuple of 2 entries; expected a tensor"):
+    with pytest.raises(TapError, match="a tuple of 2 entries"):
         pick(((ONE, ONE),), 0, "the model")
 
 
@@ -76,17 +76,17 @@ def test_parts_with_names_are_picked_by_name(make: Callable[[torch.Tensor], Any]
     logits = torch.randn(2, 3)
     value = make(logits)
     assert pick(value, "logits", "the model") is logits
-    with pytest.raises(TapError, match="which has no entry 'scores'"):
+    with pytest.raises(TapError, match="no entry 'scores'"):
         pick(value, "scores", "the model")
-    with pytest.raises(TapError, match=r"with entries .*'logits'.*; say which entry is meant, e.g. output='logits'"):
+    with pytest.raises(TapError, match="output='logits'"):
         pick(value, None, "the model")
 
 
 def test_what_cannot_be_picked_from_a_dataclass() -> None:
     value = Outputs(None, torch.zeros(2, 3))
-    with pytest.raises(TapError, match="entry 'loss' of what the model returned is None; expected a tensor"):
+    with pytest.raises(TapError, match=r"entry 'loss' .* is None"):
         pick(value, "loss", "the model")
-    with pytest.raises(TapError, match="returned an Outputs with entries 'loss', 'logits', which has no entry 1"):
+    with pytest.raises(TapError, match=r"an Outputs .* no entry 1"):
         pick(value, 1, "the model")
 
 
@@ -95,5 +95,5 @@ def test_all_tensors_of_a_value_are_found_also_where_it_holds_itself() -> None:
     value: dict[str, Any] = {"a": [tensors[0], (tensors[1], None)], "b": Outputs(None, tensors[2]), "kind": Outputs}
     value |= {"c": Pair(tensors[3], tensors[4]), "self": value}
     assert sorted(float(tensor) for tensor in find_tensors(value)) == [0, 1, 2, 3, 4]
-    with pytest.raises(TapError, match="returned the class Outputs; expected a tensor"):
+    with pytest.raises(TapError, match="the class Outputs"):
         pick(Outputs, None, "the model")

