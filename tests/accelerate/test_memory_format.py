@@ -225,7 +225,7 @@ def test_a_diverged_run_keeps_its_error_and_its_state() -> None:
 
 def test_weights_stay_as_they_are_where_gradients_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert preferred_memory_format(torch.device("mps")) == torch.contiguous_format
-    monkeypatch.setattr(layouts, "layout_on", lambda device: torch.contiguous_format)
+    monkeypatch.setattr(layouts, "preferred_memory_format", lambda device: torch.contiguous_format)
     model = Plain()
     assert not channels_last(model, torch.randn(2, 3, 8, 8))
     assert model.conv1.weight.is_contiguous()
