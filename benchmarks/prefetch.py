@@ -32,7 +32,7 @@ def pageable(images: Tensor, feed: Feed) -> Callable[[int], Iterator[Tensor]]:
     """The same batches by plain indexing and plain copies."""
 
     def epoch(number: int) -> Iterator[Tensor]:
-        for index in feed.order(0, number).split(BATCH):
+        for index in feed.epoch_order(0, number).split(BATCH):
             if len(index) == BATCH:
                 yield scaled(images[index].to(feed.device, non_blocking=True))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shiftmend.stats.slices import random_directions
-from shiftmend.utils.devices import AT_ONCE
+from shiftmend.utils.devices import VALUES_PER_PART
 
 
 def splitmix(place: int, seed: int) -> float:
@@ -52,7 +52,7 @@ def test_directions_never_change() -> None:
 def test_directions_do_not_depend_on_how_many_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = random_directions(50, 7, 11)
     for at_once in (1, 7, 20, 350):
-        monkeypatch.setitem(AT_ONCE, "cpu", at_once)
+        monkeypatch.setitem(VALUES_PER_PART, "cpu", at_once)
         assert torch.equal(random_directions(50, 7, 11), whole)
 
 

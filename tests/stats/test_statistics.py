@@ -13,7 +13,7 @@ from shiftmend.errors import ProfileError
 from shiftmend.stats.histograms import Bins
 from shiftmend.stats.slices import Projector, Slices, random_directions
 from shiftmend.stats.statistics import CountTracker, Histogram, RangeTracker
-from shiftmend.utils.devices import AT_ONCE
+from shiftmend.utils.devices import VALUES_PER_PART
 
 UNITS = 5
 
@@ -347,7 +347,7 @@ def test_gradients_pass_through_slices() -> None:
 def test_work_on_large_maps_is_done_in_parts_and_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(101, 5, generator=torch.Generator().manual_seed(0))
     projector = Projector.build(values.mean(0), values.std(0), torch.ones(5, dtype=torch.bool), 8, 1)
-    monkeypatch.setitem(AT_ONCE, "cpu", 80)
+    monkeypatch.setitem(VALUES_PER_PART, "cpu", 80)
     assert [len(part) for part in projector.by_parts(values)] == [10] * 10 + [1]
     torch.testing.assert_close(torch.cat([*projector.by_parts(values)]), projector(values))
     tracker, taken = RangeTracker(), []

@@ -75,7 +75,7 @@ def blocks(
     import torch
 
     from shiftmend.cli.models import load_model
-    from shiftmend.introspection.blocks import split
+    from shiftmend.introspection.blocks import split_blocks
     from shiftmend.introspection.trace import trace
 
     net = load_model(model, weights, model_option or [], allow_pickle)
@@ -86,7 +86,7 @@ def blocks(
         raise DataError(
             f"--shape {shape!r} should be whole numbers with commas, e.g. 3,32,32, that fit into memory"
         ) from error
-    found = split(net, trace(net, sample, head=head, output=entry(output_entry)), block_names(block))
+    found = split_blocks(net, trace(net, sample, head=head, output=entry(output_entry)), block_names(block))
     parameters = dict(net.named_parameters())
     rows = [
         {
@@ -147,7 +147,7 @@ def adapt(
     import shiftmend
     from shiftmend.cli.data import telling
     from shiftmend.cli.models import load_method
-    from shiftmend.introspection.model_state import check_types, whole_state
+    from shiftmend.introspection.model_state import check_types, full_state_dict
     from shiftmend.methods.target_supervised import TargetSupervised
     from shiftmend.utils.processes import rank
 
@@ -177,7 +177,7 @@ def adapt(
 
     home = shiftmend.Profile.load(profile)
     home.check_architecture(net)
-    check_types(whole_state(net))
+    check_types(full_state_dict(net))
     if labels is not None:  # whatever is wrong with them must not show after the work is done
         score(net, telling(labels, ignore_label))
     result = shiftmend.adapt(

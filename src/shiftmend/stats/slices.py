@@ -14,7 +14,7 @@ from torch import Tensor
 from shiftmend.errors import ProfileError
 from shiftmend.stats.histograms import SHARP, Bins, Divergence
 from shiftmend.stats.statistics import _TOGETHER, Histogram
-from shiftmend.utils.devices import in_parts
+from shiftmend.utils.devices import split_rows
 
 MOST_WEIGHTS = 1 << 26
 """Of all slices of a profile together: they are rebuilt from their seeds, 16 bytes each at most."""
@@ -48,7 +48,7 @@ class Projector:
 
     def by_parts(self, values: Tensor) -> Iterator[Tensor]:
         """The same of some rows at a time: of a feature map there are many times more slices than units."""
-        return map(self, in_parts(values, len(self.weight)))
+        return map(self, split_rows(values, len(self.weight)))
 
 
 def bins_of_slices(name: str, bins: Bins) -> Bins:
@@ -95,7 +95,7 @@ def random_directions(count: int, units: int, seed: int) -> Tensor:
     """
     directions = torch.empty(count, units, dtype=torch.float32, device="cpu")
     done = 0
-    for part in in_parts(directions):
+    for part in split_rows(directions):
         index = np.arange(done, done + part.numel(), dtype=np.uint64)
         radius, angle = _uniform(index, seed), _uniform(index + np.uint64(count * units), seed)
         normal = np.sqrt(-2 * np.log(radius)) * np.cos(2 * np.pi * angle)

@@ -19,7 +19,7 @@ from shiftmend.errors import ProfileError
 from shiftmend.stats.cuda import kernels
 from shiftmend.stats.gaussians import MarginalGaussian
 from shiftmend.stats.histograms import Bins, Divergence, divergence, scales, soft_histogram, usable_units
-from shiftmend.utils.devices import in_parts, sum_dtype
+from shiftmend.utils.devices import split_rows, sum_dtype
 
 _TOGETHER = "collect the others with like= the first, or all of them with like= one profile"
 
@@ -146,7 +146,7 @@ class RangeTracker:
         self.squares: Tensor  # sum of squared deviations from the mean
 
     def update(self, values: Tensor) -> None:
-        for part in in_parts(values.detach()):
+        for part in split_rows(values.detach()):
             self._take(part)
 
     def _take(self, values: Tensor) -> None:
