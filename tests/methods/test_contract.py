@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from worlds import sensors
 
 import shiftmend
 from shiftmend.engine.method import Activations, Method, Network, Objective, Stage
 from shiftmend.errors import AdaptationError
 from shiftmend.methods import METHODS, method
 from shiftmend.profiles.profile import Profile
-from worlds import sensors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from worlds import World, sensors
+from zoo import ZOO
 
 import shiftmend
 from shiftmend.engine.method import Network
@@ -17,8 +19,6 @@ from shiftmend.methods.bnm import BNM
 from shiftmend.methods.full_gauss import FullGauss
 from shiftmend.profiles.profile import Profile
 from shiftmend.stats.gaussians import FullGaussian
-from worlds import World, sensors
-from zoo import ZOO
 
 CPU = torch.device("cpu")
 

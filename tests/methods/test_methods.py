@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from worlds import sensors
+from zoo import ZOO
 
 import shiftmend
 from shiftmend.engine.method import Network
@@ -16,8 +18,6 @@ from shiftmend.introspection.trace import trace
 from shiftmend.methods import METHODS, method
 from shiftmend.methods.bufr import BUFR
 from shiftmend.methods.fr import FR
-from worlds import sensors
-from zoo import ZOO
 
 
 def network(name: str) -> Network:

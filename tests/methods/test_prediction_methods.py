@@ -8,6 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from worlds import sensors
+from zoo import ZOO
 
 import shiftmend
 from shiftmend.engine.method import Network
@@ -18,8 +20,6 @@ from shiftmend.methods.pl import PL
 from shiftmend.methods.shot_im import SHOTIM
 from shiftmend.methods.tent import TENT
 from shiftmend.stats.gaussians import MarginalGaussian
-from worlds import sensors
-from zoo import ZOO
 
 CPU = torch.device("cpu")
 

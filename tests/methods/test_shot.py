@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from worlds import sensors
+from zoo import ZOO
 
 import shiftmend
 from shiftmend.engine.method import Look, Network
 from shiftmend.errors import AdaptationError
 from shiftmend.methods.shot import SHOT, centroid_labels
-from worlds import sensors
-from zoo import ZOO
 
 CPU = torch.device("cpu")
 

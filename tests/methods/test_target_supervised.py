@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from worlds import sensors
+from zoo import ZOO
 
 import shiftmend
 from shiftmend.engine.method import Network
 from shiftmend.errors import AdaptationError
 from shiftmend.methods.target_supervised import TargetSupervised
-from worlds import sensors
-from zoo import ZOO
 
 CPU = torch.device("cpu")
 

@@ -11,17 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shiftmend.errors import ShiftmendError
 from shiftmend.stats import histograms
-from shiftmend.stats.histograms import (
-    COLDEST,
-    EPSILON,
-    HOTTEST,
-    Bins,
-    as_samples,
-    divergence,
-    sampling_floor,
-    soft_histogram,
-    usable_units,
-)
+from shiftmend.stats.divergences import EPSILON, divergence, sampling_floor
+from shiftmend.stats.histograms import MAX_TEMPERATURE, MIN_TEMPERATURE, Bins, as_samples, soft_histogram, usable_units
 
 LAYOUTS = [Bins(8, "reference"), Bins(8, "paper"), Bins(3, "paper"), Bins(1, "reference"), Bins(20, "reference", 0.004)]
 
@@ -128,7 +119,7 @@ def test_float32_loses_no_digits_of_small_gradients(where: float, bins: Bins) ->
     torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("temperature", [COLDEST, HOTTEST])
+@pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, MAX_TEMPERATURE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_extremes_of_temperature_are_hard_bins_and_none(temperature: float, dtype: torch.dtype) -> None:
     values = torch.tensor([[-torch.inf], [0.1], [0.3], [0.3], [torch.inf]], dtype=dtype, requires_grad=True)
@@ -136,7 +127,7 @@ def test_the_extremes_of_temperature_are_hard_bins_and_none(temperature: float, 
     counts.sum().backward()
     assert values.grad is not None
     assert bool(torch.isfinite(values.grad).all())
-    expected = [0.2, 0.6, 0.0, 0.2] if temperature == COLDEST else [0.35, 0.15, 0.15, 0.35]
+    expected = [0.2, 0.6, 0.0, 0.2] if temperature == MIN_TEMPERATURE else [0.35, 0.15, 0.15, 0.35]
     torch.testing.assert_close(counts[0], torch.tensor(expected, dtype=dtype))
 
 
@@ -161,7 +152,7 @@ def test_work_in_several_goes_is_the_same(monkeypatch: pytest.MonkeyPatch) -> No
 
     at_once = both()
     for elements in (1, 60, 350):  # of 7 rows at a time the last part has a single one
-        monkeypatch.setitem(histograms._CHUNK, "cpu", elements)
+        monkeypatch.setitem(histograms._SHARES_AT_ONCE, "cpu", elements)
         torch.testing.assert_close(both(), at_once, rtol=0, atol=1e-13)
 
 
@@ -210,7 +201,7 @@ def test_shares_are_built_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatc
     values, low, high = case(samples=300, units=8)
     values.requires_grad_()
     for at_once, largest in ((1 << 18, values.numel() * 10), (1000, values.numel())):
-        monkeypatch.setitem(histograms._CHUNK, "cpu", at_once)
+        monkeypatch.setitem(histograms._SHARES_AT_ONCE, "cpu", at_once)
         with LargestTensor() as watch:
             soft_histogram(values, low, high, Bins()).square().sum().backward()
         assert watch.most == largest
@@ -219,7 +210,7 @@ def test_shares_are_built_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatc
 def test_all_parts_use_the_same_memory_for_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """To get it anew for each of them, page by page, took up to twice as long as all the rest."""
     values, low, high = case(samples=300, units=8)
-    monkeypatch.setitem(histograms._CHUNK, "cpu", 1000)  # 12 rows at a time
+    monkeypatch.setitem(histograms._SHARES_AT_ONCE, "cpu", 1000)  # 12 rows at a time
     with LargestTensor() as watch:
         soft_histogram(values.requires_grad_(), low, high, Bins()).square().sum().backward()
     bytes_of_shares = 12 * 8 * 10 * values.element_size()

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shiftmend.errors import ProfileError
-from shiftmend.stats.histograms import Bins
+from shiftmend.stats.histograms import Bins, CountTracker, Histogram, RangeTracker
 from shiftmend.stats.slices import Projector, Slices, random_directions
-from shiftmend.stats.statistics import CountTracker, Histogram, RangeTracker
 from shiftmend.utils.devices import AT_ONCE
 
 UNITS = 5
@@ -174,7 +173,7 @@ def test_merged_parts_equal_the_whole() -> None:
     low, high = values.amin(0), values.amax(0)
     whole = counted(values, low, high)
     first, second = counted(values[:120], low, high), counted(values[120:], low, high)
-    for merged in (Histogram.mixed([first, second], [1, 1]), Histogram.mixed([second, first], [1, 1])):
+    for merged in (Histogram.mix([first, second], [1, 1]), Histogram.mix([second, first], [1, 1])):
         assert merged.samples == 500
         torch.testing.assert_close(merged.counts, whole.counts, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(merged.counts.sum(1), torch.full((UNITS,), 500.0), rtol=1e-5, atol=0)
@@ -193,7 +192,7 @@ def test_histograms_of_other_ranges_or_bins_do_not_merge() -> None:
         counted(values[:, :-1], low[:-1], high[:-1]),
     ):
         with pytest.raises(ProfileError, match="different ranges or bins"):
-            Histogram.mixed([home, other], [1, 1])
+            Histogram.mix([home, other], [1, 1])
 
 
 @pytest.mark.parametrize("kind", ["psi", "symmetric-kl", "kl-source-target", "kl-target-source"])
@@ -201,8 +200,8 @@ def test_divergence_is_zero_for_the_same_and_positive_for_others(kind: str) -> N
     values = sample()
     home = histogram_of(values)
     assert home.mean_divergence(home.probabilities, kind) == 0
-    torch.testing.assert_close(home.mean_divergence(home.of(values), kind), torch.tensor(0.0), atol=1e-6, rtol=0)
-    assert bool((home.per_unit(home.of(values * 1.1), kind) > 1e-3).all())
+    torch.testing.assert_close(home.mean_divergence(home.count(values), kind), torch.tensor(0.0), atol=1e-6, rtol=0)
+    assert bool((home.divergence_per_unit(home.count(values * 1.1), kind) > 1e-3).all())
 
 
 def test_mean_divergence_against_numpy() -> None:
@@ -210,12 +209,12 @@ def test_mean_divergence_against_numpy() -> None:
     p = home.counts.double().numpy() / 400
     q = soft_counts(target, home.low, home.high, home.bins) / 350
     each = ((p - q) * (np.log(p + 1e-8) - np.log(q + 1e-8))).sum(1) / math.log(10)
-    counts = home.of(target)
-    np.testing.assert_allclose(home.per_unit(counts).numpy(), each, rtol=1e-4, atol=1e-6)
+    counts = home.count(target)
+    np.testing.assert_allclose(home.divergence_per_unit(counts).numpy(), each, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(float(home.mean_divergence(counts)), each.mean(), rtol=1e-4, atol=1e-6)
     for kind, one, other in (("kl-source-target", p, q), ("kl-target-source", q, p)):
         each = (one * (np.log(one + 1e-8) - np.log(other + 1e-8))).sum(1)
-        np.testing.assert_allclose(home.per_unit(counts, kind).numpy(), each, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(home.divergence_per_unit(counts, kind).numpy(), each, rtol=1e-4, atol=1e-6)
 
 
 def test_constant_units_take_no_part() -> None:
@@ -227,9 +226,9 @@ def test_constant_units_take_no_part() -> None:
     assert home.usable_count == 4
     assert home.units == 6
     target = (values + 50).requires_grad_()
-    each = home.per_unit(home.of(target))
+    each = home.divergence_per_unit(home.count(target))
     assert each[[1, 4]].tolist() == [0, 0]
-    torch.testing.assert_close(home.mean_divergence(home.of(target)), each.sum() / 4)
+    torch.testing.assert_close(home.mean_divergence(home.count(target)), each.sum() / 4)
     each.sum().backward()
     assert target.grad is not None
     assert bool(torch.isfinite(target.grad).all())
@@ -239,7 +238,7 @@ def test_constant_units_take_no_part() -> None:
 def test_no_usable_unit_is_no_divergence() -> None:
     home = histogram_of(torch.ones(10, 3))
     assert home.usable_count == 0
-    assert float(home.mean_divergence(home.of(torch.randn(10, 3)))) == 0
+    assert float(home.mean_divergence(home.count(torch.randn(10, 3)))) == 0
 
 
 def test_moving_a_histogram_keeps_it_whole() -> None:
@@ -309,7 +308,7 @@ def test_slices_see_what_marginals_cannot() -> None:
     marginals = histogram_of(home)
     projector = projector_of(home, 64)
     slices = Slices(histogram_of(projector(home)), 3, projector)
-    assert float(marginals.mean_divergence(marginals.of(target))) < 1e-6
+    assert float(marginals.mean_divergence(marginals.count(target))) < 1e-6
     assert float(slices.divergence(home)) < 1e-6
     assert float(slices.divergence(target)) > 0.05
     moved = slices.to(torch.device("cpu"))
@@ -322,10 +321,10 @@ def test_slices_in_other_directions_do_not_merge_and_move_whole() -> None:
     projector = projector_of(values)
     histogram = histogram_of(projector(values))
     slices = Slices(histogram, 3, projector)
-    assert Slices.mixed([slices, Slices(histogram, 3, projector_of(values))], [1, 1]).samples == 800
+    assert Slices.mix([slices, Slices(histogram, 3, projector_of(values))], [1, 1]).samples == 800
     for other in (Slices(histogram, 4, projector), Slices(histogram, 3, projector_of(2 * values))):
         with pytest.raises(ProfileError, match="different directions"):
-            Slices.mixed([slices, other], [1, 1])
+            Slices.mix([slices, other], [1, 1])
     away = slices.to(torch.device("meta"))
     assert {away.histogram.counts.device.type, away.projector.weight.device.type} == {"meta"}
     assert (away.projector.weight.shape, away.projector.offset.shape) == (projector.weight.shape, (16,))
@@ -346,10 +345,10 @@ def test_work_on_large_maps_is_done_in_parts_and_gives_the_same(monkeypatch: pyt
     values = torch.randn(101, 5, generator=torch.Generator().manual_seed(0))
     projector = Projector.build(values.mean(0), values.std(0), torch.ones(5, dtype=torch.bool), 8, 1)
     monkeypatch.setitem(AT_ONCE, "cpu", 80)
-    assert [len(part) for part in projector.by_parts(values)] == [10] * 10 + [1]
-    torch.testing.assert_close(torch.cat([*projector.by_parts(values)]), projector(values))
+    assert [len(part) for part in projector.project_in_parts(values)] == [10] * 10 + [1]
+    torch.testing.assert_close(torch.cat([*projector.project_in_parts(values)]), projector(values))
     tracker, taken = RangeTracker(), []
-    monkeypatch.setattr(tracker, "_take", lambda part, take=tracker._take: (taken.append(len(part)), take(part)))
+    monkeypatch.setattr(tracker, "_update", lambda part, take=tracker._update: (taken.append(len(part)), take(part)))
     tracker.update(values)
     assert taken == [16] * 6 + [5]
     exact = values.double().numpy()

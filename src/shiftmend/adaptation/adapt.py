@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shiftmend.accelerate.bf16 import nothing_cached
 from shiftmend.accelerate.memory_format import channels_last
 from shiftmend.adaptation.result import Adaptation, environment
-from shiftmend.distributed.collectives import same_everywhere, warn_if_apart
+from shiftmend.distributed.collectives import check_same, warn_without_process_group
 from shiftmend.engine import checkpoint as checkpoints
 from shiftmend.engine.history import Choice
 from shiftmend.engine.method import Method, Network, check_positive, facts_of, stages_of, taps_of
@@ -67,7 +67,7 @@ class Given:
         `fits`: whether an earlier process, of which this one takes up a run, found room for what a loader gives. Kept
         data is stepped through in another order than a stream, so that is no longer a matter of what is free now.
         """
-        warn_if_apart()
+        warn_without_process_group()
         facts_of(method)  # refuses what is no method
         if world_size() > 1 and not method.several_processes:
             able = ", ".join(name for name, kind in METHODS.items() if kind.several_processes)
@@ -98,7 +98,7 @@ class Given:
     @functools.cached_property
     def summary(self) -> InputSummary:
         """Of the target's inputs; when it is first asked for, what the source's inputs were not like is warned of."""
-        found = InputSummary.of(self.feed.batches())
+        found = InputSummary.from_batches(self.feed.batches())
         if self.profile is not None:
             self.profile.check_inputs(found)
         return found
@@ -322,11 +322,11 @@ def _checked(
         "kept": settings.keep,
         "environment": {**environment(place), "world_size": world_size()},
     }
-    same_everywhere(str(manifest["source_weights"]), "model", place)
-    same_everywhere(str(manifest["target"]), "target data", place)
+    check_same(str(manifest["source_weights"]), "model", place)
+    check_same(str(manifest["target"]), "target data", place)
     try:
         run = Run(network, feed, profile, method, stages, taps, settings, manifest, before)
-        same_everywhere(run.name, "run (profile, method, options, or whether the data fits into memory)", place)
+        check_same(run.name, "run (profile, method, options, or whether the data fits into memory)", place)
         return run.go()
     finally:
         settle(adapted, model)

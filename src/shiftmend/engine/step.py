@@ -13,7 +13,7 @@ from shiftmend.accelerate.bf16 import Precision
 from shiftmend.accelerate.compile import captured_compiled
 from shiftmend.accelerate.cuda_graphs import CapturedEpoch, Sums, captured_epoch, kept_in_place
 from shiftmend.distributed.batch_norm import synchronised
-from shiftmend.distributed.collectives import active, backward, together
+from shiftmend.distributed.collectives import all_processes, backward, is_distributed
 from shiftmend.engine.method import Objective, loss_of
 from shiftmend.inputs.feed import Feed
 from shiftmend.introspection.taps import Recorder, Tap, tapped
@@ -66,12 +66,12 @@ class Steps:
         """Run an epoch; returns the sums of the loss's terms over its steps, and how many steps there were."""
         trains = self.objective is not None and self.optimiser is not None
         with (
-            together(),
+            all_processes(),
             synchronised(self.model),
             torch.inference_mode(False),
             torch.set_grad_enabled(trains),
         ):
-            if self._may_capture and self._captured is None and not active():
+            if self._may_capture and self._captured is None and not is_distributed():
                 with self._for_dropout():
                     self._try_to_capture(targets)
             if self._captured is None:

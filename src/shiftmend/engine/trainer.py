@@ -16,7 +16,7 @@ from torch import Tensor, optim
 
 from shiftmend.accelerate.bf16 import Precision, in_bfloat16
 from shiftmend.adaptation.result import Adaptation
-from shiftmend.distributed.collectives import everywhere, same_everywhere, together
+from shiftmend.distributed.collectives import all_processes, all_true, check_same
 from shiftmend.engine import checkpoint as checkpoints
 from shiftmend.engine.history import Choice, Epoch
 from shiftmend.engine.method import Method, Network, Stage, check_objective
@@ -33,7 +33,7 @@ from shiftmend.profiles import fingerprints
 from shiftmend.profiles.profile import Profile
 from shiftmend.utils.checks import brief, counted
 from shiftmend.utils.processes import of_first_process, rank, world_size
-from shiftmend.utils.progress import Bar, Pass, progress_bar
+from shiftmend.utils.progress import Bar, PassProgress, progress_bar
 from shiftmend.verification.signals import Watch, observe
 from shiftmend.verification.verdict import Verification
 
@@ -101,8 +101,8 @@ class Run:
         total = sum(stage.epochs for stage in self.stages)
         own = checkpoints.alone_at(self.path) if self.path is not None and rank() == 0 else nullcontext(True)
         with own as alone, progress_bar(self.settings.progress, self.method.name, total) as self.bar:
-            with together():
-                alone = everywhere(alone, self.feed.device)
+            with all_processes():
+                alone = all_true(alone, self.feed.device)
             if not alone:
                 raise AdaptationError(f"another run uses checkpoint {self.path}; let it finish, or name another file")
             return self._go()
@@ -110,13 +110,13 @@ class Run:
     def _show(self, what: str, most: int | None = None) -> None:
         """Of the pass over the data that comes next, or so many of them, show how far it is: it may take hours."""
         known = self.feed.known
-        self.feed.heard = Pass(self.bar, what, known if known is None or most is None else min(known, most))
+        self.feed.heard = PassProgress(self.bar, what, known if known is None or most is None else min(known, most))
 
     def _go(self) -> Adaptation:
         started = time.perf_counter()
         resumed = checkpoints.load(self.path, self.name) if self.path is not None else None
         position = (resumed.stage, resumed.epoch) if resumed is not None else None
-        same_everywhere(str(position), "checkpoint", self.feed.device)
+        check_same(str(position), "checkpoint", self.feed.device)
         status = "finished"
         self.good = tensors_of(self.model)
         if resumed is not None:
@@ -189,7 +189,7 @@ class Run:
             after = None
             logger.warning("the last verification was interrupted; ask shiftmend.verify for it")
         adapted = fingerprints.weights(self.model)
-        same_everywhere(adapted, "adapted model", self.feed.device)
+        check_same(adapted, "adapted model", self.feed.device)
         self.manifest |= {
             "status": status,
             "selected_epoch": selected,

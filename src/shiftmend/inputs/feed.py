@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from shiftmend.distributed.collectives import share, shares
+from shiftmend.distributed.collectives import local_part, local_parts
 from shiftmend.errors import DataError
 from shiftmend.inputs import batching
 from shiftmend.inputs.prefetch import Batch, Rows, copier_to, prefetched, read
@@ -131,12 +131,12 @@ class Feed:
     def batches(self, at_once: int = 0) -> Iterator[Tensor]:
         """Every sample once, in the order given; at least `at_once` of them together where they are resident."""
         if self._inputs is None:
-            yield from self._sent_inputs(shares(batching.joined_inputs(inputs for inputs, _ in self._stream())))
+            yield from self._sent_inputs(local_parts(batching.joined_inputs(inputs for inputs, _ in self._stream())))
             return
         whole = self._inputs
         spans = batching.spans(len(whole), max(self.batch_size, at_once))
         # indices of the host, which nobody has to wait for
-        parts = shares(torch.arange(start, end, device="cpu") for start, end in spans)
+        parts = local_parts(torch.arange(start, end, device="cpu") for start, end in spans)
         yield from self._sent_inputs(Rows(whole, slice(int(part[0]), int(part[-1]) + 1)) for part in parts)
 
     @property
@@ -175,12 +175,12 @@ class Feed:
     def subset(self, count: int, seed: int, at_once: int = 0) -> Iterator[Tensor]:
         """At most `count` samples, the same ones each time."""
         if self._inputs is None:
-            yield from self._sent_inputs(shares(batching.joined_inputs(self._beginning(count, seed))))
+            yield from self._sent_inputs(local_parts(batching.joined_inputs(self._beginning(count, seed))))
         elif len(self._inputs) <= count:
             yield from self.batches(at_once)
         else:
             whole = self._inputs
-            yield from self._sent_inputs(Rows(whole, part) for part in shares(self.some(count, seed, at_once)))
+            yield from self._sent_inputs(Rows(whole, part) for part in local_parts(self.some(count, seed, at_once)))
 
     def some(self, count: int, seed: int, at_once: int = 0) -> list[Tensor]:
         """Which samples each batch of `subset` takes, where they lie; a streamed source cannot say."""
@@ -205,12 +205,12 @@ class Feed:
         """
         if self._inputs is None:
             stream = self._stream(_order_seed(seed, number), shuffled=True)
-            yield from self._sent((share(inputs), None) for inputs in batching.full(stream, self.size))
+            yield from self._sent((local_part(inputs), None) for inputs in batching.full(stream, self.size))
             return
         whole = self._inputs
         size = min(self.batch_size, len(whole))
         order = self.order(seed, number)
-        indices = (share(order[start : start + size]) for start in range(0, len(whole) - size + 1, size))
+        indices = (local_part(order[start : start + size]) for start in range(0, len(whole) - size + 1, size))
         yield from self._sent((Rows(whole, index), index) for index in indices)
 
     def order(self, seed: int, number: int) -> Tensor:

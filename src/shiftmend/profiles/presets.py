@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shiftmend.stats.histograms import Bins, Divergence
+from shiftmend.stats.histograms import Bins
 from shiftmend.utils.checks import check_known
 
 Reduction = Literal["mean", "sum"]
@@ -26,7 +26,7 @@ Reduction = Literal["mean", "sum"]
 class Preset:
     name: str
     bins: Bins
-    divergence: Divergence
+    divergence: str
     reduction: Reduction
     aligned_slices: int = 0
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shiftmend.accelerate.bf16 import Precision
 from shiftmend.accelerate.cuda_graphs import captured_call, worth_capturing
 from shiftmend.distributed.batch_norm import synchronised
-from shiftmend.distributed.collectives import active, all_sum, gathered, joined_mean, together
+from shiftmend.distributed.collectives import all_gather, all_processes, all_sum, is_distributed, reduce_mean
 from shiftmend.errors import TapError
 from shiftmend.inputs.feed import Feed
 from shiftmend.introspection.modes import modes
@@ -46,8 +46,8 @@ class Tally:
 
     def __init__(self, profile: Profile, taps: Iterable[str] = VERIFIED) -> None:
         self.profile = profile
-        self.slices = profile.slices["verification"].histogram.counter()
-        self.taps = {name: profile.taps[name].counter() for name in taps}
+        self.slices = profile.slices["verification"].histogram.new_tracker()
+        self.taps = {name: profile.taps[name].new_tracker() for name in taps}
         self.inputs = 0
         self._earlier: int | Tensor = 0  # inputs of the batches before, in all processes
 
@@ -60,16 +60,19 @@ class Tally:
         self._earlier = self._earlier + batch
         # batches may differ in their number of positions, of which the profile counted all
         times = {name: len(activations[name]) / len(rows) for name, rows in counted.items()}
-        for part in self.profile.slices["verification"].projector.by_parts(counted["features"]):
+        for part in self.profile.slices["verification"].projector.project_in_parts(counted["features"]):
             self.slices.update(part, times["features"])
         for name, counter in self.taps.items():
             counter.update(counted[name], times[name])
 
     def joined(self) -> tuple[Tensor, Tensor, int]:
         """Over all processes: divergence of the slices, that of the marginals, and how many inputs they are of."""
-        slices = self.slices.joined()
-        inputs = int(all_sum(torch.tensor(self.inputs, device=slices.counts.device))) if active() else self.inputs
-        features, logits = (self.taps[name].joined().divergence(self.profile.taps[name]) for name in VERIFIED)
+        slices = self.slices.reduce_over_processes()
+        inputs = self.inputs
+        if is_distributed():
+            inputs = int(all_sum(torch.tensor(inputs, device=slices.counts.device)))
+        taps = {name: self.taps[name].reduce_over_processes() for name in VERIFIED}
+        features, logits = (tap.divergence(self.profile.taps[name]) for name, tap in taps.items())
         return slices.divergence(self.profile.slices["verification"].histogram), features + logits, inputs
 
     def verification(self) -> Verification:
@@ -80,9 +83,9 @@ class Tally:
 
 def _place(inputs: int, device: torch.device) -> tuple[int | Tensor, int | Tensor]:
     """Of a batch that several processes share: how many inputs come before those of this one, and how many it has."""
-    if not active():
+    if not is_distributed():
         return 0, inputs
-    every = gathered(torch.tensor(inputs, device=device))
+    every = all_gather(torch.tensor(inputs, device=device))
     return every[: rank()].sum(), every.sum()
 
 
@@ -158,7 +161,7 @@ class Watch:
 
     def __call__(self) -> Signals:
         roll(0)
-        with together(), synchronised(self.model):
+        with all_processes(), synchronised(self.model):
             seen = self._again() if self._again is not None else self._look()
         found: dict[str, float] = dict(zip(seen.names, seen.values.tolist(), strict=True))
         verification = None
@@ -172,7 +175,7 @@ class Watch:
 
     def _look(self) -> _Seen:
         inputs, feed = self.feed.inputs, self.feed
-        if self.capture and not active() and inputs is not None and worth_capturing(inputs):
+        if self.capture and not is_distributed() and inputs is not None and worth_capturing(inputs):
             parts = self._parts = feed.some(self.most or len(inputs), 0, feed.at_once)
             self._again = captured_call(
                 lambda: self._pass(feed.ready(inputs.index_select(0, part)) for part in parts), self.model, feed.device
@@ -208,7 +211,7 @@ class Watch:
                     predictions += logits.numel() // logits.shape[1]
             found: dict[str, Tensor] = {}
             if certainty is not None:
-                found["entropy"], found["confidence"] = joined_mean(certainty / predictions, predictions)
+                found["entropy"], found["confidence"] = reduce_mean(certainty / predictions, predictions)
             inputs = 0
             if tally is not None:
                 found["slices"], found["marginals"], inputs = tally.joined()

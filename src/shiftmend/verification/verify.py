@@ -46,7 +46,7 @@ def verify(
         rolled(place, lambda: check_takes_each(model, feed.kinds(2))),
         progress_bar(progress, "verify", feed.known) as bar,
     ):
-        profile.check_inputs(InputSummary.of(feed.batches()))
+        profile.check_inputs(InputSummary.from_batches(feed.batches()))
         feed.heard = bar.advance
         taps = {name: profile.specs[name] for name in VERIFIED}
         with modes(model), torch.no_grad(), tapped(model, taps) as recorder:
