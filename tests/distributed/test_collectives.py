@@ -532,6 +532,14 @@ def test_processes_that_are_done_wait_for_each_other_and_those_that_fail_do_not(
     assert calls == ["init_process_group", "destroy_process_group"]
 
 
+def test_a_process_group_without_a_backend_for_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    distributed._check_backend("cuda")
+    with pytest.raises(AdaptationError, match="cannot exchange tensors on cpu"):
+        distributed._check_backend("cpu")
+
+
 def test_a_batch_too_small_joins_the_one_before_it_only_where_samples_are_of_one_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

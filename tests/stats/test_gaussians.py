@@ -7,15 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from shiftmend.errors import AdaptationError, ProfileError
 from shiftmend.stats.gaussians import Comparison, CovarianceTracker, FullGaussian, MarginalGaussian, shrink
-from shiftmend.stats.histograms import Bins, CountTracker, Histogram, RangeTracker
-from shiftmend.stats.slices import Projector, Slices
-from shiftmend.stats.statistics import Statistic
+from shiftmend.stats.histograms import RangeTracker
 
 SEEDS = st.integers(0, 1000)
 SHRINKAGE = st.sampled_from([0.0, 0.1, 0.5, 1.0])
@@ -318,69 +316,3 @@ def test_other_precisions_are_collected_in_double_and_stored_in_single(dtype: to
     assert not got.covariance.requires_grad
     np.testing.assert_allclose(got.covariance, np.cov(values.detach().double().numpy().T), rtol=1e-5)
     assert torch.equal(got.covariance, got.covariance.T)
-
-
-# --- what every statistic can do -------------------------------------------------------------------------------------
-
-
-def histogram_of(values: Tensor, like: Histogram | None = None) -> Histogram:
-    low, high = (values.amin(0), values.amax(0)) if like is None else (like.low, like.high)
-    counter = CountTracker(low.float(), high.float(), Bins())
-    counter.update(values.float())
-    return counter.histogram()
-
-
-def slices_of(values: Tensor, like: Slices | None = None, seed: int = 3) -> Slices:
-    usable = torch.ones(values.shape[1], dtype=torch.bool)
-    projector = like.projector if like else Projector.build(values.mean(0), values.std(0), usable, 16, seed)
-    return Slices(histogram_of(projector(values.float()), like.histogram if like else None), seed, projector)
-
-
-@pytest.mark.parametrize("kind", ["soft-histogram", "sliced-histogram", "marginal-gaussian", "full-gaussian"])
-@settings(max_examples=20)
-@given(seed=SEEDS)
-def test_every_statistic_merges_and_is_zero_at_home(kind: str, seed: int) -> None:
-    values = drawn(80, 3, seed)
-    one, other, whole = _statistics(kind, values)
-    assert one.kind == kind
-    merged = type(one).mix([one, other], [1, 1])
-    assert (merged.samples, merged.kind) == (80, kind)
-    assert abs(float(whole.divergence(values))) < 1e-4
-    far = values * 1.5 + 1
-    assert float(merged.divergence(far)) == pytest.approx(float(whole.divergence(far)), rel=1e-3)
-    assert float(merged.to(torch.device("cpu")).divergence(far)) > 0.01
-
-
-def _statistics(kind: str, values: Tensor) -> tuple[Statistic, Statistic, Statistic]:
-    """That of the first 30 samples, of the others and of all; what has a range takes it from all."""
-    parts = (values[:30], values[30:], values)
-    if kind == "soft-histogram":
-        whole = histogram_of(values)
-        return histogram_of(parts[0], whole), histogram_of(parts[1], whole), whole
-    if kind == "sliced-histogram":
-        slices = slices_of(values)
-        return slices_of(parts[0], slices), slices_of(parts[1], slices), slices
-    return tuple((full_of if kind == "full-gaussian" else marginal_of)(part) for part in parts)  # type: ignore[return-value]
-
-
-def test_slices_in_other_directions_do_not_merge() -> None:
-    values = drawn(50, 3, 0)
-    first = slices_of(values)
-    assert Slices.mix([first, slices_of(values, first)], [1, 1]).samples == 100
-    with pytest.raises(ProfileError, match="different directions"):
-        Slices.mix([first, slices_of(values, seed=4)], [1, 1])
-    with pytest.raises(ProfileError, match="different directions"):
-        Slices.mix([first, slices_of(2 * values)], [1, 1])  # the same seed, another standardisation
-    other = Slices(histogram_of(first.projector(2 * values.float())), first.seed, first.projector)
-    with pytest.raises(ProfileError, match="different ranges"):
-        Slices.mix([first, other], [1, 1])
-
-
-def test_the_divergence_of_a_histogram_is_that_of_its_counts() -> None:
-    values = drawn(50, 3, 0)
-    home = histogram_of(values)
-    far = (values * 1.2).float()
-    for kind in ("psi", "symmetric-kl"):
-        assert float(home.divergence(far, kind)) == pytest.approx(float(home.mean_divergence(home.count(far), kind)))
-    sliced = slices_of(values)
-    assert float(sliced.divergence(far)) == pytest.approx(float(sliced.histogram.divergence(sliced.projector(far))))

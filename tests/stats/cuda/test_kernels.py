@@ -180,18 +180,6 @@ def test_a_divergence_without_kl_weights_on_a_gpu(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(there.cpu(), source.divergence(values, "hellinger"), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("bins", [3, 10, 66])
-@pytest.mark.parametrize("kind", divergences.DIVERGENCES)
-def test_kl_weights_agree_with_the_function(kind: str, bins: int) -> None:
-    generator = torch.Generator().manual_seed(bins)
-    p, q = (torch.rand(5, bins, generator=generator, dtype=torch.float64).softmax(-1) for _ in range(2))
-    entry = divergences.DIVERGENCES[kind]
-    assert entry.kl_weights is not None
-    forward, backward = entry.kl_weights(bins)
-    expected = forward * divergences.kl(p, q) + backward * divergences.kl(q, p)
-    torch.testing.assert_close(entry.function(p, q), expected)
-
-
 @pytest.mark.usefixtures("other_default_dtype")
 def test_what_the_kernels_write_into_is_float32_as_they_take_it_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.dtype] = []
