@@ -1,7 +1,7 @@
-"""The three presets: which bins, which divergence, how units are put together, and what is aligned beside them.
+"""The three presets: bins, divergence, reduction over units, and what is aligned beside the taps.
 
-`reference` (the default) follows the public implementation of the paper, to which the published learning rates
-belong; `paper` follows the paper's text; `sliced` is ours. They differ, neither is "correct":
+`reference`, the default, follows the public implementation of the paper, which the published learning rates belong to.
+`paper` follows the paper's text. `sliced` is our own. The first two differ, and neither is "correct":
 
 | | reference | paper | sliced |
 |---|---|---|---|
@@ -24,6 +24,8 @@ Reduction = Literal["mean", "sum"]
 
 @dataclass(frozen=True)
 class Preset:
+    """Settings of a profile that go together."""
+
     name: str
     bins: Bins
     divergence: str
