@@ -80,6 +80,7 @@ def test_bins_refuse_nonsense(wrong: dict[str, object]) -> None:
         Bins(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(0, 1000))
 def test_rows_are_probabilities_whatever_the_values(samples: int, units: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -142,6 +143,7 @@ def test_the_extremes_of_temperature_are_hard_bins_and_none(temperature: float, 
     torch.testing.assert_close(counts[0], torch.tensor(expected, dtype=dtype))
 
 
+@pytest.mark.slow
 @given(st.floats(0.002, 0.3), st.integers(1, 40), st.integers(0, 5))
 def test_agrees_with_the_softmax_at_any_temperature(temperature: float, count: int, seed: int) -> None:
     bins = Bins(count, "reference", temperature)
@@ -394,6 +396,7 @@ def test_a_small_deviation_beside_a_large_mean_survives() -> None:
     np.testing.assert_allclose(tracker.deviation.numpy(), values.double().numpy().std(0), rtol=1e-9)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 200), max_size=6), st.integers(0, 20))
 def test_ranges_do_not_depend_on_batches_or_order(sizes: list[int], seed: int) -> None:
     values = sample(300)
@@ -452,6 +455,7 @@ def test_counts_against_numpy(bins: Bins, dtype: torch.dtype) -> None:
     assert stored.samples == 350
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 200), max_size=6), st.integers(0, 20))
 def test_counts_do_not_depend_on_batches_or_order(sizes: list[int], seed: int) -> None:
     values = sample(300)
