@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from shiftmend.stats.histograms import Bins
-from shiftmend.stats.statistics import CountTracker
+from shiftmend.stats.histograms import Bins, CountTracker
 from speed.timing import Run, Table, Timing, timed_on_device
 
 FACTORS = (1, 2, 4, 8)

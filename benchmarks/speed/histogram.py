@@ -66,7 +66,7 @@ def histogram_times(
     generator = torch.Generator(device).manual_seed(0)
     values = torch.rand(samples, units, device=device, generator=generator) * 1.2 - 0.1
     low, high = torch.zeros(units, device=device), torch.ones(units, device=device)
-    scale = histograms.scales(low, high)
+    scale = histograms.inverse_range(low, high)
     inner = 20 if device.type == "cuda" else max(1, (1 << 20) // values.numel())
 
     def naive() -> Tensor:

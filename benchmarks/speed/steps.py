@@ -20,8 +20,7 @@ from shiftmend.inputs.feed import Feed
 from shiftmend.introspection.taps import Tap, attach_taps
 from shiftmend.research.networks import build
 from shiftmend.stats import histograms
-from shiftmend.stats.histograms import Bins
-from shiftmend.stats.statistics import CountTracker, Histogram, RangeTracker
+from shiftmend.stats.histograms import Bins, CountTracker, Histogram, RangeTracker
 from speed.timing import Table, Timing, figure, forget_peak, matrix_throughput, mebibytes, timed
 
 

@@ -25,7 +25,7 @@ from shiftmend.engine.history import Epoch
 from shiftmend.errors import AdaptationError, DataError, DivergedError, ProfileError
 from shiftmend.inputs.feed import Feed
 from shiftmend.methods.fr import FR
-from shiftmend.profiles.fingerprints import INPUTS_SEEN
+from shiftmend.profiles.fingerprints import MAX_SUMMARISED_INPUTS
 from shiftmend.research.datasets.partitions import few_shot
 
 
@@ -280,7 +280,9 @@ def test_the_manifest_has_the_size_that_streamed_batches_had(
 @pytest.mark.slow
 def test_the_manifest_has_the_batch_size_of_a_loader_too_long_to_be_read_beforehand() -> None:
     world = sensors()
-    loader = DataLoader(TensorDataset(world.target.repeat(1 + INPUTS_SEEN // len(world.target), 1)), batch_size=100)
+    loader = DataLoader(
+        TensorDataset(world.target.repeat(1 + MAX_SUMMARISED_INPUTS // len(world.target), 1)), batch_size=100
+    )
     result = shiftmend.adapt(world.model, loader, world.profile(), "adabn", resident=False, progress=False)
     assert result.manifest["batch_size"] == 100
 

@@ -24,7 +24,8 @@ from shiftmend.distributed import batch_norm as joined_batch_norm
 from shiftmend.distributed import collectives as distributed
 from shiftmend.distributed.batch_norm import synchronised
 from shiftmend.errors import AdaptationError
-from shiftmend.stats.histograms import Bins, psi, soft_histogram
+from shiftmend.stats.divergences import psi
+from shiftmend.stats.histograms import Bins, soft_histogram
 
 Tensors = dict[str, Tensor]
 
@@ -141,9 +142,9 @@ def trained(model: nn.Module) -> Tensors:
     losses = []
     with synchronised(model):
         for step in range(6):
-            output = model(distributed.share(drawn(11, 2, 4, 4, seed=step)).to(device))
+            output = model(distributed.local_part(drawn(11, 2, 4, 4, seed=step)).to(device))
             counts = soft_histogram(output, low, high, Bins(temperature=0.1))
-            loss = psi(home, distributed.joined_mean(counts, len(output))).mean()
+            loss = psi(home, distributed.reduce_mean(counts, len(output))).mean()
             optimiser.zero_grad()
             (loss / distributed.world_size()).backward()
             distributed.sum_gradients(model.parameters())
@@ -174,7 +175,7 @@ def two_sums() -> Tensors:
 
 def two_means() -> Tensors:
     values = own_part(drawn(7, 3), (5, 2)).requires_grad_()
-    mean = distributed.joined_mean(values.square().mean(0), len(values))
+    mean = distributed.reduce_mean(values.square().mean(0), len(values))
     (mean.exp().sum() / WORLD).backward()
     assert values.grad is not None
     return {"mean": mean.detach(), "gradient": values.grad}
@@ -199,11 +200,11 @@ def two_gradients() -> Tensors:
 def two_statistics() -> Tensors:
     values = own_part(drawn(7, 3) + 1e6, (5, 2))
     squares = (values - values.mean(0)).square().sum(0)
-    count, mean, squares = distributed.joined_moments(len(values), values.mean(0), squares)
+    count, mean, squares = distributed.reduce_moments(len(values), values.mean(0), squares)
     low, high = values.amin(0), values.amax(0)
     if distributed.rank() == 1:
         low[2] = high[2] = torch.nan
-    low, high = distributed.joined_range(low, high)
+    low, high = distributed.reduce_range(low, high)
     return {"count": count, "mean": mean, "squares": squares, "low": low, "high": high}
 
 
@@ -211,10 +212,10 @@ def two_halves() -> Tensors:
     """Half precision, as under autocast: float32 parameters, bfloat16 values."""
     module = nn.BatchNorm2d(3).train()
     whole = drawn(8, 3, 2, 2).bfloat16()
-    values = distributed.share(whole).clone().requires_grad_()
+    values = distributed.local_part(whole).clone().requires_grad_()
     with synchronised(module), torch.autocast("cpu", dtype=torch.bfloat16):
         result = module(values)
-    (result.float() * distributed.share(drawn(8, 3, 2, 2, seed=1)).float()).sum().backward()
+    (result.float() * distributed.local_part(drawn(8, 3, 2, 2, seed=1)).float()).sum().backward()
     assert values.grad is not None
     assert module.weight.grad is not None
     return {
@@ -226,13 +227,13 @@ def two_halves() -> Tensors:
 
 
 def two_agree() -> Tensors:
-    distributed.same_everywhere("equal", "weights")
+    distributed.check_same("equal", "weights")
     with pytest.raises(AdaptationError, match="the data of process 1 differs from that of process 0"):
-        distributed.same_everywhere(f"of process {distributed.rank()}", "data")
+        distributed.check_same(f"of process {distributed.rank()}", "data")
     with pytest.raises(AdaptationError, match="a batch of 1 cannot be shared by 2 processes"):
-        distributed.share(torch.zeros(1))
-    facts = [distributed.rank(), distributed.world_size(), int(distributed.active())]
-    return {"facts": torch.tensor(facts), "share": distributed.share(torch.arange(7))}
+        distributed.local_part(torch.zeros(1))
+    facts = [distributed.rank(), distributed.world_size(), int(distributed.is_distributed())]
+    return {"facts": torch.tensor(facts), "share": distributed.local_part(torch.arange(7))}
 
 
 def two_trained_on_cuda() -> Tensors:
@@ -258,7 +259,7 @@ def work(rank: int, folder: str, checks: list[Callable[[], Tensors]]) -> None:
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD, timeout=TIMEOUT
     )
     try:
-        with distributed.together():
+        with distributed.all_processes():
             found = {f"{check.__name__}.{name}": value for check in checks for name, value in check().items()}
         packed = {name: value.clone(memory_format=torch.contiguous_format) for name, value in found.items()}
         safetensors.torch.save_file(packed, f"{folder}/{rank}.safetensors")
@@ -450,15 +451,15 @@ def alone(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("alone")
 def test_alone_nothing_changes() -> None:
     values = drawn(7, 3)
-    assert (distributed.active(), distributed.rank(), distributed.world_size()) == (False, 0, 1)
+    assert (distributed.is_distributed(), distributed.rank(), distributed.world_size()) == (False, 0, 1)
     assert distributed.all_sum(values) is values
-    assert distributed.joined_mean(values, 7) is values
-    assert torch.equal(distributed.share(values), values)
-    distributed.same_everywhere("anything", "data")
-    low, high = distributed.joined_range(values.amin(0), values.amax(0))
+    assert distributed.reduce_mean(values, 7) is values
+    assert torch.equal(distributed.local_part(values), values)
+    distributed.check_same("anything", "data")
+    low, high = distributed.reduce_range(values.amin(0), values.amax(0))
     assert torch.equal(low, values.amin(0))
     assert torch.equal(high, values.amax(0))
-    count, mean, squares = distributed.joined_moments(7, values[0], values[1])
+    count, mean, squares = distributed.reduce_moments(7, values[0], values[1])
     assert count == 7
     assert torch.equal(mean, values[0])
     assert torch.equal(squares, values[1])
@@ -493,17 +494,17 @@ def test_nccl_without_waiting_for_the_device(tmp_path: Path, monkeypatch: pytest
     expected = trained(network())
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1, timeout=TIMEOUT)
     try:
-        monkeypatch.setattr(distributed, "active", lambda: True)
-        monkeypatch.setattr(joined_batch_norm, "active", lambda: True)
-        distributed.same_everywhere("equal", "weights", torch.device("cuda"))
+        monkeypatch.setattr(distributed, "is_distributed", lambda: True)
+        monkeypatch.setattr(joined_batch_norm, "is_distributed", lambda: True)
+        distributed.check_same("equal", "weights", torch.device("cuda"))
         with pytest.raises(AdaptationError, match="initialise it with 'gloo' to work on the CPU"):
-            distributed.same_everywhere("equal", "weights", torch.device("cpu"))
+            distributed.check_same("equal", "weights", torch.device("cpu"))
         found = trained(network().cuda())
         model = network().cuda()
         values = drawn(11, 2, 4, 4).cuda()
         torch.cuda.set_sync_debug_mode("error")
         with synchronised(model):
-            distributed.joined_mean(model(values), 11).sum().backward()
+            distributed.reduce_mean(model(values), 11).sum().backward()
         distributed.sum_gradients(model.parameters())
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -515,13 +516,13 @@ def test_nccl_without_waiting_for_the_device(tmp_path: Path, monkeypatch: pytest
 def test_blocks_that_overlap_end_with_the_last_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of lanes do, which give up their turn inside."""
     monkeypatch.setattr(distributed, "world_size", lambda: WORLD)
-    one, other = distributed.together(), distributed.together()
+    one, other = distributed.all_processes(), distributed.all_processes()
     one.__enter__()
     other.__enter__()
     one.__exit__(None, None, None)
-    assert distributed.active()
+    assert distributed.is_distributed()
     other.__exit__(None, None, None)
-    assert not distributed.active()
+    assert not distributed.is_distributed()
 
 
 def test_processes_that_are_done_wait_for_each_other_and_those_that_fail_do_not(
@@ -532,23 +533,31 @@ def test_processes_that_are_done_wait_for_each_other_and_those_that_fail_do_not(
     for name in ("init_process_group", "barrier", "destroy_process_group"):
         monkeypatch.setattr(distributed.dist, name, lambda *_, name=name: calls.append(name))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with distributed.started_by_torchrun():
+    with distributed.torchrun_process_group():
         calls.append("work")
     assert calls == ["init_process_group", "work", "barrier", "destroy_process_group"]
     calls.clear()
-    with pytest.raises(KeyError), distributed.started_by_torchrun():
+    with pytest.raises(KeyError), distributed.torchrun_process_group():
         raise KeyError
     assert calls == ["init_process_group", "destroy_process_group"]
+
+
+def test_a_process_group_without_a_backend_for_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    distributed._check_backend("cuda")
+    with pytest.raises(AdaptationError, match="cannot exchange tensors on cpu"):
+        distributed._check_backend("cpu")
 
 
 def test_a_batch_too_small_joins_the_one_before_it_only_where_samples_are_of_one_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in (("active", True), ("world_size", 3), ("rank", 0)):
+    for name, value in (("is_distributed", True), ("world_size", 3), ("rank", 0)):
         monkeypatch.setattr(distributed, name, lambda value=value: value)
-    assert [part.shape for part in distributed.shares([torch.zeros(6, 5), torch.zeros(2, 5)])] == [(3, 5)]
+    assert [part.shape for part in distributed.local_parts([torch.zeros(6, 5), torch.zeros(2, 5)])] == [(3, 5)]
     with pytest.raises(AdaptationError, match="a batch of 2 cannot be shared by 3 processes"):
-        list(distributed.shares([torch.zeros(6, 5), torch.zeros(2, 7)]))
+        list(distributed.local_parts([torch.zeros(6, 5), torch.zeros(2, 7)]))
 
 
 GROUP_OF_ONE = """

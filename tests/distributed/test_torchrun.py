@@ -271,7 +271,7 @@ def callbacks() -> Any:
     seen: list[list[float]] = []
 
     def look(model: nn.Module, row: Epoch) -> None:
-        assert not distributed.active()
+        assert not distributed.is_distributed()
         if distributed.rank() == 0:
             scores = shiftmend.evaluate(model, labelled(), batch_size=BATCH)
             found = shiftmend.verify(model, target(), home(), batch_size=BATCH)
@@ -306,7 +306,7 @@ def endings() -> Any:
         "diverged": error.value.adaptation.manifest["status"],
         "state": digest_of(error.value.adaptation),
         "said": messages,
-        "facts": [distributed.world_size(), result.manifest["environment"]["world_size"], distributed.active()],
+        "facts": [distributed.world_size(), result.manifest["environment"]["world_size"], distributed.is_distributed()],
         "batch size": result.manifest["batch_size"],
     }
 
@@ -326,6 +326,7 @@ def site(folder: Path) -> list[str]:
     """A model and data in files, and what the command line wants to know about them."""
     folder.mkdir(exist_ok=True)
     (folder / "factory.py").write_text(
+        f"import sys\nsys.path.append({str(Path(__file__).parent)!r})\n"
         "from test_torchrun import network\nmake = lambda: network(channels=1).float()\n"
     )
     images = np.random.default_rng(0).integers(0, 256, (SAMPLES, 4, 4), dtype=np.uint8)
@@ -355,7 +356,7 @@ def work(rank: int, folder: str) -> None:
         safetensors.torch.save_file(packed, f"{folder}/{rank}.safetensors")
         reports = {name: report(Path(folder)) for name, report in APART.items()}
         Path(f"{folder}/{rank}.json").write_text(json.dumps(reports))
-        dist.barrier()  # see `started_by_torchrun`
+        dist.barrier()  # see `torchrun_process_group`
     finally:
         dist.destroy_process_group()
 

@@ -765,7 +765,7 @@ def test_processes_share_prefetched_batches_as_they_share_others(
     """23 leaves a last batch of one, which is too small to be shared and joins the one before."""
     source = (INPUTS, LABELS) if way == "(tensor, tensor)" else DataLoader(Pairs(), batch_size=size)
     feed = Feed(source, batch_size=size, resident=False)
-    monkeypatch.setattr(distributed, "active", lambda: True)
+    monkeypatch.setattr(distributed, "is_distributed", lambda: True)
     monkeypatch.setattr(distributed, "world_size", lambda: processes)
     passes: list[Callable[[], list[Tensor]]] = [
         lambda: list(feed.batches()),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shiftmend.errors import ShiftmendError
 from shiftmend.introspection.model_state import full_state_dict
 from shiftmend.profiles.fingerprints import InputSummary, architecture, tensor_bytes, weights
-from shiftmend.stats.statistics import RangeTracker
+from shiftmend.stats.histograms import RangeTracker
 from shiftmend.utils.devices import VALUES_PER_PART
 
 
@@ -141,7 +141,7 @@ def photographs(count: int = 300, seed: int = 0) -> Tensor:
 
 
 def summary(inputs: Tensor) -> InputSummary:
-    return InputSummary.of(inputs.split(64))
+    return InputSummary.from_batches(inputs.split(64))
 
 
 HOME = summary(photographs())
@@ -180,7 +180,7 @@ def test_only_so_many_samples_are_looked_at() -> None:
             seen.append(number)
             yield torch.full((30, 2), float(number))
 
-    found = InputSummary.of(batches(), most=70)
+    found = InputSummary.from_batches(batches(), most=70)
     assert seen == [0, 1, 2]
     assert found.high == 2.0
     np.testing.assert_allclose(found.mean, [(0 * 30 + 1 * 30 + 2 * 10) / 70], atol=1e-6)
@@ -189,13 +189,13 @@ def test_only_so_many_samples_are_looked_at() -> None:
 def test_samples_together_against_numpy() -> None:
     torch.manual_seed(0)
     first, second = torch.rand(40, 3, 5, 5), 2 + 3 * torch.rand(60, 3, 5, 5)
-    found = InputSummary.mixed([summary(first), summary(second)], [40, 60])
+    found = InputSummary.mix([summary(first), summary(second)], [40, 60])
     both = torch.cat([first, second]).double().numpy()
     assert (found.low, found.high) == (pytest.approx(both.min()), pytest.approx(both.max()))
     np.testing.assert_allclose(found.mean, both.mean((0, 2, 3)), atol=1e-5)
     np.testing.assert_allclose(found.deviation, both.std((0, 2, 3)), atol=1e-5)
     grey = summary(torch.rand(10, 1, 5, 5))
-    assert InputSummary.mixed([grey, summary(first)], [1, 1]) == grey
+    assert InputSummary.mix([grey, summary(first)], [1, 1]) == grey
 
 
 def test_json_and_back() -> None:
@@ -290,27 +290,27 @@ def test_constant_inputs_do_not_break_the_comparison() -> None:
 @pytest.mark.parametrize("shape", [(20, 3, 4, 4), (20, 7)])
 def test_inputs_are_summarised_a_part_at_a_time(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    whole = InputSummary.of([values])
+    whole = InputSummary.from_batches([values])
     monkeypatch.setitem(VALUES_PER_PART, "cpu", 3 * values[0].numel())
     update = RangeTracker.update
     rows: list[int] = []
     monkeypatch.setattr(RangeTracker, "update", lambda self, part: (rows.append(part.numel()), update(self, part)))
-    assert InputSummary.of([values]) == whole
+    assert InputSummary.from_batches([values]) == whole
     assert rows == [size * values[0].numel() for size in (3, 3, 3, 3, 3, 3, 2)]
 
 
 def test_sizes_that_vary_between_batches_are_any() -> None:
     torch.manual_seed(0)
     batches = [torch.randn(5, length, 2) + length for length in (10, 14, 30)]  # the last has too many for channels
-    summary = InputSummary.of(batches)
+    summary = InputSummary.from_batches(batches)
     every = torch.cat([batch.flatten() for batch in batches]).double()
     assert (summary.shape, summary.sizes) == ((0, 2), ("any", "2"))
     assert summary.mean[0] == pytest.approx(every.mean().item(), abs=1e-5)
     assert summary.deviation[0] == pytest.approx(every.std(unbiased=False).item(), abs=1e-5)
     assert InputSummary.from_json(json.loads(json.dumps(summary.to_json()))) == summary
-    assert summary.differences(InputSummary.of(batches[1:])) == []
-    assert summary.differences(InputSummary.of([batches[1], batches[2].repeat(2, 1, 1)])) == []
-    assert InputSummary.of(batches[:1]).differences(summary)[0].startswith("their values")
-    assert summary.differences(InputSummary.of([batches[0][..., :1]]))[0] == (
+    assert summary.differences(InputSummary.from_batches(batches[1:])) == []
+    assert summary.differences(InputSummary.from_batches([batches[1], batches[2].repeat(2, 1, 1)])) == []
+    assert InputSummary.from_batches(batches[:1]).differences(summary)[0].startswith("their values")
+    assert summary.differences(InputSummary.from_batches([batches[0][..., :1]]))[0] == (
         "their size is [1], at the source it was [2]: scaled?"
     )

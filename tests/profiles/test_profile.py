@@ -150,7 +150,7 @@ def test_a_profile_that_could_not_be_loaded_again_is_not_written(monkeypatch: py
     case = ZOO["tabular"]
     made = shiftmend.profile(case.model(), case.inputs(), bins=Bins(temperature=np.float32(0.01)))
     made.to_bytes()
-    monkeypatch.setattr(profile_files, "MOST_BYTES", 1000)
+    monkeypatch.setattr(profile_files, "MAX_BYTES", 1000)
     with pytest.raises(ProfileError, match="could not be loaded again"):
         made.to_bytes()
 

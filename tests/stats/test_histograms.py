@@ -7,18 +7,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shiftmend.errors import ShiftmendError
+from shiftmend.errors import ProfileError, ShiftmendError
 from shiftmend.stats import histograms
+from shiftmend.stats.divergences import divergence
 from shiftmend.stats.histograms import (
-    COLDEST,
-    EPSILON,
-    HOTTEST,
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
     Bins,
+    CountTracker,
+    Histogram,
+    RangeTracker,
     as_samples,
-    divergence,
-    sampling_floor,
     soft_histogram,
     usable_units,
 )
@@ -129,7 +131,7 @@ def test_float32_loses_no_digits_of_small_gradients(where: float, bins: Bins) ->
     torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("temperature", [COLDEST, HOTTEST])
+@pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, MAX_TEMPERATURE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_extremes_of_temperature_are_hard_bins_and_none(temperature: float, dtype: torch.dtype) -> None:
     values = torch.tensor([[-torch.inf], [0.1], [0.3], [0.3], [torch.inf]], dtype=dtype, requires_grad=True)
@@ -137,7 +139,7 @@ def test_the_extremes_of_temperature_are_hard_bins_and_none(temperature: float, 
     counts.sum().backward()
     assert values.grad is not None
     assert bool(torch.isfinite(values.grad).all())
-    expected = [0.2, 0.6, 0.0, 0.2] if temperature == COLDEST else [0.35, 0.15, 0.15, 0.35]
+    expected = [0.2, 0.6, 0.0, 0.2] if temperature == MIN_TEMPERATURE else [0.35, 0.15, 0.15, 0.35]
     torch.testing.assert_close(counts[0], torch.tensor(expected, dtype=dtype))
 
 
@@ -163,7 +165,7 @@ def test_work_in_several_goes_is_the_same(monkeypatch: pytest.MonkeyPatch) -> No
 
     at_once = both()
     for elements in (1, 60, 350):  # of 7 rows at a time the last part has a single one
-        monkeypatch.setitem(histograms._CHUNK, "cpu", elements)
+        monkeypatch.setitem(histograms._SHARES_AT_ONCE, "cpu", elements)
         torch.testing.assert_close(both(), at_once, rtol=0, atol=1e-13)
 
 
@@ -212,7 +214,7 @@ def test_shares_are_built_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatc
     values, low, high = case(samples=300, units=8)
     values.requires_grad_()
     for at_once, largest in ((1 << 18, values.numel() * 10), (1000, values.numel())):
-        monkeypatch.setitem(histograms._CHUNK, "cpu", at_once)
+        monkeypatch.setitem(histograms._SHARES_AT_ONCE, "cpu", at_once)
         with LargestTensor() as watch:
             soft_histogram(values, low, high, Bins()).square().sum().backward()
         assert watch.most == largest
@@ -221,7 +223,7 @@ def test_shares_are_built_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatc
 def test_all_parts_use_the_same_memory_for_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """To get it anew for each of them, page by page, took up to twice as long as all the rest."""
     values, low, high = case(samples=300, units=8)
-    monkeypatch.setitem(histograms._CHUNK, "cpu", 1000)  # 12 rows at a time
+    monkeypatch.setitem(histograms._SHARES_AT_ONCE, "cpu", 1000)  # 12 rows at a time
     with LargestTensor() as watch:
         soft_histogram(values.requires_grad_(), low, high, Bins()).square().sum().backward()
     bytes_of_shares = 12 * 8 * 10 * values.element_size()
@@ -276,51 +278,6 @@ def test_positions_are_samples_of_their_channel(shape: tuple[int, ...], axis: in
         assert torch.equal(flat[:, 2].sort().values, values.select(axis, 2).flatten().sort().values)
 
 
-def reference_kl(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    def one(x: np.ndarray, y: np.ndarray) -> float:
-        return sum(a * (math.log(a + 1e-8) - math.log(b + 1e-8)) for a, b in zip(x, y, strict=True))
-
-    return np.array([one(x, y) for x, y in zip(p, q, strict=True)])
-
-
-def tables(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    p = torch.rand(6, 10, generator=generator, dtype=torch.float64) ** 4
-    q = torch.rand(6, 10, generator=generator, dtype=torch.float64) ** 4
-    p[0, :4] = 0  # empty bins
-    q[1, 5:] = 0
-    return p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
-
-
-@given(st.integers(0, 50))
-def test_divergences_against_numpy(seed: int) -> None:
-    p, q = tables(seed)
-    forward, backward = reference_kl(p.numpy(), q.numpy()), reference_kl(q.numpy(), p.numpy())
-    expected = {
-        "kl-source-target": forward,
-        "kl-target-source": backward,
-        "symmetric-kl": (forward + backward) / 2,
-        "psi": (forward + backward) / math.log(10),
-    }
-    for kind, value in expected.items():
-        np.testing.assert_allclose(divergence(p, q, kind).numpy(), value, rtol=1e-10, atol=1e-12)  # type: ignore[arg-type]
-    assert bool((divergence(p, q) >= 0).all())
-    assert float(divergence(p, p).abs().max()) == 0
-    assert EPSILON == 1e-8
-
-
-def test_divergence_gradcheck() -> None:
-    p, q = tables(3)
-    q = (q + 0.01).requires_grad_()
-    for kind in ("psi", "symmetric-kl", "kl-source-target", "kl-target-source"):
-        assert torch.autograd.gradcheck(lambda t, kind=kind: divergence(p, t, kind), (q,))
-
-
-def test_the_reference_loss_is_the_papers_times_a_constant() -> None:
-    p, q = tables(1)
-    torch.testing.assert_close(divergence(p, q, "psi"), divergence(p, q, "symmetric-kl") * (2 / math.log(10)))
-
-
 @pytest.mark.parametrize(
     ("shape", "lows", "highs"),
     [((0, 3), 3, 3), ((4,), 1, 1), ((4, 3), 2, 2), ((4, 3), 3, 1), ((2, 3, 4), 3, 3)],
@@ -328,27 +285,6 @@ def test_the_reference_loss_is_the_papers_times_a_constant() -> None:
 def test_wrong_shapes_are_one_sentence(shape: tuple[int, ...], lows: int, highs: int) -> None:
     with pytest.raises(ShiftmendError):
         soft_histogram(torch.zeros(shape), torch.zeros(lows), torch.ones(highs), Bins())
-
-
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ShiftmendError, match="divergence"):
-        divergence(torch.ones(1, 3), torch.ones(1, 3), "hellinger")  # type: ignore[arg-type]
-    with pytest.raises(ShiftmendError, match="shape"):
-        divergence(torch.ones(1, 3), torch.ones(1, 4))
-
-
-def test_the_sampling_floor_is_what_chance_gives() -> None:
-    """Samples of one distribution, many times: the mean divergence is the floor, within its stated roughness."""
-    generator = torch.Generator().manual_seed(0)
-    home, away = (torch.rand(400, 600, generator=generator) for _ in range(2))
-    low, high = torch.zeros(600), torch.ones(600)
-    # uniform values leave the outer bins nearly empty: eight bins take part
-    measured = float(
-        divergence(soft_histogram(home, low, high, Bins()), soft_histogram(away, low, high, Bins())).mean()
-    )
-    floor = sampling_floor(Bins(), 400, 400)
-    assert 0.5 * floor < measured < 1.1 * floor
-    assert sampling_floor(Bins(6, "paper"), 400, 1000) == pytest.approx(5 * (1 / 400 + 1 / 1000) / math.log(6))
 
 
 @pytest.mark.gpu
@@ -391,3 +327,245 @@ def test_bins_take_numbers_of_numpy() -> None:
     bins = Bins(np.int64(4), temperature=np.float32(0.5))  # type: ignore[arg-type]
     assert bins == Bins(4, temperature=0.5)
     assert (type(bins.count), type(bins.temperature)) == (int, float)
+
+
+# --- trackers and stored histograms ----------------------------------------------------------------------------------
+
+
+UNITS = 5
+
+
+def sample(count: int = 400, seed: int = 0, units: int = UNITS) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.logspace(-3, 3, units)
+    return torch.randn(count, units, generator=generator) * scale + scale * torch.linspace(-20, 20, units)
+
+
+def cut_up(values: Tensor, sizes: list[int]) -> list[Tensor]:
+    """Parts of the sizes given; what remains is the last part."""
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(values[start : start + size])
+        start += size
+    return [part for part in (*parts, values[start:]) if len(part)]
+
+
+def soft_counts(values: Tensor, low: Tensor, high: Tensor, bins: Bins) -> np.ndarray:
+    """Equation (4) of the paper in float64, written out."""
+    x = (values.double().numpy() - low.double().numpy()) / (high.double().numpy() - low.double().numpy())
+    cuts = np.arange(bins.total - 1) / (bins.total - 2)
+    logits = np.arange(1, bins.total + 1) * x[..., None] - np.concatenate([[0.0], np.cumsum(cuts)])
+    logits /= bins.temperature
+    weight = np.exp(logits - logits.max(-1, keepdims=True))
+    return (weight / weight.sum(-1, keepdims=True)).sum(0)
+
+
+def counted(values: Tensor, low: Tensor, high: Tensor, bins: Bins | None = None) -> Histogram:
+    tracker = CountTracker(low, high, bins or Bins())
+    tracker.update(values)
+    return tracker.histogram()
+
+
+def histogram_of(values: Tensor) -> Histogram:
+    return counted(values, values.amin(0), values.amax(0))
+
+
+# --- ranges ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_range_mean_and_deviation_against_numpy(dtype: torch.dtype) -> None:
+    values = (sample() / 500).to(dtype)
+    tracker = RangeTracker()
+    for part in values.split(37):
+        tracker.update(part)
+    reference = values.double().numpy()
+    assert tracker.samples == 400
+    np.testing.assert_allclose(tracker.low.numpy(), reference.min(0), rtol=1e-7)
+    np.testing.assert_allclose(tracker.high.numpy(), reference.max(0), rtol=1e-7)
+    np.testing.assert_allclose(tracker.mean.numpy(), reference.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(tracker.deviation.numpy(), reference.std(0), rtol=1e-9)
+
+
+def test_a_small_deviation_beside_a_large_mean_survives() -> None:
+    """Sums of squares would lose it: 1e6 squared against 1 in float32."""
+    values = 1e6 + torch.randn(5000, 1).round()  # whole numbers, so that float32 holds them exactly
+    tracker = RangeTracker()
+    for part in values.split(100):
+        tracker.update(part)
+    np.testing.assert_allclose(tracker.deviation.numpy(), values.double().numpy().std(0), rtol=1e-9)
+
+
+@pytest.mark.slow
+@given(st.lists(st.integers(1, 200), max_size=6), st.integers(0, 20))
+def test_ranges_do_not_depend_on_batches_or_order(sizes: list[int], seed: int) -> None:
+    values = sample(300)
+    whole, parts = RangeTracker(), RangeTracker()
+    whole.update(values)
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(seed))
+    for part in cut_up(values[order], sizes):
+        parts.update(part)
+    assert torch.equal(whole.low, parts.low)
+    assert torch.equal(whole.high, parts.high)
+    assert parts.samples == 300
+    torch.testing.assert_close(parts.mean, whole.mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(parts.deviation, whole.deviation, rtol=1e-11, atol=1e-12)
+
+
+def test_one_sample_and_one_at_a_time() -> None:
+    tracker = RangeTracker()
+    tracker.update(torch.tensor([[3.0, -1.0]]))
+    assert tracker.deviation.tolist() == [0, 0]
+    tracker.update(torch.tensor([[5.0, -1.0]]))
+    assert tracker.low.tolist() == [3, -1]
+    assert tracker.high.tolist() == [5, -1]
+    assert tracker.mean.tolist() == [4, -1]
+    assert tracker.deviation.tolist() == [1, 0]
+
+
+def test_a_nan_is_not_swallowed() -> None:
+    for bad in (float("nan"), float("inf")):
+        values = torch.zeros(30, 2)
+        values[13, 1] = bad
+        tracker = RangeTracker()
+        for part in values.split(10):
+            tracker.update(part)
+        finite = torch.isfinite(tracker.low) & torch.isfinite(tracker.high)
+        assert finite.tolist() == [True, False]
+
+
+# --- counts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bins", [Bins(), Bins(8, "paper"), Bins(8, "reference", 0.05), Bins(3, "paper")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_counts_against_numpy(bins: Bins, dtype: torch.dtype) -> None:
+    home, values = sample().to(dtype), sample(350, seed=1).to(dtype)
+    low, high = home.amin(0), home.amax(0)
+    tracker = CountTracker(low, high, bins)
+    for part in values.split(41):
+        tracker.update(part)
+    assert tracker.samples == 350
+    np.testing.assert_allclose(
+        tracker.counts.numpy(), soft_counts(values, low, high, bins), rtol=1e-4 if dtype == torch.float32 else 1e-9
+    )
+    np.testing.assert_allclose(tracker.counts.sum(1).numpy(), 350, rtol=1e-5)
+    stored = tracker.histogram()
+    assert stored.counts.dtype == stored.low.dtype == stored.high.dtype == torch.float32
+    assert stored.samples == 350
+
+
+@pytest.mark.slow
+@given(st.lists(st.integers(1, 200), max_size=6), st.integers(0, 20))
+def test_counts_do_not_depend_on_batches_or_order(sizes: list[int], seed: int) -> None:
+    values = sample(300)
+    low, high = values.amin(0), values.amax(0)
+    whole = counted(values, low, high)
+    tracker = CountTracker(low, high, Bins())
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(seed))
+    for part in cut_up(values[order], sizes):
+        tracker.update(part)
+    torch.testing.assert_close(tracker.histogram().counts, whole.counts, rtol=1e-5, atol=1e-4)
+
+
+def test_a_single_sample_still_counts_after_very_many() -> None:
+    tracker = CountTracker(torch.zeros(1), torch.ones(1), Bins())
+    tracker.counts += 2**25  # from which on float32 leaves out odd numbers
+    tracker.update(torch.tensor([[0.55]]))
+    assert float((tracker.counts - 2**25).sum()) == pytest.approx(1, abs=1e-3)
+
+
+def test_neither_tracker_holds_on_to_a_graph() -> None:
+    values = sample().requires_grad_()
+    tracker = RangeTracker()
+    tracker.update(values)
+    counter = CountTracker(tracker.low, tracker.high, Bins())
+    counter.update(values)
+    assert not tracker.mean.requires_grad
+    assert not counter.counts.requires_grad
+
+
+# --- histograms ------------------------------------------------------------------------------------------------------
+
+
+def test_merged_parts_equal_the_whole() -> None:
+    values = sample(500)
+    low, high = values.amin(0), values.amax(0)
+    whole = counted(values, low, high)
+    first, second = counted(values[:120], low, high), counted(values[120:], low, high)
+    for merged in (Histogram.mix([first, second], [1, 1]), Histogram.mix([second, first], [1, 1])):
+        assert merged.samples == 500
+        torch.testing.assert_close(merged.counts, whole.counts, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(merged.counts.sum(1), torch.full((UNITS,), 500.0), rtol=1e-5, atol=0)
+    assert first.samples == 120  # the parts stay as they were
+
+
+def test_histograms_of_other_ranges_or_bins_do_not_merge() -> None:
+    values = sample()
+    low, high = values.amin(0), values.amax(0)
+    home = counted(values, low, high)
+    for other in (
+        counted(values, low - 1, high),
+        counted(values, low, high + 1),
+        counted(values, low, high, Bins(7)),
+        counted(values, low, high, Bins(8, "reference", 0.02)),
+        counted(values[:, :-1], low[:-1], high[:-1]),
+    ):
+        with pytest.raises(ProfileError, match="different ranges or bins"):
+            Histogram.mix([home, other], [1, 1])
+
+
+@pytest.mark.parametrize("kind", ["psi", "symmetric-kl", "kl-source-target", "kl-target-source"])
+def test_divergence_is_zero_for_the_same_and_positive_for_others(kind: str) -> None:
+    values = sample()
+    home = histogram_of(values)
+    assert home.mean_divergence(home.probabilities, kind) == 0
+    torch.testing.assert_close(home.mean_divergence(home.count(values), kind), torch.tensor(0.0), atol=1e-6, rtol=0)
+    assert bool((home.divergence_per_unit(home.count(values * 1.1), kind) > 1e-3).all())
+
+
+def test_mean_divergence_against_numpy() -> None:
+    home, target = histogram_of(sample()), sample(350, seed=1)
+    p = home.counts.double().numpy() / 400
+    q = soft_counts(target, home.low, home.high, home.bins) / 350
+    each = ((p - q) * (np.log(p + 1e-8) - np.log(q + 1e-8))).sum(1) / math.log(10)
+    counts = home.count(target)
+    np.testing.assert_allclose(home.divergence_per_unit(counts).numpy(), each, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(float(home.mean_divergence(counts)), each.mean(), rtol=1e-4, atol=1e-6)
+    for kind, one, other in (("kl-source-target", p, q), ("kl-target-source", q, p)):
+        each = (one * (np.log(one + 1e-8) - np.log(other + 1e-8))).sum(1)
+        np.testing.assert_allclose(home.divergence_per_unit(counts, kind).numpy(), each, rtol=1e-4, atol=1e-6)
+
+
+def test_constant_units_take_no_part() -> None:
+    values = sample(units=6)
+    values[:, 1] = 0.0
+    values[:, 4] = 123.456
+    home = histogram_of(values)
+    assert home.usable.tolist() == [True, False, True, True, False, True]
+    assert home.usable_count == 4
+    assert home.units == 6
+    target = (values + 50).requires_grad_()
+    each = home.divergence_per_unit(home.count(target))
+    assert each[[1, 4]].tolist() == [0, 0]
+    torch.testing.assert_close(home.mean_divergence(home.count(target)), each.sum() / 4)
+    each.sum().backward()
+    assert target.grad is not None
+    assert bool(torch.isfinite(target.grad).all())
+    assert not bool(target.grad[:, [1, 4]].any())
+
+
+def test_no_usable_unit_is_no_divergence() -> None:
+    home = histogram_of(torch.ones(10, 3))
+    assert home.usable_count == 0
+    assert float(home.mean_divergence(home.count(torch.randn(10, 3)))) == 0
+
+
+def test_moving_a_histogram_keeps_it_whole() -> None:
+    home = histogram_of(sample())
+    moved = home.to(torch.device("cpu"))
+    assert moved.usable_count == home.usable_count == UNITS
+    assert torch.equal(moved.probabilities, home.probabilities)
+    away = home.to(torch.device("meta"))  # where nothing can be read, so that it must be known already
+    assert {value.device.type for value in (away.counts, away.low, away.high, away.scale)} == {"meta"}
+    assert (away.usable_count, away.samples, away.bins) == (UNITS, home.samples, home.bins)

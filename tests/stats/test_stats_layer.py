@@ -88,12 +88,12 @@ def test_the_loss_is_the_mean_divergence_of_the_last_batch() -> None:
     layer(target)
     stored = layer.histogram()
     p = stored.counts.double().numpy() / 300
-    q = stored.of(target).double().numpy()
+    q = stored.count(target).double().numpy()
     each = ((p - q) * (np.log(p + 1e-8) - np.log(q + 1e-8))).sum(1)
     np.testing.assert_allclose(float(layer.loss()), each.mean() / math.log(10), rtol=1e-4)
     np.testing.assert_allclose(float(layer.loss("symmetric-kl")), each.mean() / 2, rtol=1e-4)
     for kind in ("psi", "symmetric-kl", "kl-source-target", "kl-target-source"):
-        assert torch.equal(layer.loss(kind), stored.mean_divergence(stored.of(target), kind))
+        assert torch.equal(layer.loss(kind), stored.mean_divergence(stored.count(target), kind))
     layer(sample())
     assert float(layer.loss()) < 1e-6
 

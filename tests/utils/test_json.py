@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shiftmend.errors import DataError
-from shiftmend.utils.json import dumps, plain, revived
+from shiftmend.utils.json import dumps, from_strict_json, to_strict_json
 
 TEXT = st.text(max_size=5).filter(lambda text: text not in ("NaN", "Infinity", "-Infinity"))
 VALUES = st.recursive(
@@ -30,12 +30,12 @@ def no_such_number(word: str) -> NoReturn:
 @given(VALUES)
 def test_what_is_written_is_strict_and_comes_back(value: Any) -> None:
     read = json.loads(dumps(value), parse_constant=no_such_number)
-    assert repr(revived(read)) == repr(value)  # NaN is not equal to itself
+    assert repr(from_strict_json(read)) == repr(value)  # NaN is not equal to itself
 
 
 def test_tuples_become_lists_and_what_is_not_finite_text() -> None:
     given = (math.nan, math.inf, {"low": -math.inf, "sizes": (1, 2)})
-    assert plain(given, "result") == ["NaN", "Infinity", {"low": "-Infinity", "sizes": [1, 2]}]
+    assert to_strict_json(given, "result") == ["NaN", "Infinity", {"low": "-Infinity", "sizes": [1, 2]}]
 
 
 @pytest.mark.parametrize(

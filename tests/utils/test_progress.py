@@ -13,7 +13,7 @@ import shiftmend
 from shiftmend.engine import trainer as loop
 from shiftmend.evaluation import evaluate as evaluation
 from shiftmend.profiles import collect as profiling
-from shiftmend.utils.progress import Bar, Pass, progress_bar
+from shiftmend.utils.progress import Bar, PassProgress, progress_bar
 from shiftmend.verification import verify as verification
 
 
@@ -95,7 +95,7 @@ def test_errors_pass_through() -> None:
 @pytest.mark.parametrize(("whole", "amount"), [(None, "1,500"), (3000, "1,500 of 3,000")])
 def test_a_pass_says_how_far_it_is(whole: int | None, amount: str) -> None:
     notes = Notes()
-    step = Pass(notes, "reading", whole)
+    step = PassProgress(notes, "reading", whole)
     step(1000)
     step(500)
     assert notes.shown[-1] == f"reading  {amount} samples"
@@ -142,5 +142,5 @@ def test_a_pass_that_a_method_makes_is_shown_as_its_own_and_a_partial_one_as_par
 def test_shares_that_are_not_even_are_no_more_than_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shiftmend.utils.progress.world_size", lambda: 2)
     notes = Notes()
-    Pass(notes, "reading", 7)(4)
+    PassProgress(notes, "reading", 7)(4)
     assert notes.shown == ["reading  7 of 7 samples"]

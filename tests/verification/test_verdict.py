@@ -13,7 +13,8 @@ from zoo import ZOO
 
 import shiftmend
 from shiftmend.errors import DataError, ProfileError
-from shiftmend.stats.histograms import Bins, divergence, sampling_floor, soft_histogram
+from shiftmend.stats.divergences import divergence, sampling_floor
+from shiftmend.stats.histograms import Bins, soft_histogram
 from shiftmend.stats.slices import Projector
 from shiftmend.verification.signals import Tally, sample_positions
 from shiftmend.verification.verdict import FAILED, RESTORED, Verification, chance_of
@@ -137,7 +138,7 @@ def test_slices_see_what_marginals_cannot() -> None:
     made = shiftmend.profile(model, features)
     shuffled = torch.stack([column[torch.randperm(4000, generator=generator)] for column in features.T], 1)
     home = made.taps["features"]
-    marginal = float(home.mean_divergence(home.of(shuffled)))
+    marginal = float(home.mean_divergence(home.count(shuffled)))
     judged = shiftmend.verify(model, shuffled, made)
     assert marginal < 1e-5
     assert judged.verdict == "not restored"
@@ -159,7 +160,7 @@ def test_marginals_see_what_slices_cannot() -> None:
     assert at_home.verdict == "restored"
     assert away.divergence < 2 * at_home.divergence < RESTORED
     home = made.taps["features"]
-    single = home.mean_divergence(home.of(coins)) + made.taps["logits"].divergence(model[1](coins).detach())
+    single = home.mean_divergence(home.count(coins)) + made.taps["logits"].divergence(model[1](coins).detach())
     assert away.marginals == pytest.approx(float(single), rel=1e-4)
     assert away.verdict == "partly restored"
     assert str(away).endswith(f"by chance about {away.floor:.4f}, but marginals {away.marginals:.4f})")

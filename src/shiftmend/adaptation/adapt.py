@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shiftmend.accelerate.memory_format import channels_last
 from shiftmend.accelerate.precision import Precision, cast_at_once, nothing_cached
 from shiftmend.adaptation.result import Adaptation, environment
-from shiftmend.distributed.collectives import same_everywhere, warn_if_apart
+from shiftmend.distributed.collectives import check_same, warn_without_process_group
 from shiftmend.engine import checkpoint as checkpoints
 from shiftmend.engine.history import Choice
 from shiftmend.engine.method import (
@@ -239,7 +239,7 @@ class _Task:
     @functools.cached_property
     def summary(self) -> InputSummary:
         """Summary of the target's inputs; its first use warns if they differ from the source's."""
-        found = InputSummary.of(self.feed.batches())
+        found = InputSummary.from_batches(self.feed.batches())
         if self.profile is not None:
             self.profile.check_inputs(found)
         return found
@@ -258,7 +258,7 @@ def _prepare(
     `fits` says whether an earlier process, whose run is resumed, found room for what a loader gives. Kept data is
     stepped through in another order than a stream, so memory that is free now must not decide again.
     """
-    warn_if_apart()
+    warn_without_process_group()
     describe_method(method)
     if world_size() > 1 and not method.several_processes:
         able = ", ".join(name for name, kind in METHODS.items() if kind.several_processes)
@@ -347,8 +347,8 @@ def _train(
     stages = plan_stages(method, network, task.profile)
     _refuse_unfit(method, feed, bool(stages) and bool(find_batch_norms(adapted)), task.profile)
     manifest = _begin_manifest(task, method, settings, network, stages, summary)
-    same_everywhere(str(manifest["source_weights"]), "model", place)
-    same_everywhere(str(manifest["target"]), "target data", place)
+    check_same(str(manifest["source_weights"]), "model", place)
+    check_same(str(manifest["target"]), "target data", place)
 
     profile = None if task.profile is None else task.profile.to(place)
     precision: Precision = nullcontext
@@ -381,7 +381,7 @@ def _train(
         capture=settings.capture,
         compile=settings.compile,
     )
-    same_everywhere(trainer.run, "run (profile, method, options, or whether the data fits into memory)", place)
+    check_same(trainer.run, "run (profile, method, options, or whether the data fits into memory)", place)
     total = sum(stage.epochs for stage in stages)
     with trainer.hold_checkpoint(), progress_bar(settings.progress, method.name, total) as trainer.bar:
         started, status = time.perf_counter(), "finished"
@@ -438,7 +438,7 @@ def _finish(
         after = None
         logger.warning("the last verification was interrupted; ask shiftmend.verify for it")
     adapted = fingerprints.weights(model)
-    same_everywhere(adapted, "adapted model", trainer.feed.device)
+    check_same(adapted, "adapted model", trainer.feed.device)
     manifest |= {
         "status": status,
         "selected_epoch": selected,

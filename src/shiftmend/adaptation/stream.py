@@ -34,8 +34,8 @@ from shiftmend.introspection.validate import check_model, copy_model, unwrap
 from shiftmend.methods import METHODS
 from shiftmend.methods import method as make_method
 from shiftmend.profiles.profile import Profile
+from shiftmend.stats.histograms import CountTracker
 from shiftmend.stats.slices import Slices
-from shiftmend.stats.statistics import CountTracker
 from shiftmend.utils.checks import brief, check_function, counted, is_whole, kind
 from shiftmend.utils.devices import resolve_device
 from shiftmend.verification.signals import sample_positions
@@ -226,9 +226,9 @@ class Stream:
     def _count(self, features: Tensor, inputs: int) -> None:
         assert self._judge is not None
         home = self._judge.histogram
-        counter = home.counter()
+        counter = home.new_tracker()
         rows = sample_positions(features, inputs, self._counted)
-        for part in self._judge.projector.by_parts(rows):
+        for part in self._judge.projector.project_in_parts(rows):
             counter.update(part, len(features) / len(rows))
         self._seen.append((counter, inputs))
         self._counted += inputs
@@ -244,7 +244,7 @@ class Stream:
         if self._judge is None or self.profile is None or not seen:
             return None
         home = self._judge.histogram
-        every = home.counter()
+        every = home.new_tracker()
         every.counts = torch.stack([counter.counts for counter, _ in seen]).sum(0)
         every.samples = sum(counter.samples for counter, _ in seen)
         return judge(float(every.divergence(home)), None, sum(inputs for _, inputs in seen), self.profile)

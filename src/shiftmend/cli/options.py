@@ -126,9 +126,9 @@ def by_all_processes(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def shared(**arguments: Any) -> None:
-        from shiftmend.distributed.collectives import started_by_torchrun
+        from shiftmend.distributed.collectives import torchrun_process_group
 
-        with started_by_torchrun():
+        with torchrun_process_group():
             command(**arguments)
 
     return shared

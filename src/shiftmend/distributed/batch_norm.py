@@ -1,4 +1,4 @@
-"""BatchNorm over the batches of several processes; see `shiftmend.distributed.collectives`."""
+"""BatchNorm over the batches of all processes; see `shiftmend.distributed.collectives`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from shiftmend.distributed.collectives import active, all_sum, joined_moments
+from shiftmend.distributed.collectives import all_sum, is_distributed, reduce_moments
 
 
 @contextmanager
 def synchronised(model: nn.Module) -> Iterator[None]:
-    """In the block, BatchNorm that uses the statistics of a batch uses those of the batches of all processes joined.
+    """Let BatchNorm in training mode use the statistics of the batches of all processes, inside of the block.
 
     `nn.SyncBatchNorm` does this on CUDA only, and would have to be built into the model. Here each layer keeps its own
-    forward, bookkeeping included; only the call of `functional.batch_norm` inside it is answered otherwise.
+    forward with its bookkeeping; only the call of `functional.batch_norm` inside of it is replaced.
     """
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)] if active() else []
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)] if is_distributed() else []
     before = [(module, module.__dict__.get("forward")) for module in norms]
     try:
         for module, own in before:
-            module.__dict__["forward"] = _joined_forward(module, own)
+            module.__dict__["forward"] = _synchronised_forward(module, own)
         yield
     finally:
         for module, own in before:
@@ -37,19 +37,22 @@ def synchronised(model: nn.Module) -> Iterator[None]:
                 module.__dict__["forward"] = own
 
 
-def _joined_forward(module: _BatchNorm, own: Callable[..., Any] | None) -> Callable[..., Any]:
+def _synchronised_forward(module: _BatchNorm, own: Callable[..., Any] | None) -> Callable[..., Any]:
     def forward(*inputs: Any, **named: Any) -> Any:
-        with _JoinedStatistics():
+        with _ReplaceBatchNorm():
             if own is not None:
                 return own(*inputs, **named)
-            if isinstance(module, nn.SyncBatchNorm):  # its own forward would synchronise once more, and not on a CPU
+            if isinstance(module, nn.SyncBatchNorm):
+                # Its own forward would synchronise a second time, and refuses the CPU.
                 return _BatchNorm.forward(module, *inputs, **named)
             return type(module).forward(module, *inputs, **named)
 
     return forward
 
 
-class _JoinedStatistics(TorchFunctionMode):
+class _ReplaceBatchNorm(TorchFunctionMode):
+    """A mode in which `functional.batch_norm` is the synchronised one."""
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -57,11 +60,11 @@ class _JoinedStatistics(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        chosen = _joined_batch_norm if func is functional.batch_norm else func
+        chosen = _batch_norm if func is functional.batch_norm else func
         return chosen(*args, **(kwargs or {}))
 
 
-def _joined_batch_norm(
+def _batch_norm(
     values: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -71,14 +74,15 @@ def _joined_batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`functional.batch_norm` over the batches of all processes."""
+    """Compute `functional.batch_norm` over the batches of all processes."""
     if not training:
         return functional.batch_norm(values, running_mean, running_var, weight, bias, training, momentum, eps)
     with torch.no_grad():
-        wide = values.to(_working_type(values))
+        # Half precision is too coarse for statistics, also under autocast.
+        wide = values.to(torch.promote_types(values.dtype, torch.float32))
         variance, mean = torch.var_mean(wide, _all_but_channels(values), correction=0)
         count = values.numel() // values.shape[1]
-        samples, mean, squares = joined_moments(count, mean, variance * count)
+        samples, mean, squares = reduce_moments(count, mean, variance * count)
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         if running_var is not None:
@@ -89,18 +93,18 @@ def _joined_batch_norm(
 
 
 class _Normalise(torch.autograd.Function):
-    """BatchNorm with statistics that depend on the values of all processes; keeps only its input for the way back."""
+    """BatchNorm with statistics that depend on the values of all processes; it keeps its input alone for backward."""
 
     @staticmethod
     def forward(
         ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, n: Tensor
     ) -> Tensor:
         ctx.save_for_backward(values, weight, bias, mean, inverse, n)
-        result = values.to(mean.dtype).sub(_along(mean, values)).mul_(_along(inverse, values))
+        result = values.to(mean.dtype).sub(_per_channel(mean, values)).mul_(_per_channel(inverse, values))
         if weight is not None:
-            result.mul_(_along(weight, values))
+            result.mul_(_per_channel(weight, values))
         if bias is not None:
-            result.add_(_along(bias, values))
+            result.add_(_per_channel(bias, values))
         return result.to(values.dtype)
 
     @staticmethod
@@ -108,29 +112,24 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         values, weight, bias, mean, inverse, n = ctx.saved_tensors
         gradient = gradients[0].to(mean.dtype)
-        normal = values.to(mean.dtype).sub(_along(mean, values)).mul_(_along(inverse, values))
+        normal = values.to(mean.dtype).sub(_per_channel(mean, values)).mul_(_per_channel(inverse, values))
         axes = _all_but_channels(values)
         sums = torch.stack([gradient.sum(axes), (gradient * normal).sum(axes)])
         to_bias = sums[0].to(bias.dtype) if bias is not None else None
         to_weight = sums[1].to(weight.dtype) if weight is not None else None
         if not ctx.needs_input_grad[0]:
             return None, to_weight, to_bias, None, None, None
-        # a value moves the joined mean and variance, and with them what every process made of its values
+        # A value moves the common mean and variance, and with them the results of every process.
         through_mean, through_variance = all_sum(sums) / n
         scale = inverse if weight is None else inverse * weight
-        to_values = gradient - normal.mul_(_along(through_variance, values)) - _along(through_mean, values)
-        return to_values.mul_(_along(scale, values)).to(values.dtype), to_weight, to_bias, None, None, None
-
-
-def _working_type(values: Tensor) -> torch.dtype:
-    """Half precision is too coarse for statistics, also under autocast."""
-    return torch.promote_types(values.dtype, torch.float32)
+        to_values = gradient - normal.mul_(_per_channel(through_variance, values)) - _per_channel(through_mean, values)
+        return to_values.mul_(_per_channel(scale, values)).to(values.dtype), to_weight, to_bias, None, None, None
 
 
 def _all_but_channels(values: Tensor) -> list[int]:
     return [axis for axis in range(values.ndim) if axis != 1]
 
 
-def _along(per_channel: Tensor, values: Tensor) -> Tensor:
-    """Shaped to meet values `[N, C, ...]`."""
-    return per_channel.view(-1, *[1] * (values.ndim - 2))
+def _per_channel(statistic: Tensor, values: Tensor) -> Tensor:
+    """Reshape a statistic `[C]` to broadcast over values `[N, C, ...]`."""
+    return statistic.view(-1, *[1] * (values.ndim - 2))

@@ -1,13 +1,12 @@
-"""Several processes that work as one: what `torchrun` starts adapts as a single process would on the joined batches.
+"""Several processes that work as one: under `torchrun` they adapt as a single process would on the whole batches.
 
-Every process holds the same model and the same data and runs its share of each batch. What is computed from a batch
-(the statistics of BatchNorm, a histogram) is joined before it is used, and gradients are summed before a step, so that
-parameters and buffers stay the same everywhere. All of that happens in blocks of `together()`, which every process
-enters; outside them, without a process group, or in one of a single process, every function here leaves its input as
-it is.
+Every process holds the same model and the same data, and runs its part of each batch. Whatever is computed from a batch
+(the statistics of BatchNorm, a histogram) is reduced over processes before it is used, and gradients are summed before
+a step, so that parameters and buffers stay equal everywhere. This happens inside of `all_processes()`, which every
+process enters. Outside of it, without a process group or in a group of one, every function here returns its input.
 
-The rule behind all gradients: what is differentiated is the sum of the losses of all processes. A loss that was
-computed from joined numbers, and is thus the same everywhere, is divided by `world_size()`: see `backward`.
+All gradients follow one rule: the quantity that is differentiated is the sum of the losses of all processes. A loss
+that was computed from reduced numbers is equal everywhere, and so is divided by `world_size()`: see `backward`.
 """
 
 from __future__ import annotations
@@ -27,46 +26,47 @@ from shiftmend.errors import AdaptationError
 from shiftmend.utils.processes import rank, world_size
 
 if dist.is_available():
-    # Optimisers import it, and its functions have the group of that moment for a default: imported while there is one,
-    # they keep it and its threads beyond `destroy_process_group`, and one that needs Python at exit aborts the process.
+    # Optimisers import this module, and the defaults of its functions hold the process group of that moment. Imported
+    # here, while there is no group, they hold none; else the group outlives `destroy_process_group` with its threads,
+    # and a thread that needs Python at exit aborts the process.
     import torch.distributed.nn
 
 
 logger = logging.getLogger(__name__)
 
 
-_together = 0
-"""How many blocks of `together()` are open, in whichever threads."""
+_depth = 0
+"""The number of open `all_processes()` blocks, in all threads."""
 
 
 @contextmanager
-def together() -> Iterator[None]:
-    """In the block the processes work as one, and all of them must be in it; outside, each is by itself.
+def all_processes() -> Iterator[None]:
+    """Let the processes work as one inside of the block, which all of them must enter.
 
-    So the first process alone may evaluate a model in between. A plain global rather than a context variable: the
-    backward pass on CUDA runs in threads of its own.
+    Outside of it each process works by itself, so that the first may evaluate a model alone. The state is a plain
+    global rather than a context variable: the backward pass on CUDA runs in threads of its own.
     """
-    global _together
-    _together += 1
+    global _depth
+    _depth += 1
     try:
         yield
     finally:
-        _together -= 1
+        _depth -= 1
 
 
-def active() -> bool:
-    """Whether this process works together with others just now."""
-    return _together > 0 and world_size() > 1
+def is_distributed() -> bool:
+    """Say if this process works as one with others just now."""
+    return _depth > 0 and world_size() > 1
 
 
 @contextmanager
-def started_by_torchrun() -> Iterator[None]:
-    """The process group that `torchrun` has prepared, if it started this process, for the length of the block.
+def torchrun_process_group() -> Iterator[None]:
+    """Join the process group that `torchrun` has prepared, for the length of the block; do nothing without `torchrun`.
 
-    Processes that are done wait for each other: one that leaves while another still works may abort, and `torchrun`
-    would then kill the other before its files are written.
+    Processes that are done wait for each other: if one leaves while another still works, `torchrun` may kill the other
+    before its files are written.
     """
-    if not _apart():
+    if not _lacks_process_group():
         yield
         return
     cuda = dist.is_nccl_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -78,9 +78,9 @@ def started_by_torchrun() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def warn_if_apart() -> None:
-    """Say so where `torchrun` has started several processes that do not know of each other."""
-    if _apart():
+def warn_without_process_group() -> None:
+    """Warn where `torchrun` has started several processes that do not know of each other."""
+    if _lacks_process_group():
         logger.warning(
             "WORLD_SIZE is %s, but there is no process group, so that each process does the whole work by itself; call "
             "torch.distributed.init_process_group() first",
@@ -88,14 +88,14 @@ def warn_if_apart() -> None:
         )
 
 
-def _apart() -> bool:
+def _lacks_process_group() -> bool:
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
     return several and dist.is_available() and not dist.is_initialized()
 
 
-def share(batch: Tensor) -> Tensor:
-    """This process's contiguous part of a batch, or of the indices of one; the first parts may be larger by one."""
-    if not active():
+def local_part(batch: Tensor) -> Tensor:
+    """Return this process's contiguous part of a batch, or of its indices; the first parts may be larger by one."""
+    if not is_distributed():
         return batch
     if len(batch) < world_size():
         raise AdaptationError(
@@ -105,19 +105,19 @@ def share(batch: Tensor) -> Tensor:
     return batch.tensor_split(world_size())[rank()]
 
 
-def shares(batches: Iterable[Tensor]) -> Iterator[Tensor]:
-    """This process's part of each batch, or of the indices of one; one too small joins the one before if it can."""
-    if not active():
+def local_parts(batches: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield this process's part of each batch, or of its indices; a batch that is too small joins the one before."""
+    if not is_distributed():
         yield from batches
         return
-    held: Tensor | None = None
+    previous: Tensor | None = None
     for batch in batches:
-        small = held is not None and len(batch) < world_size() and held.shape[1:] == batch.shape[1:]
-        if held is not None:
-            yield share(torch.cat([held, batch]) if small else held)
-        held = None if small else batch
-    if held is not None:
-        yield share(held)
+        small = previous is not None and len(batch) < world_size() and previous.shape[1:] == batch.shape[1:]
+        if previous is not None:
+            yield local_part(torch.cat([previous, batch]) if small else previous)
+        previous = None if small else batch
+    if previous is not None:
+        yield local_part(previous)
 
 
 class _AllSum(torch.autograd.Function):
@@ -133,62 +133,62 @@ class _AllSum(torch.autograd.Function):
 
 
 def all_sum(values: Tensor) -> Tensor:
-    """The sum over processes, which gradients flow through: that of a value is the sum of what all processes ask."""
-    if not active():
+    """Sum values over processes; the gradient of a value is the sum of the gradients that all processes ask for."""
+    if not is_distributed():
         return values
     total: Tensor = _AllSum.apply(values)
     return total
 
 
-def joined_mean(mean: Tensor, count: int) -> Tensor:
-    """The mean over the samples of all processes, from this one's `mean` over `count` of them."""
-    if not active():
+def reduce_mean(mean: Tensor, count: int) -> Tensor:
+    """Compute the mean over the samples of all processes, from this process's `mean` over `count` samples."""
+    if not is_distributed():
         return mean
     total = all_sum(torch.cat([(mean * count).reshape(-1), mean.new_full((1,), count)]))
     return (total[:-1] / total[-1].detach()).view(mean.shape)
 
 
-def gathered(values: Tensor) -> Tensor:
-    """What each process has, in the order of their ranks along a new first axis; no gradient flows through it."""
+def all_gather(values: Tensor) -> Tensor:
+    """Stack the values of all processes along a new first axis, in the order of their ranks, without a gradient."""
     values = values.detach().contiguous()
-    if not active():
+    if not is_distributed():
         return values.unsqueeze(0)
     rows = [torch.empty_like(values) for _ in range(world_size())]
     dist.all_gather(rows, values)
     return torch.stack(rows)
 
 
-def joined_range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """The lowest and the highest value `[D]` over all processes. NaN stays NaN, which a reduction would not promise."""
-    every = gathered(torch.stack([low, high]))
+def reduce_range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the lowest and the highest value `[D]` over processes. NaN stays NaN; `all_reduce` does not promise that."""
+    every = all_gather(torch.stack([low, high]))
     return every[:, 0].amin(0), every[:, 1].amax(0)
 
 
-def joined_moments(count: int, mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean `[D]` and sum of squared deviations from it over all processes, in float64.
+def reduce_moments(count: int, mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute count, mean `[D]` and sum of squared deviations `[D]` over processes, in float64.
 
-    From those of each process, merged in the order of their ranks: all of them get the same bits, and nothing cancels
-    where the mean is large.
+    The moments of each process are merged in the order of their ranks: all processes get the same bits, and nothing
+    cancels where the mean is large.
     """
     units = len(mean)
     wide = torch.float64
-    every = gathered(torch.cat([mean.to(wide), squares.to(wide), mean.new_full((1,), count, dtype=wide)]))
+    every = all_gather(torch.cat([mean.to(wide), squares.to(wide), mean.new_full((1,), count, dtype=wide)]))
     means, spreads, counts = every[:, :units], every[:, units:-1], every[:, -1:]
     total = counts.sum()
-    middle = (means * (counts / total)).sum(0)
-    return total, middle, (spreads + counts * (means - middle).square()).sum(0)
+    overall = (means * (counts / total)).sum(0)
+    return total, overall, (spreads + counts * (means - overall).square()).sum(0)
 
 
-def everywhere(true_here: bool, device: torch.device) -> bool:
-    """Whether something holds on every process."""
-    if not active():
-        return true_here
-    return bool(gathered(torch.tensor(true_here, dtype=torch.uint8, device=device)).all())
+def all_true(condition: bool, device: torch.device) -> bool:
+    """Say if a condition holds on every process."""
+    if not is_distributed():
+        return condition
+    return bool(all_gather(torch.tensor(condition, dtype=torch.uint8, device=device)).all())
 
 
 def backward(loss: Tensor, parameters: Iterable[Tensor]) -> None:
-    """`loss.backward()`, where the loss was computed from joined numbers; gradients become those of all processes."""
-    if not active():
+    """Call `loss.backward()` for a loss computed from reduced numbers, and sum the gradients over processes."""
+    if not is_distributed():
         loss.backward()
         return
     (loss / world_size()).backward()
@@ -198,9 +198,9 @@ def backward(loss: Tensor, parameters: Iterable[Tensor]) -> None:
 def sum_gradients(parameters: Iterable[Tensor]) -> None:
     """Sum gradients over processes in place, all of one type and device at once.
 
-    A parameter without a gradient is left out; it has none on the other processes, either, since they run the same.
+    A parameter without a gradient is left out: the other processes run the same operations and have none, either.
     """
-    if not active():
+    if not is_distributed():
         return
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
@@ -215,27 +215,30 @@ def sum_gradients(parameters: Iterable[Tensor]) -> None:
                 gradient.copy_(part.view(gradient.shape))
 
 
-def same_everywhere(digest: str, what: str, device: torch.device | None = None) -> None:
-    """Refuse, on every process at once, to work on things that differ: without this they would mix silently.
+def check_same(digest: str, what: str, device: torch.device | None = None) -> None:
+    """Refuse, on all processes at once, to work on things that differ: they would mix without a word.
 
-    `device` is where the work will be: the process group must be able to talk there.
+    `device` is where the work will be; the process group must be able to exchange tensors there.
     """
-    with together():
-        if not active():
+    with all_processes():
+        if not is_distributed():
             return
         own = torch.tensor(list(hashlib.sha256(digest.encode()).digest()), dtype=torch.uint8, device=device)
-        try:
-            every = gathered(own)
-        except RuntimeError as error:
-            if "No backend type associated" not in str(error):
-                raise
-            raise AdaptationError(
-                f"the process group ({dist.get_backend()}) cannot exchange tensors on {own.device.type}; initialise it "
-                "with 'gloo' to work on the CPU and with 'nccl' to work on CUDA"
-            ) from error
+        _check_backend(own.device.type)
+        every = all_gather(own)
     others = [index for index, same in enumerate((every == every[0]).all(1).tolist()) if not same]
     if others:
         raise AdaptationError(
             f"the {what} of process {', '.join(map(str, others))} differs from that of process 0; give every process "
             "the same model and the same data, in the same order"
+        )
+
+
+def _check_backend(device_type: str) -> None:
+    """Refuse a process group that has no backend for a type of device."""
+    backends = dict(entry.split(":", 1) for entry in dist.get_backend_config().split(","))
+    if device_type not in backends:
+        raise AdaptationError(
+            f"the process group ({dist.get_backend()}) cannot exchange tensors on {device_type}; initialise it with "
+            "'gloo' to work on the CPU and with 'nccl' to work on CUDA"
         )

@@ -20,7 +20,7 @@ from shiftmend.engine.history import Epoch
 from shiftmend.errors import AdaptationError
 from shiftmend.introspection.model_state import check_types, named_tensors, save_tensors
 from shiftmend.utils.files import alone_with, is_special, replacing
-from shiftmend.utils.sealing import UNSEALED, is_whole, seal
+from shiftmend.utils.sealing import UNSEALED, is_intact, seal
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def load(path: Path, run: str) -> Checkpoint | None:
         return None
     try:
         with path.open("rb") as content:
-            if not is_whole(content):
+            if not is_intact(content):
                 raise ValueError("its content does not match its SHA-256")
         with safetensors.safe_open(path, framework="pt") as file:
             facts = json.loads(file.metadata()["facts"])

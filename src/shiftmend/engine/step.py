@@ -12,7 +12,7 @@ from shiftmend.accelerate.compile import capture_compiled
 from shiftmend.accelerate.cuda_graphs import CapturedEpoch, Sums, capture_epoch, keep_buffers_in_place
 from shiftmend.accelerate.precision import Precision
 from shiftmend.distributed.batch_norm import synchronised
-from shiftmend.distributed.collectives import active, backward, together
+from shiftmend.distributed.collectives import all_processes, backward, is_distributed
 from shiftmend.engine.method import Objective, compute_loss
 from shiftmend.inputs.feed import Feed
 from shiftmend.introspection.taps import Recorder, Tap, attach_taps
@@ -86,12 +86,12 @@ class Steps:
             The sums of the loss terms over the steps, and the number of steps.
         """
         with (
-            together(),
+            all_processes(),
             synchronised(self.model),
             torch.inference_mode(False),
             torch.set_grad_enabled(self._trains),
         ):
-            if self._may_capture and self._captured is None and not active():
+            if self._may_capture and self._captured is None and not is_distributed():
                 with self._own_dropout():
                     self._try_to_capture(targets)
             if self._captured is None:

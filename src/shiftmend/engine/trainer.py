@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from shiftmend.accelerate.precision import Precision
-from shiftmend.distributed.collectives import everywhere, same_everywhere, together
+from shiftmend.distributed.collectives import all_processes, all_true, check_same
 from shiftmend.engine import checkpoint as checkpoints
 from shiftmend.engine.history import Choice, Epoch
 from shiftmend.engine.method import Method, Network, Stage, check_objective
@@ -29,7 +29,7 @@ from shiftmend.passes.evaluation_pass import ActivationReader
 from shiftmend.profiles.profile import Profile
 from shiftmend.utils.checks import brief
 from shiftmend.utils.processes import of_first_process, rank
-from shiftmend.utils.progress import Bar, Pass
+from shiftmend.utils.progress import Bar, PassProgress
 from shiftmend.verification.signals import SignalReader
 
 logger = logging.getLogger(__name__)
@@ -114,8 +114,8 @@ class Trainer:
         """Lock the checkpoint, if there is one, for the length of the run."""
         mine = checkpoints.lock(self.path) if self.path is not None and rank() == 0 else nullcontext(True)
         with mine as alone:
-            with together():
-                alone = everywhere(alone, self.feed.device)
+            with all_processes():
+                alone = all_true(alone, self.feed.device)
             if not alone:
                 raise AdaptationError(f"another run uses checkpoint {self.path}; let it finish, or name another file")
             yield
@@ -125,7 +125,7 @@ class Trainer:
         self.good = snapshot(self.model)
         self._resumed = checkpoints.load(self.path, self.run) if self.path is not None else None
         position = (self._resumed.stage, self._resumed.epoch) if self._resumed is not None else None
-        same_everywhere(str(position), "checkpoint", self.feed.device)
+        check_same(str(position), "checkpoint", self.feed.device)
         if self._resumed is not None:
             self.history, self.good = self._resumed.history, self._resumed.model
             self.selected = self._resumed.selected
@@ -184,7 +184,9 @@ class Trainer:
     def show_pass(self, what: str, limit: int | None = None) -> None:
         """Show on the progress bar how far the next pass over the data is, which may take hours."""
         known = self.feed.known_samples
-        self.feed.on_batch = Pass(self.bar, what, known if known is None or limit is None else min(known, limit))
+        self.feed.on_batch = PassProgress(
+            self.bar, what, known if known is None or limit is None else min(known, limit)
+        )
 
     def _run_epoch(self, stage: Stage, steps: Steps) -> None:
         number = self.epochs + 1

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from shiftmend.distributed.collectives import share, shares
 from shiftmend.errors import DataError
 from shiftmend.inputs import batching
 from shiftmend.inputs.prefetch import Batch, Rows, make_copier, prefetch, read_batch
@@ -166,12 +165,12 @@ class Feed:
     def batches(self, at_least: int = 0) -> Iterator[Tensor]:
         """Yield every sample once, in the order of the source; resident data in batches of at least so many samples."""
         if self._inputs is None:
-            yield from self._send_inputs(shares(_merge_inputs(inputs for inputs, _ in self._stream())))
+            yield from self._send_inputs(local_parts(_merge_inputs(inputs for inputs, _ in self._stream())))
             return
         whole = self._inputs
         bounds = batching.batch_bounds(len(whole), max(self.batch_size, at_least))
         # Nobody has to wait for indices on the host.
-        parts = shares(torch.arange(start, end, device="cpu") for start, end in bounds)
+        parts = local_parts(torch.arange(start, end, device="cpu") for start, end in bounds)
         yield from self._send_inputs(Rows(whole, slice(int(part[0]), int(part[-1]) + 1)) for part in parts)
 
     def labelled_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -193,12 +192,12 @@ class Feed:
     def subset(self, count: int, seed: int, at_least: int = 0) -> Iterator[Tensor]:
         """Yield at most `count` samples, the same ones each time; resident data in batches of at least so many."""
         if self._inputs is None:
-            yield from self._send_inputs(shares(_merge_inputs(self._stream_beginning(count, seed))))
+            yield from self._send_inputs(local_parts(_merge_inputs(self._stream_beginning(count, seed))))
         elif len(self._inputs) <= count:
             yield from self.batches(at_least)
         else:
             whole = self._inputs
-            parts = shares(self.subset_indices(count, seed, at_least))
+            parts = local_parts(self.subset_indices(count, seed, at_least))
             yield from self._send_inputs(Rows(whole, part) for part in parts)
 
     def subset_indices(self, count: int, seed: int, at_least: int = 0) -> list[Tensor]:
@@ -227,12 +226,12 @@ class Feed:
         if self._inputs is None:
             stream = self._stream(_mix_seed(seed, number), shuffled=True)
             batches = batching.drop_small_batches(stream, self.epoch_batch_size)
-            yield from self._send((share(inputs), None) for inputs in batches)
+            yield from self._send((local_part(inputs), None) for inputs in batches)
             return
         whole = self._inputs
         size = min(self.batch_size, len(whole))
         order = self.epoch_order(seed, number)
-        indices = (share(order[start : start + size]) for start in range(0, len(whole) - size + 1, size))
+        indices = (local_part(order[start : start + size]) for start in range(0, len(whole) - size + 1, size))
         yield from self._send((Rows(whole, index), index) for index in indices)
 
     def epoch_order(self, seed: int, number: int) -> Tensor:

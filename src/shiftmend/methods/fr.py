@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from shiftmend.distributed.collectives import active, joined_mean
+from shiftmend.distributed.collectives import is_distributed, reduce_mean
 from shiftmend.engine.method import (
     Activations,
     Method,
@@ -24,8 +24,8 @@ from shiftmend.errors import AdaptationError
 from shiftmend.profiles.presets import Preset
 from shiftmend.profiles.presets import preset as find_preset
 from shiftmend.profiles.profile import Profile
-from shiftmend.stats.histograms import Divergence
-from shiftmend.stats.statistics import Histogram
+from shiftmend.stats.divergences import DIVERGENCES
+from shiftmend.stats.histograms import Histogram
 from shiftmend.utils.checks import brief, check_known
 
 
@@ -45,7 +45,7 @@ class Alignment(Method):
     layerwise_rate: ClassVar[float]
     learning_rate: float | None = None
     align: tuple[str, ...] | str = ("features", "logits")
-    divergence: Divergence | None = None
+    divergence: str | None = None
     slice_weight: float = 1.0
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class Alignment(Method):
                 f"align names no tap: it is {brief(self.align)}, expected e.g. ('features', 'logits')"
             )
         if self.divergence is not None:
-            check_known(self.divergence, get_args(Divergence), "divergence", AdaptationError)
+            check_known(self.divergence, DIVERGENCES, "divergence", AdaptationError)
 
     def taps(self, profile: Profile | None) -> tuple[str, ...]:
         needs_features = profile is not None and find_preset(profile.preset).aligned_slices
@@ -106,11 +106,11 @@ class Alignment(Method):
         return default * _loss_scale(find_preset(profile.preset), profile)
 
 
-def _divergence(home: Histogram, values: Tensor, kind: Divergence) -> Tensor:
+def _divergence(home: Histogram, values: Tensor, kind: str) -> Tensor:
     """Return the mean divergence over units of a batch, which several processes may share, from the source."""
-    if not active():
+    if not is_distributed():
         return home.divergence(values, kind)
-    return home.mean_divergence(joined_mean(home.of(values), len(values)), kind)
+    return home.mean_divergence(reduce_mean(home.count(values), len(values)), kind)
 
 
 def _loss_scale(chosen: Preset, profile: Profile) -> float:

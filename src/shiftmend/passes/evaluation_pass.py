@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shiftmend.accelerate.cuda_graphs import capture_call
 from shiftmend.accelerate.precision import Precision
 from shiftmend.distributed.batch_norm import synchronised
-from shiftmend.distributed.collectives import active, together
+from shiftmend.distributed.collectives import all_processes, is_distributed
 from shiftmend.inputs.feed import Feed
 from shiftmend.introspection.modes import enter_eval, preserve_modes
 from shiftmend.introspection.taps import Tap, attach_taps
@@ -133,9 +133,9 @@ class RepeatedPass(Generic[T]):
     def __call__(self) -> T:
         with ExitStack() as stack:
             if self.shared:
-                stack.enter_context(together())
+                stack.enter_context(all_processes())
                 stack.enter_context(synchronised(self.model))
-            if self._may_capture and self._replay is None and not (self.shared and active()):
+            if self._may_capture and self._replay is None and not (self.shared and is_distributed()):
                 self._replay = capture_call(lambda: self._run(self._captured_batches()), self.model, self.feed.device)
                 self._may_capture = self._replay is not None
             if self._replay is None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.distributed.batch_norm import synchronised
-from shiftmend.distributed.collectives import everywhere, same_everywhere, together, warn_if_apart
+from shiftmend.distributed.collectives import all_processes, all_true, check_same, warn_without_process_group
 from shiftmend.errors import ProfileError
 from shiftmend.inputs.feed import Feed, Preprocess
 from shiftmend.introspection.model_state import on_device
@@ -28,13 +28,13 @@ from shiftmend.profiles.presets import Preset
 from shiftmend.profiles.presets import preset as find_preset
 from shiftmend.profiles.profile import Profile, as_profile
 from shiftmend.stats.gaussians import CovarianceTracker, FullGaussian
-from shiftmend.stats.histograms import SOFT, Bins, as_bins, usable_units
-from shiftmend.stats.slices import MOST_WEIGHTS, Projector, Slices, bins_of_slices
-from shiftmend.stats.statistics import CountTracker, RangeTracker
+from shiftmend.stats.histograms import SOFT_TEMPERATURE, Bins, CountTracker, RangeTracker, check_bins, usable_units
+from shiftmend.stats.slices import MAX_WEIGHTS, Projector, Slices, bins_of_slices
+from shiftmend.stats.statistics import Statistic
 from shiftmend.utils.checks import brief, check_known, counted, is_whole
 from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.processes import of_first_process, world_size
-from shiftmend.utils.progress import Bar, Pass, Progress, progress_bar
+from shiftmend.utils.progress import Bar, PassProgress, Progress, progress_bar
 from shiftmend.utils.rng import isolate_rng
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def profile(
     In a process group every process calls this with the same model and the same data and gets the same profile; each
     runs its share of every batch.
     """
-    warn_if_apart()
+    warn_without_process_group()
     model = unwrap(model)
     place = resolve_device(device, model)
     if like is not None and any(part is not None for part in (preset, bins, taps, head, gaussian)):
@@ -112,8 +112,8 @@ def profile(
         raise ProfileError(f"keep_bytes must be a whole number of bytes, got {brief(keep_bytes)}")
     full = isinstance(like.gaussian, FullGaussian) if like else gaussian == "full"
     chosen = find_preset(like.preset if like else "reference" if preset is None else preset)
-    usual = chosen.bins if find_batch_norms(model) else chosen.bins.at(SOFT)
-    cut = like.bins if like else as_bins(bins, usual)
+    usual = chosen.bins if find_batch_norms(model) else chosen.bins.with_temperature(SOFT_TEMPERATURE)
+    cut = like.bins if like else check_bins(bins, usual)
     feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, what="source data")
     with (
         on_device(model, place),
@@ -122,24 +122,23 @@ def profile(
         progress_bar(progress, "profiling", None) as bar,
     ):
         model.eval()
-        summary = InputSummary.of(feed.batches())
+        summary = InputSummary.from_batches(feed.batches())
         specs = trace(model, feed.first(2), head=head, taps=like.specs if like else taps, output=output).taps
         _check_agreement(model, feed, (specs, chosen.name, cut, full, keep_bytes), like)
-        with together(), synchronised(model):
+        with all_processes(), synchronised(model):
             passes = _Passes(model, feed, specs, keep_bytes, bar)
             trackers = _ranges(passes, specs, like)
             frame = _frame(trackers, chosen, like)
             counters, slice_counters, covariance = _counts(passes, frame, cut, like, full)
 
+    statistics: dict[str, Statistic] = {f"tap.{name}": counter.histogram() for name, counter in counters.items()}
+    statistics["gaussian"] = trackers["features"].gaussian() if covariance is None else covariance.gaussian()
+    for name, projector in frame.projectors.items():
+        statistics[f"slices.{name}"] = Slices(slice_counters[name].histogram(), frame.seeds[name], projector)
     result = Profile(
-        taps={name: counter.histogram() for name, counter in counters.items()},
-        gaussian=trackers["features"].gaussian() if covariance is None else covariance.gaussian(),
+        statistics=statistics,
         mean=frame.mean,
         deviation=frame.deviation,
-        slices={
-            name: Slices(slice_counters[name].histogram(), frame.seeds[name], projector)
-            for name, projector in frame.projectors.items()
-        },
         specs=specs,
         preset=chosen.name,
         architecture=fingerprints.architecture(model),
@@ -177,7 +176,7 @@ def _frame(trackers: Mapping[str, RangeTracker], chosen: Preset, like: Profile |
     numbers = {"verification": VERIFICATION_SLICES}
     if chosen.aligned_slices:
         numbers["alignment"] = chosen.aligned_slices
-    if sum(numbers.values()) * len(mean) > MOST_WEIGHTS:
+    if sum(numbers.values()) * len(mean) > MAX_WEIGHTS:
         raise ProfileError(
             f"{len(mean):,} features are too many for {sum(numbers.values())} slices; tap a smaller layer with "
             "taps={'features': ...}, or leave out the preset 'sliced'"
@@ -210,7 +209,7 @@ class _Passes:
         kept: list[Samples] | None = []
         used = inputs = 0
         own = (self.feed.known_samples or 0) / world_size()
-        advance = Pass(self.bar, f"pass {self.number}", self.feed.known_samples)
+        advance = PassProgress(self.bar, f"pass {self.number}", self.feed.known_samples)
 
         def see(seen: Observation) -> None:
             nonlocal kept, used, inputs
@@ -225,7 +224,7 @@ class _Passes:
             update(samples)
 
         run_pass(self.model, without_labels(self.feed.batches()), see, taps=self.specs)
-        self._kept = kept if everywhere(kept is not None, self.feed.device) else None
+        self._kept = kept if all_true(kept is not None, self.feed.device) else None
 
 
 def _ranges(passes: _Passes, specs: Mapping[str, Tap], like: Profile | None) -> dict[str, RangeTracker]:
@@ -237,7 +236,7 @@ def _ranges(passes: _Passes, specs: Mapping[str, Tap], like: Profile | None) -> 
             trackers[name].update(values)
 
     passes.run(track)
-    trackers = {name: tracker.joined() for name, tracker in trackers.items()}
+    trackers = {name: tracker.reduce_over_processes() for name, tracker in trackers.items()}
     for name, tracker in trackers.items():
         finite = torch.isfinite(tracker.low) & torch.isfinite(tracker.high)
         if name == "features":  # their variance is stored
@@ -277,7 +276,7 @@ def _counts(
         if covariance is not None:
             covariance.update(samples["features"])
         for name, projector in projectors.items():
-            for part in projector.by_parts(samples["features"]):
+            for part in projector.project_in_parts(samples["features"]):
                 reach[name].update(part)
 
     passes.run(count)
@@ -285,7 +284,7 @@ def _counts(
         homes = {name: part.histogram.to(place) for name, part in like.slices.items()}
         slice_ranges = {name: (home.low, home.high) for name, home in homes.items()}
     else:
-        reach = {name: tracker.joined() for name, tracker in reach.items()}
+        reach = {name: tracker.reduce_over_processes() for name, tracker in reach.items()}
         slice_ranges = {name: (tracker.low, tracker.high) for name, tracker in reach.items()}
     slice_counters = {
         name: CountTracker(low, high, bins_of_slices(name, cut)) for name, (low, high) in slice_ranges.items()
@@ -293,14 +292,14 @@ def _counts(
 
     def count_slices(samples: Samples) -> None:
         for name, projector in projectors.items():
-            for part in projector.by_parts(samples["features"]):
+            for part in projector.project_in_parts(samples["features"]):
                 slice_counters[name].update(part)
 
     passes.run(count_slices)
     return (
-        {name: counter.joined() for name, counter in counters.items()},
-        {name: counter.joined() for name, counter in slice_counters.items()},
-        None if covariance is None else covariance.joined(),
+        {name: counter.reduce_over_processes() for name, counter in counters.items()},
+        {name: counter.reduce_over_processes() for name, counter in slice_counters.items()},
+        None if covariance is None else covariance.reduce_over_processes(),
     )
 
 
@@ -324,6 +323,6 @@ def _check_agreement(model: nn.Module, feed: Feed, settings: tuple[Any, ...], li
     first = fingerprints.digest(feed.first(64))
     data = first if feed.inputs is None else fingerprints.digest(feed.inputs)
     settings += (feed.batch_size, feed.resident, first, like and like.to_bytes())
-    same_everywhere(fingerprints.weights(model), "model", feed.device)
-    same_everywhere(f"{data} {feed.samples}", "source data", feed.device)
-    same_everywhere(repr(settings), "way to profile (taps, bins, batch size, preprocessing, ...)", feed.device)
+    check_same(fingerprints.weights(model), "model", feed.device)
+    check_same(f"{data} {feed.samples}", "source data", feed.device)
+    check_same(repr(settings), "way to profile (taps, bins, batch size, preprocessing, ...)", feed.device)

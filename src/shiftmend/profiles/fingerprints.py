@@ -1,4 +1,4 @@
-"""Short descriptions of a model and of its inputs, to notice when a profile is used with something else."""
+"""Fingerprints of a model and a summary of its inputs, to notice when a profile is used with something else."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from torch import Tensor, nn
 
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.introspection.model_state import full_state_dict
-from shiftmend.stats.statistics import RangeTracker
+from shiftmend.stats.histograms import RangeTracker
 from shiftmend.utils.devices import split_rows
 
-INPUTS_SEEN = 4096  # samples that describe the inputs: enough for a mean, and cheap
+MAX_SUMMARISED_INPUTS = 4096
+"""Samples that describe the inputs: enough for a mean, and cheap."""
 
 
-_MOST_CHANNELS = 16
+MAX_CHANNELS = 16
+"""Inputs with more entries on axis 1 are summarised as a whole instead of by channel."""
 
 
 def architecture(model: nn.Module) -> str:
-    """SHA-256 over names and shapes of parameters."""
+    """Compute the SHA-256 over names and shapes of the parameters."""
     lines = (f"{name}:{tuple(p.shape)}" for name, p in sorted(model.named_parameters()))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def weights(model: nn.Module) -> str:
-    """SHA-256 over names and values of parameters and buffers."""
+    """Compute the SHA-256 over names and values of parameters and buffers."""
     digest = hashlib.sha256()
     for name, value in sorted(full_state_dict(model).items()):
         if value.layout != torch.strided:
@@ -44,18 +46,18 @@ def weights(model: nn.Module) -> str:
 
 
 def tensor_bytes(value: Tensor) -> memoryview:
-    """The raw bytes of a tensor of any dtype, where they lie if they lie in a row on the CPU."""
+    """Return the bytes of a tensor of any dtype, without a copy if it is contiguous on the CPU."""
     flat = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
 
 
 def _is_number(value: Any) -> bool:
-    """A finite number as JSON writes it; Python's bool is an int, JSON's is not."""
+    """Say if a value is a finite number of JSON, where bool is no int."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def digest(values: Tensor) -> str:
-    """SHA-256 over shape, type and values, a part at a time so that nothing large is copied."""
+    """Compute the SHA-256 over shape, type and values, a part at a time, so that nothing large is copied."""
     result = hashlib.sha256(f"{tuple(values.shape)} {values.dtype}".encode())
     for part in split_rows(values):
         result.update(tensor_bytes(part))
@@ -64,10 +66,13 @@ def digest(values: Tensor) -> str:
 
 @dataclass(frozen=True)
 class InputSummary:
-    """How the inputs looked that a model was fed with: what another normalisation or channel order would change."""
+    """A summary of the inputs of a model: shape, type, range, and moments of each channel.
+
+    Another normalisation or order of channels changes it.
+    """
 
     shape: tuple[int, ...]
-    """Of a sample; 0 where it differs between batches, as the length of sequences does."""
+    """The shape of a sample; 0 where it differs between batches, as the length of sequences does."""
     dtype: str
     low: float
     high: float
@@ -75,34 +80,35 @@ class InputSummary:
     deviation: tuple[float, ...]
 
     @staticmethod
-    def of(batches: Iterable[Tensor], most: int = INPUTS_SEEN) -> InputSummary:
-        """Summarise the first `most` samples; channels are on axis 1 where there are few enough of them.
+    def from_batches(batches: Iterable[Tensor], most: int = MAX_SUMMARISED_INPUTS) -> InputSummary:
+        """Summarise the first `most` samples of batches `[N, ...]`, by channel where axis 1 has few entries.
 
-        What is infinite, as a logarithm may be, or beyond float32 counts as the largest number there: a file holds no
-        infinities. NaN is refused: feeds refuse it in their data, so that it must have come about since.
+        Infinite values, and values beyond float32, count as the largest float32: a file holds no infinities. NaN is
+        refused: the data had none, so preprocessing must have made it.
         """
-        trackers: dict[int, RangeTracker] = {}  # by how many channels they tell apart: of sequences it may vary
-        seen, shape, dtype, bad = 0, None, "", []
+        # One tracker for each number of channels: of sequences it may differ between batches.
+        trackers: dict[int, RangeTracker] = {}
+        seen, shape, dtype, nans = 0, None, "", []
         for batch in batches:
             sizes = tuple(batch.shape[1:])
-            shape = sizes if shape is None or len(shape) != len(sizes) else _in_common(shape, sizes)
+            shape = sizes if shape is None or len(shape) != len(sizes) else _common_shape(shape, sizes)
             dtype = dtype or str(batch.dtype).removeprefix("torch.")
             for part in split_rows(batch[: most - seen]):
                 values = (torch.view_as_real(part) if part.is_complex() else part).float()
-                bad.append(values.isnan().any())
+                nans.append(values.isnan().any())
                 values = values.nan_to_num()
-                by_channel = values.ndim > 2 and values.shape[1] <= _MOST_CHANNELS
+                by_channel = values.ndim > 2 and values.shape[1] <= MAX_CHANNELS
                 rows = values.movedim(1, -1).flatten(0, -2) if by_channel else values.reshape(-1, 1)
                 trackers.setdefault(rows.shape[1], RangeTracker()).update(rows)
             seen += len(batch)
             if seen >= most:
                 break
         assert shape is not None, "feeds refuse empty data"
-        if bool(torch.stack(bad).any()):
+        if bool(torch.stack(nans).any()):
             raise DataError(
                 "the inputs are finite before preprocess and NaN behind it; expected numbers: look at it first"
             )
-        mean, deviation = _moments([*trackers.values()])
+        mean, deviation = _combine_moments([*trackers.values()])
         return InputSummary(
             shape,
             dtype,
@@ -114,18 +120,18 @@ class InputSummary:
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """The shape in words."""
+        """The shape as text, with "any" for sizes that differ."""
         return tuple(str(size) if size else "any" for size in self.shape)
 
     def has_shape(self, shape: Sequence[int]) -> bool:
-        """Whether samples of that shape are like these."""
+        """Say if samples may have this shape."""
         return len(shape) == len(self.shape) and all(
             own == size or 0 in (own, size) for own, size in zip(self.shape, shape, strict=True)
         )
 
     @staticmethod
-    def mixed(parts: Sequence[InputSummary], sizes: Sequence[float]) -> InputSummary:
-        """That of several samples together; the first's, where they are of different kinds."""
+    def mix(parts: Sequence[InputSummary], sizes: Sequence[float]) -> InputSummary:
+        """Summarise several sets of inputs of these sizes together; return the first where their types differ."""
         first = parts[0]
         if len({(part.dtype, len(part.mean), len(part.shape)) for part in parts}) > 1:
             return first
@@ -138,7 +144,7 @@ class InputSummary:
         deviation = (shares @ (deviations.square() + (means - mean).square())).sqrt()
         return replace(
             first,
-            shape=functools.reduce(_in_common, (part.shape for part in parts)),
+            shape=functools.reduce(_common_shape, (part.shape for part in parts)),
             low=min(part.low for part in parts),
             high=max(part.high for part in parts),
             mean=tuple(round(value, 6) for value in mean.tolist()),
@@ -146,11 +152,12 @@ class InputSummary:
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Return the summary as JSON."""
         return asdict(self)
 
     @staticmethod
     def from_json(data: Any) -> InputSummary:
-        """The inverse of `to_json`, for data that may be anything: what does not fit is an error."""
+        """Undo `to_json`; refuse anything that does not fit, since the data may come from any file."""
         names = [field.name for field in fields(InputSummary)]
         if not isinstance(data, dict) or sorted(data) != sorted(names):
             raise ShiftmendError(f"the description of its inputs should have the entries {', '.join(names)}")
@@ -173,7 +180,7 @@ class InputSummary:
         )
 
     def differences(self, target: InputSummary) -> list[str]:
-        """What suggests that the target is preprocessed otherwise than the source was, in words.
+        """List hints that the target is preprocessed differently from the source, in words.
 
         A new device changes the inputs as well, so none of these is certain: they are reasons to look.
         """
@@ -182,10 +189,10 @@ class InputSummary:
             found.append(f"they are {target.dtype}, at the source they were {self.dtype}")
         own, home = target.sizes, self.sizes
         if len(own) != len(home) or not replace(self, shape=self.shape[:1]).has_shape(target.shape[:1]):
-            found.append(f"their shape is {_listed(own)}, at the source it was {_listed(home)}")
+            found.append(f"their shape is {_as_list(own)}, at the source it was {_as_list(home)}")
             return found
         if not self.has_shape(target.shape):
-            found.append(f"their size is {_listed(own[1:])}, at the source it was {_listed(home[1:])}: scaled?")
+            found.append(f"their size is {_as_list(own[1:])}, at the source it was {_as_list(home[1:])}: scaled?")
         span = max(self.high - self.low, 1e-12)
         outside = max(self.low - target.low, target.high - self.high) / span
         covered = (target.high - target.low) / span
@@ -202,12 +209,12 @@ class InputSummary:
         return found
 
 
-def _in_common(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+def _common_shape(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size if size == other else 0 for size, other in zip(first, second, strict=True))
 
 
-def _moments(trackers: Sequence[RangeTracker]) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each channel, or of all values where batches differ in how many channels they have."""
+def _combine_moments(trackers: Sequence[RangeTracker]) -> tuple[Tensor, Tensor]:
+    """Compute mean and deviation of each channel, or of all values where the number of channels differs."""
     if len(trackers) == 1:
         return trackers[0].mean, trackers[0].deviation
     counts, means, squares = (
@@ -219,5 +226,5 @@ def _moments(trackers: Sequence[RangeTracker]) -> tuple[Tensor, Tensor]:
     return mean.view(1), spread.sqrt().view(1)
 
 
-def _listed(sizes: Sequence[str]) -> str:
+def _as_list(sizes: Sequence[str]) -> str:
     return f"[{', '.join(sizes)}]"

@@ -1,7 +1,7 @@
-"""The three presets: which bins, which divergence, how units are put together, and what is aligned beside them.
+"""The three presets: bins, divergence, reduction over units, and what is aligned beside the taps.
 
-`reference` (the default) follows the public implementation of the paper, to which the published learning rates
-belong; `paper` follows the paper's text; `sliced` is ours. They differ, neither is "correct":
+`reference`, the default, follows the public implementation of the paper, which the published learning rates belong to.
+`paper` follows the paper's text. `sliced` is our own. The first two differ, and neither is "correct":
 
 | | reference | paper | sliced |
 |---|---|---|---|
@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shiftmend.stats.histograms import Bins, Divergence
+from shiftmend.stats.histograms import Bins
 from shiftmend.utils.checks import check_known
 
 Reduction = Literal["mean", "sum"]
@@ -24,9 +24,11 @@ Reduction = Literal["mean", "sum"]
 
 @dataclass(frozen=True)
 class Preset:
+    """Settings of a profile that go together."""
+
     name: str
     bins: Bins
-    divergence: Divergence
+    divergence: str
     reduction: Reduction
     aligned_slices: int = 0
 

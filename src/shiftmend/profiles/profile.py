@@ -1,4 +1,4 @@
-"""`Profile`: what leaves the source site. How features and logits were distributed there, in a few kilobytes."""
+"""`Profile`: how features and logits are distributed at the source, in a few kilobytes. Nothing else leaves home."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,9 @@ from shiftmend.introspection.validate import unwrap
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.fingerprints import InputSummary
 from shiftmend.stats.gaussians import FullGaussian, MarginalGaussian
-from shiftmend.stats.histograms import Bins
+from shiftmend.stats.histograms import Bins, Histogram
 from shiftmend.stats.slices import Slices
-from shiftmend.stats.statistics import Histogram
+from shiftmend.stats.statistics import S, Statistic
 from shiftmend.utils.checks import brief, counted, kind
 from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.files import as_path, write_atomically
@@ -34,97 +35,237 @@ logger.addFilter(of_first_process)
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Soft histograms of every tap, a Gaussian and slices of the features, and what they belong to.
+    """Statistics of a source by name, and what they belong to. Make one with `shiftmend.profile`.
 
-    `slices["verification"]` is for judging and is never aligned; `slices["alignment"]` is there for the preset
-    `sliced` alone. `mean` and `deviation` standardise the features before they are sliced, and stay what they were when
-    profiles are merged; the moments of all samples are those of `gaussian`.
+    `statistics` holds `tap.NAME`, the histogram of each tap; `gaussian`, that of the features; and `slices.NAME`, sets
+    of slices of the features. The properties `taps`, `gaussian` and `slices` give access to them by type.
+    `slices["verification"]` judges and is never aligned; `slices["alignment"]` is there for the preset `sliced` alone.
+
+    `mean` and `deviation` `[D]` standardise the features before they are sliced. They stay the same when profiles are
+    merged; the moments of all samples are those of `gaussian`.
+
+    Example:
+        >>> import shiftmend
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> profile = shiftmend.profile(model, torch.randn(100, 4))
+        >>> sorted(profile.statistics)
+        ['gaussian', 'slices.verification', 'tap.features', 'tap.logits']
+        >>> profile.taps["features"].counts.shape
+        torch.Size([8, 10])
     """
 
-    taps: dict[str, Histogram]
-    gaussian: MarginalGaussian | FullGaussian
+    statistics: Mapping[str, Statistic]
     mean: Tensor
     deviation: Tensor
-    slices: dict[str, Slices]
     specs: dict[str, Tap]
+    """Where each tap lies in the model."""
     preset: str
     architecture: str
+    """Fingerprint of the model's layers."""
     weights: str
+    """Fingerprint of the model's weights."""
     inputs: InputSummary
     inputs_seen: int
+    """The number of source inputs."""
     shares: tuple[float, ...] = ()
-    """Those of the parts of a mixture, in their order; none for a sample as it was."""
+    """Shares of the parts of a mixture, in their order; empty for any other profile."""
     library: str = __version__
+
+    @cached_property
+    def taps(self) -> dict[str, Histogram]:
+        """The histograms of the taps, by name."""
+        return self._of_group("tap.", Histogram)
+
+    @cached_property
+    def slices(self) -> dict[str, Slices]:
+        """The sets of slices of the features, by name."""
+        return self._of_group("slices.", Slices)
+
+    @cached_property
+    def gaussian(self) -> MarginalGaussian | FullGaussian:
+        """The Gaussian of the features."""
+        found = self.statistics["gaussian"]
+        assert isinstance(found, MarginalGaussian | FullGaussian)
+        return found
+
+    def _of_group(self, prefix: str, kind: type[S]) -> dict[str, S]:
+        return {
+            name.removeprefix(prefix): statistic
+            for name, statistic in self.statistics.items()
+            if name.startswith(prefix) and isinstance(statistic, kind)
+        }
 
     @property
     def bins(self) -> Bins:
+        """The bins of the taps' histograms."""
         return self.taps["features"].bins
 
     @property
     def samples(self) -> int:
-        """Source inputs; a tap on feature maps counts each of their positions as a sample of its own."""
+        """The number of source inputs; a tap on feature maps counts each of their positions as a sample."""
         return self.inputs_seen
 
     @property
     def unusable(self) -> dict[str, int]:
-        """Units per tap that were constant on the source and take no part in anything."""
+        """The number of units of each tap that were constant on the source and take no part in anything."""
         return {name: tap.units - tap.usable_count for name, tap in self.taps.items()}
 
     def merge(self, other: Profile | str | os.PathLike[str]) -> Profile:
-        """The profile of both samples, if the second, or the one in that file, was collected with `like=` the first."""
-        return _mixed([self, as_profile(other, "what is to be merged")], [1.0, 1.0])
+        """Return the profile of both samples together.
+
+        Args:
+            other: A profile that was collected with `like=` this one, or the name of its file.
+
+        Returns:
+            A new profile.
+
+        Raises:
+            ProfileError: If the two are of different models, or were collected over different ranges.
+
+        Example:
+            >>> import shiftmend
+            >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> first = shiftmend.profile(model, torch.randn(100, 4))
+            >>> second = shiftmend.profile(model, torch.randn(50, 4), like=first)
+            >>> first.merge(second).samples
+            150
+        """
+        return _mix([self, as_profile(other, "what is to be merged")], [1.0, 1.0])
 
     @staticmethod
     def mixture(parts: Sequence[Profile | str | os.PathLike[str]], shares: Sequence[float]) -> Profile:
-        """The profile of a source whose parts had other shares: for a site where some classes are known to be rarer.
+        """Return the profile of a source whose parts had other shares, for a site where some classes are rarer.
 
-        The parts, or files of them, are profiles of one class each, collected with `like=` the profile of all. Shares
-        are relative: 9 and 1 are 90 and 10 %; a part with share 0 is left out. The mixture counts as a sample of the
-        size that tells as much as these parts do, 1 / sum(share^2 / samples) (Kish's effective sample size).
+        The mixture counts as a sample of the size that tells as much as these parts do, 1 / sum(share^2 / samples):
+        Kish's effective sample size.
+
+        Args:
+            parts: Profiles of one class each, or names of their files, collected with `like=` the profile of all.
+            shares: One number for each part. Shares are relative: 9 and 1 are 90 and 10 %. A share of 0 leaves a part
+                out.
+
+        Returns:
+            A new profile.
+
+        Raises:
+            ProfileError: If the parts do not fit together, or a share is not a number from 0.
+
+        Example:
+            >>> import shiftmend
+            >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> whole = shiftmend.profile(model, torch.randn(200, 4))
+            >>> parts = [shiftmend.profile(model, torch.randn(100, 4), like=whole) for _ in range(2)]
+            >>> shiftmend.Profile.mixture(parts, [9, 1]).shares
+            (0.9, 0.1)
         """
-        given = _parts(parts)
-        taken = _shares(len(given), shares)
+        given = _check_parts(parts)
+        taken = _check_shares(len(given), shares)
         used = [(part, share) for part, share in zip(given, taken, strict=True) if share > 0]
         size = max(1, round(1 / sum(share**2 / part.inputs_seen for part, share in used)))
         times = [size * share / part.inputs_seen for part, share in used]
-        return replace(_mixed([part for part, _ in used], times), shares=tuple(taken))
+        return replace(_mix([part for part, _ in used], times), shares=tuple(taken))
 
     @torch.inference_mode(False)
     def to(self, device: str | torch.device) -> Profile:
-        """The same with everything it stores on a device."""
+        """Return the same profile with its statistics on a device.
+
+        Args:
+            device: A device, or its name.
+
+        Returns:
+            A new profile.
+
+        Raises:
+            ShiftmendError: If the device is not available.
+
+        Example:
+            >>> import shiftmend
+            >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> shiftmend.profile(model, torch.randn(100, 4)).to("cpu").taps["logits"].counts.device
+            device(type='cpu')
+        """
         device = resolve_device(device)
-        return replace(
-            self,
-            taps={name: tap.to(device) for name, tap in self.taps.items()},
-            gaussian=self.gaussian.to(device),
-            slices={name: part.to(device) for name, part in self.slices.items()},
-        )
+        return replace(self, statistics={name: one.to(device) for name, one in self.statistics.items()})
 
     def to_bytes(self) -> bytes:
-        """The file's content: safetensors with a SHA-256 over all of it."""
-        from shiftmend.profiles import serialize as profile_files
+        """Return the content of the profile's file: safetensors, with a SHA-256 over all of it.
 
-        return profile_files.encode(self)
+        Returns:
+            The same bytes for equal profiles.
+
+        Raises:
+            ProfileError: If the file could not be loaded again, for instance because it would be too large.
+
+        Example:
+            >>> import shiftmend
+            >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> profile = shiftmend.profile(model, torch.randn(100, 4))
+            >>> len(profile.to_bytes()) < 10_000
+            True
+        """
+        from shiftmend.profiles import serialize
+
+        return serialize.encode(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one small safetensors file, atomically."""
+        """Write the profile to one small safetensors file, atomically.
+
+        Args:
+            path: The file to write; an existing one is replaced.
+
+        Raises:
+            ProfileError: If the file cannot be written, or could not be loaded again.
+
+        Example:
+            >>> import shiftmend, tempfile
+            >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> profile = shiftmend.profile(model, torch.randn(100, 4))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     profile.save(f"{folder}/home.profile")
+            ...     Profile.load(f"{folder}/home.profile").samples
+            100
+        """
         target = as_path(path, "the file to write", ProfileError)
         content = self.to_bytes()
         try:
             write_atomically(target, content)
-        except OSError as error:  # the system names a temporary file at best
+        except OSError as error:
+            # The system names a temporary file at best.
             raise ProfileError(f"{target} cannot be written ({error.strerror or error}); name another file") from error
 
     @staticmethod
     @torch.inference_mode(False)
     def load(path: str | os.PathLike[str]) -> Profile:
-        """Read and validate a file; anything wrong with it is one `ProfileError`."""
-        from shiftmend.profiles import serialize as profile_files
+        """Read and validate the file of a profile; see `save` for an example.
 
-        return profile_files.read(as_path(path, "the profile", ProfileError))
+        Args:
+            path: The file to read.
+
+        Returns:
+            The profile, on the CPU.
+
+        Raises:
+            ProfileError: If anything is wrong with the file, in one sentence.
+        """
+        from shiftmend.profiles import serialize
+
+        return serialize.read(as_path(path, "the profile", ProfileError))
 
     def check_architecture(self, model: nn.Module) -> None:
-        """Refuse a model of another architecture."""
+        """Refuse a model with other layers than the one that was profiled.
+
+        Args:
+            model: The model, which may be wrapped in `DataParallel` and its like.
+
+        Raises:
+            ProfileError: If names or shapes of parameters differ.
+
+        Example:
+            >>> import shiftmend
+            >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> profile = shiftmend.profile(model, torch.randn(100, 4))
+            >>> profile.check_architecture(nn.DataParallel(model))
+        """
         if fingerprints.architecture(unwrap(model)) != self.architecture:
             raise ProfileError(
                 "the profile was made for a model with other layers (names or shapes of parameters differ); profile "
@@ -132,12 +273,12 @@ class Profile:
             )
 
     def check_weights(self, model: nn.Module) -> None:
-        """Say so if the weights are others than those profiled."""
+        """Log a warning if a model has other weights than the one that was profiled."""
         if fingerprints.weights(unwrap(model)) != self.weights:
             logger.warning("the model's weights are not those the profile was made with; alignment may mislead")
 
     def check_inputs(self, target: InputSummary) -> None:
-        """Warn if the target seems to be preprocessed otherwise than the source was."""
+        """Log a warning if the target seems to be preprocessed differently from the source."""
         for difference in self.inputs.differences(target):
             logger.warning("look at the preprocessing of the target inputs: %s", difference)
 
@@ -160,7 +301,7 @@ class Profile:
 
 
 def as_profile(given: Profile | str | os.PathLike[str], what: str = "the profile") -> Profile:
-    """The profile itself, or the one in the file that is named; anything else is refused."""
+    """Return a profile, or load the one in the file that is named; refuse anything else."""
     if isinstance(given, str | os.PathLike):
         return Profile.load(given)
     if not isinstance(given, Profile):
@@ -168,16 +309,17 @@ def as_profile(given: Profile | str | os.PathLike[str], what: str = "the profile
     return given
 
 
-def _parts(given: Sequence[Profile | str | os.PathLike[str]]) -> list[Profile]:
+def _check_parts(given: Sequence[Profile | str | os.PathLike[str]]) -> list[Profile]:
     if isinstance(given, str | os.PathLike | Profile) or not isinstance(given, Iterable):
         raise ProfileError(f"the parts of a mixture are given as {kind(given)}, expected a list of profiles or files")
     return [as_profile(part, f"part {number} of the mixture") for number, part in enumerate(given, 1)]
 
 
-def _shares(parts: int, given: Sequence[float]) -> list[float]:
-    """Shares that add up to 1."""
+def _check_shares(parts: int, given: Sequence[float]) -> list[float]:
+    """Return the shares scaled to add up to 1."""
     expected = f"expected one number for each of the {parts} parts, none negative and one at least above 0"
-    try:  # going through text or a dictionary would give digits or names, and a set has no order
+    try:
+        # Text and dictionaries would give digits and names, and a set has no order.
         shares = [] if isinstance(given, str | Mapping | Set) else [float(share) for share in given]
     except (TypeError, ValueError):
         shares = []
@@ -188,35 +330,29 @@ def _shares(parts: int, given: Sequence[float]) -> list[float]:
 
 
 @torch.inference_mode(False)
-def _mixed(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
-    """The profile of all their samples, those of a part counted so many times; on the CPU."""
+def _mix(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
+    """Return the profile of all samples together, on the CPU, where each sample of a part counts `times`."""
     parts = [part.to("cpu") for part in parts]
     first = parts[0]
-    kinds = [
-        (part.preset, part.specs, part.architecture, part.weights, sorted(part.slices), part.gaussian.kind)
-        for part in parts
-    ]
-    if any(kind != kinds[0] for kind in kinds):
-        raise ProfileError(
-            "these profiles are of different models, taps, presets or kinds of Gaussian and cannot be put together"
-        )
+    for part in parts[1:]:
+        if _identity(part) != _identity(first):
+            raise ProfileError(
+                "these profiles are of different models, taps, presets or statistics and cannot be put together"
+            )
     sizes = [part.inputs_seen * number for part, number in zip(parts, times, strict=True)]
     return replace(
         first,
-        inputs=InputSummary.mixed([part.inputs for part in parts], sizes),
+        inputs=InputSummary.mix([part.inputs for part in parts], sizes),
         inputs_seen=round(sum(sizes)),
         shares=(),
-        taps={name: Histogram.mixed([part.taps[name] for part in parts], times) for name in first.taps},
-        gaussian=_mixed_gaussians([part.gaussian for part in parts], times),
-        slices={name: Slices.mixed([part.slices[name] for part in parts], times) for name in first.slices},
+        statistics={
+            name: type(statistic).mix([part.statistics[name] for part in parts], times)
+            for name, statistic in first.statistics.items()
+        },
     )
 
 
-def _mixed_gaussians(
-    parts: Sequence[MarginalGaussian | FullGaussian], times: Sequence[float]
-) -> MarginalGaussian | FullGaussian:
-    """They are of one kind."""
-    full = [part for part in parts if isinstance(part, FullGaussian)]
-    if full:
-        return FullGaussian.mixed(full, times)
-    return MarginalGaussian.mixed([part for part in parts if isinstance(part, MarginalGaussian)], times)
+def _identity(profile: Profile) -> tuple[object, ...]:
+    """Collect what profiles must have in common to be mixed."""
+    kinds = {name: statistic.kind for name, statistic in profile.statistics.items()}
+    return profile.preset, profile.specs, profile.architecture, profile.weights, kinds

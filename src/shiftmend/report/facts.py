@@ -36,11 +36,11 @@ from shiftmend.introspection.validate import check_model, unwrap
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.fingerprints import InputSummary
 from shiftmend.profiles.profile import Profile, as_profile
-from shiftmend.stats.histograms import Bins, sampling_floor
-from shiftmend.stats.statistics import Histogram
+from shiftmend.stats.divergences import sampling_floor
+from shiftmend.stats.histograms import Bins, Histogram
 from shiftmend.utils.checks import brief, check_classes
 from shiftmend.utils.devices import resolve_device, send, split_rows, sum_dtype
-from shiftmend.utils.json import revived
+from shiftmend.utils.json import from_strict_json
 from shiftmend.utils.rng import isolate_rng
 from shiftmend.verification.signals import Tally, class_logits
 from shiftmend.verification.verdict import FAILED, RESTORED, Verification, chance_of
@@ -355,7 +355,7 @@ def _tap_shift(name: str, where: str, home: Histogram, floor: float, before: _He
     usable = home.usable.nonzero().flatten().tolist()
 
     def distances(here: _Here) -> list[float]:
-        return [float(value) for value in home.per_unit(here.shares.double())[usable]]
+        return [float(value) for value in home.divergence_per_unit(here.shares.double())[usable]]
 
     def clear(values: list[float]) -> int:
         # a single unit varies more by chance than the mean of many slices
@@ -453,7 +453,7 @@ def load(folder: Path, model: nn.Module) -> Adaptation:
 
 def _json(path: Path) -> Any:
     try:
-        return revived(json.loads(path.read_text(encoding="utf-8")))
+        return from_strict_json(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:  # also text that is no UTF-8
         raise DataError(f"{path} is damaged: it is not readable as JSON; {REMEDY}") from error
 
@@ -547,7 +547,7 @@ def facts(
         stack.enter_context(torch.no_grad())
         stack.enter_context(isolate_rng(place, lambda: _check(models.values(), feed)))
         looks = _looks(models, feed, profile, marks, output, ignore_label)
-        summary = InputSummary.of(feed.batches())
+        summary = InputSummary.from_batches(feed.batches())
         shown = _samples(models, feed, profile, marks, output, samples)
 
     before, after = looks["before"], looks.get("after")

@@ -1,118 +1,191 @@
-"""The paper's other ways to describe features: one Gaussian a feature, or one over all of them together."""
+"""Gaussians of features, the paper's other descriptions: one for each feature, or one over all of them together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from shiftmend.distributed.collectives import active, all_sum, joined_moments
+from shiftmend.distributed.collectives import all_sum, is_distributed, reduce_moments
 from shiftmend.errors import AdaptationError, ProfileError
+from shiftmend.stats.statistics import Frame, read_whole_number, register
 from shiftmend.utils.checks import counted
 from shiftmend.utils.devices import sum_dtype
 
-LEAST_VARIANCE = 1e-6
-"""Of the source's variance (in a full Gaussian of what the other units do not explain of it): what a batch's variance
-is taken for at least, so that a unit which is dead on the target gives a large number and neither NaN nor infinity."""
+MIN_RELATIVE_VARIANCE = 1e-6
+"""The least variance of a batch, as a share of the source's (of a full Gaussian: of the part of it that the other units
+do not explain). A unit that is dead on the target then gives a large number, and neither NaN nor infinity."""
 
 
+@register
 @dataclass(frozen=True, eq=False)
 class MarginalGaussian:
     """Mean and unbiased variance `[D]` of each unit by itself."""
 
     kind: ClassVar[str] = "marginal-gaussian"
+    tensor_dims: ClassVar[Mapping[str, int]] = {"mean": 1, "variance": 1}
     mean: Tensor
     variance: Tensor
     samples: int
 
     def to(self, device: torch.device) -> MarginalGaussian:
+        """Return the same Gaussian on a device."""
         return MarginalGaussian(self.mean.to(device), self.variance.to(device), self.samples)
 
     def of_units(self, units: Tensor) -> MarginalGaussian:
-        """That of some units, by their positions."""
+        """Select some units by their positions."""
         return MarginalGaussian(self.mean[units], self.variance[units], self.samples)
 
     @classmethod
-    def mixed(cls, parts: Sequence[MarginalGaussian], times: Sequence[float]) -> MarginalGaussian:
-        """That of the samples of all parts, those of a part counted so many times."""
-        return MarginalGaussian(*_mixed(parts, [part.variance for part in parts], times))
+    def mix(cls, parts: Sequence[MarginalGaussian], times: Sequence[float]) -> MarginalGaussian:
+        """Return the Gaussian of all samples together, where each sample of a part counts `times`."""
+        return MarginalGaussian(*_mix_moments(parts, [part.variance for part in parts], times))
 
     def divergence(self, values: Tensor) -> Tensor:
-        """Mean over units of KL(N_source || N_batch), from the batch's mean and unbiased variance.
+        """Compute the mean over units of KL(N_source || N_batch), from the batch's mean and unbiased variance.
 
-        (1 / 2D) sum of ln(v_b / v_s) + (v_s + (m_s - m_b)^2) / v_b - 1.
+        With means m and variances v: (1 / 2D) sum of ln(v_b / v_s) + (v_s + (m_s - m_b)^2) / v_b - 1.
         """
-        _check_spread(len(values))
+        _check_has_variance(len(values))
         values = values.float()
-        batch_variance = torch.maximum(values.var(0, unbiased=True), LEAST_VARIANCE * self.variance)
+        batch_variance = torch.maximum(values.var(0, unbiased=True), MIN_RELATIVE_VARIANCE * self.variance)
         ratio = (self.variance + (self.mean - values.mean(0)).square()) / batch_variance
         return 0.5 * (torch.log(batch_variance / self.variance) + ratio - 1).mean()
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return mean and variance."""
+        return {"mean": self.mean, "variance": self.variance}
 
+    def facts(self) -> dict[str, Any]:
+        """Return the number of samples."""
+        return {"samples": self.samples}
+
+    @classmethod
+    def from_file(
+        cls, name: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], frame: Frame
+    ) -> MarginalGaussian:
+        """Build the Gaussian that a file holds."""
+        _check_sizes(name, tensors, {"mean": len(frame.mean), "variance": len(frame.mean)})
+        samples = read_whole_number(facts["samples"], f"the number of samples of the {name}")
+        return MarginalGaussian(tensors["mean"], tensors["variance"], samples)
+
+    def problems(self) -> list[str]:
+        """List what is wrong with the moments, in words."""
+        if not bool(torch.isfinite(self.mean).all() & torch.isfinite(self.variance).all()):
+            return ["mean or variance is not finite"]
+        # Zero is in order: a unit can be silent for one class and vary for others.
+        return ["a variance is negative"] if bool((self.variance < 0).any()) else []
+
+
+@register
 @dataclass(frozen=True, eq=False)
 class FullGaussian:
     """Mean `[D]` and unbiased covariance `[D, D]` of all units together."""
 
     kind: ClassVar[str] = "full-gaussian"
+    tensor_dims: ClassVar[Mapping[str, int]] = {"mean": 1, "covariance": 1}
     mean: Tensor
     covariance: Tensor
     samples: int
 
     @property
     def variance(self) -> Tensor:
+        """The variance `[D]` of each unit."""
         return self.covariance.diagonal()
 
     def to(self, device: torch.device) -> FullGaussian:
+        """Return the same Gaussian on a device."""
         return FullGaussian(self.mean.to(device), self.covariance.to(device), self.samples)
 
     def of_units(self, units: Tensor) -> FullGaussian:
-        """That of some units, by their positions."""
+        """Select some units by their positions."""
         return FullGaussian(self.mean[units], self.covariance[units][:, units], self.samples)
 
     def marginal(self) -> MarginalGaussian:
+        """Drop the covariances between units."""
         return MarginalGaussian(self.mean, self.variance, self.samples)
 
     @classmethod
-    def mixed(cls, parts: Sequence[FullGaussian], times: Sequence[float]) -> FullGaussian:
-        """That of the samples of all parts, those of a part counted so many times."""
-        return FullGaussian(*_mixed(parts, [part.covariance for part in parts], times))
+    def mix(cls, parts: Sequence[FullGaussian], times: Sequence[float]) -> FullGaussian:
+        """Return the Gaussian of all samples together, where each sample of a part counts `times`."""
+        return FullGaussian(*_mix_moments(parts, [part.covariance for part in parts], times))
 
     def divergence(self, values: Tensor, shrinkage: float = 0.0) -> Tensor:
-        """KL(N_batch || N_source); see `Comparison`, which is to be kept where many batches are compared."""
+        """Compute KL(N_batch || N_source). To compare many batches, keep a `Comparison`, which inverts once."""
         return Comparison.to_source(self, shrinkage)(values)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the mean and the upper triangle of the covariance, row by row: the matrix is symmetric."""
+        rows, columns = torch.triu_indices(*self.covariance.shape, device="cpu")
+        return {"mean": self.mean, "covariance": self.covariance[rows, columns]}
 
-def _mixed(
+    def facts(self) -> dict[str, Any]:
+        """Return the number of samples."""
+        return {"samples": self.samples}
+
+    @classmethod
+    def from_file(
+        cls, name: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], frame: Frame
+    ) -> FullGaussian:
+        """Build the Gaussian that a file holds."""
+        units = len(frame.mean)
+        _check_sizes(name, tensors, {"mean": units, "covariance": (units * (units + 1)) // 2})
+        samples = read_whole_number(facts["samples"], f"the number of samples of the {name}")
+        triangle = tensors["covariance"]
+        rows, columns = torch.triu_indices(units, units, device="cpu")
+        covariance = triangle.new_empty(units, units)
+        covariance[rows, columns] = triangle
+        covariance[columns, rows] = triangle
+        return FullGaussian(tensors["mean"], covariance, samples)
+
+    def problems(self) -> list[str]:
+        """List what is wrong with the moments, in words."""
+        if not bool(torch.isfinite(self.covariance).all()):
+            return ["a covariance is not finite"]
+        found = self.marginal().problems()
+        variance = self.variance.double()
+        if not found and bool((self.covariance.double().square() > 1.001 * torch.outer(variance, variance)).any()):
+            found.append("a covariance of two units is larger than their variances allow")
+        return found
+
+
+def _check_sizes(name: str, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
+    if any(tensors[part].shape != (size,) for part, size in sizes.items()):
+        raise ProfileError(f"{name} is not of as many units as the features")
+
+
+def _mix_moments(
     parts: Sequence[MarginalGaussian | FullGaussian], spreads: Sequence[Tensor], times: Sequence[float]
 ) -> tuple[Tensor, Tensor, int]:
-    """Mean, unbiased (co)variance and number of all samples together, in float64 in between."""
+    """Compute mean, unbiased (co)variance and number of all samples together, in float64 in between."""
     first = parts[0]
     for other in parts[1:]:
         if first.mean.shape != other.mean.shape:
             raise ProfileError(f"a Gaussian of {len(first.mean)} units cannot be merged with one of {len(other.mean)}")
     sizes = [number * part.samples for part, number in zip(parts, times, strict=True)]
     total = sum(sizes)
-    start = first.mean.double()  # means far from zero and close together would lose digits
+    # Means are averaged as differences from the first: close together and far from zero, they would lose digits.
+    start = first.mean.double()
     mean = start + sum((part.mean.double() - start) * (size / total) for part, size in zip(parts, sizes, strict=True))
     squares = torch.zeros_like(spreads[0], dtype=torch.float64)
     for part, spread, number, size in zip(parts, spreads, times, sizes, strict=True):
-        away = part.mean.double() - mean
-        apart = away.square() if spread.ndim == 1 else torch.outer(away, away)
-        squares += spread.double() * (number * (part.samples - 1)) + apart * size
+        delta = part.mean.double() - mean
+        between = delta.square() if spread.ndim == 1 else torch.outer(delta, delta)
+        squares += spread.double() * (number * (part.samples - 1)) + between * size
     spread = squares / max(1, total - 1)
     return mean.to(first.mean.dtype), spread.to(first.mean.dtype), round(total)
 
 
-def _check_spread(samples: int) -> None:
+def _check_has_variance(samples: int) -> None:
     if samples < 2:
         raise AdaptationError("a batch of one sample has no variance to compare with the source's; use larger batches")
 
 
-def shrunk(covariance: Tensor, shrinkage: float) -> Tensor:
-    """Covariances between different units times 1 - `shrinkage`: positive definite even from few samples."""
+def shrink(covariance: Tensor, shrinkage: float) -> Tensor:
+    """Multiply the covariances between different units by 1 - `shrinkage`: positive definite even from few samples."""
     if shrinkage == 0:
         return covariance
     return covariance * (1 - shrinkage) + torch.diag(covariance.diagonal() * shrinkage)
@@ -122,10 +195,10 @@ def shrunk(covariance: Tensor, shrinkage: float) -> Tensor:
 class Comparison:
     """A full Gaussian made ready to compare batches with: KL(N_batch || N_source), in closed form.
 
-    1/2 (tr(P C_b) + (m_s - m_b)' P (m_s - m_b) - D + ln det C_s - ln det C_b) with the source's precision P, inverted
-    once. Without shrinkage a batch needs more samples than there are units, else its determinant is zero. Shrinkage
-    applies to both sides, so that the source against itself still gives zero. The arithmetic is in float64 where
-    the device has it.
+    With means m, covariances C, the source's precision P = C_s^-1 and D units, the divergence is
+    1/2 (tr(P C_b) + (m_s - m_b)' P (m_s - m_b) - D + ln det C_s - ln det C_b). Without shrinkage a batch needs more
+    samples than there are units, or else its determinant is zero. Shrinkage applies to both sides, so that the source
+    against itself still gives zero. The arithmetic is float64 where the device has it.
     """
 
     mean: Tensor
@@ -135,18 +208,20 @@ class Comparison:
 
     @staticmethod
     def to_source(source: FullGaussian, shrinkage: float = 0.0) -> Comparison:
-        place = source.mean.device
-        wide = sum_dtype(place)
-        if wide != torch.float64:  # inverted on the CPU, which has it
+        """Invert the covariance of the source, once for all batches."""
+        device = source.mean.device
+        dtype = sum_dtype(device)
+        if dtype != torch.float64:
+            # The device has no float64; the CPU does.
             source = source.to(torch.device("cpu"))
-        factor, failed = torch.linalg.cholesky_ex(shrunk(source.covariance.double(), shrinkage))
+        factor, failed = torch.linalg.cholesky_ex(shrink(source.covariance.double(), shrinkage))
         if bool(failed):
             raise AdaptationError(
                 f"the covariance of the source's {len(source.mean)} features is singular "
                 f"({counted(source.samples, 'sample')}); use full-gauss with shrinkage, e.g. shrinkage=0.1"
             )
         parts = source.mean, torch.cholesky_inverse(factor), _log_determinant(factor)
-        mean, precision, log_determinant = (part.to(wide).to(place) for part in parts)
+        mean, precision, log_determinant = (part.to(dtype).to(device) for part in parts)
         return Comparison(mean, precision, log_determinant, shrinkage)
 
     def __call__(self, values: Tensor) -> Tensor:
@@ -156,19 +231,20 @@ class Comparison:
                 f"full-gauss needs batches of more than {units} samples for {units} features, got {samples}; use a "
                 "larger batch, or shrinkage, e.g. shrinkage=0.1"
             )
-        _check_spread(samples)
+        _check_has_variance(samples)
         values = values.to(self.mean.dtype)
         mean = values.mean(0)
         centred = values - mean
-        covariance = shrunk(centred.T @ centred / (samples - 1), self.shrinkage)
-        floor = LEAST_VARIANCE / self.precision.diagonal()
+        covariance = shrink(centred.T @ centred / (samples - 1), self.shrinkage)
+        floor = MIN_RELATIVE_VARIANCE / self.precision.diagonal()
         covariance = covariance + torch.diag((floor - covariance.diagonal()).clamp_min(0))
-        # without a check of its own, which would wait for the device; what is not positive definite becomes NaN
+        # `cholesky` would check its result and wait for the device; here a matrix that is not positive definite gives
+        # NaN.
         factor, _ = torch.linalg.cholesky_ex(covariance)
-        away = self.mean - mean
+        delta = self.mean - mean
         return 0.5 * (
             (self.precision * covariance).sum()
-            + away @ self.precision @ away
+            + delta @ self.precision @ delta
             - units
             + self.log_determinant
             - _log_determinant(factor)
@@ -180,14 +256,16 @@ def _log_determinant(factor: Tensor) -> Tensor:
 
 
 class CovarianceTracker:
-    """Collects mean and covariance of all units together, in float64 and mergeable in any order."""
+    """Collects mean and covariance of all units together, in float64 and independent of the order of batches."""
 
     def __init__(self) -> None:
         self.samples = 0
         self.mean: Tensor
-        self.products: Tensor  # sum of products of deviations from the mean
+        self.products: Tensor
+        """Sums of products of deviations from the mean `[D, D]`."""
 
     def update(self, values: Tensor) -> None:
+        """Take in a batch of values `[N, D]`."""
         values = values.detach().to(sum_dtype(values.device))
         mean = values.mean(0)
         centred = values - mean
@@ -202,17 +280,18 @@ class CovarianceTracker:
             self.mean = self.mean + delta * (count / total)
         self.samples += count
 
-    def joined(self) -> CovarianceTracker:
-        """That of all processes; itself where there are no others."""
-        if not active():
+    def reduce_over_processes(self) -> CovarianceTracker:
+        """Return the tracker of the samples of all processes; itself where there is one process."""
+        if not is_distributed():
             return self
-        every = CovarianceTracker()
-        samples, every.mean, _ = joined_moments(self.samples, self.mean, self.products.diagonal())
-        away = self.mean - every.mean
-        every.products = all_sum(self.products + torch.outer(away, away) * self.samples)
-        every.samples = int(samples)
-        return every
+        reduced = CovarianceTracker()
+        samples, reduced.mean, _ = reduce_moments(self.samples, self.mean, self.products.diagonal())
+        delta = self.mean - reduced.mean
+        reduced.products = all_sum(self.products + torch.outer(delta, delta) * self.samples)
+        reduced.samples = int(samples)
+        return reduced
 
     def gaussian(self) -> FullGaussian:
+        """Return mean and unbiased covariance as a profile stores them."""
         covariance = self.products / max(1, self.samples - 1)
         return FullGaussian(self.mean.float().cpu(), covariance.float().cpu(), self.samples)

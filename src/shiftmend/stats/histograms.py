@@ -1,108 +1,152 @@
-"""The mathematics: soft histograms of activations and divergences between them.
+"""Soft histograms: counts in bins that have a gradient, and how far a batch lies from those of the source.
 
-Pure functions over tensors; no model, no file. Equation numbers are those of the paper: (1) is the normalised
-bin count, (2) the alignment loss, (3) the KL divergence and (4) the soft-binning function of its appendix A.
+A hard histogram has no gradient, since a value lies either in a bin or outside of it. A soft histogram shares every
+value out among all bins: most of it goes to the bin that the value lies in, a little to the neighbours. The paper
+defines the shares of a value x, scaled so that the source range of its unit is [0, 1], by a softmax (its equation (4),
+appendix A). With B bins and the cuts c_1 < ... < c_{B-1} between them,
+
+    u(x) = softmax((w x + b) / temperature),  w = (1, 2, ..., B),  b = (0, -c_1, -c_1 - c_2, ...).
+
+Two neighbouring bins get equal shares where x is the cut between them. The lower the temperature, the more of x goes to
+its own bin. The normalised count of a bin, equation (1), is the mean of its shares over the samples.
+
+`soft_assignment` is equation (4) as it stands. `soft_histogram` computes equation (1) from a form of (4) that loses no
+digits in float32; `_assign` derives it. `Histogram` stores the counts of a source, and the two trackers collect them
+over batches: `RangeTracker` in a first pass, `CountTracker` in a second one.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from functools import cached_property
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shiftmend.errors import ShiftmendError
+from shiftmend.distributed.collectives import all_sum, is_distributed, reduce_moments, reduce_range
+from shiftmend.errors import ProfileError, ShiftmendError
+from shiftmend.stats.cuda import kernels
+from shiftmend.stats.divergences import EPSILON, divergence
+from shiftmend.stats.gaussians import MarginalGaussian
+from shiftmend.stats.statistics import LIKE_HINT, Frame, read_whole_number, register
 from shiftmend.utils.checks import brief, check_known, is_real, is_whole
+from shiftmend.utils.devices import split_rows, sum_dtype
 
 Layout = Literal["reference", "paper"]
 
 
-Divergence = Literal["psi", "symmetric-kl", "kl-source-target", "kl-target-source"]
+MAX_INNER_BINS = 1024
 
 
-MOST_INNER = 1024
+SHARP_TEMPERATURE = 0.01
+"""The paper's temperature. The slices for verification always have it: softer bins make every divergence smaller, and
+a verdict must not depend on how soft the other bins of a profile are."""
 
 
-SHARP = 0.01
-"""The paper's temperature. The slices that verify have it, however soft the bins of a profile are otherwise: a softer
-one makes every divergence smaller, and a verdict must not depend on it."""
-
-
-SOFT = 0.05
-"""For networks without BatchNorm, whose features may lie where sharp bins give no gradient; measured by
+SOFT_TEMPERATURE = 0.05
+"""For networks without BatchNorm, whose features may lie where sharp bins give no gradient. Measured by
 `benchmarks/temperatures.py`."""
 
 
-COLDEST, HOTTEST = 1e-30, 1e30
-"""Temperatures that float32 can reckon with; these are as good as hard bins and as no bins at all."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30
+"""Temperatures that float32 can compute with: hard bins at one end, equal shares for all bins at the other."""
 
 
-EPSILON = 1e-8
-"""Added to every probability inside a logarithm, as the public reference implementation does."""
-
-
-RELATIVE_RANGE = 1e-4
+MIN_RELATIVE_RANGE = 1e-4
 """A unit whose range is below this share of its magnitude counts as constant: rounding would shape its bins."""
 
 
-_FAR = 80.0
-"""Weights below exp(-80), 1e-35, are taken for that: none would count, and denormal numbers are slow."""
+MIN_LOG_WEIGHT = -80.0
+"""Smaller logarithms of a bin's weight are raised to this: exp(-80) does not count, and denormal numbers are slow."""
 
 
-_CHUNK = {"cpu": 1 << 18, "other": 1 << 24}
-"""Shares worked on at once: by each thread, in the cache of its core; by a GPU."""
+_SHARES_AT_ONCE = {"cpu": 1 << 18, "other": 1 << 24}
+"""Shares computed at once: by each CPU thread, in the cache of its core; by a GPU."""
+
+
+_COUNT_TOLERANCE = 1e-3
+"""Relative error of a row sum that float32 counts of millions of samples may have."""
+
+
+_outside_inference_mode = torch.inference_mode(False)
+"""For cached tensors: a loss cannot be differentiated with tensors that were made in the caller's inference mode."""
 
 
 @dataclass(frozen=True)
 class Bins:
-    """How a range is cut: number of bins, what that number counts, and how soft the edges are.
+    """Bins of a soft histogram: how many, what that number counts, and how soft their edges are.
 
-    Both layouts have equal inner bins over the source range and one open bin at either end, which catches what
-    lies outside it. `layout="paper"` counts all of them (appendix A: B bins, B - 1 cut points from 0 to 1, so
-    B - 2 inner ones); `layout="reference"` counts the inner ones, so that 8 bins are 8 + 2. The temperature is the
-    paper's unless it is named, for a network without BatchNorm too.
+    Both layouts have equal inner bins over the source range of a unit, and one open bin at either end for the values
+    outside of it. They differ in what `count` counts: `"paper"` counts all bins (appendix A: B bins with B - 1 cuts
+    from 0 to 1, so B - 2 inner ones), `"reference"` counts the inner bins alone, so that 8 bins are 8 + 2.
+
+    Args:
+        count: The number of bins. A layout must have from 1 to 1,024 inner bins.
+        layout: `"reference"` or `"paper"`.
+        temperature: The temperature of the softmax, in units of the source range. 0.01 is the paper's.
+
+    Raises:
+        ShiftmendError: If the layout is unknown, or a number is out of its range.
+
+    Example:
+        >>> Bins(8).total, Bins(8, "paper").total
+        (10, 8)
     """
 
     count: int = 8
     layout: Layout = "reference"
-    temperature: float = SHARP
+    temperature: float = SHARP_TEMPERATURE
 
     def __post_init__(self) -> None:
         check_known(self.layout, get_args(Layout), "bin layout")
-        if not is_whole(self.count) or not 1 <= self.inner <= MOST_INNER:
+        if not is_whole(self.count) or not 1 <= self.inner <= MAX_INNER_BINS:
             outer = 2 if self.layout == "paper" else 0
             raise ShiftmendError(
                 f"the number of bins in the {self.layout} layout must be a whole number from {1 + outer} to "
-                f"{MOST_INNER + outer}, got {brief(self.count)}"
+                f"{MAX_INNER_BINS + outer}, got {brief(self.count)}"
             )
         given: Any = self.temperature
-        if not (is_real(given) and COLDEST <= given <= HOTTEST):
+        if not (is_real(given) and MIN_TEMPERATURE <= given <= MAX_TEMPERATURE):
             raise ShiftmendError(
-                f"the temperature must be a number from {COLDEST:g} to {HOTTEST:g}, got {brief(given)}"
+                f"the temperature must be a number from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, got {brief(given)}"
             )
         object.__setattr__(self, "count", int(self.count))
         object.__setattr__(self, "temperature", float(given))
 
-    def at(self, temperature: float) -> Bins:
-        """The same cuts, softer or sharper."""
+    def with_temperature(self, temperature: float) -> Bins:
+        """Return the same bins with softer or sharper edges.
+
+        Args:
+            temperature: The new temperature, in units of the source range.
+
+        Returns:
+            New bins.
+
+        Raises:
+            ShiftmendError: If the temperature is out of range.
+
+        Example:
+            >>> Bins(8).with_temperature(0.05)
+            Bins(count=8, layout='reference', temperature=0.05)
+        """
         return replace(self, temperature=temperature)
 
     @property
     def total(self) -> int:
-        """B: all bins, the two outer ones included."""
+        """B: the number of all bins, the two outer ones included."""
         return self.count if self.layout == "paper" else self.count + 2
 
     @property
     def inner(self) -> int:
-        """Equal bins between the lowest and the highest source value."""
+        """The number of equal bins between the lowest and the highest source value."""
         return self.total - 2
 
 
-def as_bins(given: Any, default: Bins) -> Bins:
-    """Bins as a caller gave them, or the default; a number alone is refused, since it does not say what it counts."""
+def check_bins(given: Any, default: Bins) -> Bins:
+    """Return bins as a caller gave them, or the default; refuse a plain number, which does not say what it counts."""
     if given is None:
         return default
     if not isinstance(given, Bins):
@@ -125,25 +169,42 @@ def as_samples(activations: Tensor, channel_axis: int = 1) -> Tensor:
 
 
 def usable_units(low: Tensor, high: Tensor) -> Tensor:
-    """Which units varied enough on the source to have a histogram; constant ones, and infinite ranges, did not."""
+    """Find the units `[D]` that varied enough on the source to have a histogram: neither constant nor infinite."""
     extent = high - low
     magnitude = torch.maximum(low.abs(), high.abs())
-    return (extent > RELATIVE_RANGE * magnitude) & (extent > torch.finfo(low.dtype).tiny / EPSILON) & extent.isfinite()
+    varies = (extent > MIN_RELATIVE_RANGE * magnitude) & (extent > torch.finfo(low.dtype).tiny / EPSILON)
+    return varies & extent.isfinite()
 
 
-def scales(low: Tensor, high: Tensor) -> Tensor:
-    """One over the range of a usable unit, 0 for the others."""
+def inverse_range(low: Tensor, high: Tensor) -> Tensor:
+    """Compute one over the range of each usable unit `[D]`, and 0 for the others."""
     usable = usable_units(low, high)
     return torch.where(usable, 1 / torch.where(usable, high - low, 1.0), 0.0)
 
 
 def soft_histogram(values: Tensor, low: Tensor, high: Tensor, bins: Bins, *, scale: Tensor | None = None) -> Tensor:
-    """Normalised soft bin counts `[D, B]` of `values` `[N, D]`: equations (1) and (4).
+    """Compute the normalised soft counts of equation (1).
 
-    `low` and `high` `[D]` are the source range of each unit. Computed in float32, or in float64 for float64 values,
-    also under autocast and for half-precision values. Of the shares `N x D x B` only some rows exist at a time, forward
-    and backward; on CUDA none do, see `kernels.py`.
-    Units that are not usable get a finite, meaningless row. `scale` is what `scales` gives, for those who have it.
+    The arithmetic is float32, or float64 for float64 values, also under autocast and for half-precision values. The
+    shares `[N, D, B]` never exist as a whole: some rows at a time on the CPU, none on CUDA (see `cuda/kernels.py`).
+
+    Args:
+        values: Activations `[N, D]`.
+        low: The lowest source value `[D]` of each unit.
+        high: The highest source value `[D]` of each unit.
+        bins: The B bins.
+        scale: `inverse_range(low, high)`, where the caller has it already.
+
+    Returns:
+        Probabilities `[D, B]`. A unit that is not usable gets a row that is finite and means nothing.
+
+    Raises:
+        ShiftmendError: If the shapes do not fit together.
+
+    Example:
+        >>> values = torch.tensor([[0.1], [0.2], [0.9], [7.0]])
+        >>> soft_histogram(values, torch.zeros(1), torch.ones(1), Bins(2)).round(decimals=3).abs()
+        tensor([[0.0000, 0.5000, 0.2500, 0.2500]])
     """
     if values.ndim != 2 or values.shape[0] == 0:
         raise ShiftmendError(f"a soft histogram takes values [samples, units], got {list(values.shape)}")
@@ -151,38 +212,36 @@ def soft_histogram(values: Tensor, low: Tensor, high: Tensor, bins: Bins, *, sca
         raise ShiftmendError(
             f"the ranges are of {low.shape[0] if low.ndim else 0} units but the values have {values.shape[1]}"
         )
-    from shiftmend.stats.cuda import kernels
-
-    if kernels.fit(values, bins):
+    if kernels.supports(values, bins):
         low, high = (given.to(values.device, torch.float32) for given in (low, high))
-        scale = scales(low, high) if scale is None else scale.to(low)
+        scale = inverse_range(low, high) if scale is None else scale.to(low)
         return kernels.soft_histogram(values, low, scale, bins)
     with torch.autocast(device_type=values.device.type, enabled=False):
         work = values if values.dtype in (torch.float32, torch.float64) else values.float()
         low, high = low.to(work), high.to(work)
-        scale = scales(low, high) if scale is None else scale.to(work)
-        counts: Tensor = _Counts.apply(work, low, scale, bins)
+        scale = inverse_range(low, high) if scale is None else scale.to(work)
+        counts: Tensor = _SoftHistogram.apply(work, low, scale, bins)
         return counts
 
 
 def soft_assignment(unit_values: Tensor, bins: Bins) -> Tensor:
-    """u(x) of equation (4) as the paper has it, for values scaled to [0, 1]: a new last axis of B bin probabilities."""
+    """Compute u(x) of equation (4) as the paper writes it, for values scaled to [0, 1]: a new last axis of B shares."""
     cuts = torch.arange(bins.inner + 1, dtype=unit_values.dtype, device=unit_values.device) / bins.inner
     weights = torch.arange(1, bins.total + 1, dtype=unit_values.dtype, device=unit_values.device)
     offsets = torch.cat([cuts.new_zeros(1), -cuts.cumsum(0)])
     return torch.softmax((unit_values.unsqueeze(-1) * weights + offsets) / bins.temperature, dim=-1)
 
 
-class _Counts(torch.autograd.Function):
-    """The sum of all shares; keeps only its input for the backward pass."""
+class _SoftHistogram(torch.autograd.Function):
+    """The mean of all shares. It keeps its input alone for the backward pass, and computes the shares again."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
         counts = values.new_zeros(bins.total, values.shape[1])
         parts = values.split(_rows_at_once(values, bins))
-        room = _room(parts[0], bins)
+        buffers = _allocate_buffers(parts[0], bins)
         for rows in parts:
-            counts += _shares(rows, low, scale, bins, room)[0].sum(1)
+            counts += _assign(rows, low, scale, bins, buffers)[0].sum(1)
         ctx.save_for_backward(values, low, scale)
         ctx.bins = bins
         return counts.div_(values.shape[0]).T.contiguous()
@@ -196,89 +255,257 @@ class _Counts(torch.autograd.Function):
         result = torch.empty_like(values)
         size = _rows_at_once(values, bins)
         parts = values.split(size)
-        room = _room(parts[0], bins)
-        product = torch.empty_like(room[0])
+        buffers = _allocate_buffers(parts[0], bins)
+        product = torch.empty_like(buffers[0])
         for rows, out in zip(parts, result.split(size), strict=True):
-            # Raising a value by dx raises the share of a bin by share x (bin - mean bin) dx / temperature.
-            shares, steps = _shares(rows, low, scale, bins, room)
+            # The derivative of a softmax: d share / dx = share x (bin - mean bin) / temperature.
+            shares, steps = _assign(rows, low, scale, bins, buffers)
             mean = torch.mul(shares, steps, out=product[:, : len(rows)]).sum(0)
             shares.mul_(gradient)
             torch.addcmul(steps.mul_(shares).sum(0), mean, shares.sum(0), value=-1, out=out)
         return result.mul_(scale / (bins.temperature * values.shape[0])), None, None, None
 
 
-Room = tuple[Tensor, Tensor]
+Buffers = tuple[Tensor, Tensor]
+"""Memory for shares and steps, `[B, N, D]` each."""
 
 
-def _room(values: Tensor, bins: Bins) -> Room:
-    """Memory for the shares of so many values, used again by all parts: to get it anew can take longer than the work.
+def _allocate_buffers(values: Tensor, bins: Bins) -> Buffers:
+    """Allocate memory that all parts of the values use in turn.
 
-    An allocator that gives large blocks back to the system gets them as pages that are yet to be filled with zeros.
+    An allocator may give large blocks back to the system, which fills their pages with zeros anew: allocating for each
+    part took up to half of the time (`docs/speed.md`).
     """
     shares = values.new_empty(bins.total, *values.shape)
     return shares, torch.empty_like(shares)
 
 
-def _shares(values: Tensor, low: Tensor, scale: Tensor, bins: Bins, room: Room) -> Room:
-    """u(x) of equation (4) `[B, N, D]`, and how many places above the bin that its value lies in each bin is.
+def _assign(values: Tensor, low: Tensor, scale: Tensor, bins: Bins, buffers: Buffers) -> Buffers:
+    """Compute u(x) of equation (4) and, for each bin, its steps: how many places it lies above the value's own bin.
 
-    The weight of the bin i places above is exp(i t - i i s / 2) times that of the value's own, with t the distance of
-    the value from the middle of its bin and s the width of a bin, both in temperatures. Unlike the logits of a softmax
-    these numbers are small where they count, and lose no digits; nor do means over such places, unlike over the bins'
-    own numbers: far outside the range the gradient is as small as it should be.
+    Let s be the width of a bin, and t the distance of the value from the middle of its own bin, both divided by the
+    temperature. The cuts being equally far apart, the logits of (4) grow by t - s/2, t - 3s/2, ... from the own bin
+    upwards, and by -t - s/2, ... downwards. So the bin i steps above has exp(i t - i^2 s / 2) times the weight of the
+    own bin. These exponents are small where a share counts, unlike the logits of (4), and so lose no digits in
+    float32. Means over steps lose none, either: far outside the range the gradient is as small as it should be.
     """
     width = 1 / (bins.inner * bins.temperature)
-    far = 1 + _FAR / width
+    far = 1 - MIN_LOG_WEIGHT / width
     position = ((values.contiguous() - low) * (scale * bins.inner)).clamp_(-far, bins.inner + far)
     own = position.ceil().clamp_(0, bins.inner + 1)
-    away = position.sub_(own).add_(0.5).mul_(width)
-    shares, steps = (part[:, : len(values)] for part in room)
+    distance = position.sub_(own).add_(0.5).mul_(width)
+    shares, steps = (part[:, : len(values)] for part in buffers)
     torch.sub(torch.arange(bins.total, dtype=values.dtype, device=values.device).view(-1, 1, 1), own, out=steps)
-    torch.add(away, steps, alpha=-width / 2, out=shares).mul_(steps).clamp_(min=-_FAR).exp_()
+    torch.add(distance, steps, alpha=-width / 2, out=shares).mul_(steps).clamp_(min=MIN_LOG_WEIGHT).exp_()
     return shares.mul_(shares.sum(0).reciprocal_()), steps
 
 
 def _rows_at_once(values: Tensor, bins: Bins) -> int:
-    shares = _CHUNK["cpu"] * torch.get_num_threads() if values.device.type == "cpu" else _CHUNK["other"]
+    on_cpu = values.device.type == "cpu"
+    shares = _SHARES_AT_ONCE["cpu"] * torch.get_num_threads() if on_cpu else _SHARES_AT_ONCE["other"]
     return max(1, shares // max(1, values.shape[1] * bins.total))
 
 
-def kl(p: Tensor, q: Tensor) -> Tensor:
-    """D_KL(p || q) of equation (3) over the last axis, with `EPSILON` inside the logarithms."""
-    return (p * (torch.log(p + EPSILON) - torch.log(q + EPSILON))).sum(-1)
+@register
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """Soft counts `[D, B]`, each row of which sums to `samples`, over the range `low` to `high` `[D]` of each unit."""
+
+    kind: ClassVar[str] = "soft-histogram"
+    tensor_dims: ClassVar[Mapping[str, int]] = {"counts": 2, "low": 1, "high": 1}
+    counts: Tensor
+    low: Tensor
+    high: Tensor
+    samples: int
+    bins: Bins
+
+    @cached_property
+    @_outside_inference_mode
+    def usable(self) -> Tensor:
+        """The units `[D]` that varied on the source; the others are left out of every divergence."""
+        return usable_units(self.low, self.high)
+
+    @cached_property
+    def usable_count(self) -> int:
+        """The number of usable units."""
+        return int(self.usable.sum())
+
+    @cached_property
+    @_outside_inference_mode
+    def probabilities(self) -> Tensor:
+        """Normalised counts `[D, B]`: pi^s of equation (1)."""
+        return self.counts / self.samples
+
+    @cached_property
+    @_outside_inference_mode
+    def scale(self) -> Tensor:
+        """One over the range of each usable unit `[D]`, 0 for the others."""
+        return inverse_range(self.low, self.high)
+
+    @property
+    def units(self) -> int:
+        """D: the number of units."""
+        return self.counts.shape[0]
+
+    def to(self, device: torch.device) -> Histogram:
+        """Return the same histogram on a device."""
+        if self.counts.device == device:
+            return self
+        moved = Histogram(self.counts.to(device), self.low.to(device), self.high.to(device), self.samples, self.bins)
+        # The number is known already: computing it there would wait for the device.
+        moved.__dict__["usable_count"] = self.usable_count
+        return moved
+
+    def count(self, values: Tensor) -> Tensor:
+        """Compute the normalised counts `[D, B]` of other values `[N, D]` in the bins of this histogram."""
+        return soft_histogram(values, self.low, self.high, self.bins, scale=self.scale)
+
+    def divergence_per_unit(self, target: Tensor, kind: str = "psi") -> Tensor:
+        """Compute the divergence `[D]` to normalised counts `target` `[D, B]`; 0 without a gradient where unusable."""
+        per_unit = divergence(self.probabilities.to(target.dtype), target, kind)
+        return torch.where(self.usable, per_unit, torch.zeros((), dtype=per_unit.dtype, device=per_unit.device))
+
+    def mean_divergence(self, target: Tensor, kind: str = "psi") -> Tensor:
+        """Average the divergence to normalised counts `target` `[D, B]` over usable units; 0 if there is none."""
+        return self.divergence_per_unit(target, kind).sum() / max(1, self.usable_count)
+
+    def divergence(self, values: Tensor, kind: str = "psi") -> Tensor:
+        """Compute the mean divergence over usable units of values `[N, D]` of the tap."""
+        if kernels.supports(values, self.bins, kind):
+            given = (self.low.float(), self.scale.float(), self.probabilities.float())
+            return kernels.divergence(values, *given, self.bins, kind, 1 / max(1, self.usable_count)).sum()
+        return self.mean_divergence(self.count(values), kind)
+
+    def new_tracker(self) -> CountTracker:
+        """Make a tracker that counts other values over the same ranges and bins."""
+        return CountTracker(self.low, self.high, self.bins, self.scale)
+
+    @classmethod
+    def mix(cls, parts: Sequence[Histogram], times: Sequence[float]) -> Histogram:
+        """Add histograms with the same ranges and bins, where each sample of a part counts `times`."""
+        first = parts[0]
+        for other in parts[1:]:
+            same_ranges = torch.equal(first.low, other.low) and torch.equal(first.high, other.high)
+            if not same_ranges or first.bins != other.bins:
+                raise ProfileError(f"these histograms were collected over different ranges or bins; {LIKE_HINT}")
+        counts = sum(part.counts.double() * number for part, number in zip(parts, times, strict=True))
+        samples = round(sum(part.samples * number for part, number in zip(parts, times, strict=True)))
+        assert isinstance(counts, Tensor)
+        return Histogram(counts.to(first.counts.dtype), first.low, first.high, samples, first.bins)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return counts and ranges."""
+        return {"counts": self.counts, "low": self.low, "high": self.high}
+
+    def facts(self) -> dict[str, Any]:
+        """Return the number of samples; the profile stores the bins once for all histograms."""
+        return {"samples": self.samples}
+
+    @classmethod
+    def from_file(cls, name: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], frame: Frame) -> Histogram:
+        """Build the histogram that a file holds."""
+        samples = read_whole_number(facts["samples"], f"the number of samples of {name}")
+        return Histogram(tensors["counts"], tensors["low"], tensors["high"], samples, frame.bins)
+
+    def problems(self) -> list[str]:
+        """List what is wrong with the counts, in words."""
+        counts, low, high = self.counts, self.low, self.high
+        if counts.shape != (low.shape[0], self.bins.total) or low.shape != high.shape or low.shape[0] == 0:
+            return [f"counts {list(counts.shape)} and ranges {list(low.shape)} do not fit {self.bins.total} bins"]
+        if not all(bool(torch.isfinite(part).all()) for part in (counts, low, high)):
+            return ["counts or ranges are not finite"]
+        if bool((counts < 0).any()):
+            return ["counts are negative"]
+        if bool((low > high).any()):
+            return ["the lowest value of a unit lies above its highest"]
+        error = (counts.double().sum(1) - self.samples).abs().max().item()
+        if error > _COUNT_TOLERANCE * self.samples:
+            return [f"the counts of a unit do not add up to the {self.samples} samples"]
+        return []
 
 
-def symmetric_kl(p: Tensor, q: Tensor) -> Tensor:
-    """D_SKL of equation (2): half of either direction."""
-    return 0.5 * ((p - q) * (torch.log(p + EPSILON) - torch.log(q + EPSILON))).sum(-1)
+class RangeTracker:
+    """Collects the range, mean and variance of each unit, in float64 and independent of the order of batches."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.low: Tensor
+        self.high: Tensor
+        self.mean: Tensor
+        self.squares: Tensor
+        """Sums of squared deviations from the mean `[D]`."""
+
+    def update(self, values: Tensor) -> None:
+        """Take in a batch of values `[N, D]`."""
+        for part in split_rows(values.detach()):
+            self._update(part)
+
+    def _update(self, values: Tensor) -> None:
+        low, high = values.amin(0).float(), values.amax(0).float()
+        work = values.to(sum_dtype(values.device))
+        count, mean = len(values), work.mean(0)
+        squares = (work - mean).square().sum(0)
+        if self.samples == 0:
+            self.low, self.high, self.mean, self.squares = low, high, mean, squares
+        else:
+            total, delta = self.samples + count, mean - self.mean
+            self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
+            self.squares = self.squares + squares + delta.square() * (self.samples * count / total)
+            self.mean = self.mean + delta * (count / total)
+        self.samples += count
+
+    def reduce_over_processes(self) -> RangeTracker:
+        """Return the tracker of the samples of all processes; itself where there is one process."""
+        if not is_distributed():
+            return self
+        reduced = RangeTracker()
+        reduced.low, reduced.high = reduce_range(self.low, self.high)
+        samples, reduced.mean, reduced.squares = reduce_moments(self.samples, self.mean, self.squares)
+        reduced.samples = int(samples)
+        return reduced
+
+    @property
+    def deviation(self) -> Tensor:
+        """The standard deviation `[D]` of the sample, with N in the denominator."""
+        return (self.squares / max(1, self.samples)).sqrt()
+
+    def gaussian(self) -> MarginalGaussian:
+        """Return mean and unbiased variance as a profile stores them."""
+        variance = self.squares / max(1, self.samples - 1)
+        return MarginalGaussian(self.mean.float().cpu(), variance.float().cpu(), self.samples)
 
 
-def psi(p: Tensor, q: Tensor) -> Tensor:
-    """The reference implementation's index: both directions, no half, logarithms to the base of the bin count."""
-    return symmetric_kl(p, q) * (2 / math.log(p.shape[-1]))
+class CountTracker:
+    """Collects soft counts over ranges that are known, from a `RangeTracker` or from a stored histogram."""
 
+    def __init__(self, low: Tensor, high: Tensor, bins: Bins, scale: Tensor | None = None) -> None:
+        self.low, self.high, self.bins = low, high, bins
+        self.scale = inverse_range(low, high) if scale is None else scale
+        self.counts = torch.zeros(low.shape[0], bins.total, dtype=sum_dtype(low.device), device=low.device)
+        self.samples: float = 0
 
-def divergence(source: Tensor, target: Tensor, kind: Divergence = "psi") -> Tensor:
-    """Divergence of each unit `[D]` between two tables of normalised counts `[D, B]`, source first."""
-    if source.shape != target.shape:
-        raise ShiftmendError(f"tables of counts differ in shape: {list(source.shape)} and {list(target.shape)}")
-    check_known(kind, get_args(Divergence), "divergence")
-    match kind:
-        case "psi":
-            return psi(source, target)
-        case "symmetric-kl":
-            return symmetric_kl(source, target)
-        case "kl-source-target":
-            return kl(source, target)
-        case "kl-target-source":
-            return kl(target, source)
+    def update(self, values: Tensor, times: float = 1) -> None:
+        """Count values `[N, D]`, each of them `times`: a value that was drawn at random stands for others."""
+        values = values.detach()
+        probabilities = soft_histogram(values, self.low, self.high, self.bins, scale=self.scale)
+        number = values.shape[0] * times
+        self.counts += probabilities.to(self.counts.dtype) * number
+        self.samples += number
 
+    def reduce_over_processes(self) -> CountTracker:
+        """Return the tracker of the samples of all processes; itself where there is one process."""
+        if not is_distributed():
+            return self
+        reduced = CountTracker(self.low, self.high, self.bins)
+        samples = torch.tensor(self.samples, dtype=self.counts.dtype, device=self.counts.device)
+        reduced.counts, reduced.samples = all_sum(self.counts), all_sum(samples).item()
+        return reduced
 
-def sampling_floor(bins: Bins, source_samples: float, target_samples: float) -> float:
-    """PSI that two samples of one distribution show by chance alone: about (B - 1)(1/n + 1/m) / ln B.
+    def divergence(self, home: Histogram) -> Tensor:
+        """Compute the mean divergence to a histogram with the same ranges, on the device of the counts."""
+        return home.mean_divergence((self.counts / self.samples).to(home.counts.dtype))
 
-    The expectation of Pearson's chi-square, to which both KL directions tend together. Soft bins and empty ones show
-    less, rare ones in a long tail do not: 0.7 to 1.0 of it was measured on average, so that up to a third of a floor
-    goes unnoticed. A single unit varies about that as chance does, from a tenth to three times as much.
-    """
-    return (bins.total - 1) * (1 / source_samples + 1 / target_samples) / math.log(bins.total)
+    def histogram(self) -> Histogram:
+        """Return the counts as a profile stores them."""
+        counts, low, high = (part.float().cpu() for part in (self.counts, self.low, self.high))
+        return Histogram(counts, low, high, round(self.samples), self.bins)

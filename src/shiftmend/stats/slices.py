@@ -1,10 +1,15 @@
-"""Random directions for slices, the same for a seed on every machine and for ever."""
+"""Slices: histograms of random projections of the features, which see how units depend on each other.
+
+Histograms of single units say nothing of their joint distribution. The distributions of all projections determine it
+(Cramér and Wold), so some fixed random projections notice where it changes. A profile stores the seed of the
+directions alone: `random_directions` gives the same numbers on every machine and in every version.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -12,17 +17,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shiftmend.errors import ProfileError
-from shiftmend.stats.histograms import SHARP, Bins, Divergence
-from shiftmend.stats.statistics import _TOGETHER, Histogram
+from shiftmend.stats.histograms import SHARP_TEMPERATURE, Bins, Histogram
+from shiftmend.stats.statistics import LIKE_HINT, Frame, read_whole_number, register
 from shiftmend.utils.devices import split_rows
 
-MOST_WEIGHTS = 1 << 26
-"""Of all slices of a profile together: they are rebuilt from their seeds, 16 bytes each at most."""
+MAX_WEIGHTS = 1 << 26
+"""Weights that the directions of slices may have. They are rebuilt from a seed, with up to 16 bytes each in between,
+so that a small file could ask for any amount of memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class Projector:
-    """Turns values `[N, D]` of a tap into slices `[N, S]`: standardise, then project on fixed directions.
+    """A linear map of values `[N, D]` of a tap to slices `[N, S]`: it standardises, then projects on S directions.
 
     Units that were constant on the source are left out: their weight in every direction is zero.
     """
@@ -32,6 +38,7 @@ class Projector:
 
     @staticmethod
     def build(mean: Tensor, deviation: Tensor, usable: Tensor, count: int, seed: int) -> Projector:
+        """Build `count` directions from a seed, for features with this mean and deviation `[D]` on the source."""
         weight = random_directions(count, mean.shape[0], seed).double()
         weight *= usable.cpu()
         weight /= weight.norm(dim=1, keepdim=True).clamp_min(1e-12)
@@ -39,6 +46,7 @@ class Projector:
         return Projector(weight.float(), (weight @ mean.cpu().double()).float())
 
     def to(self, device: torch.device) -> Projector:
+        """Return the same projector on a device."""
         return Projector(self.weight.to(device), self.offset.to(device))
 
     def __call__(self, values: Tensor) -> Tensor:
@@ -46,52 +54,79 @@ class Projector:
             projected: Tensor = torch.nn.functional.linear(values.to(self.weight.dtype), self.weight)
             return projected - self.offset
 
-    def by_parts(self, values: Tensor) -> Iterator[Tensor]:
-        """The same of some rows at a time: of a feature map there are many times more slices than units."""
+    def project_in_parts(self, values: Tensor) -> Iterator[Tensor]:
+        """Project some rows at a time: a feature map has many times more slices than units."""
         return map(self, split_rows(values, len(self.weight)))
 
 
 def bins_of_slices(name: str, bins: Bins) -> Bins:
-    """The bins of slices in a profile with these: those that verify are sharp, so that verdicts compare."""
-    return bins.at(SHARP) if name == "verification" else bins
+    """Return the bins of a set of slices: sharp ones for verification, so that verdicts compare across profiles."""
+    return bins.with_temperature(SHARP_TEMPERATURE) if name == "verification" else bins
 
 
+@register
 @dataclass(frozen=True, eq=False)
 class Slices:
-    """Histograms of random projections of a tap: they see the joint distribution, where marginals cannot."""
+    """Histograms of random projections of the features."""
 
     kind: ClassVar[str] = "sliced-histogram"
+    tensor_dims: ClassVar[Mapping[str, int]] = Histogram.tensor_dims
     histogram: Histogram
     seed: int
     projector: Projector
 
     @property
     def samples(self) -> int:
+        """The number of samples that were projected."""
         return self.histogram.samples
 
     def to(self, device: torch.device) -> Slices:
+        """Return the same slices on a device."""
         return Slices(self.histogram.to(device), self.seed, self.projector.to(device))
 
     @classmethod
-    def mixed(cls, parts: Sequence[Slices], times: Sequence[float]) -> Slices:
-        """See `Statistic`. The directions must be the same."""
+    def mix(cls, parts: Sequence[Slices], times: Sequence[float]) -> Slices:
+        """Add slices in the same directions, where each sample of a part counts `times`."""
         first = parts[0]
         for other in parts[1:]:
             if first.seed != other.seed or not torch.equal(first.projector.weight, other.projector.weight):
-                raise ProfileError(f"these slices were taken in different directions; {_TOGETHER}")
-        return Slices(Histogram.mixed([part.histogram for part in parts], times), first.seed, first.projector)
+                raise ProfileError(f"these slices were taken in different directions; {LIKE_HINT}")
+        return Slices(Histogram.mix([part.histogram for part in parts], times), first.seed, first.projector)
 
-    def divergence(self, values: Tensor, kind: Divergence = "psi") -> Tensor:
-        """Mean divergence over slices of values `[N, D]` of the tap."""
+    def divergence(self, values: Tensor, kind: str = "psi") -> Tensor:
+        """Compute the mean divergence over slices of values `[N, D]` of the tap."""
         return self.histogram.divergence(self.projector(values), kind)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return counts and ranges; the directions are rebuilt from their seed."""
+        return self.histogram.tensors()
+
+    def facts(self) -> dict[str, Any]:
+        """Return the seed and the number of samples."""
+        return {"seed": self.seed, **self.histogram.facts()}
+
+    @classmethod
+    def from_file(cls, name: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], frame: Frame) -> Slices:
+        """Build the slices `slices.NAME` that a file holds."""
+        seed = read_whole_number(facts["seed"], f"the seed of {name}", 0, (1 << 64) - 1)
+        bins = bins_of_slices(name.removeprefix("slices."), frame.bins)
+        histogram = Histogram.from_file(name, facts, tensors, Frame(bins, frame.mean, frame.deviation, frame.usable))
+        if histogram.units * len(frame.mean) > MAX_WEIGHTS:
+            raise ProfileError(f"{name} needs more than {MAX_WEIGHTS:,} weights")
+        projector = Projector.build(frame.mean, frame.deviation, frame.usable, histogram.units, seed)
+        return Slices(histogram, seed, projector)
+
+    def problems(self) -> list[str]:
+        """List what is wrong with the counts, in words."""
+        return self.histogram.problems()
 
 
 def random_directions(count: int, units: int, seed: int) -> Tensor:
-    """`count` fixed random unit vectors `[count, units]`, the same on every machine and in every version.
+    """Draw fixed random unit vectors `[count, units]`, the same on every machine and in every version.
 
-    A profile stores only the seed, so the numbers must never change: they come from a splitmix64 counter and
-    Box-Muller written out here rather than from a library's generator, whose stream may change. A few rows are
-    made at a time, so that a file which asks for many costs little more memory than the result.
+    A profile stores the seed alone, so these numbers must never change. They come from a splitmix64 counter and the
+    Box-Muller transform, written out here, since the stream of a library's generator may change. Some rows are drawn
+    at a time, so that many directions need little more memory than the result.
     """
     directions = torch.empty(count, units, dtype=torch.float32, device="cpu")
     done = 0
@@ -106,7 +141,7 @@ def random_directions(count: int, units: int, seed: int) -> Tensor:
 
 
 def _uniform(index: NDArray[np.uint64], seed: int) -> NDArray[np.float64]:
-    """The numbers at these places of the splitmix64 stream of a seed, above 0 and at most 1."""
+    """Compute the numbers at these positions of the splitmix64 stream of a seed, above 0 and at most 1."""
     with np.errstate(over="ignore"):
         z = (index + np.uint64(seed) * np.uint64(0xD1342543DE82EF95) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

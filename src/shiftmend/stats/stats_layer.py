@@ -8,28 +8,36 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.errors import ShiftmendError
-from shiftmend.stats.histograms import Bins, Divergence, as_bins, as_samples
-from shiftmend.stats.statistics import CountTracker, Histogram, RangeTracker
+from shiftmend.stats.histograms import Bins, CountTracker, Histogram, RangeTracker, as_samples, check_bins
 from shiftmend.utils.checks import brief, check_axis, check_known, is_whole, kind
 
 Mode = Literal["off", "range", "counts", "align"]
 
 
 class StatsLayer(nn.Module):
-    """Passes its input through and tracks how it is distributed.
+    """A layer that returns its input unchanged and tracks how it is distributed.
 
-    At home: `layer.track("range")`, one pass over the data, `layer.track("counts")`, a second pass. The statistics are
-    persistent buffers, so they are saved and loaded with the state dict. At the new site: `layer.track("align")`, and
-    after each forward pass `layer.loss()` is the divergence of that batch from home. A layer whose buffers were never
-    filled says so. Profiles do the same for any model without placing anything in it.
+    At home, call `layer.track("range")` and pass the data through the network, then `layer.track("counts")` and pass
+    it again. The statistics are persistent buffers: they are saved and loaded with the state dict. At the new site,
+    call `layer.track("align")`; after each forward pass `layer.loss()` is the divergence of that batch from home.
+    Profiles do the same for any model without a change to it.
 
-    >>> layer = StatsLayer(3)
-    >>> home = torch.randn(512, 3)
-    >>> for mode in ("range", "counts"):
-    ...     _ = layer.track(mode)(home)
-    >>> _ = layer.track("align")(home + 2.0)
-    >>> bool(layer.loss() > 0.1)
-    True
+    Args:
+        units: D, the number of units of the input.
+        bins: The bins of the histograms; `Bins()` by default.
+        channel_axis: The axis of the input that counts units; 1, or -1 for the last.
+
+    Raises:
+        ShiftmendError: If an argument is not of the expected kind.
+
+    Example:
+        >>> layer = StatsLayer(3)
+        >>> home = torch.randn(512, 3)
+        >>> for mode in ("range", "counts"):
+        ...     _ = layer.track(mode)(home)
+        >>> _ = layer.track("align")(home + 2.0)
+        >>> bool(layer.loss() > 0.1)
+        True
     """
 
     low: Tensor
@@ -43,7 +51,7 @@ class StatsLayer(nn.Module):
         if not is_whole(units) or units < 1:
             raise ShiftmendError(f"a StatsLayer needs the number of its units, at least 1, got {brief(units)}")
         check_axis(channel_axis, "a StatsLayer")
-        self.bins = as_bins(bins, Bins())
+        self.bins = check_bins(bins, Bins())
         self.channel_axis = channel_axis
         self.mode: Mode = "off"
         self._last: Tensor | None = None
@@ -51,10 +59,26 @@ class StatsLayer(nn.Module):
         self.register_buffer("high", torch.full((units,), -torch.inf))
         self.register_buffer("counts", torch.zeros(units, self.bins.total))
         self.register_buffer("samples", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("cut", _cut(self.bins))  # counts mean something only with the bins they were made with
+        # Counts mean something only with the bins that they were made with.
+        self.register_buffer("cut", _describe_bins(self.bins))
 
     def track(self, mode: Mode) -> StatsLayer:
-        """Say what the next forward passes are for; `range` and `counts` start anew."""
+        """Choose what the next forward passes are for.
+
+        Args:
+            mode: `"range"` tracks the range of each unit and `"counts"` counts within these ranges; both start anew.
+                `"align"` keeps each batch for `loss`. `"off"` does nothing.
+
+        Returns:
+            The layer itself.
+
+        Raises:
+            ShiftmendError: If the mode is unknown, or the statistics that it needs are missing or not finite.
+
+        Example:
+            >>> StatsLayer(3).track("range").mode
+            'range'
+        """
         check_known(mode, get_args(Mode), "mode")
         if mode != "off" and self.counts.dtype not in (torch.float32, torch.float64):
             raise ShiftmendError(
@@ -79,7 +103,8 @@ class StatsLayer(nn.Module):
         return self
 
     def _check_range(self, mode: Mode) -> None:
-        if bool((self.low > self.high).any()):  # as they were at the start
+        # The ranges start as infinity to minus infinity.
+        if bool((self.low > self.high).any()):
             raise ShiftmendError(f"mode {mode!r} needs the range first: track('range') and one pass over the source")
         finite = torch.isfinite(self.low) & torch.isfinite(self.high)
         if not bool(finite.all()):
@@ -89,6 +114,22 @@ class StatsLayer(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Track a batch as the mode says, and return it unchanged.
+
+        Args:
+            x: Activations `[N, ...]` with D units on `channel_axis`, or `[N]` for a single unit.
+
+        Returns:
+            `x` itself.
+
+        Raises:
+            ShiftmendError: If the input is not of D units.
+
+        Example:
+            >>> x = torch.ones(4, 3, 8, 8)
+            >>> StatsLayer(3)(x) is x
+            True
+        """
         if self.mode == "off":
             return x
         units, axis = self.low.shape[0], self.channel_axis
@@ -115,23 +156,54 @@ class StatsLayer(nn.Module):
             self.counts += counter.counts.to(self.counts.dtype)
             self.samples += values.shape[0]
         else:
-            self._last = values.clone()  # a following in-place layer must not change it
+            # A layer behind this one may work in place.
+            self._last = values.clone()
         return x
 
     def histogram(self) -> Histogram:
-        """What has been tracked up to now, in the form a profile stores."""
+        """Return the statistics tracked so far, in the form that a profile stores.
+
+        Returns:
+            A histogram with counts `[D, B]` and ranges `[D]`.
+
+        Example:
+            >>> layer = StatsLayer(1)
+            >>> for mode in ("range", "counts"):
+            ...     _ = layer.track(mode)(torch.arange(100.0))
+            >>> layer.histogram().samples
+            100
+        """
         return Histogram(self.counts.clone(), self.low.clone(), self.high.clone(), int(self.samples), self.bins)
 
-    def loss(self, kind: Divergence = "psi") -> Tensor:
-        """Mean divergence over units between the last batch and the stored statistics."""
+    def loss(self, kind: str = "psi") -> Tensor:
+        """Compute the mean divergence over units between the last batch and the stored statistics.
+
+        Args:
+            kind: The divergence: `"psi"`, `"symmetric-kl"`, `"kl-source-target"` or `"kl-target-source"`.
+
+        Returns:
+            One number, with a gradient to the input of the layer.
+
+        Raises:
+            ShiftmendError: If no batch has passed in mode `"align"`, or the divergence is unknown.
+
+        Example:
+            >>> layer = StatsLayer(1)
+            >>> for mode in ("range", "counts", "align"):
+            ...     _ = layer.track(mode)(torch.arange(100.0))
+            >>> round(float(layer.loss()), 4)
+            0.0
+        """
         if self._last is None:
             raise ShiftmendError("there is no batch to compare: track('align'), then run a forward pass")
         return self.histogram().divergence(self._last, kind)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         stored = state_dict.get(f"{prefix}cut")
-        # rounded as the stored one is: a model in bfloat16 has few digits
-        if stored is not None and not torch.equal(stored.cpu().float(), _cut(self.bins).to(stored.dtype).float()):
+        # Ours is rounded as the stored one is: a model in bfloat16 has few digits.
+        if stored is not None and not torch.equal(
+            stored.cpu().float(), _describe_bins(self.bins).to(stored.dtype).float()
+        ):
             errors: list[str] = arguments[-1]
             theirs, ours = ([float(f"{value:.6g}") for value in cut.tolist()] for cut in (stored, self.cut))
             errors.append(
@@ -142,12 +214,14 @@ class StatsLayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_last": None}  # a graph can neither be copied nor saved
+        # The last batch may hang in an autograd graph, which can neither be copied nor saved.
+        return {**super().__getstate__(), "_last": None}
 
     def extra_repr(self) -> str:
+        """Describe the layer as part of the network's `repr`."""
         return f"units={self.low.shape[0]}, bins={self.bins.count}, layout={self.bins.layout}, mode={self.mode}"
 
 
-def _cut(bins: Bins) -> Tensor:
-    """In float32: a model with a buffer of float64 could not be moved to a device that has none."""
+def _describe_bins(bins: Bins) -> Tensor:
+    """Describe bins in a float32 tensor: a model with a float64 buffer cannot move to a device without float64."""
     return torch.tensor([bins.inner, bins.temperature], dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""JSON that every program reads: numbers that are not finite, which it does not have, are kept as text."""
+"""JSON that every program reads: numbers that are not finite, which JSON does not have, are stored as text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shiftmend.utils.checks import kind
 
 
 def dumps(value: Any, name: str = "result", *, indent: int | None = None) -> str:
-    """Strict JSON: what is not finite is "NaN", "Infinity" or "-Infinity"."""
-    return json.dumps(plain(value, name), indent=indent, allow_nan=False)
+    """Write strict JSON, in which numbers that are not finite are "NaN", "Infinity" or "-Infinity"."""
+    return json.dumps(to_strict_json(value, name), indent=indent, allow_nan=False)
 
 
-def plain(value: Any, name: str) -> Any:
-    """`value` in terms of strict JSON; `name` is for the error if that is impossible. Tuples become lists."""
+def to_strict_json(value: Any, name: str) -> Any:
+    """Convert a value to strict JSON, tuples to lists; `name` is for the error if that is impossible."""
     if isinstance(value, float):
         if math.isfinite(value):
             return value
@@ -25,19 +25,19 @@ def plain(value: Any, name: str) -> Any:
     if value is None or isinstance(value, (str, int)):
         return value
     if isinstance(value, (list, tuple)):
-        return [plain(entry, f"{name}[{position}]") for position, entry in enumerate(value)]
+        return [to_strict_json(entry, f"{name}[{position}]") for position, entry in enumerate(value)]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: plain(entry, f"{name}.{key}") for key, entry in value.items()}
+        return {key: to_strict_json(entry, f"{name}.{key}") for key, entry in value.items()}
     raise DataError(
         f"{name} is {kind(value)} that cannot be kept as JSON; "
         "expected numbers, strings, lists, and dictionaries with strings as keys"
     )
 
 
-def revived(value: Any) -> Any:
-    """The inverse of `plain`, but for tuples; a string that reads like one of the three numbers becomes that number."""
+def from_strict_json(value: Any) -> Any:
+    """Undo `to_strict_json`, but for tuples; a string that reads like one of the three numbers becomes that number."""
     if isinstance(value, list):
-        return [revived(entry) for entry in value]
+        return [from_strict_json(entry) for entry in value]
     if isinstance(value, dict):
-        return {key: revived(entry) for key, entry in value.items()}
+        return {key: from_strict_json(entry) for key, entry in value.items()}
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value

@@ -1,4 +1,4 @@
-"""Progress for people: a bar on the terminal if there is one, silence otherwise."""
+"""Progress bars: one on the terminal if there is a terminal, silence otherwise."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from contextvars import ContextVar
 from shiftmend.utils.processes import rank, world_size
 
 Progress = bool | None
-"""True: show; False: do not; None: show if standard error is a terminal."""
+"""True shows a bar, False shows none, None shows one if standard error is a terminal."""
 
 
 _shown = ContextVar("shown", default=False)
-"""Whether there is a bar on the terminal."""
+"""True while a bar is on the terminal."""
 
 
 class Bar:
-    """Takes the steps of some work; this one shows nothing."""
+    """A bar that shows nothing; its subclass shows one on the terminal."""
 
     def advance(self, steps: int = 1, note: str = "") -> None:
-        """Say that so many steps more are done."""
+        """Report that more steps are done, with a note to show beside the bar."""
 
 
-class Pass:
-    """Says on a bar how far a pass over data has come; of `whole` samples, where it is known how many there are."""
+class PassProgress:
+    """The progress of one pass over data, shown as a note on a bar; `total` is the number of samples, if known."""
 
-    def __init__(self, bar: Bar, what: str, whole: int | None) -> None:
-        self.bar, self.what, self.whole, self.done = bar, what, whole, 0
+    def __init__(self, bar: Bar, what: str, total: int | None) -> None:
+        self.bar, self.what, self.total, self.done = bar, what, total, 0
 
     def __call__(self, samples: int) -> None:
         self.done += samples * world_size()
-        # the shares of processes are not all alike
-        far = f"{self.done:,}" if self.whole is None else f"{min(self.done, self.whole):,} of {self.whole:,}"
-        self.bar.advance(0, f"{self.what}  {far} samples")
+        # Processes may have parts of different sizes, so that the product may exceed the total.
+        done = f"{self.done:,}" if self.total is None else f"{min(self.done, self.total):,} of {self.total:,}"
+        self.bar.advance(0, f"{self.what}  {done} samples")
 
 
 @contextmanager
 def progress_bar(show: Progress, title: str, total: int | None) -> Iterator[Bar]:
-    """A bar for the length of the block, unless there is one; of several processes only the first shows one."""
+    """Show a bar for the length of the block, unless one is shown already, and in the first process alone."""
     if show is False or rank() > 0 or _shown.get() or (show is None and not sys.stderr.isatty()):
         yield Bar()
         return
@@ -49,7 +49,7 @@ def progress_bar(show: Progress, title: str, total: int | None) -> Iterator[Bar]
 
     title_column, note = (TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[note]"))
     columns = (title_column, BarColumn(), note, TimeElapsedColumn())
-    # on a terminal it goes away when done; in a log file, where asked for, its last state stays
+    # On a terminal the bar goes away when done; in a log file its last state stays.
     with RichProgress(*columns, console=Console(stderr=True), transient=sys.stderr.isatty()) as shown:
         task = shown.add_task(title, total=total, note="")
 

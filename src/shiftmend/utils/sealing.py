@@ -1,6 +1,6 @@
-"""Safetensors files in which no damaged byte goes unnoticed: the metadata hold the SHA-256 of the whole file.
+"""Sealed safetensors files: the metadata hold the SHA-256 of the whole file, so that no damaged byte goes unnoticed.
 
-It is taken with 64 zeros in its own place. Files may be too large to be in memory at once.
+The hash is taken with 64 zeros in its own place. Files are hashed in parts, since they may not fit into memory.
 """
 
 from __future__ import annotations
@@ -11,51 +11,51 @@ import re
 import struct
 from typing import BinaryIO
 
-_NO_SUM = "0" * 64
+_ZEROS = "0" * 64
 
 
-UNSEALED = {"sha256": _NO_SUM}
-"""What the metadata need before `seal` can fill it in."""
+UNSEALED = {"sha256": _ZEROS}
+"""Metadata that a file needs before `seal` can fill in its hash."""
 
 
-_MOST_HEADER = 100_000_000
-"""Bytes, the limit of the format: a damaged file may promise any number."""
+_MAX_HEADER_BYTES = 100_000_000
+"""The limit of the format; a damaged file may promise any number."""
 
 
-_AT_ONCE = 1 << 22
+_BYTES_AT_ONCE = 1 << 22
 
 
 def seal(file: BinaryIO) -> None:
-    """Fill in the sum of a file that is open for reading and writing."""
-    header = _header(file)
-    digest = _sum(header, file)
-    file.seek(header.index(_entry(_NO_SUM)))
+    """Fill in the hash of a file that is open for reading and writing."""
+    header = _read_header(file)
+    digest = _hash(header, file)
+    file.seek(header.index(_entry(_ZEROS)))
     file.write(_entry(digest))
 
 
-def is_whole(file: BinaryIO) -> bool:
-    """Whether a file is as it was sealed; what is no safetensors file is a `ValueError`."""
-    header = _header(file)
+def is_intact(file: BinaryIO) -> bool:
+    """Say if a file is as it was sealed; raise `ValueError` if it is no safetensors file."""
+    header = _read_header(file)
     facts = json.loads(header[8:])
     metadata = facts.get("__metadata__") if isinstance(facts, dict) else None
     digest = str(metadata.get("sha256")) if isinstance(metadata, dict) else ""
     if not re.fullmatch("[0-9a-f]{64}", digest):
         return False
-    return _sum(header.replace(_entry(digest), _entry(_NO_SUM), 1), file) == digest
+    return _hash(header.replace(_entry(digest), _entry(_ZEROS), 1), file) == digest
 
 
-def _header(file: BinaryIO) -> bytes:
-    """Length and text, with which the file begins."""
+def _read_header(file: BinaryIO) -> bytes:
+    """Read the length and the text that a safetensors file begins with."""
     start = file.read(8)
-    length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MOST_HEADER + 1
-    if length > _MOST_HEADER:
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER_BYTES + 1
+    if length > _MAX_HEADER_BYTES:
         raise ValueError("no safetensors file")
     return start + file.read(length)
 
 
-def _sum(header: bytes, rest: BinaryIO) -> str:
+def _hash(header: bytes, rest: BinaryIO) -> str:
     digest = hashlib.sha256(header)
-    while part := rest.read(_AT_ONCE):
+    while part := rest.read(_BYTES_AT_ONCE):
         digest.update(part)
     return digest.hexdigest()
 

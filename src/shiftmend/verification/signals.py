@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.accelerate.precision import Precision
-from shiftmend.distributed.collectives import active, all_sum, gathered, joined_mean
+from shiftmend.distributed.collectives import all_gather, all_sum, is_distributed, reduce_mean
 from shiftmend.errors import TapError
 from shiftmend.inputs.feed import Feed
 from shiftmend.introspection.outputs import Entry, pick
@@ -185,7 +185,7 @@ class Certainty:
         """Return both means over all processes; empty if no logits were seen."""
         if self._sums is None:
             return {}
-        entropy, confidence = joined_mean(self._sums / self._predictions, self._predictions)
+        entropy, confidence = reduce_mean(self._sums / self._predictions, self._predictions)
         return {"entropy": entropy, "confidence": confidence}
 
 
@@ -194,8 +194,8 @@ class Tally:
 
     def __init__(self, profile: Profile, taps: Iterable[str] = VERIFIED) -> None:
         self.profile = profile
-        self.slices = profile.slices["verification"].histogram.counter()
-        self.taps = {name: profile.taps[name].counter() for name in taps}
+        self.slices = profile.slices["verification"].histogram.new_tracker()
+        self.taps = {name: profile.taps[name].new_tracker() for name in taps}
         self.inputs = 0
         self._earlier: int | Tensor = 0  # Inputs of the batches before, in all processes.
 
@@ -208,16 +208,19 @@ class Tally:
         self._earlier = self._earlier + batch
         # Batches may differ in their number of positions, all of which the profile has counted.
         times = {name: len(activations[name]) / len(rows) for name, rows in counted.items()}
-        for part in self.profile.slices["verification"].projector.by_parts(counted["features"]):
+        for part in self.profile.slices["verification"].projector.project_in_parts(counted["features"]):
             self.slices.update(part, times["features"])
         for name, counter in self.taps.items():
             counter.update(counted[name], times[name])
 
     def joined(self) -> tuple[Tensor, Tensor, int]:
         """Return the divergence of the slices, that of the marginals, and the inputs, over all processes."""
-        slices = self.slices.joined()
-        inputs = int(all_sum(torch.tensor(self.inputs, device=slices.counts.device))) if active() else self.inputs
-        features, logits = (self.taps[name].joined().divergence(self.profile.taps[name]) for name in VERIFIED)
+        slices = self.slices.reduce_over_processes()
+        inputs = self.inputs
+        if is_distributed():
+            inputs = int(all_sum(torch.tensor(inputs, device=slices.counts.device)))
+        taps = {name: self.taps[name].reduce_over_processes() for name in VERIFIED}
+        features, logits = (tap.divergence(self.profile.taps[name]) for name, tap in taps.items())
         return slices.divergence(self.profile.slices["verification"].histogram), features + logits, inputs
 
     def verification(self) -> Verification:
@@ -229,9 +232,9 @@ class Tally:
 
 def _place(inputs: int, device: torch.device) -> tuple[int | Tensor, int | Tensor]:
     """Return how many inputs of a shared batch belong to earlier processes, and how many the batch has in all."""
-    if not active():
+    if not is_distributed():
         return 0, inputs
-    every = gathered(torch.tensor(inputs, device=device))
+    every = all_gather(torch.tensor(inputs, device=device))
     return every[: rank()].sum(), every.sum()
 
 

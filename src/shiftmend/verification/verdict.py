@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shiftmend.profiles.profile import Profile
-from shiftmend.stats.histograms import sampling_floor
+from shiftmend.stats.divergences import sampling_floor
 
 RESTORED = 0.005
 """Divergence of the slices, without chance, below which features count as restored."""

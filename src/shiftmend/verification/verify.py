@@ -69,7 +69,7 @@ def verify(
         isolate_rng(place, lambda: check_model(model, feed.examples(2))),
         progress_bar(progress, "verify", feed.known_samples) as bar,
     ):
-        profile.check_inputs(InputSummary.of(feed.batches()))
+        profile.check_inputs(InputSummary.from_batches(feed.batches()))
         feed.on_batch = bar.advance
         tally = Tally(profile.to(place))
         taps = {name: profile.specs[name] for name in VERIFIED}

@@ -14,7 +14,7 @@ from shiftmend import Adaptation, Bins, Profile
 from shiftmend.errors import DataError
 from shiftmend.introspection.taps import attach_taps
 from shiftmend.research.analysis.toys import Toy, offset_toy, rotation_toy
-from shiftmend.stats.histograms import sampling_floor
+from shiftmend.stats.divergences import sampling_floor
 
 SOFT = Bins(temperature=0.1)
 
@@ -98,7 +98,7 @@ def test_a_rotation_cannot_be_seen_and_is_not_restored(degrees: int) -> None:
         activations = recorder.read()
     floor = sampling_floor(profile.bins, 2000, 2000)
     for name, home in profile.taps.items():
-        assert float(home.mean_divergence(home.of(activations[name]))) < 1.5 * floor
+        assert float(home.mean_divergence(home.count(activations[name]))) < 1.5 * floor
     assert accuracy(toy, result.model) == pytest.approx(expected, abs=0.08)
     # and so the judge, who sees only how features are distributed, has nothing to complain of: an honest limit
     assert shiftmend.verify(toy.model, toy.target_inputs, profile).verdict == "restored"

@@ -18,16 +18,17 @@ from numpy.typing import NDArray
 
 from shiftmend.stats import histograms
 from shiftmend.stats.cuda import kernels
-from shiftmend.stats.histograms import EPSILON, Bins
+from shiftmend.stats.divergences import EPSILON
+from shiftmend.stats.histograms import Bins
 
 COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 Floats = NDArray[np.float32]
 ARGUMENTS = {
-    "counts": "vffF iiif",
-    "settle": "fffFFF iiifff",
-    "slopes": "vffffV iiiff",
-    "alone": "vfffFV iifffff",
+    "partial_counts": "vffF iiif",
+    "finish": "fffFFF iiifff",
+    "gradients": "vffffV iiiff",
+    "fused": "vfffFV iifffff",
 }
 
 
@@ -105,7 +106,7 @@ def expected(
 
 
 def geometry(bins: Bins) -> tuple[float, float]:
-    return kernels._sharp(bins), 1 / bins.temperature
+    return kernels.width_log2(bins), 1 / bins.temperature
 
 
 CASES = [
@@ -121,7 +122,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("samples", "units", "columns", "bins"), CASES)
-def test_alone(build: Callable[..., ctypes.CDLL], samples: int, units: int, columns: int, bins: Bins) -> None:
+def test_fused(build: Callable[..., ctypes.CDLL], samples: int, units: int, columns: int, bins: Bins) -> None:
     values, low, scale, source = world(samples, units, bins)
     _, per_unit, gradient = expected(values, low, scale, source, bins)
     result, slopes = np.full(units, np.nan, np.float32), np.full_like(values, np.nan)
@@ -129,7 +130,7 @@ def test_alone(build: Callable[..., ctypes.CDLL], samples: int, units: int, colu
     sharp, sharpness = geometry(bins)
     forward = 1 / math.log(bins.total)
     launch(
-        library, "alone", math.ceil(units / columns), 1,
+        library, "fused", math.ceil(units / columns), 1,
         values, low, scale, source, result, slopes, samples, units, sharp, sharpness, forward, forward, EPSILON,
     )  # fmt: skip
     np.testing.assert_allclose(result, per_unit, rtol=1e-3, atol=1e-5)
@@ -150,29 +151,29 @@ def test_in_parts(
     across, each = math.ceil(units / columns), math.ceil(samples / parts)
     sharp, sharpness = geometry(bins)
     partial = np.full((parts, bins.total, units), np.nan, np.float32)
-    launch(library, "counts", across, parts, values, low, scale, partial, samples, units, each, sharp)
+    launch(library, "partial_counts", across, parts, values, low, scale, partial, samples, units, each, sharp)
     found = np.full((units, bins.total), np.nan, np.float32)
     launch(
-        library, "settle", across, 1, partial, scale, None, found, None, None, samples, units, parts, 0.0, 0.0, EPSILON
+        library, "finish", across, 1, partial, scale, None, found, None, None, samples, units, parts, 0.0, 0.0, EPSILON
     )
     np.testing.assert_allclose(found, counts, rtol=1e-4, atol=1e-9)
     result, by_count = np.full(units, np.nan, np.float32), np.full_like(source, np.nan)
     weight = 1 / math.log(bins.total)
     launch(
-        library, "settle", across, 1,
+        library, "finish", across, 1,
         partial, scale, source, None, result, by_count, samples, units, parts, weight, weight, EPSILON,
     )  # fmt: skip
     np.testing.assert_allclose(result, per_unit, rtol=1e-3, atol=1e-5)
     upstream = np.linspace(-1, 1, units).astype(np.float32)
     slopes = np.full_like(values, np.nan)
     launch(
-        library, "slopes", across, parts,
+        library, "gradients", across, parts,
         values, low, scale, by_count, upstream, slopes, samples, units, each, sharp, sharpness,
     )  # fmt: skip
     np.testing.assert_allclose(slopes, gradient * upstream, atol=2e-3 * np.abs(gradient).max() + 1e-9)
     plain = np.full_like(values, np.nan)
     launch(
-        library, "slopes", across, parts,
+        library, "gradients", across, parts,
         values, low, scale, by_count, None, plain, samples, units, each, sharp, sharpness,
     )  # fmt: skip
     np.testing.assert_allclose(plain * upstream, slopes, rtol=1e-5, atol=1e-7)
@@ -185,13 +186,13 @@ def test_nan_comes_out_and_infinity_lies_in_an_outer_bin(build: Callable[..., ct
     values[3, 1], values[5, 2], values[7, 3] = np.nan, np.inf, -np.inf
     partial = np.zeros((1, bins.total, 4), np.float32)
     library = build(bins.total, 1, 4, 2)
-    launch(library, "counts", 1, 1, values, low, scale, partial, 40, 4, 40, kernels._sharp(bins))
+    launch(library, "partial_counts", 1, 1, values, low, scale, partial, 40, 4, 40, kernels.width_log2(bins))
     assert np.isnan(partial[0, :, 1]).any()
     assert np.isfinite(partial[0][:, [0, 2, 3]]).all()
     np.testing.assert_allclose(partial[0][:, [0, 2, 3]].sum(0), 40, rtol=1e-5)
     values[5, 2], values[7, 3] = 1e9, -1e9
     again = np.zeros_like(partial)
-    launch(library, "counts", 1, 1, values, low, scale, again, 40, 4, 40, kernels._sharp(bins))
+    launch(library, "partial_counts", 1, 1, values, low, scale, again, 40, 4, 40, kernels.width_log2(bins))
     np.testing.assert_allclose(again[0][:, [2, 3]], partial[0][:, [2, 3]], rtol=1e-6)
 
 
@@ -205,7 +206,7 @@ def test_bfloat16_is_read_and_rounded_as_torch_does(build: Callable[..., ctypes.
     sharp, sharpness = geometry(bins)
     library = build(bins.total, kernels.window(bins), 4, 2, "BFLOAT16")
     launch(
-        library, "alone", 2, 1, half.view(torch.uint16).numpy(), low, scale, source, result, slopes, 37, 6,
+        library, "fused", 2, 1, half.view(torch.uint16).numpy(), low, scale, source, result, slopes, 37, 6,
         sharp, sharpness, 1 / math.log(bins.total), 1 / math.log(bins.total), EPSILON,
     )  # fmt: skip
     np.testing.assert_allclose(result, per_unit, rtol=1e-3, atol=1e-5)
@@ -226,12 +227,12 @@ def test_units_that_give_one_value_only(build: Callable[..., ctypes.CDLL], where
     library = build(bins.total, kernels.window(bins), 4, 2)
     sharp, sharpness = geometry(bins)
     partial = np.zeros((1, bins.total, 2), np.float32)
-    launch(library, "counts", 1, 1, values, low, scale, partial, 30, 2, 30, sharp)
+    launch(library, "partial_counts", 1, 1, values, low, scale, partial, 30, 2, 30, sharp)
     np.testing.assert_allclose(partial[0].T / 30, counts, rtol=1e-4, atol=1e-10)
     result, slopes = np.empty(2, np.float32), np.empty_like(values)
     weight = 1 / math.log(bins.total)
     launch(
-        library, "alone", 1, 1,
+        library, "fused", 1, 1,
         values, low, scale, source, result, slopes, 30, 2, sharp, sharpness, weight, weight, EPSILON,
     )  # fmt: skip
     np.testing.assert_allclose(result, per_unit, rtol=1e-4)
@@ -246,7 +247,7 @@ def test_far_outside_there_is_no_slope(build: Callable[..., ctypes.CDLL], where:
     result, slopes = np.empty(2, np.float32), np.empty_like(values)
     sharp, sharpness = geometry(bins)
     launch(
-        build(bins.total, kernels.window(bins), 4, 2), "alone", 1, 1,
+        build(bins.total, kernels.window(bins), 4, 2), "fused", 1, 1,
         values, low, scale, source, result, slopes, 30, 2, sharp, sharpness, 1.0, 1.0, EPSILON,
     )  # fmt: skip
     assert np.isfinite(result).all()
@@ -264,7 +265,7 @@ def test_the_window_leaves_out_nothing_that_counts(temperature: float, count: in
     cut = (grid * bins.inner).round().clamp(0, bins.inner)
     place = torch.arange(bins.total) - cut.unsqueeze(1)
     outside = torch.where((place < 1 - reach) | (place > reach), shares, 0.0)
-    assert float(outside.max()) <= math.exp(-kernels._NEGLIGIBLE)
+    assert float(outside.max()) <= math.exp(-kernels.NEGLIGIBLE_LOGIT)
 
 
 @pytest.mark.slow
@@ -278,5 +279,5 @@ def test_very_sharp_and_very_soft_bins(build: Callable[..., ctypes.CDLL]) -> Non
         ).mean(0)
         partial = np.zeros((1, bins.total, 3), np.float32)
         library = build(bins.total, kernels.window(bins), 4, 2)
-        launch(library, "counts", 1, 1, values, low, scale, partial, 40, 3, 40, kernels._sharp(bins))
+        launch(library, "partial_counts", 1, 1, values, low, scale, partial, 40, 3, 40, kernels.width_log2(bins))
         np.testing.assert_allclose(partial[0].T / 40, counts, atol=1e-6)

@@ -26,7 +26,7 @@ from typing import Any, Literal, Self, get_args
 
 from shiftmend.errors import DataError
 from shiftmend.research.bench.benchmark import SIGNALS, Cell, Origin, Outcome, Result
-from shiftmend.utils.json import dumps, plain, revived
+from shiftmend.utils.json import dumps, from_strict_json, to_strict_json
 
 Value = str | int | float | None
 
@@ -123,7 +123,7 @@ def unflatten(row: Mapping[str, Any]) -> Result:
     cell = Cell(*(row[name] for name in KEY))
     try:
         _check(row)
-        history, manifest = (revived(json.loads(row[name])) for name in ("history", "manifest"))
+        history, manifest = (from_strict_json(json.loads(row[name])) for name in ("history", "manifest"))
         if not (isinstance(history, list) and isinstance(manifest, dict)):
             raise TypeError("history or manifest is of the wrong form")
         return Result(
@@ -475,7 +475,7 @@ def to_compact(results: Iterable[Result]) -> str:
         for name, value in _thinned(json.loads(str(row["manifest"]))).items():
             known = shared.setdefault(name, {})
             own[name] = known.setdefault(_written(_rounded(value)), len(known))
-        rows.append(([_rounded(plain(row[name], name)) for name in _FLAT], own))
+        rows.append(([_rounded(to_strict_json(row[name], name)) for name in _FLAT], own))
     lines = [f"[{_written(values)[1:-1]}, {_written([own.get(name) for name in shared])}]" for values, own in rows]
     parts = [f"  {_written(name)}: [{_below(list(values), 3)}]" for name, values in shared.items()]
     return (
@@ -522,7 +522,7 @@ def read_file(path: Path) -> list[Result]:
 
 def _result(columns: list[str], row: list[Any], shared: Mapping[str, list[Any]]) -> Result:
     values = dict(zip(columns, row, strict=True))
-    numbers = {name: revived(values[name]) for name, kind in COLUMNS.items() if kind == "REAL"}
+    numbers = {name: from_strict_json(values[name]) for name, kind in COLUMNS.items() if kind == "REAL"}
     manifest = {
         name: shared[name][which] for name, which in zip(shared, values["manifest"], strict=True) if which is not None
     }

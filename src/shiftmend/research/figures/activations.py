@@ -15,7 +15,7 @@ from shiftmend.inputs.feed import Preprocess
 from shiftmend.profiles.profile import Profile
 from shiftmend.research.figures import style
 from shiftmend.research.figures.measuring import per_unit, shares
-from shiftmend.stats.statistics import Histogram
+from shiftmend.stats.histograms import Histogram
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

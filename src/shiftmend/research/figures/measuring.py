@@ -54,7 +54,7 @@ def shares(
     place = resolve_device(device, plain)
     feed = Feed(data, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
     homes = {name: profile.taps[name].to(place) for name in names}
-    counters = {name: home.counter() for name, home in homes.items()}
+    counters = {name: home.new_tracker() for name, home in homes.items()}
     with on_device(plain, place):
         check_model(plain, [feed.first(2)])
     with watched(plain, place, {name: profile.specs[name] for name in names}) as (running, recorder):
@@ -72,7 +72,7 @@ def shares(
 def per_unit(profile: Profile, tap: str, target: Tensor) -> Tensor:
     """PSI of each unit between the profile and normalised counts of a target; NaN where the source was constant."""
     home = profile.taps[tap]
-    return torch.where(home.usable, home.per_unit(target), torch.nan)
+    return torch.where(home.usable, home.divergence_per_unit(target), torch.nan)
 
 
 def layer_taps(

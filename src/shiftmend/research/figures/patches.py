@@ -18,8 +18,7 @@ from shiftmend.introspection.validate import check_model, unwrap
 from shiftmend.research.figures import style
 from shiftmend.research.figures.measuring import watched
 from shiftmend.research.figures.receptive_fields import Field, first_convolution, receptive_field
-from shiftmend.stats.histograms import Bins, soft_histogram
-from shiftmend.stats.statistics import Histogram
+from shiftmend.stats.histograms import Bins, Histogram, soft_histogram
 from shiftmend.utils.devices import resolve_device
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def divergence(source: Tensor, target: Tensor) -> float:
     low, high = source.amin().reshape(1), source.amax().reshape(1)
     counts = soft_histogram(source.unsqueeze(1), low, high, bins) * len(source)
     home = Histogram(counts, low, high, len(source), bins)
-    return float(home.mean_divergence(home.of(target.unsqueeze(1))))
+    return float(home.mean_divergence(home.count(target.unsqueeze(1))))
 
 
 def draw(

@@ -1,11 +1,12 @@
-// Soft histograms, their divergence and its slope. What they compute and why it is exact: kernels.py.
+// Soft histograms, their divergence from the source, and its gradient. kernels.py derives the formulas.
 //
-// A block has COLUMNS units; its threads share their samples out, each thread staying with one unit. A thread keeps its
-// bins in a column of shared memory that no other thread touches, so adding needs neither atomics nor a look at all bins.
+// A block has COLUMNS units. Its threads divide the samples among them; each thread stays with one unit. A thread keeps
+// its bins in a column of shared memory that no other thread touches, so adding needs no atomics, and no pass over all
+// bins.
 //
-// Given when compiled: TOTAL bins, the WINDOW of bins on either side of a cut that get a share of a value near it,
-// COLUMNS (a power of two up to 32), WARPS in a block, values AHEAD that a thread loads at once, and the type of the
-// values: FLOAT32 or BFLOAT16.
+// Macros set by the compiler's options: TOTAL bins; WINDOW, the bins on either side of a cut that get a share of a
+// value near it; COLUMNS, a power of two up to 32; WARPS in a block; AHEAD, the values that a thread loads at once; and the
+// type of the values, FLOAT32 or BFLOAT16.
 
 #define INNER (TOTAL - 2)
 #define LANES 32
@@ -31,7 +32,7 @@ __device__ Value written(float value) {
 }
 #endif
 
-// What all values of a unit have in common. `sharp` is s, the width of a bin in temperatures, as an exponent of two.
+// Constants of a unit. `sharp` is s, the width of a bin in temperatures, as an exponent of two.
 struct Unit {
   float low, scale, sharp;
 #if WINDOW <= 8
@@ -48,7 +49,7 @@ __device__ __forceinline__ Unit unit_of(float low, float scale, float sharp) {
   return unit;
 }
 
-// A value beside the cut next to it, which lies between the bins `cut` and `cut` + 1.
+// A value described by the cut next to it, which lies between the bins `cut` and `cut` + 1.
 struct Place {
   int cut;
   float away;  // from the cut, in temperatures, as an exponent of two
@@ -60,7 +61,7 @@ __device__ __forceinline__ bool exists(const Place& place, int i) {
   return (i >= 0 || place.cut + i >= 0) && (i <= 1 || place.cut + i < TOTAL);
 }
 
-// Weight of bin `cut` + i, with that of `cut` 1: exp(i t - i (i - 1) s / 2), where t is the distance from the cut.
+// Returns the weight of bin `cut` + i, where bin `cut` has 1: exp(i t - i (i - 1) s / 2), t the distance from the cut.
 __device__ __forceinline__ float weight(const Unit& unit, const Place& place, int i) {
 #if WINDOW <= 8
   float weight = i > 0 ? unit.fade[i] : unit.fade[1 - i];
@@ -109,8 +110,8 @@ __device__ __forceinline__ void add_all(const Unit& unit, const Value* values, i
   for (; row < last; row += STRIDE, at += step) add(unit, read(*at), bins);
 }
 
-// Raising a value by dx raises the share of a bin by share x (bin - mean bin) dx / temperature.
-__device__ __forceinline__ float slope(const Unit& unit, float value, const float* gradient) {
+// Returns the derivative by a value, times the temperature: d share / dx = share x (bin - mean bin) / temperature.
+__device__ __forceinline__ float derivative(const Unit& unit, float value, const float* gradient) {
   Place place = placed(unit, value);
   float mean = 0.f, sum = 0.f;
   OVER_NEIGHBOURS mean += weight(unit, place, i) * place.share * i;
@@ -123,7 +124,7 @@ struct Kind {
   float forward, backward, epsilon;
 };
 
-// One bin's part of the divergence, and the divergence's derivative by the target's count.
+// Returns the part of one bin in the divergence; sets the derivative of the divergence by the target's count.
 __device__ __forceinline__ float term(float source, float target, const Kind& kind, float* gradient) {
   float distance = logf(source + kind.epsilon) - logf(target + kind.epsilon);
   float weight = kind.forward * source - kind.backward * target;
@@ -141,7 +142,7 @@ __device__ __forceinline__ Thread own(int units) {
   return {unit, warp * (LANES / COLUMNS) + lane / COLUMNS, lane, warp, unit < units};
 }
 
-// What all threads of a unit have in a bin, in a fixed order.
+// Sums a bin over all threads of a unit, in a fixed order.
 __device__ __forceinline__ float summed(const float (*bins)[TOTAL][LANES], int bin, int column) {
   float sum = 0.f;
 #pragma unroll
@@ -151,8 +152,8 @@ __device__ __forceinline__ float summed(const float (*bins)[TOTAL][LANES], int b
   return sum;
 }
 
-KERNEL counts(const Value* values, const float* low, const float* scale, float* partial, int samples, int units,
-              int each, float sharp) {
+KERNEL partial_counts(const Value* values, const float* low, const float* scale, float* partial, int samples,
+                      int units, int each, float sharp) {
   __shared__ float bins[WARPS][TOTAL][LANES];
   Thread me = own(units);
   for (int bin = 0; bin < TOTAL; ++bin) bins[me.warp][bin][me.lane] = 0.f;
@@ -166,8 +167,9 @@ KERNEL counts(const Value* values, const float* low, const float* scale, float* 
     partial[((long long)blockIdx.y * TOTAL + bin) * units + me.unit] = summed(bins, bin, me.lane % COLUMNS);
 }
 
-// Sums of `counts`, in a fixed order, and what follows from them for each unit. Without a source, the counts alone.
-KERNEL settle(const float* partial, const float* scale, const float* source, float* target, float* result,
+// Sums the results of `partial_counts` in a fixed order. Writes normalised counts to `target` if `source` is null, else
+// the divergence of each unit and its derivative by the counts.
+KERNEL finish(const float* partial, const float* scale, const float* source, float* target, float* result,
               float* gradient, int samples, int units, int splits, float forward, float backward, float epsilon) {
   __shared__ float parts[STRIDE][COLUMNS];
   Kind kind = {forward, backward, epsilon};
@@ -193,9 +195,10 @@ KERNEL settle(const float* partial, const float* scale, const float* source, flo
   result[me.unit] = divergence;
 }
 
-// The derivative by each value, from that by the normalised counts, times `upstream` of its unit where there is one.
-KERNEL slopes(const Value* values, const float* low, const float* scale, const float* gradient, const float* upstream,
-              Value* result, int samples, int units, int each, float sharp, float sharpness) {
+// Computes the derivative by each value from the one by the normalised counts, times `upstream` of its unit if given.
+KERNEL gradients(const Value* values, const float* low, const float* scale, const float* gradient,
+                 const float* upstream, Value* result, int samples, int units, int each, float sharp,
+                 float sharpness) {
   __shared__ float table[TOTAL][LANES];
   Thread me = own(units);
   for (int bin = me.warp; bin < TOTAL; bin += WARPS)
@@ -208,11 +211,11 @@ KERNEL slopes(const Value* values, const float* low, const float* scale, const f
   long long place = (long long)(first + me.sample) * units + me.unit, step = (long long)STRIDE * units;
 #pragma unroll 4
   for (int row = first + me.sample; row < last; row += STRIDE, place += step)
-    result[place] = written(factor * slope(unit, read(values[place]), &table[0][me.lane]));
+    result[place] = written(factor * derivative(unit, read(values[place]), &table[0][me.lane]));
 }
 
-// Histogram, divergence and slopes of some units with all of their samples in one go.
-KERNEL alone(const Value* values, const float* low, const float* scale, const float* source, float* result, Value* out,
+// Computes histogram, divergence and gradient of some units, with all of their samples in one block.
+KERNEL fused(const Value* values, const float* low, const float* scale, const float* source, float* result, Value* out,
              int samples, int units, float sharp, float sharpness, float forward, float backward, float epsilon) {
   __shared__ float bins[WARPS][TOTAL][LANES];
   __shared__ float parts[STRIDE][COLUMNS];
@@ -227,7 +230,7 @@ KERNEL alone(const Value* values, const float* low, const float* scale, const fl
   for (int bin = me.sample; bin < TOTAL; bin += STRIDE) {
     float sum = summed(bins, bin, column), slope = 0.f;
     if (unit.scale > 0.f) divergence += term(source[me.unit * TOTAL + bin], sum / samples, kind, &slope);
-    bins[0][bin][column] = slope;  // which no thread but this one reads before the next barrier
+    bins[0][bin][column] = slope;  // no other thread reads it before the next barrier
   }
   parts[me.sample][column] = divergence;
   __syncthreads();
@@ -240,5 +243,5 @@ KERNEL alone(const Value* values, const float* low, const float* scale, const fl
   long long place = (long long)me.sample * units + me.unit, step = (long long)STRIDE * units;
 #pragma unroll 4
   for (int row = me.sample; row < samples; row += STRIDE, place += step)
-    out[place] = written(factor * slope(unit, read(values[place]), &bins[0][0][column]));
+    out[place] = written(factor * derivative(unit, read(values[place]), &bins[0][0][column]));
 }

@@ -1,10 +1,13 @@
-"""Soft histograms and their divergences on a GPU as a few kernels of our own, in CUDA C (`kernels.cu`).
+"""Soft histograms and their divergences on a GPU, as a few kernels in CUDA C (`kernels.cu`).
 
-The mathematics is that of `histograms.py`, in the form of its equation (4) that is exact at any temperature. With t the
-distance of a value from the cut next to it and s the width of a bin, both in temperatures, the bin i places above the
-one below the cut has exp(i t - i (i - 1) s / 2) times its weight, so that float32 is enough. Beyond a window of bins on
-either side of the cut, which widens with the temperature and not with the number of bins, nothing is left to give. No
-tensor of N x D x B is ever written to memory.
+The mathematics is that of `histograms.py`. Here every value is described beside the cut next to it: let t be the
+distance from this cut and s the width of a bin, both divided by the temperature. The bin i places above the one below
+the cut then has exp(i t - i (i - 1) s / 2) times its weight, and float32 is exact enough at any temperature. Bins
+outside of a window around the cut get nothing worth counting; the window widens with the temperature, not with the
+number of bins. No tensor `[N, D, B]` is ever written to memory.
+
+The kernels are CUDA C rather than Triton because they measured faster: a form in Triton, which has to ask of every bin
+whether a value lies in it, took 0.276 ms for 65,536 x 512 values where these take 0.064 (`docs/speed.md`).
 """
 
 from __future__ import annotations
@@ -14,94 +17,87 @@ import logging
 import math
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shiftmend.errors import ShiftmendError
-from shiftmend.stats.cuda.nvrtc import CompilationError, Kernels, multiprocessors
-from shiftmend.stats.histograms import EPSILON, Bins, Divergence
+from shiftmend.stats.cuda.nvrtc import CompilationError, Module, multiprocessors
+from shiftmend.stats.divergences import DIVERGENCES, EPSILON, KLWeights
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from shiftmend.stats.histograms import Bins
 
-
-MOST_BINS = 128
-
-
-_MOST_SAMPLES = 1 << 30
-"""They are counted in 32 bits."""
+logger = logging.getLogger(__name__)
 
 
-_ALONE = 2048
-"""Up to so many samples one block looks at all of a unit's values, and histogram, divergence and gradient are one
-kernel."""
+MAX_BINS = 128
 
 
-_NEGLIGIBLE = 24.0
-"""A bin whose logit is this far below the highest gets less than 1e-10 of a value, and lies outside the window. That is
-small even against `EPSILON`: some bins hold nothing but what others leave them, and their logarithm counts."""
+MAX_COUNT = 1 << 30
+"""Samples, and entries of a table of counts, are numbered in 32 bits."""
 
 
-_LANES = 32
+MAX_FUSED_SAMPLES = 2048
+"""Up to this batch size one block sees all values of a unit, and a single kernel computes histogram, divergence and
+gradient."""
 
 
-_WARPS, _WARPS_ALONE = 32, 16
-"""In a block, at most."""
+NEGLIGIBLE_LOGIT = 24.0
+"""A bin whose logit is this far below the highest gets less than 1e-10 of a value and lies outside of the window. The
+share is small even beside `EPSILON`: some bins hold nothing else, and their logarithm counts."""
 
 
-_COLUMNS_ALONE = 4
+WARP_SIZE = 32
 
 
-_WARPS_RESIDENT = 64
-"""In a multiprocessor: so many fill it."""
+MAX_WARPS, MAX_WARPS_FUSED = 32, 16
+"""Warps in a block."""
 
 
-_SHARED = 48 << 10
-"""Bytes of shared memory that a block has on every GPU."""
+MAX_UNITS_FUSED = 4
+"""Units in a block of the fused kernel."""
 
 
-_AHEAD = 8
-"""Values that a thread loads at once."""
+WARPS_RESIDENT = 64
+"""Warps that fill a multiprocessor."""
 
 
-_TYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16"}
+SHARED_BYTES = 48 << 10
+"""Shared memory that a block has on every GPU."""
 
 
-Weights = tuple[float, float]
-"""Of KL(source || target) and of KL(target || source)."""
+VALUES_AHEAD = 8
+"""Values that a thread loads before it uses the first of them."""
 
 
-_KINDS: dict[str, Weights] = {
-    "psi": (1.0, 1.0),
-    "symmetric-kl": (0.5, 0.5),
-    "kl-source-target": (1.0, 0.0),
-    "kl-target-source": (0.0, 1.0),
-}
+_DTYPE_MACROS = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16"}
 
 
-def fit(values: Tensor, bins: Bins) -> bool:
-    """Whether these kernels take such values; other ones go the way of `histograms.py`."""
+def supports(values: Tensor, bins: Bins, kind: str | None = None) -> bool:
+    """Say if the kernels take such values, and can compute the divergence `kind`; else use the generic path."""
     return (
         values.is_cuda
-        and values.dtype in (*_TYPES, torch.float16)
+        and (kind is None or (kind in DIVERGENCES and DIVERGENCES[kind].kl_weights is not None))
+        and values.dtype in (*_DTYPE_MACROS, torch.float16)
         and values.ndim == 2
         and values.numel() > 0
-        and values.shape[0] < _MOST_SAMPLES
-        and values.shape[1] * bins.total < _MOST_SAMPLES
-        and bins.total <= MOST_BINS
-        and _usable(values.device)
+        and values.shape[0] < MAX_COUNT
+        and values.shape[1] * bins.total < MAX_COUNT
+        and bins.total <= MAX_BINS
+        and _can_compile(values.device)
     )
 
 
 @functools.cache
-def _usable(device: torch.device) -> bool:
-    """Whether kernels can be compiled for the device; says why not, once."""
+def _can_compile(device: torch.device) -> bool:
+    """Try to compile a kernel for the device, and log once why that fails."""
     try:
-        _kernels(3, 1, 1, 1, 1, torch.float32, device)
+        _compile(3, 1, 1, 1, 1, torch.float32, device)
     except CompilationError as error:
-        log.warning("soft histograms go without kernels of their own and take longer: %s", error)
+        logger.warning("soft histograms go without kernels of their own and take longer: %s", error)
         return False
     return True
 
@@ -112,35 +108,46 @@ def divergence(
     scale: Tensor,
     source: Tensor,
     bins: Bins,
-    kind: Divergence = "psi",
+    kind: str = "psi",
     factor: float = 1.0,
 ) -> Tensor:
-    """`factor` times the divergence of each unit `[D]` between values `[N, D]` and normalised counts `source` `[D, B]`.
+    """Compute the divergence of each unit between a batch and the source, for what `supports` accepts.
 
-    `scale` is one over the range of a usable unit and 0 for the others, whose divergence is zero.
+    Args:
+        values: Activations `[N, D]` on the GPU.
+        low: The lowest source value `[D]` of each unit.
+        scale: One over the source range `[D]`; 0 for units that are not usable, whose divergence is zero.
+        source: Probabilities `[D, B]` at the source.
+        bins: The B bins.
+        kind: A name in `DIVERGENCES` with KL weights.
+        factor: A number that multiplies the result.
+
+    Returns:
+        The divergences `[D]`, with a gradient to the values.
     """
-    _check(values, bins, low=low, scale=scale, source=source)
-    forward, backward = _KINDS[kind]
-    factor *= 1 / math.log(bins.total) if kind == "psi" else 1.0
+    _check_tables(values, bins, low=low, scale=scale, source=source)
+    kl_weights = DIVERGENCES[kind].kl_weights
+    assert kl_weights is not None
+    forward, backward = kl_weights(bins.total)
     weights = (forward * factor, backward * factor)
-    result: Tensor = _Divergence.apply(_taken(values), low, scale, source, bins, weights)
+    result: Tensor = _Divergence.apply(_as_kernel_dtype(values), low, scale, source, bins, weights)
     return result
 
 
 def soft_histogram(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
-    """Normalised soft bin counts `[D, B]`."""
-    _check(values, bins, low=low, scale=scale)
-    result: Tensor = _Histogram.apply(_taken(values), low, scale, bins)
+    """Compute the normalised soft counts `[D, B]`; the arguments are those of `divergence`."""
+    _check_tables(values, bins, low=low, scale=scale)
+    result: Tensor = _Histogram.apply(_as_kernel_dtype(values), low, scale, bins)
     return result
 
 
-def _taken(values: Tensor) -> Tensor:
-    """float16 is computed as float32: small slopes would be lost in it."""
+def _as_kernel_dtype(values: Tensor) -> Tensor:
+    """Return float16 values as float32: float16 would lose small gradients."""
     return values.float() if values.dtype == torch.float16 else values
 
 
-def _check(values: Tensor, bins: Bins, **tables: Tensor) -> None:
-    """A kernel reads whatever it is pointed at."""
+def _check_tables(values: Tensor, bins: Bins, **tables: Tensor) -> None:
+    """Refuse tables of another shape, type or device: a kernel reads whatever it is pointed at."""
     for name, table in tables.items():
         shape = (values.shape[1], bins.total) if name == "source" else (values.shape[1],)
         if table.shape != shape or table.dtype != torch.float32 or table.device != values.device:
@@ -151,18 +158,20 @@ def _check(values: Tensor, bins: Bins, **tables: Tensor) -> None:
 
 
 class _Divergence(torch.autograd.Function):
+    """The divergence of each unit; the fused kernel computes its gradient on the way."""
+
     @staticmethod
     def forward(
-        ctx: Any, values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, weights: Weights
+        ctx: Any, values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, weights: KLWeights
     ) -> Tensor:
         values, low, scale, source = (given.contiguous() for given in (values, low, scale, source))
-        if values.shape[0] <= _ALONE:
-            result, slopes = _alone(values, low, scale, source, bins, weights)
-            ctx.save_for_backward(slopes)
+        if values.shape[0] <= MAX_FUSED_SAMPLES:
+            result, by_value = _fused(values, low, scale, source, bins, weights)
+            ctx.save_for_backward(by_value)
             ctx.bins = None
             return result
-        result, gradient = _per_unit(values, low, scale, source, bins, weights)
-        ctx.save_for_backward(values, low, scale, gradient)
+        result, by_count = _in_parts(values, low, scale, source, bins, weights)
+        ctx.save_for_backward(values, low, scale, by_count)
         ctx.bins = bins
         return result
 
@@ -171,15 +180,17 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (upstream,) = gradients
         if ctx.bins is None:
-            (slopes,) = ctx.saved_tensors
-            result = (slopes * upstream).to(slopes.dtype)
+            (by_value,) = ctx.saved_tensors
+            result = (by_value * upstream).to(by_value.dtype)
         else:
-            values, low, scale, gradient = ctx.saved_tensors
-            result = _slopes(values, low, scale, gradient, upstream.contiguous(), ctx.bins)
+            values, low, scale, by_count = ctx.saved_tensors
+            result = _gradients(values, low, scale, by_count, upstream.contiguous(), ctx.bins)
         return result, None, None, None, None, None
 
 
 class _Histogram(torch.autograd.Function):
+    """Normalised counts; the backward pass computes the shares again."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
         values, low, scale = (given.contiguous() for given in (values, low, scale))
@@ -192,122 +203,125 @@ class _Histogram(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         values, low, scale = ctx.saved_tensors
-        return _slopes(values, low, scale, gradient.contiguous(), None, ctx.bins), None, None, None
+        return _gradients(values, low, scale, gradient.contiguous(), None, ctx.bins), None, None, None
 
 
 def window(bins: Bins) -> int:
-    """Bins on either side of the cut next to a value that get a share worth counting.
+    """Count the bins on either side of the cut next to a value that get a share worth counting.
 
-    The worst place is the middle of a bin, where the first bin beyond has a logit s w^2 / 2 below the highest: w is the
-    window, s a bin's width in temperatures.
+    In the worst place, the middle of a bin, the first bin outside of a window w has a logit s w^2 / 2 below the
+    highest, where s is the width of a bin in temperatures.
     """
-    reach = math.sqrt(2 * _NEGLIGIBLE * bins.inner * min(bins.temperature, 1e6))
+    reach = math.sqrt(2 * NEGLIGIBLE_LOGIT * bins.inner * min(bins.temperature, 1e6))
     return max(1, min(math.ceil(reach), bins.total - 1))
 
 
-def _sharp(bins: Bins) -> float:
-    """The width of a bin in temperatures, for powers of two; sharper than sharp makes no difference."""
+def width_log2(bins: Bins) -> float:
+    """Compute the width of a bin in temperatures, as an exponent of two; above 1e6 the bins are as good as hard."""
     return min(1 / (bins.inner * bins.temperature), 1e6) / math.log(2)
 
 
 @functools.cache
-def _kernels(
-    total: int, reach: int, columns: int, warps: int, ahead: int, dtype: torch.dtype, device: torch.device
-) -> Kernels:
+def _compile(
+    total: int, window: int, columns: int, warps: int, ahead: int, dtype: torch.dtype, device: torch.device
+) -> Module:
     source = resources.files("shiftmend.stats.cuda").joinpath("kernels.cu").read_text(encoding="utf-8")
-    given = {"TOTAL": total, "WINDOW": reach, "COLUMNS": columns, "WARPS": warps, "AHEAD": ahead}
-    options = [f"-D{name}={value}" for name, value in given.items()]
-    return Kernels(source, (*options, f"-D{_TYPES[dtype]}", "--use_fast_math"), device)
+    macros = {"TOTAL": total, "WINDOW": window, "COLUMNS": columns, "WARPS": warps, "AHEAD": ahead}
+    options = [f"-D{name}={value}" for name, value in macros.items()]
+    return Module(source, (*options, f"-D{_DTYPE_MACROS[dtype]}", "--use_fast_math"), device)
 
 
 @dataclass(frozen=True)
-class _Work:
-    """How values `[N, D]` are shared out among the threads of a GPU."""
+class _Grid:
+    """A division of values `[N, D]` among the threads of a GPU.
+
+    A block has `warps` warps and `columns` units (a power of two).
+    """
 
     values: Tensor
     bins: Bins
     columns: int
-    """Units in a block: a power of two."""
     warps: int
-    """In a block."""
-    reach: int
 
     @staticmethod
-    def of(values: Tensor, bins: Bins, columns: int = _LANES, warps: int = _WARPS) -> _Work:
+    def of(values: Tensor, bins: Bins, columns: int = WARP_SIZE, warps: int = MAX_WARPS) -> _Grid:
         needed = 1 << (values.shape[1] - 1).bit_length()
-        room = _SHARED // ((bins.total + 1) * _LANES * 4)  # a thread has its own bins, and one number more
-        return _Work(values, bins, min(columns, needed), min(warps, room), window(bins))
+        # Each thread has its own bins in shared memory, and one number more.
+        room = SHARED_BYTES // ((bins.total + 1) * WARP_SIZE * 4)
+        return _Grid(values, bins, min(columns, needed), min(warps, room))
 
     @property
-    def across(self) -> int:
-        """Blocks beside each other."""
+    def blocks(self) -> int:
+        """Blocks that the units are divided among."""
         return math.ceil(self.values.shape[1] / self.columns)
 
-    def parts(self, rounds: int) -> tuple[int, int]:
-        """Into how many parts to cut the samples, so that a thread has some rounds to do, and the samples of each."""
-        samples, threads = self.values.shape[0], self.warps * _LANES // self.columns
-        fill = multiprocessors(self.values.device) * _WARPS_RESIDENT // self.warps
-        count = max(1, min(math.ceil(samples / (rounds * threads)), fill // self.across))
+    def split_samples(self, rounds: int) -> tuple[int, int]:
+        """Cut the samples into parts, so that a thread has some rounds to do; return their number and size."""
+        samples, threads = self.values.shape[0], self.warps * WARP_SIZE // self.columns
+        resident = multiprocessors(self.values.device) * WARPS_RESIDENT // self.warps
+        count = max(1, min(math.ceil(samples / (rounds * threads)), resident // self.blocks))
         return count, math.ceil(samples / count)
 
     def launch(self, name: str, parts: int, *arguments: Tensor | float | None) -> None:
         total, dtype, device = self.bins.total, self.values.dtype, self.values.device
-        kernels = _kernels(total, self.reach, self.columns, self.warps, _AHEAD, dtype, device)
-        kernels.launch(name, (self.across, parts), (_LANES, self.warps), *arguments)
+        module = _compile(total, window(self.bins), self.columns, self.warps, VALUES_AHEAD, dtype, device)
+        module.launch(name, (self.blocks, parts), (WARP_SIZE, self.warps), *arguments)
 
 
-def _alone(
-    values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, weights: Weights
+def _fused(
+    values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, weights: KLWeights
 ) -> tuple[Tensor, Tensor]:
+    """Compute the divergence of each unit `[D]` and its derivative by each value `[N, D]` in one kernel."""
     result = torch.empty(values.shape[1], dtype=torch.float32, device=values.device)
-    slopes = torch.empty_like(values)
-    _Work.of(values, bins, _COLUMNS_ALONE, _WARPS_ALONE).launch(
-        "alone", 1, values, low, scale, source, result, slopes, *values.shape,
-        _sharp(bins), 1 / bins.temperature, *weights, EPSILON,
+    by_value = torch.empty_like(values)
+    _Grid.of(values, bins, MAX_UNITS_FUSED, MAX_WARPS_FUSED).launch(
+        "fused", 1, values, low, scale, source, result, by_value, *values.shape,
+        width_log2(bins), 1 / bins.temperature, *weights, EPSILON,
     )  # fmt: skip
-    return result, slopes
+    return result, by_value
 
 
-def _partial(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
-    """Sums of shares over each part of the samples `[parts, B, D]`."""
-    work = _Work.of(values, bins)
-    parts, each = work.parts(2 * _AHEAD)
+def _partial_counts(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
+    """Sum the shares over each part of the samples `[parts, B, D]`."""
+    grid = _Grid.of(values, bins)
+    parts, size = grid.split_samples(2 * VALUES_AHEAD)
     partial = torch.empty(parts, bins.total, values.shape[1], dtype=torch.float32, device=values.device)
-    work.launch("counts", parts, values, low, scale, partial, *values.shape, each, _sharp(bins))
+    grid.launch("partial_counts", parts, values, low, scale, partial, *values.shape, size, width_log2(bins))
     return partial
 
 
 def _counts(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
-    partial = _partial(values, low, scale, bins)
+    """Compute the normalised counts `[D, B]`."""
+    partial = _partial_counts(values, low, scale, bins)
     result = torch.empty(values.shape[1], bins.total, dtype=torch.float32, device=values.device)
-    _Work.of(values, bins).launch(
-        "settle", 1, partial, scale, None, result, None, None, *values.shape, len(partial), 0.0, 0.0, EPSILON
+    _Grid.of(values, bins).launch(
+        "finish", 1, partial, scale, None, result, None, None, *values.shape, len(partial), 0.0, 0.0, EPSILON
     )
     return result
 
 
-def _per_unit(
-    values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, weights: Weights
+def _in_parts(
+    values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, weights: KLWeights
 ) -> tuple[Tensor, Tensor]:
-    """The divergence of each unit and its derivative by the target's counts."""
-    partial = _partial(values, low, scale, bins)
+    """Compute the divergence of each unit `[D]` and its derivative by the target's normalised counts `[D, B]`."""
+    partial = _partial_counts(values, low, scale, bins)
     result = torch.empty(values.shape[1], dtype=torch.float32, device=values.device)
-    gradient = torch.empty_like(source)
-    _Work.of(values, bins).launch(
-        "settle", 1, partial, scale, source, None, result, gradient, *values.shape, len(partial),
-        *weights, EPSILON,
-    )  # fmt: skip
-    return result, gradient
+    by_count = torch.empty_like(source)
+    _Grid.of(values, bins).launch(
+        "finish", 1, partial, scale, source, None, result, by_count, *values.shape, len(partial), *weights, EPSILON
+    )
+    return result, by_count
 
 
-def _slopes(
-    values: Tensor, low: Tensor, scale: Tensor, gradient: Tensor, upstream: Tensor | None, bins: Bins
+def _gradients(
+    values: Tensor, low: Tensor, scale: Tensor, by_count: Tensor, upstream: Tensor | None, bins: Bins
 ) -> Tensor:
+    """Compute the derivative by each value `[N, D]` from the derivative by the normalised counts `[D, B]`."""
     result = torch.empty_like(values)
-    work = _Work.of(values, bins)
-    parts, each = work.parts(4)
-    work.launch(
-        "slopes", parts, values, low, scale, gradient, upstream, result, *values.shape, each,
-        _sharp(bins), 1 / bins.temperature,
+    grid = _Grid.of(values, bins)
+    parts, size = grid.split_samples(4)
+    grid.launch(
+        "gradients", parts, values, low, scale, by_count, upstream, result, *values.shape, size,
+        width_log2(bins), 1 / bins.temperature,
     )  # fmt: skip
     return result

@@ -1,4 +1,4 @@
-"""CUDA C compiled at run time, by the compiler that torch carries for its own use: no toolkit needs to be installed."""
+"""Compile CUDA C at run time and launch it, with the compiler that torch carries: no CUDA toolkit is needed."""
 
 from __future__ import annotations
 
@@ -16,53 +16,56 @@ from torch import Tensor
 Argument = Tensor | int | float | None
 
 
-_UNFIT = (200, 209, 218, 222, 223)
-"""What the driver says of code that is not for it or for its GPU: invalid image, no binary, PTX it does not know."""
+_UNSUPPORTED_CODE = (200, 209, 218, 222, 223)
+"""Errors of the driver for code that does not fit driver or GPU: invalid image, no binary, unknown PTX."""
+
+
+_CAPTURE_MODE_RELAXED = 2
 
 
 class CompilationError(RuntimeError):
-    """There is no compiler, it refused the source, or what it made is not for this driver."""
+    """An error for a missing compiler, a source that does not compile, and code that the driver does not take."""
 
 
 class DriverError(RuntimeError):
-    """CUDA refused to load or to run a kernel, perhaps for something that went wrong before."""
+    """An error of CUDA while loading or running a kernel; an earlier operation may have caused it."""
 
 
-class Kernels:
-    """The functions of one source, compiled for one device."""
+class Module:
+    """The kernels of one source, compiled for one device."""
 
     def __init__(self, source: str, options: Sequence[str], device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         self.device = device
-        binary = _compiled(source, (*options, f"--gpu-architecture=sm_{major}{minor}"))
+        binary = _compile(source, (*options, f"--gpu-architecture=sm_{major}{minor}"))
         self._module = c_void_p()
         self._functions: dict[str, c_void_p] = {}
         with torch.cuda.device(device):
-            _hold_context(device)
-            with _also_while_capturing():
+            _set_context(device)
+            with _allow_while_capturing():
                 status = _library().cuModuleLoadData(byref(self._module), binary)
-        if status in _UNFIT:
-            raise CompilationError(f"the driver does not take what the compiler made: {_message(status)}")
+        if status in _UNSUPPORTED_CODE:
+            raise CompilationError(f"the driver does not take what the compiler made: {_describe(status)}")
         _check(status)
 
     def launch(self, name: str, grid: tuple[int, int], block: tuple[int, int], *arguments: Argument) -> None:
-        """Queue a function on the current stream; whole numbers are passed as int, others as float."""
-        held = [self._as_c(argument) for argument in arguments]
-        pointers = (c_void_p * len(held))(*(ctypes.addressof(value) for value in held))
+        """Queue a kernel on the current stream; None becomes a null pointer, an `int` an int, other numbers a float."""
+        converted = [self._to_c(argument) for argument in arguments]
+        pointers = (c_void_p * len(converted))(*(ctypes.addressof(value) for value in converted))
         with torch.cuda.device(self.device):
-            _hold_context(self.device)
-            function = self._functions.get(name) or self._found(name)
+            _set_context(self.device)
+            function = self._functions.get(name) or self._load_function(name)
             stream = c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
             _check(_library().cuLaunchKernel(function, *grid, 1, *block, 1, 0, stream, pointers, None))
 
-    def _found(self, name: str) -> c_void_p:
+    def _load_function(self, name: str) -> c_void_p:
         function = c_void_p()
-        with _also_while_capturing():
+        with _allow_while_capturing():
             _check(_library().cuModuleGetFunction(byref(function), self._module, name.encode()))
         self._functions[name] = function
         return function
 
-    def _as_c(self, argument: Argument) -> c_void_p | c_int | c_float:
+    def _to_c(self, argument: Argument) -> c_void_p | c_int | c_float:
         match argument:
             case Tensor():
                 if argument.device != self.device or not argument.is_contiguous():
@@ -79,13 +82,13 @@ class Kernels:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU: how many blocks it can work on at once is a multiple of it."""
+    """Return the number of multiprocessors of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Compiler and driver: what torch's own library is linked against is found through it."""
+    """Load compiler and driver: torch's own library is linked against both."""
     if torch.version.cuda is None or sys.platform == "win32":
         raise CompilationError("this torch has no CUDA compiler")
     try:
@@ -98,20 +101,20 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _compiled(source: str, options: Sequence[str]) -> bytes:
+def _compile(source: str, options: Sequence[str]) -> bytes:
     library, program = _library(), c_void_p()
     _check_compiler(library.nvrtcCreateProgram(byref(program), source.encode(), b"shiftmend.cu", 0, None, None))
     try:
         given = (c_char_p * len(options))(*(option.encode() for option in options))
         if library.nvrtcCompileProgram(program, len(options), given):
-            log = _text(program, "ProgramLog").rstrip(b"\0").decode().strip()
+            log = _read(program, "ProgramLog").rstrip(b"\0").decode().strip()
             raise CompilationError(f"the kernels do not compile:\n{log}")
-        return _text(program, "CUBIN")
+        return _read(program, "CUBIN")
     finally:
         library.nvrtcDestroyProgram(byref(program))
 
 
-def _text(program: c_void_p, what: str) -> bytes:
+def _read(program: c_void_p, what: str) -> bytes:
     size = c_size_t()
     _check_compiler(getattr(_library(), f"nvrtcGet{what}Size")(program, byref(size)))
     text = ctypes.create_string_buffer(size.value)
@@ -120,9 +123,10 @@ def _text(program: c_void_p, what: str) -> bytes:
 
 
 @contextmanager
-def _also_while_capturing() -> Iterator[None]:
-    """A graph that is being captured forbids what might wait for the device, such as loading code, but to who asks."""
-    mode = c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED, of this thread; exchanged for the one before
+def _allow_while_capturing() -> Iterator[None]:
+    """Allow this thread to load code while a CUDA graph is captured, which else forbids whatever may synchronise."""
+    # The call exchanges the mode of this thread for the one before.
+    mode = c_int(_CAPTURE_MODE_RELAXED)
     _check(_library().cuThreadExchangeStreamCaptureMode(byref(mode)))
     try:
         yield
@@ -130,8 +134,8 @@ def _also_while_capturing() -> Iterator[None]:
         _check(_library().cuThreadExchangeStreamCaptureMode(byref(mode)))
 
 
-def _hold_context(device: torch.device) -> None:
-    """A thread that has launched nothing yet has no context; torch's is the device's primary one."""
+def _set_context(device: torch.device) -> None:
+    """Give this thread the device's primary context, which is torch's; a thread that launched nothing has none."""
     library, context = _library(), c_void_p()
     _check(library.cuCtxGetCurrent(byref(context)))
     if not context.value:
@@ -142,10 +146,10 @@ def _hold_context(device: torch.device) -> None:
 
 def _check(status: int) -> None:
     if status:
-        raise DriverError(f"CUDA: {_message(status)}")
+        raise DriverError(f"CUDA: {_describe(status)}")
 
 
-def _message(status: int) -> str:
+def _describe(status: int) -> str:
     text = c_char_p()
     _library().cuGetErrorString(c_int(status), byref(text))
     return (text.value or b"unknown error").decode()
