@@ -9,7 +9,7 @@ import torch
 import shiftmend
 from shiftmend import demo
 from shiftmend.errors import DataError
-from shiftmend.research.datasets.digits import enlarged_digits
+from shiftmend.inputs.digits import enlarged_digits
 
 
 @pytest.fixture

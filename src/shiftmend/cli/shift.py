@@ -217,7 +217,7 @@ def shifts(
 
 def _sheet_images(data: Path | None) -> Any:
     """Eight images of three channels: shifts of colours take no grey ones, shifts of glyphs take three equal ones."""
-    from shiftmend.research.datasets.digits import enlarged_digits
+    from shiftmend.inputs.digits import enlarged_digits
 
     images = (enlarged_digits() if data is None else _read(data)).images[:8]
     return images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images

@@ -23,10 +23,10 @@ from shiftmend import shifts
 from shiftmend.adaptation.result import Adaptation
 from shiftmend.demo.picture import draw
 from shiftmend.evaluation.classification import Scores
+from shiftmend.inputs.digits import enlarged_digits
 from shiftmend.inputs.images import Split
 from shiftmend.inputs.images import signed as preprocess
 from shiftmend.profiles.profile import Profile
-from shiftmend.research.datasets.digits import enlarged_digits
 from shiftmend.research.networks.digit_cnn import DigitCNN
 from shiftmend.utils.checks import check_seed
 from shiftmend.utils.files import check_folder

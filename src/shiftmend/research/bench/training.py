@@ -31,7 +31,7 @@ from shiftmend.inputs.images import PathLike, Split
 from shiftmend.introspection.model_state import held, put_back
 from shiftmend.introspection.validate import check_takes
 from shiftmend.research.bench.recipes import AUGMENTATIONS, Recipe, rate, untrained
-from shiftmend.research.datasets.base import data_root
+from shiftmend.research.datasets.files import data_root
 from shiftmend.research.datasets.streamed import ImageFiles
 from shiftmend.utils.checks import kind
 from shiftmend.utils.devices import in_background, layout_on, resolve_device, sent

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shiftmend.errors import DataError
-from shiftmend.research.datasets.digits import EMNIST_COUNTS
-from shiftmend.research.datasets.shifted import CIFAR_CORRUPTIONS, EMNIST_SHIFTS, MNIST_CORRUPTIONS
+from shiftmend.research.datasets.cifar import CIFAR_CORRUPTIONS
+from shiftmend.research.datasets.digits import EMNIST_COUNTS, EMNIST_SHIFTS, MNIST_CORRUPTIONS
 
 
 class IdxFile(NamedTuple):

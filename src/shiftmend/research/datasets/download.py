@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 from shiftmend.__about__ import __version__
 from shiftmend.errors import DataError
 from shiftmend.inputs.images import PathLike
-from shiftmend.research.datasets.base import data_root
 from shiftmend.research.datasets.catalogue import Download, Entry, Unpack, find_entry
+from shiftmend.research.datasets.files import data_root
 from shiftmend.research.datasets.integrity import Progress, Report, VerifyRow, check_content, file_digest, verify_entry
 from shiftmend.utils.files import alone_with
 

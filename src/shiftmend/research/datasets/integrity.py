@@ -13,9 +13,9 @@ from shiftmend.errors import DataError
 from shiftmend.inputs.arrays import map_npy, open_npz, read_member
 from shiftmend.inputs.folders import SUFFIXES
 from shiftmend.inputs.images import PathLike
-from shiftmend.research.datasets.base import data_root, read_whole
 from shiftmend.research.datasets.catalogue import CATALOGUE, Content, Entry, find_entry
 from shiftmend.research.datasets.digits import idx_places, read_idx
+from shiftmend.research.datasets.files import data_root, read_whole
 
 State = Literal["complete", "missing", "damaged"]
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from shiftmend.errors import DataError
 from shiftmend.inputs.folders import decode_image
 from shiftmend.inputs.images import PathLike
-from shiftmend.research.datasets.base import check_split, data_root, fetch_hint, first_existing
+from shiftmend.research.datasets.files import check_split, data_root, fetch_hint, first_existing
 from shiftmend.research.datasets.partitions import balanced
 
 Transform = Callable[[Tensor], Tensor]
