@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import shiftmend
-from shiftmend.cli.data import Normalisation
+from shiftmend.cli.loading import Normalisation
 from shiftmend.errors import DataError
 from shiftmend.inputs.images import Split, per_channel, signed, standardised
 from shiftmend.research.networks import build

@@ -74,7 +74,7 @@ def blocks(
     """Show the bottom-up blocks a model is split into."""
     import torch
 
-    from shiftmend.cli.models import load_model
+    from shiftmend.cli.loading import load_model
     from shiftmend.introspection.blocks import split
     from shiftmend.introspection.trace import trace
 
@@ -145,10 +145,9 @@ def adapt(
     Labels are not looked at but by the method target-supervised; where there are any, they score the model afterwards.
     """
     import shiftmend
-    from shiftmend.cli.data import telling
-    from shiftmend.cli.models import load_method
+    from shiftmend.cli.loading import load_method, pick_telling_rows
     from shiftmend.introspection.model_state import check_types, whole_state
-    from shiftmend.methods.target_supervised import TargetSupervised
+    from shiftmend.methods import METHODS
     from shiftmend.utils.processes import rank
 
     _check_place(out, weights)
@@ -156,7 +155,7 @@ def adapt(
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
     inputs, labels, names = given
     options = _method_options(option)
-    supervised = method == TargetSupervised.name
+    supervised = getattr(METHODS.get(chosen) if isinstance(chosen, str) else chosen, "takes_labels", False)
     if supervised:
         if labels is None:
             raise DataError(f"{method} needs labels, and {data} has none that can be used: {LABELLED}")
@@ -178,8 +177,9 @@ def adapt(
     home = shiftmend.Profile.load(profile)
     home.check_architecture(net)
     check_types(whole_state(net))
-    if labels is not None:  # whatever is wrong with them must not show after the work is done
-        score(net, telling(labels, ignore_label))
+    if labels is not None:
+        # Whatever is wrong with the labels must not show after the work is done.
+        score(net, pick_telling_rows(labels, ignore_label))
     result = shiftmend.adapt(
         net,
         inputs,
@@ -209,12 +209,13 @@ def adapt(
         for name, found in scores.items():
             seen = " (on the labels that it was trained with)" if supervised and name == "after" else ""
             say(f"{name}: {found}{seen}")
-    if result.interrupted:  # what was reached is saved, but nobody should go on with it unasked
+    if result.interrupted:
+        # What was reached is saved, but nobody should go on with it unasked.
         raise typer.Exit(130)
 
 
 def _check_place(out: Path, weights: Path | None) -> None:
-    """The result may replace an earlier one, but not what it started from."""
+    """Refuse to replace the weights that the adaptation starts from; an earlier result may be replaced."""
     check_folder(out)
     result = out / "model.safetensors"
     if weights is not None and result.exists() and weights.exists() and result.samefile(weights):
@@ -222,7 +223,7 @@ def _check_place(out: Path, weights: Path | None) -> None:
 
 
 def _method_options(texts: list[str] | None) -> dict[str, Any]:
-    """The hyper-parameters given as name=value; an argument of `adapt` itself would pass for one, and is refused."""
+    """Read hyper-parameters given as name=value; refuse an argument of `adapt`, which would pass for one."""
     import shiftmend
 
     options = dict(method_option(text) for text in texts or [])

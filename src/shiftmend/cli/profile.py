@@ -132,6 +132,7 @@ def mix(
 
 
 def _write(made: Any, out: Path, as_json: bool) -> None:
+    """Save a profile and print what it holds."""
     made.save(out)
     if as_json:
         print(dumps(_as_json(made, out)))
@@ -140,7 +141,7 @@ def _write(made: Any, out: Path, as_json: bool) -> None:
 
 
 def _check_place(out: Path, weights: Path | None = None) -> None:
-    """A profile may replace a profile, and nothing else."""
+    """Refuse to replace anything but a profile."""
     from shiftmend.errors import ProfileError
     from shiftmend.profiles.profile import Profile
 
@@ -157,6 +158,7 @@ def _check_place(out: Path, weights: Path | None = None) -> None:
 
 
 def _as_json(profile: Any, file: Path) -> dict[str, Any]:
+    """Summarise a profile for `--json`."""
     return {
         "file": str(file),
         "bytes": file.stat().st_size,

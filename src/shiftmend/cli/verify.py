@@ -38,6 +38,7 @@ LABELLED = "expected one folder per class, or an array 'labels' in the .npz, of 
 
 
 def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
     for command in (verify, evaluate):
         app.command()(command)
 
@@ -62,7 +63,8 @@ def verify(
 
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
     found = shiftmend.verify(net, given.inputs, profile, batch_size=batch_size, preprocess=preprocess, device=device)
-    if weights is None:  # weights that are named may be mended ones, and differ from the profile's
+    if weights is None:
+        # Weights that are named may be adapted ones, and differ from the profile's.
         shiftmend.Profile.load(profile).check_weights(net)
     if as_json:
         print(dumps(asdict(found) | {"verdict": found.verdict}))
@@ -111,6 +113,6 @@ def evaluate(
 
 
 def scores_json(scores: Any) -> dict[str, Any]:
-    """All but the reliability bins; of classes and quantities only where there are any."""
+    """Summarise scores for `--json`: all but the reliability bins, and classes and quantities where there are any."""
     found = {name: value for name, value in vars(scores).items() if name != "reliability" and value != ()}
     return found | ({"quantities": [scores_json(one) for one in scores.quantities]} if "quantities" in found else {})

@@ -15,6 +15,7 @@ data = typer.Typer(help="Data sets: what there is, get it, check it.", rich_mark
 
 
 def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
     app.add_typer(data, name="data")
 
 
