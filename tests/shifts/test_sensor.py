@@ -91,7 +91,7 @@ def test_noise_has_the_stated_size() -> None:
 def test_dead_pixels_are_dead_in_every_image_and_every_portion(
     images: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shiftmend.shifts.CHUNK", 3)
+    monkeypatch.setattr("shiftmend.shifts.MAX_IMAGES", 3)
     grey = torch.full((10, 1, 40, 40), 100, dtype=torch.uint8)
     hit = apply("sensor/dead_pixels", grey, strength=1.0, seed=4)
     assert all(torch.equal(image, hit[0]) for image in hit)

@@ -74,7 +74,7 @@ def test_entries_are_whole():
 @pytest.mark.parametrize("name", ["emnist-da/dotted_line", "mnist-m"])
 def test_chunks_are_drawn_from_one_generator(name, images, monkeypatch):
     grey = images[:, :1].repeat(2, 1, 1, 1)
-    monkeypatch.setattr(shifts, "CHUNK", 4)
+    monkeypatch.setattr(shifts, "MAX_IMAGES", 4)
     shifted = apply(name, grey, seed=3)
     assert shifted.shape[0] == 10
     generator = torch.Generator().manual_seed(3)

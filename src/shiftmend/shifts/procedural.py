@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SIZE = 288
-
+"""Pixels a side."""
 
 Field = NDArray[np.floating[Any]]
 
@@ -29,7 +29,7 @@ def _standardise(field: Field) -> Field:
 
 
 def _noise(random: np.random.Generator, slope: float, lowest: float = 1.0) -> Field:
-    """Noise whose amplitude falls as 1 / frequency**slope, mean 0, deviation 1.
+    """Draw noise whose amplitude falls as 1 / frequency**slope, mean 0, deviation 1.
 
     Below `lowest` cycles per picture it stays level, which sets the size of the largest structure.
     """
@@ -41,7 +41,7 @@ def _noise(random: np.random.Generator, slope: float, lowest: float = 1.0) -> Fi
 
 
 def _streaks(random: np.random.Generator, angle: float, length: float, breadth: float) -> Field:
-    """Noise drawn out along one direction (radians, 0 along a row), mean 0, deviation 1."""
+    """Draw noise that is stretched along one direction (radians, 0 along a row), mean 0, deviation 1."""
     rows, columns = _frequencies()
     along = columns * np.cos(angle) + rows * np.sin(angle)
     aside = rows * np.cos(angle) - columns * np.sin(angle)
@@ -50,7 +50,7 @@ def _streaks(random: np.random.Generator, angle: float, length: float, breadth: 
 
 
 def _nearest(centres: Field) -> tuple[Field, NDArray[np.intp], Field, Field]:
-    """For every pixel: distance to the nearest centre, which one it is, distance to the second nearest, offset."""
+    """Find for every pixel the distance to the nearest centre, its index, the distance to the second, the offset."""
     rows, columns = np.mgrid[:SIZE, :SIZE]
     pixels = np.stack((rows, columns), axis=-1)[:, :, None]
     offset = (pixels - centres + SIZE / 2) % SIZE - SIZE / 2
@@ -62,7 +62,7 @@ def _nearest(centres: Field) -> tuple[Field, NDArray[np.intp], Field, Field]:
 
 
 def _grid(random: np.random.Generator, rows: int, columns: int, jitter: float) -> Field:
-    """Centres on a brick-bond grid, each moved by up to `jitter` of its cell."""
+    """Place centres on a brick-bond grid, each moved by up to `jitter` of its cell."""
     row, column = np.mgrid[:rows, :columns].reshape(2, -1)
     moved = random.uniform(-jitter, jitter, (2, rows * columns))
     return np.stack(
@@ -78,7 +78,7 @@ def _colour(value: Field, stops: list[tuple[float, tuple[int, int, int]]]) -> Fi
 
 
 def bricks(random: np.random.Generator) -> Field:
-    """Rows of reddish bricks, 48 x 24 pixels, in pale mortar."""
+    """Draw rows of reddish bricks, 48 x 24 pixels, in pale mortar."""
     height, width = 24, 48
     rows, columns = np.mgrid[:SIZE, :SIZE]
     course = rows // height
@@ -97,7 +97,7 @@ def bricks(random: np.random.Generator) -> Field:
 
 
 def crystals(random: np.random.Generator) -> Field:
-    """Violet facets, each with its own slope, bright along some edges, with a few glints."""
+    """Draw violet facets, each with its own slope, bright along some edges, with a few glints."""
     nearest, facet, second, offset = _nearest(_grid(random, 8, 7, 0.48))
     count = 8 * 7
     slope = random.normal(0, 1, (count, 2))[facet]
@@ -111,7 +111,7 @@ def crystals(random: np.random.Generator) -> Field:
 
 
 def grass(random: np.random.Generator) -> Field:
-    """Blades of grass: streaks in many directions, the lightest on top."""
+    """Draw blades of grass: streaks in many directions, the lightest on top."""
     angles = np.linspace(0, np.pi, 14, endpoint=False) + random.uniform(0, np.pi / 14, 14)
     layers = [_streaks(random, angle, 10, 1.0) for angle in angles]
     blades = _standardise(np.max(layers, axis=0))
@@ -120,7 +120,7 @@ def grass(random: np.random.Generator) -> Field:
 
 
 def oranges(random: np.random.Generator) -> Field:
-    """A pile of oranges of about 70 pixels, lit from the upper left, with pitted peel."""
+    """Draw a pile of oranges of about 70 pixels, lit from the upper left, with pitted peel."""
     nearest, fruit, _, offset = _nearest(_grid(random, 5, 4, 0.12))
     radius = 40.0
     height = np.sqrt((1 - (nearest / radius) ** 2).clip(0))
@@ -143,7 +143,7 @@ def oranges(random: np.random.Generator) -> Field:
 
 
 def sky(random: np.random.Generator) -> Field:
-    """Blue sky with white clouds."""
+    """Draw blue sky with white clouds."""
     cloud = _noise(random, 1.9, 3) + 0.25 * _noise(random, 1.2, 10)
     cover = 1 / (1 + np.exp(-2.2 * (cloud - 0.55)))
     value = 0.18 + 0.75 * cover + 0.05 * _noise(random, 1.5)
@@ -151,7 +151,7 @@ def sky(random: np.random.Generator) -> Field:
 
 
 def frost(random: np.random.Generator, darkest: tuple[int, int, int], lightest: tuple[int, int, int]) -> Field:
-    """Ice needles on a pane, between two colours."""
+    """Draw ice needles on a pane, between two colours."""
     warp = _noise(random, 2.0)
     needles = [_streaks(random, angle, 14, 0.8) for angle in random.uniform(0, np.pi, 9)]
     # Each needle direction rules where its own slow noise is highest, so that they grow in patches.
@@ -186,7 +186,7 @@ NAMES = tuple(_DRAWERS)
 
 @functools.cache
 def draw(name: str) -> NDArray[np.uint8]:
-    """The texture of this name, uint8 `[3, 288, 288]`, read-only; the same on every call."""
+    """Draw the texture of this name, uint8 `[3, 288, 288]`, read-only; the same on every call."""
     random = np.random.Generator(np.random.PCG64(NAMES.index(name)))
     picture = _DRAWERS[name](random).clip(0, 255).round().astype(np.uint8)
     picture.flags.writeable = False

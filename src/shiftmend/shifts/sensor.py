@@ -25,24 +25,24 @@ STAINS = ((0.65, 0.70, 0.29), (0.07, 0.99, 0.11), (0.27, 0.57, 0.78))
 
 
 def gain_offset(images: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """A flatter response over a brighter black: gain 1 to 0.5, offset 0 to 0.35 of full scale."""
+    """Flatten the response over a brighter black: gain 1 to 0.5, offset 0 to 0.35 of full scale."""
     return _levels(_unit(images) * (1 - 0.5 * strength) + 0.35 * strength)
 
 
 def gamma(images: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """Another transfer curve: exponent 1 to 2.5, which darkens the middle tones."""
+    """Bend the transfer curve: exponent 1 to 2.5, which darkens the middle tones."""
     return _levels(_unit(images) ** (1 + 1.5 * strength))
 
 
 def white_balance(images: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """Warmer light: red up to 1.5 times, blue down to 0.5 times."""
+    """Warm the light: red up to 1.5 times, blue down to 0.5 times."""
     check_colour(images)
     gains = torch.tensor([1 + 0.5 * strength, 1.0, 1 - 0.5 * strength], device=images.device)
     return _levels(to_unit(images) * gains.view(1, 3, 1, 1))
 
 
 def stain(images: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """More haematoxylin (up to 1.6 times) and less eosin (down to 0.4 times), in optical density."""
+    """Stain with more haematoxylin (up to 1.6 times) and less eosin (down to 0.4 times), in optical density."""
     check_colour(images)
     vectors = functional.normalize(torch.tensor(STAINS, device=images.device), dim=1)
     change = torch.tensor([1 + 0.6 * strength, 1 - 0.6 * strength, 1.0], device=images.device)
@@ -53,7 +53,7 @@ def stain(images: Tensor, *, generator: torch.Generator | None = None, strength:
 
 
 def defocus(images: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """Out of focus: a disc of radius up to 3 pixels, with a soft rim; edges are mirrored."""
+    """Blur by a disc of radius up to 3 pixels, with a soft rim; edges are mirrored."""
     radius = 3 * strength
     reach = math.ceil(radius + 0.5)
     grid = torch.arange(-reach, reach + 1, device=images.device)
@@ -63,14 +63,14 @@ def defocus(images: Tensor, *, generator: torch.Generator | None = None, strengt
 
 
 def motion_blur(images: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """The stage moves to the side while the picture is taken: a trail of up to 10 pixels."""
+    """Move the stage to the side while the picture is taken: a trail of up to 10 pixels."""
     check_images(images)
     angles = torch.zeros(len(images), device=images.device)
     return smear(images, math.ceil(5 * strength), 0.4 + 4 * strength, angles)
 
 
 def noise(images: Tensor, *, generator: torch.Generator, strength: float) -> Tensor:
-    """Fewer photons (1,000 down to 20 at full scale) and more read noise (up to 5 % of full scale)."""
+    """Count fewer photons (1,000 down to 20 at full scale) and more read noise (up to 5 % of full scale)."""
     unit = _unit(images)
     photons = 1000.0 * 0.02**strength
     counted = torch.poisson(unit * photons, generator=generator) / photons
@@ -78,10 +78,10 @@ def noise(images: Tensor, *, generator: torch.Generator, strength: float) -> Ten
 
 
 def dead_pixels(images: Tensor, *, generator: torch.Generator, strength: float) -> Tensor:
-    """Up to 5 % of the pixels stuck at black or white and up to a tenth of the rows dark, the same in every image."""
+    """Stick up to 5 % of the pixels at black or white and darken up to a tenth of the rows, the same in every image."""
     check_images(images)
     height, width = images.shape[-2:]
-    # drawn from the seed alone, so that every portion of a large set meets the same sensor
+    # Drawn from the seed alone, so that every portion of a large set meets the same sensor.
     device = torch.Generator(images.device).manual_seed(generator.initial_seed())
     draws = torch.rand(height, width, generator=device, device=images.device)
     rows = torch.rand(height, generator=device, device=images.device).argsort()[: round(0.1 * strength * height)]
@@ -92,12 +92,12 @@ def dead_pixels(images: Tensor, *, generator: torch.Generator, strength: float) 
 
 
 def jpeg(images: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """Stored as JPEG: quality 90 down to 10."""
+    """Store as JPEG: quality 90 down to 10."""
     return jpeg_compression(images, quality=round(90 - 80 * strength))
 
 
 def resolution(images: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """A coarser sensor: down to a quarter of the pixels a side, averaged, then enlarged again."""
+    """Coarsen the sensor: down to a quarter of the pixels a side, averaged, then enlarged again."""
     unit = _unit(images)
     height, width = unit.shape[-2:]
     scale = 1 - 0.75 * strength

@@ -17,12 +17,12 @@ from shiftmend.shifts.sensor import STRENGTHS
 
 
 def gain(signals: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """A more sensitive probe: up to twice the amplitude."""
+    """Amplify as a more sensitive probe: up to twice the amplitude."""
     return signals * (1 + strength)
 
 
 def drift(signals: Tensor, *, generator: torch.Generator, strength: float) -> Tensor:
-    """A wandering baseline: half a slow wave of random phase, up to one deviation of the channel high."""
+    """Let the baseline wander: half a slow wave of random phase, up to one deviation of the channel high."""
     length = signals.shape[-1]
     phase = torch.rand(*signals.shape[:-1], 1, generator=generator, device=signals.device, dtype=_exact(signals))
     time = _places(signals) / max(1, length - 1)
@@ -31,13 +31,13 @@ def drift(signals: Tensor, *, generator: torch.Generator, strength: float) -> Te
 
 
 def noise(signals: Tensor, *, generator: torch.Generator, strength: float) -> Tensor:
-    """White noise of up to half the channel's deviation."""
+    """Add white noise of up to half the channel's deviation."""
     drawn = torch.randn(signals.shape, generator=generator, device=signals.device, dtype=_exact(signals))
     return signals + 0.5 * strength * _deviation(signals) * drawn.to(signals.dtype)
 
 
 def resampling(signals: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """A clock that runs up to a third fast: the signal is stretched, interpolated, and its end is not seen."""
+    """Sample with a clock up to a third fast: the signal is stretched, interpolated, and its end is not seen."""
     length = signals.shape[-1]
     position = _places(signals) / (1 + strength / 2)
     left = position.floor().long().clamp(max=length - 1)
@@ -47,19 +47,19 @@ def resampling(signals: Tensor, *, generator: torch.Generator | None = None, str
 
 
 def saturation(signals: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """An amplifier that clips: what swings beyond 100 % down to 30 % of the largest swing from the mean is cut."""
+    """Clip as an amplifier does: what swings beyond 100 % down to 30 % of the largest swing from the mean is cut."""
     mean = signals.mean(-1, keepdim=True)
     limit = (1 - 0.7 * strength) * (signals - mean).abs().amax(-1, keepdim=True)
     return mean + (signals - mean).clamp(-limit, limit)
 
 
 def _places(signals: Tensor) -> Tensor:
-    """0, 1, 2, ... along a signal."""
+    """Count 0, 1, 2, ... along a signal."""
     return torch.arange(signals.shape[-1], device=signals.device, dtype=_exact(signals))
 
 
 def _exact(signals: Tensor) -> torch.dtype:
-    """Never half precision: it knows no whole numbers above 2,048 (or 256), and would draw other random ones."""
+    """Return at least float32: half precision has no whole numbers above 2,048 (or 256), and other random draws."""
     return torch.promote_types(signals.dtype, torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""The pictures that some shifts lay over or under an image, from a folder of yours or drawn by the package.
+"""Pictures that some shifts lay over or under an image, from a folder of yours or drawn by the package.
 
 A folder holds `bricks.png`, `crystals.png`, `grass.png`, `oranges.png`, `sky.png`, the frost pictures `frost1.png` to
 `frost5.png` in it or in its sub-folder `frost`, and photographs of any name in its sub-folder `photographs` (or, where
@@ -22,29 +22,23 @@ from shiftmend.shifts import procedural
 from shiftmend.utils.files import as_path
 
 NAMES = ("bricks", "crystals", "grass", "oranges", "sky")
-
-
 SUFFIXES = (".png", ".jpg", ".jpeg")
-
-
 FROST_COUNT = 5
-
 
 # CIFAR-C's frost photographs are at least 315 pixels high and used at a fifth of that, at most 120.
 FROST_UNREDUCED = 200
-
 
 Folder = str | os.PathLike[str] | None
 
 
 def texture(name: str, folder: Folder = None) -> Tensor:
-    """One texture, uint8 `[3, H, W]`: bricks, crystals, grass, oranges or sky."""
+    """Load one texture, uint8 `[3, H, W]`: bricks, crystals, grass, oranges or sky."""
     _, picture = _texture(name, folder)
     return picture
 
 
 def frost(folder: Folder = None) -> list[Tensor]:
-    """The five frost pictures at the scale CIFAR-C uses them, uint8 `[3, H, W]` each.
+    """Load the five frost pictures at the scale of CIFAR-C, uint8 `[3, H, W]` each.
 
     The original photographs are recognised by their size and reduced as they were for CIFAR-C: every fifth pixel,
     beginning with the third. Smaller pictures are taken to be reduced already.
@@ -53,7 +47,7 @@ def frost(folder: Folder = None) -> list[Tensor]:
 
 
 def photographs(folder: Folder = None) -> list[Tensor]:
-    """All photographs of the folder in the order of their names, uint8 `[3, H, W]` each.
+    """Load all photographs of the folder in the order of their names, uint8 `[3, H, W]` each.
 
     The stand-ins are the five textures in all six orders of their colour channels: many colours, little variety.
     """
@@ -61,18 +55,18 @@ def photographs(folder: Folder = None) -> list[Tensor]:
 
 
 def photograph_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """Those that `photographs` reads; hidden ones are passed over."""
+    """List the files that `photographs` reads; hidden files are passed over."""
     place = _photograph_folder(_named(folder))
     return sorted(path for path in place.iterdir() if path.suffix.lower() in SUFFIXES and not path.name.startswith("."))
 
 
 def load(name: str, folder: Folder = None) -> list[Tensor]:
-    """The pictures behind `Shift.texture`: one texture by name, all of `frost` or all `photographs`."""
+    """Load the pictures behind `Shift.texture`: one texture by name, all of `frost` or all `photographs`."""
     return [picture for _, picture in _load(name, folder)]
 
 
 def digest(name: str, folder: Folder = None) -> dict[str, dict[str, str]]:
-    """What a manifest says about the pictures behind `Shift.texture`: where each came from, and its SHA-256.
+    """Describe the pictures behind `Shift.texture` for a manifest: where each came from, and its SHA-256.
 
     The hash is over shape and pixels, not over the file, so that a picture saved anew is still the same picture.
     Photographs, which can be hundreds, are hashed together in the order of their names.
@@ -89,7 +83,7 @@ def digest(name: str, folder: Folder = None) -> dict[str, dict[str, str]]:
 
 
 def crop(pictures: Sequence[Tensor], count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
-    """`count` random windows, uint8 `[count, 3, height, width]`: a random picture each, then a random place in it.
+    """Cut `count` random windows, uint8 `[count, 3, height, width]`: a random picture each, then a random place in it.
 
     The last place of each axis is never drawn, as in the generators of the published sets.
     """
@@ -186,7 +180,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _read(path: Path) -> Tensor:
-    """An image file as uint8 `[3, H, W]`; a transparent picture loses its alpha channel, it is not blended."""
+    """Read an image file as uint8 `[3, H, W]`; a transparent picture loses its alpha channel and is not blended."""
     from shiftmend.inputs.folders import decode_image
 
     return torch.from_numpy(decode_image(path, None, 3).copy())
