@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 WIDTH = 100
 """Columns where there is no terminal that says how many it has."""
 
-
 Model = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A built-in network, package.module:factory, or file.py:factory."),

@@ -36,8 +36,6 @@ from shiftmend.utils.files import check_folder
 from shiftmend.utils.json import dumps
 
 logger = logging.getLogger(__name__)
-
-
 New = Annotated[Path, typer.Option("--out", "-o", help="The profile to write.")]
 
 

@@ -32,8 +32,6 @@ from shiftmend.errors import DataError
 from shiftmend.utils.json import dumps
 
 logger = logging.getLogger(__name__)
-
-
 LABELLED = "expected one folder per class, or an array 'labels' in the .npz, of numbers"
 
 

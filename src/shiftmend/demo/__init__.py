@@ -59,7 +59,6 @@ LESSONS = (
     ),
 )
 
-
 METHODS: dict[str, dict[str, Any]] = {
     "source-only": {},
     "adabn": {},

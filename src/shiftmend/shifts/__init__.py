@@ -24,8 +24,6 @@ from shiftmend.utils.checks import brief, check_seed, kind
 from shiftmend.utils.devices import sum_dtype
 
 __all__ = ["SHIFTS", "Shift", "apply", "find"]
-
-
 SHIFTS: dict[str, Shift] = {
     **emnist_da.SHIFTS,
     **mnist.SHIFTS,
@@ -33,7 +31,6 @@ SHIFTS: dict[str, Shift] = {
     **sensor.SHIFTS,
     **signal.SHIFTS,
 }
-
 
 # A shift can need 50 bytes a value, so large sets go through in portions. Random numbers depend on the portions: those
 # of images up to the size of CIFAR's have to stay as they are.

@@ -36,6 +36,7 @@ from shiftmend.shifts.primitives import (
 from shiftmend.shifts.textures import crop
 
 LIQUIDS = {"water": (175, 238, 238), "mud": (63, 42, 20)}
+
 # Gradients that count as a weak and as a strong edge of a drop; the distance beyond which no edge matters.
 WEAK_EDGE, STRONG_EDGE = 50, 150
 FARTHEST = 20.0

@@ -244,6 +244,7 @@ _BACKGROUNDS = [
     Shift(f"emnist-da/{name}", background, _ONCE, 1, f"the glyph inverted out of a texture: {name}", texture=name)
     for name in BACKGROUNDS
 ]
+
 _GREY = [
     Shift("emnist-da/dotted_line", dotted_line, _ONCE, 1, "a dotted line across the image"),
     Shift("emnist-da/fog", fog, FOG, 5, "a cloud over the image, little contrast left"),

@@ -65,13 +65,11 @@ def canny(unit: Tensor) -> Tensor:
 
 
 def _blur_inside(values: Tensor) -> Tensor:
-    height, width = values.shape[-2:]
+    """Blur, and divide by the share of the Gaussian that lies inside the image."""
 
     def blur(field: Tensor) -> Tensor:
-        padded = functional.pad(field, (CANNY_RADIUS,) * 4)
-        return gaussian_blur(padded, CANNY_SIGMA)[
-            ..., CANNY_RADIUS : CANNY_RADIUS + height, CANNY_RADIUS : CANNY_RADIUS + width
-        ]
+        inside = slice(CANNY_RADIUS, -CANNY_RADIUS)
+        return gaussian_blur(functional.pad(field, (CANNY_RADIUS,) * 4), CANNY_SIGMA)[..., inside, inside]
 
     return blur(values) / blur(torch.ones_like(values[:1]))
 
@@ -256,18 +254,13 @@ def _levels(name: str, *values: float) -> tuple[dict[str, float], ...]:
 
 
 _ONCE: tuple[dict[str, float], ...] = ({},)
-
-
 _GLASS_BLUR = tuple(
     {"sigma": sigma, "reach": reach, "passes": passes}
     for sigma, reach, passes in ((0.7, 1, 2), (0.9, 2, 1), (1.0, 2, 3), (1.1, 3, 2), (1.5, 4, 2))
 )
-
-
 _MOTION_BLUR = tuple(
     {"radius": radius, "sigma": sigma} for radius, sigma in ((10, 3.0), (15, 5.0), (15, 8.0), (15, 12.0), (20, 15.0))
 )
-
 
 _SPATTER = tuple(
     {"mean": mean, "deviation": deviation, "sigma": sigma, "threshold": threshold, "mask_sigma": mask_sigma}
@@ -280,9 +273,7 @@ _SPATTER = tuple(
     )
 )
 
-
 _RADIANS = (0.2, 0.4, 0.6, 0.8, 1.0)
-
 
 _ALL = (
     Shift(

@@ -170,7 +170,6 @@ _PANES = (
     ((30, 40, 50), (196, 206, 220)),
 )
 
-
 _DRAWERS: dict[str, Callable[[np.random.Generator], Field]] = {
     "bricks": bricks,
     "crystals": crystals,
@@ -179,7 +178,6 @@ _DRAWERS: dict[str, Callable[[np.random.Generator], Field]] = {
     "sky": sky,
     **{f"frost{i}": functools.partial(frost, darkest=pane[0], lightest=pane[1]) for i, pane in enumerate(_PANES, 1)},
 }
-
 
 NAMES = tuple(_DRAWERS)
 

@@ -27,7 +27,6 @@ FROST_COUNT = 5
 
 # CIFAR-C's frost photographs are at least 315 pixels high and used at a fifth of that, at most 120.
 FROST_UNREDUCED = 200
-
 Folder = str | os.PathLike[str] | None
 
 

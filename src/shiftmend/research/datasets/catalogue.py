@@ -1,7 +1,6 @@
-"""Which datasets there are, where they come from, and what lies where once they are there.
+"""The known datasets: where they come from, and which files lie where.
 
-A checksum stands here only if the publisher states it or several independent sources agree on it; None means
-that none is known, not that none is needed.
+A checksum stands here only if the publisher states it, or if several independent sources agree on it.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from shiftmend.research.datasets.digits import EMNIST_COUNTS, EMNIST_SHIFTS, MNI
 
 
 class IdxFile(NamedTuple):
+    """A file of MNIST or a relative: MD5 as published and of its decompressed content, size in bytes."""
+
     name: str
     md5: str
     md5_unpacked: str | None
@@ -24,34 +25,25 @@ class IdxFile(NamedTuple):
 
 
 _IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
-
-
 MNIST = (
     IdxFile(f"train-{_IMAGES}", "f68b3c2dcbeaaa9fbdd348bbdeb94873", "6bbc9ace898e44ae57da46a324031adb", 9912422),
     IdxFile(f"train-{_LABELS}", "d53e105ee54ea40749a09fcbcd1e9432", "a25bea736e30d166cdddb491f175f624", 28881),
     IdxFile(f"t10k-{_IMAGES}", "9fb629c4189551a2d022fa330f9573f3", "2646ac647ad5339dbf082846283269ea", 1648877),
     IdxFile(f"t10k-{_LABELS}", "ec29112dd5afa0611ce80d1b7f02629c", "27ae3e4e09519cfbb04c329615203637", 4542),
 )
-
-
 FASHION_MNIST = (
     IdxFile(f"train-{_IMAGES}", "8d4fb7e6c68d591d4c3dfef9ec88bf0d", "f4a8712d7a061bf5bd6d2ca38dc4d50a", 26421880),
     IdxFile(f"train-{_LABELS}", "25c81989df183df01b3e8a0aad5dffbe", "9018921c3c673c538a1fc5bad174d6f9", 29515),
     IdxFile(f"t10k-{_IMAGES}", "bef4ecab320f06d8554ea6380940ec79", "8181f5470baa50b63fa0f6fddb340f0a", 4422102),
     IdxFile(f"t10k-{_LABELS}", "bb300cfdad3c16e7a12a480ee83cd310", "15d484375f8d13e6eb1aabb0c3f46965", 5148),
 )
-
-
 KMNIST = (
     IdxFile(f"train-{_IMAGES}", "bdb82020997e1d708af4cf47b453dcf7", None, 18165135),
     IdxFile(f"train-{_LABELS}", "e144d726b3acfaa3e44228e80efcd344", None, 29497),
     IdxFile(f"t10k-{_IMAGES}", "5c965bf0a639b31b8f53240b1b52f4d7", None, 3041136),
     IdxFile(f"t10k-{_LABELS}", "7320c461ea6c1c855c0b718fb2a4b134", None, 5120),
 )
-
-
 USPS = {"usps.bz2": "ec16c51db3855ca6c91edd34d0e9b197", "usps.t.bz2": "8ea070ee2aca1ac39742fdd1ef5ed118"}
-
 
 CIFAR10_BINARY = {
     "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
@@ -62,7 +54,6 @@ CIFAR10_BINARY = {
     "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
 }
 
-
 CIFAR10_PICKLED = {
     "data_batch_1": "c99cafc152244af753f735de768cd75f",
     "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
@@ -71,7 +62,6 @@ CIFAR10_PICKLED = {
     "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
     "test_batch": "40351d587109b95175f43aff81a1287e",
 }
-
 
 CIFAR10_C = {  # with .npy after each name
     "brightness": "0a81ef75e0b523c3383219c330a85d48",
@@ -95,7 +85,6 @@ CIFAR10_C = {  # with .npy after each name
     "speckle_noise": "ef00b87611792b00df09c0b0237a1e30",
     "zoom_blur": "6ea8e63f1c5cdee1517533840641641b",
 }
-
 
 CIFAR100_C = {  # with .npy after each name
     "brightness": "f22d7195aecd6abb541e27fca230c171",
@@ -123,7 +112,7 @@ CIFAR100_C = {  # with .npy after each name
 
 @dataclass(frozen=True)
 class Unpack:
-    """What to do with an archive: members whose name begins with `only`, less their first `drop` folders."""
+    """Instructions for an archive: members whose name begins with `only`, less their first `drop` folders."""
 
     into: str = "."
     only: str = ""
@@ -132,32 +121,37 @@ class Unpack:
 
 @dataclass(frozen=True)
 class Download:
-    """One file to fetch: where it goes under the data root, where it can be had, how it is known to be whole."""
+    """A file to fetch: where it goes under the data root, where it can be had, how it is known to be whole."""
 
     path: str
     urls: tuple[str, ...]
     md5: str | None = None
     sha256: str | None = None
-    size: int | None = None  # bytes, for progress and planning; the checksum is what decides
+    size: int | None = None
+    """Bytes, for progress alone: the checksum decides."""
     unpack: Unpack | None = None
 
 
 @dataclass(frozen=True)
 class Content:
-    """One file or folder that has to be there for the readers, and what is known about it."""
+    """A file or folder that the readers need, and what is known about it."""
 
     path: str
     md5: str | None = None
-    md5_unpacked: str | None = None  # of what a .gz file contains: a file compressed anew is as good
+    md5_unpacked: str | None = None
+    """Of the content of a .gz file: a file compressed anew is as good."""
     size: int | None = None
-    shape: tuple[int, ...] | None = None  # of an idx or .npy array
-    images: int | None = None  # number of image files in a folder
-    exact_count: bool = True  # whether another number of images means damage, or only another edition
+    shape: tuple[int, ...] | None = None
+    """Of an idx or .npy array."""
+    images: int | None = None
+    """Number of image files in a folder."""
+    exact_count: bool = True
+    """Whether another number of images means damage, or only another edition."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A dataset. Each of `layouts` is a set of contents that is enough on its own."""
+    """A dataset. Each of `layouts` is a list of contents that is enough on its own."""
 
     name: str
     summary: str
@@ -165,10 +159,11 @@ class Entry:
     layouts: tuple[tuple[Content, ...], ...]
     downloads: tuple[Download, ...] = ()
     licence: str | None = None
-    arrangement: str = ""  # how the files are laid out, in words
+    arrangement: str = ""
+    """How the files are laid out, in words."""
 
     def by_hand(self, root: Path) -> str:
-        """What to do where nothing can be fetched."""
+        """Say what to do where nothing can be fetched."""
         if self.downloads:
             places = ", ".join(str(root / download.path) for download in self.downloads)
             return f"get the files from {self.page} in a browser, put them at {places} and run this again"
@@ -176,7 +171,7 @@ class Entry:
 
 
 def find_entry(name: str, catalogue: Mapping[str, Entry] | None = None) -> Entry:
-    """By name; capitals, hyphens and underscores make no difference."""
+    """Find a dataset by name; capitals, hyphens and underscores make no difference."""
     entries = CATALOGUE if catalogue is None else catalogue
     for key, entry in entries.items():
         if _plain(key) == _plain(name):
@@ -197,7 +192,7 @@ def _like_mnist(
     *mirrors: str,
     licence: str | None = None,
 ) -> Entry:
-    """MNIST and its relatives: four files."""
+    """Describe MNIST or a relative: four files."""
     downloads, contents = [], []
     for file in files:
         path = f"{folder}/raw/{file.name}.gz"
@@ -218,7 +213,7 @@ def _like_mnist(
 
 
 def _emnist_contents() -> tuple[Content, ...]:
-    """The publisher states a checksum of the whole archive only, and rebuilt sets of other sizes are in use."""
+    """List the files of EMNIST, of which no checksums are published and rebuilt sets of other sizes are in use."""
     contents = []
     for split, count in EMNIST_COUNTS.items():
         stem = f"EMNIST/raw/emnist-balanced-{split}"
@@ -238,7 +233,7 @@ def _mnist_c_contents() -> tuple[Content, ...]:
 
 
 def _zenodo(record: int, file: str) -> tuple[str, str]:
-    """A file of a record, at the address of today and at the one before."""
+    """Give the addresses of a file of a record: that of today and the one before."""
     return (
         f"https://zenodo.org/records/{record}/files/{file}?download=1",
         f"https://zenodo.org/record/{record}/files/{file}",
@@ -252,7 +247,7 @@ def _cifar_archive(classes: int, folder: str, md5: str, size: int) -> Download:
 
 
 def _cifar_c(classes: int, record: int, md5: str, size: int, sums: Mapping[str, str]) -> Entry:
-    """One array per corruption, and the labels they share."""
+    """Describe CIFAR-10-C or CIFAR-100-C: one array per corruption, and the labels they share."""
     folder = f"CIFAR-{classes}-C"
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(CIFAR_CORRUPTIONS, (50_000, 32, 32, 3))
     shapes["labels"] = (50_000,)
@@ -271,10 +266,7 @@ def _cifar_c(classes: int, record: int, md5: str, size: int, sums: Mapping[str, 
 
 
 _LIBSVM = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass"
-
-
 _CIFAR_LICENCE = "none stated; the authors ask for a citation of their technical report"
-
 
 _ENTRIES = (
     _like_mnist(
@@ -461,6 +453,5 @@ _ENTRIES = (
         arrangement="BSDS500/images/train/*.jpg",
     ),
 )
-
 
 CATALOGUE: dict[str, Entry] = {entry.name: entry for entry in _ENTRIES}

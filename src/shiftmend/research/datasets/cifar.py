@@ -26,6 +26,7 @@ SHAPE = (3, 32, 32)
 PIXELS = 3 * 32 * 32
 SEVERITIES = 5
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
 _CIFAR100_CLASSES_TEXT = (
     "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can "
     "castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin "
@@ -35,6 +36,7 @@ _CIFAR100_CLASSES_TEXT = (
     "shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone "
     "television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm"
 )
+
 CIFAR100_CLASSES = tuple(_CIFAR100_CLASSES_TEXT.split())
 _CIFAR_CORRUPTIONS_TEXT = (
     "brightness contrast defocus_blur elastic_transform fog frost gaussian_blur gaussian_noise glass_blur "

@@ -44,6 +44,7 @@ FASHION_CLASSES = (
     "Bag",
     "Ankle boot",
 )
+
 KMNIST_CLASSES = ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo")
 _MNIST_CORRUPTIONS_TEXT = (
     "brightness canny_edges dotted_line fog glass_blur impulse_noise motion_blur rotate scale shear shot_noise "

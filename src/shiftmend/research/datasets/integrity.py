@@ -1,4 +1,4 @@
-"""Whether the files of a dataset are there and whole."""
+"""List the datasets, and check that their files are there and whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ State = Literal["complete", "missing", "damaged"]
 
 @dataclass(frozen=True)
 class Progress:
-    """What a long job is doing: `done` of `total` bytes or files (None if unknown), or something to say."""
+    """A step of a long job: `done` of `total` bytes or files (None if unknown), or something to say."""
 
     dataset: str
     file: str
@@ -36,6 +36,8 @@ Report = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class VerifyRow:
+    """The state of a dataset, and why."""
+
     dataset: str
     state: State
     detail: str
@@ -43,6 +45,8 @@ class VerifyRow:
 
 @dataclass(frozen=True)
 class ListingRow:
+    """A dataset of the catalogue, and how it can be had."""
+
     dataset: str
     summary: str
     download_bytes: int | None
@@ -53,7 +57,7 @@ class ListingRow:
 
 
 def listing(catalogue: Mapping[str, Entry] | None = None) -> list[ListingRow]:
-    """One row for every dataset that is known, whether or not it is there."""
+    """List every known dataset, whether or not it is there."""
     rows = []
     for entry in (CATALOGUE if catalogue is None else catalogue).values():
         sizes = [download.size for download in entry.downloads]
@@ -80,9 +84,9 @@ def verify(
     report: Report | None = None,
     catalogue: Mapping[str, Entry] | None = None,
 ) -> list[VerifyRow]:
-    """The state of every dataset (or of those named), in the order of the catalogue.
+    """Check every dataset, or those named, in the order of the catalogue.
 
-    Without `checksums` only presence, sizes, shapes and counts are looked at, which is quick even for large sets.
+    Without `checksums` only presence, sizes, shapes and counts are checked, which is quick even for large sets.
     """
     folder = data_root(root)
     if not folder.is_dir():
@@ -96,7 +100,7 @@ def verify(
 
 
 def verify_entry(entry: Entry, root: Path, *, checksums: bool = True, report: Report | None = None) -> VerifyRow:
-    """Complete if one of its layouts is; damaged if a file that is there is wrong; else missing."""
+    """Check a dataset: complete if one of its layouts is, damaged if a file that is there is wrong, else missing."""
     verdicts: list[tuple[int, int, VerifyRow]] = []
     for contents in entry.layouts:
         findings = []
@@ -112,12 +116,14 @@ def verify_entry(entry: Entry, root: Path, *, checksums: bool = True, report: Re
 
 @dataclass(frozen=True)
 class Finding:
+    """The state of one file or folder."""
+
     state: State
     note: str = ""
 
 
 def check_content(content: Content, root: Path, *, checksums: bool = True) -> Finding:
-    """One file or folder: there, of the right form and, if a checksum is known and wanted, the published one."""
+    """Check a file or folder: there, of the right form and, if a checksum is known and wanted, the published one."""
     path: Path | None = root / content.path
     try:
         path = next((place for place in _places(content, root) if place.exists()), None)
@@ -132,6 +138,7 @@ def check_content(content: Content, root: Path, *, checksums: bool = True) -> Fi
 
 
 def file_digest(path: Path, algorithm: str) -> str:
+    """Compute the checksum of a file, e.g. "md5", in hexadecimal digits."""
     digest = hashlib.new(algorithm, usedforsecurity=False)
     with path.open("rb") as handle:
         while part := handle.read(1 << 20):
@@ -167,7 +174,8 @@ def _is_idx(path: Path) -> bool:
 def _check_folder(path: Path, content: Content) -> str:
     found = 0
     for _, folders, names in os.walk(path):
-        folders[:] = [name for name in folders if not name.startswith(".")]  # as for the readers
+        # Hidden files are passed over, as the readers do.
+        folders[:] = [name for name in folders if not name.startswith(".")]
         found += sum(os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".") for name in names)
     if found == 0 or (content.exact_count and content.images not in (None, found)):
         raise DataError(
@@ -197,7 +205,7 @@ def _check_file(path: Path, content: Content, checksums: bool) -> str:
 
 
 def _check_form(path: Path, content: Content, checksums: bool) -> str:
-    """For files that no checksum vouches for: what can be read off them."""
+    """Check what can be read off a file that no checksum vouches for."""
     if _is_idx(path):
         return _check_idx(path, content, checksums)
     if path.suffix == ".npy":
@@ -205,15 +213,17 @@ def _check_form(path: Path, content: Content, checksums: bool) -> str:
         _compare_shape(path, array.shape, content)
     elif path.suffix == ".npz":
         with open_npz(path) as archive:
-            for key in archive.files:  # every member carries a checksum of its own
+            # Every member carries a checksum of its own.
+            for key in archive.files:
                 read_member(archive, path, key)
     elif path.suffix == ".gz" and checksums:
-        read_whole(path, "a whole gzip file", "fetch it again")  # it ends with a checksum of its own
+        # The file ends with a checksum of its own.
+        read_whole(path, "a whole gzip file", "fetch it again")
     return ""
 
 
 def _check_idx(path: Path, content: Content, checksums: bool) -> str:
-    """Contents decide, not the compression: many tools leave these files uncompressed or compress them anew."""
+    """Check the content, not the compression: many tools leave these files uncompressed or compress them anew."""
     note = _compare_shape(path, read_idx(path).shape, content)
     if not checksums or content.md5 is None:
         return note

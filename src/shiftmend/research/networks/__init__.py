@@ -1,6 +1,6 @@
 """The paper's networks, by the names that the command line and the benchmarks use.
 
-Any `nn.Module` can be adapted; these are here so that the paper's experiments can be run.
+shiftmend adapts any `nn.Module`. These networks are here to run the paper's experiments.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from shiftmend.research.networks.resnets import ResNet, resnet18, resnet18_cifar
 from shiftmend.utils.checks import kind
 
 __all__ = ["MODELS", "DigitCNN", "ResNet", "build", "resnet18", "resnet18_cifar", "resnet101"]
-
-
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "digit-cnn": DigitCNN,
     "resnet18-cifar": resnet18_cifar,
@@ -28,9 +26,12 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 def build(name: str, **options: Any) -> nn.Module:
-    """A freshly initialised network, for example `build("digit-cnn", classes=47)`.
+    """Make a freshly initialised network.
 
-    One of your own, put into `MODELS`, may have options of other kinds: fractions and text by their defaults.
+    A network of your own, put into `MODELS`, may also have options that are fractions or text by their defaults.
+
+    >>> build("digit-cnn", classes=47).head.out_features
+    47
     """
     factory = MODELS.get(name)
     if factory is None:

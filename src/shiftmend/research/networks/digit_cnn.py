@@ -21,10 +21,9 @@ class DigitCNN(nn.Module):
     torch.Size([2, 47])
     """
 
-    # How a model tells shiftmend where its taps and its bottom-up blocks are, by module names; a model that
-    # says nothing is searched instead. "linear" means that module's output, "linear:input" its input. The
-    # features are the raw output of `linear`, before normalisation. `bn4` and `head` are in no block: they
-    # are the classifier, whose weights stay as they were trained.
+    # A model may tell shiftmend by module names where its taps and its bottom-up blocks are; else shiftmend searches.
+    # "linear" means the module's output, "linear:input" its input. The features are the raw output of `linear`, before
+    # normalisation. `bn4` and `head` are in no block: they are the classifier, whose weights stay as trained.
     shiftmend_taps: ClassVar[Mapping[str, str]] = {"features": "linear", "logits": "head"}
     shiftmend_blocks: ClassVar[tuple[tuple[str, ...], ...]] = (
         ("conv1", "bn1"),
@@ -32,9 +31,9 @@ class DigitCNN(nn.Module):
         ("conv3", "bn3"),
         ("linear",),
     )
-    # Where SHOT looks for clusters: the normalised features, before dropout and ReLU.
+    # SHOT looks for clusters in the normalised features, before dropout and ReLU.
     shiftmend_embedding: ClassVar[str] = "bn4"
-    # Learning rates published for this very network, by method; others get a default.
+    # Learning rates published for this network, by method; other methods get a default.
     shiftmend_rates: ClassVar[Mapping[str, float]] = {
         "fr": 1.0,
         "bufr": 1.0,
@@ -79,7 +78,7 @@ class DigitCNN(nn.Module):
         self.apply(_initialise)
 
     def forward(self, images: Tensor) -> Tensor:
-        # ReLU is never in place here: a tap may hold on to the output of any layer.
+        # No ReLU works in place: a tap may hold on to the output of any layer.
         x = torch.relu(self.dropout1(self.bn1(self.conv1(images))))
         x = torch.relu(self.dropout2(self.bn2(self.conv2(x))))
         x = torch.relu(self.dropout3(self.bn3(self.conv3(x))))
@@ -90,11 +89,11 @@ class DigitCNN(nn.Module):
 
 def _initialise(module: nn.Module) -> None:
     if isinstance(module, (nn.Conv2d, nn.Linear)):
-        # A weight that is made of direction and length keeps PyTorch's own initialisation, as in the reference.
+        # A weight made of direction and length keeps PyTorch's own initialisation, as in the reference.
         if not parametrize.is_parametrized(module, "weight"):
             nn.init.xavier_uniform_(module.weight)
         if module.bias is not None:
             nn.init.constant_(module.bias, 0.0 if isinstance(module, nn.Conv2d) else 0.01)
     elif isinstance(module, nn.BatchNorm2d):
-        # Unusual, but the published learning rates were found with it. BatchNorm1d keeps its scale of 1.
+        # The published learning rates were found with this unusual start. BatchNorm1d keeps its scale of 1.
         nn.init.uniform_(module.weight, 0.0, 1.0)

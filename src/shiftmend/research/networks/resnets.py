@@ -16,8 +16,8 @@ from torch import Tensor, nn
 class ResNet(nn.Module):
     """A stem, four stages of residual blocks, global average pooling and one linear layer `fc`.
 
-    `small_images` chooses the layout: the ImageNet one shrinks images by 4 in its stem (7x7 convolution, then
-    max-pooling) and starts from He-normal convolutions; the CIFAR one has a 3x3 stem that keeps the size, and
+    `small_images` chooses the layout. The ImageNet layout shrinks images by 4 in its stem (7x7 convolution, then
+    max-pooling) and starts from He-normal convolutions. The CIFAR layout has a 3x3 stem that keeps the size, and
     PyTorch's own initialisation.
     """
 
@@ -105,31 +105,31 @@ class Bottleneck(nn.Module):
 
 
 def resnet18_cifar(classes: int = 10) -> ResNet:
-    """ResNet-18 for 32x32 images, as in the paper's CIFAR experiments."""
+    """Make a ResNet-18 for 32x32 images, as in the paper's CIFAR experiments."""
     return ResNet(BasicBlock, (2, 2, 2, 2), classes, small_images=True)
 
 
 def resnet18(classes: int) -> ResNet:
-    """ResNet-18 in the ImageNet layout, as in the paper's CAMELYON17 experiments."""
+    """Make a ResNet-18 in the ImageNet layout, as in the paper's CAMELYON17 experiments."""
     return ResNet(BasicBlock, (2, 2, 2, 2), classes)
 
 
 def resnet101(classes: int) -> ResNet:
-    """ResNet-101 in the ImageNet layout, as in the paper's VisDA-C experiments."""
+    """Make a ResNet-101 in the ImageNet layout, as in the paper's VisDA-C experiments."""
     return ResNet(Bottleneck, (3, 4, 23, 3), classes)
 
 
 def _stage(
     block: type[BasicBlock] | type[Bottleneck], depth: int, channels: int, width: int, stride: int
 ) -> nn.Sequential:
-    """`depth` blocks, of which the first changes resolution and number of channels."""
+    """Chain `depth` blocks, of which the first changes resolution and number of channels."""
     first = block(channels, width, stride)
     others = (block(width * block.expansion, width, stride=1) for _ in range(depth - 1))
     return nn.Sequential(first, *others)
 
 
 def _shortcut(channels: int, outputs: int, stride: int) -> nn.Sequential:
-    """The identity (an empty Sequential) wherever shapes allow it, else a strided 1x1 projection."""
+    """Make the identity (an empty Sequential) wherever shapes allow it, else a strided 1x1 projection."""
     if stride == 1 and channels == outputs:
         return nn.Sequential()
     return nn.Sequential(
