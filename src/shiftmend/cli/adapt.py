@@ -8,33 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shiftmend.cli.options import (
-    Batch,
-    Blocks,
-    Channels,
-    Data,
-    Deviation,
-    Device,
-    Head,
-    Ignore,
-    Json,
-    Mean,
-    Model,
-    Options,
-    Output,
-    Pickle,
-    ProfileFile,
-    Size,
-    Weights,
-    block_names,
-    by_all_processes,
-    columns,
-    entry,
-    gather,
-    method_option,
-    say,
-    show,
-)
+from shiftmend.cli import options as opt
+from shiftmend.cli.options import block_names, by_all_processes, columns, entry, gather, method_option, say, show
 from shiftmend.cli.verify import LABELLED, scores_json
 from shiftmend.errors import DataError
 from shiftmend.utils.files import check_folder
@@ -50,7 +25,7 @@ if TYPE_CHECKING:
 def demo(
     folder: Annotated[Path, typer.Option("--out", "-o", help="Where to write the results.")] = Path("demo"),
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Train, profile, shift and mend a small digit reader on real handwritten digits, in about a minute."""
     from shiftmend.demo import run
@@ -61,15 +36,15 @@ def demo(
 
 
 def blocks(
-    model: Model,
+    model: opt.Model,
     shape: Annotated[str, typer.Option(help="Shape of one input, e.g. 3,32,32.")],
-    weights: Weights = None,
-    model_option: Options = None,
-    head: Head = None,
-    block: Blocks = None,
-    output_entry: Output = None,
-    allow_pickle: Pickle = False,
-    as_json: Json = False,
+    weights: opt.Weights = None,
+    model_option: opt.Options = None,
+    head: opt.Head = None,
+    block: opt.Blocks = None,
+    output_entry: opt.Output = None,
+    allow_pickle: opt.Pickle = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Show the bottom-up blocks a model is split into."""
     import torch
@@ -110,9 +85,9 @@ def blocks(
 
 @by_all_processes
 def adapt(
-    model: Model,
-    data: Data,
-    profile: ProfileFile,
+    model: opt.Model,
+    data: opt.Data,
+    profile: opt.ProfileFile,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the adapted model, history and manifest.")],
     method: Annotated[
         str, typer.Option("--method", "-m", help="bufr, fr, adabn, ..., or file.py:Class of your own.")
@@ -122,23 +97,23 @@ def adapt(
         typer.Option(help="name=value for the method; repeatable. Of learning_rate=0.01,0.1 the better is chosen."),
     ] = None,
     keep: Annotated[str, typer.Option(help="Which epoch: last, or selected by the verification slices.")] = "last",
-    block: Blocks = None,
-    weights: Weights = None,
-    model_option: Options = None,
-    output_entry: Output = None,
-    size: Size = None,
-    channels: Channels = None,
-    mean: Mean = "0.5",
-    std: Deviation = "0.5",
-    batch_size: Batch = 256,
+    block: opt.Blocks = None,
+    weights: opt.Weights = None,
+    model_option: opt.Options = None,
+    output_entry: opt.Output = None,
+    size: opt.Size = None,
+    channels: opt.Channels = None,
+    mean: opt.Mean = "0.5",
+    std: opt.Deviation = "0.5",
+    batch_size: opt.Batch = 256,
     seed: Annotated[int, typer.Option(help="Order of the batches, and whatever else is random.")] = 0,
-    device: Device = "auto",
+    device: opt.Device = "auto",
     autocast: Annotated[bool, typer.Option(help="Run the network in bfloat16.")] = False,
     compile: Annotated[bool, typer.Option(help="On a GPU, compile the steps: pays for long runs.")] = False,
     checkpoint: Annotated[Path | None, typer.Option(help="Save here after each epoch; go on if it exists.")] = None,
-    allow_pickle: Pickle = False,
-    ignore_label: Ignore = None,
-    as_json: Json = False,
+    allow_pickle: opt.Pickle = False,
+    ignore_label: opt.Ignore = None,
+    as_json: opt.Json = False,
 ) -> None:
     """At the new site: re-align the model's features with the profile, from unlabelled data alone.
 

@@ -8,26 +8,8 @@ from typing import Any
 
 import typer
 
-from shiftmend.cli.options import (
-    Batch,
-    Channels,
-    Data,
-    Deviation,
-    Device,
-    Ignore,
-    Json,
-    Mean,
-    Model,
-    Options,
-    Output,
-    Pickle,
-    ProfileFile,
-    Size,
-    Weights,
-    entry,
-    gather,
-    say,
-)
+from shiftmend.cli import options as opt
+from shiftmend.cli.options import entry, gather, say
 from shiftmend.errors import DataError
 from shiftmend.utils.json import dumps
 
@@ -42,19 +24,19 @@ def register(app: typer.Typer) -> None:
 
 
 def verify(
-    model: Model,
-    data: Data,
-    profile: ProfileFile,
-    weights: Weights = None,
-    model_option: Options = None,
-    size: Size = None,
-    channels: Channels = None,
-    mean: Mean = "0.5",
-    std: Deviation = "0.5",
-    batch_size: Batch = 256,
-    device: Device = "auto",
-    allow_pickle: Pickle = False,
-    as_json: Json = False,
+    model: opt.Model,
+    data: opt.Data,
+    profile: opt.ProfileFile,
+    weights: opt.Weights = None,
+    model_option: opt.Options = None,
+    size: opt.Size = None,
+    channels: opt.Channels = None,
+    mean: opt.Mean = "0.5",
+    std: opt.Deviation = "0.5",
+    batch_size: opt.Batch = 256,
+    device: opt.Device = "auto",
+    allow_pickle: opt.Pickle = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Ask, without labels, whether a model's features on some data are distributed as at home."""
     import shiftmend
@@ -71,20 +53,20 @@ def verify(
 
 
 def evaluate(
-    model: Model,
-    data: Data,
-    weights: Weights = None,
-    model_option: Options = None,
-    output_entry: Output = None,
-    size: Size = None,
-    channels: Channels = None,
-    mean: Mean = "0.5",
-    std: Deviation = "0.5",
-    batch_size: Batch = 256,
-    device: Device = "auto",
-    allow_pickle: Pickle = False,
-    ignore_label: Ignore = None,
-    as_json: Json = False,
+    model: opt.Model,
+    data: opt.Data,
+    weights: opt.Weights = None,
+    model_option: opt.Options = None,
+    output_entry: opt.Output = None,
+    size: opt.Size = None,
+    channels: opt.Channels = None,
+    mean: opt.Mean = "0.5",
+    std: opt.Deviation = "0.5",
+    batch_size: opt.Batch = 256,
+    device: opt.Device = "auto",
+    allow_pickle: opt.Pickle = False,
+    ignore_label: opt.Ignore = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Score a model on labelled data: accuracy and calibration, or the errors of one that predicts quantities."""
     import shiftmend

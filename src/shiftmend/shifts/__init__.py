@@ -12,15 +12,14 @@ import difflib
 import inspect
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shiftmend.errors import DataError
-from shiftmend.shifts import cifar_c, emnist_da, mnist, sensor, signal
+from shiftmend.shifts import cifar_c, emnist_da, mnist, sensor
 from shiftmend.shifts.base import Shift, check_images, check_signals
 from shiftmend.shifts.textures import Folder, load
-from shiftmend.utils.checks import brief, check_seed, kind
+from shiftmend.utils.checks import brief, check_seed
 from shiftmend.utils.devices import sum_dtype
 
 __all__ = ["SHIFTS", "Shift", "apply", "find"]
@@ -29,7 +28,6 @@ SHIFTS: dict[str, Shift] = {
     **mnist.SHIFTS,
     **cifar_c.SHIFTS,
     **sensor.SHIFTS,
-    **signal.SHIFTS,
 }
 
 # A shift can need 50 bytes a value, so large sets go through in portions. Random numbers depend on the portions: those
@@ -40,8 +38,6 @@ MAX_VALUES = MAX_IMAGES * 3 * 32 * 32
 
 def find(name: str) -> Shift:
     """Find a shift by name; an unknown name gets the nearest ones as a suggestion."""
-    if not isinstance(name, str):
-        raise DataError(f"a shift is named by text, e.g. 'cifar-c/fog', got {brief(name)}")
     if name in SHIFTS:
         return SHIFTS[name]
     same_end = [known for known in SHIFTS if known.rpartition("/")[2] == name.rpartition("/")[2]]
@@ -98,29 +94,14 @@ def apply(
     generator = torch.Generator(place).manual_seed(int(seed))
     portions = images.split(max(1, min(MAX_IMAGES, MAX_VALUES // max(1, images[0].numel()))))
     parts = [shift.function(portion, generator=generator, **parameters) for portion in portions]
-    for part, given in zip(parts, portions, strict=True):
-        _check_shifted(shift, part, given)
     return torch.cat(parts)
 
 
-def _check_shifted(shift: Shift, made: Any, given: Tensor) -> None:
-    """Refuse what a user's own shift may give: only the number of channels may change."""
-    if not isinstance(made, Tensor):
-        raise DataError(f"shift {shift.name} gave {kind(made)}, expected a tensor")
-    kept = (made.is_floating_point() if shift.domain == "signal" else made.dtype == given.dtype) and (
-        made.ndim == given.ndim and len(made) == len(given) and made.shape[2:] == given.shape[2:]
-    )
-    if not kept:
-        ours, theirs = (f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for one in (made, given))
-        raise DataError(f"shift {shift.name} made {ours} of {theirs}, expected the same type, number and size")
-
-
 def _check_parameters(shift: Shift, overrides: dict[str, Any]) -> None:
+    """Refuse parameters that the shift does not have."""
     known = set(inspect.signature(shift.function).parameters) - {"images", "signals", "generator", "textures"}
     if unknown := sorted(set(overrides) - known):
         accepted = f"it has {', '.join(sorted(known))}" if known else "it has none"
         raise DataError(f"shift {shift.name} has no parameter {', '.join(unknown)}: {accepted}")
-    if shift.severities is sensor.STRENGTHS and "strength" in overrides:
-        strength = overrides["strength"]
-        if isinstance(strength, bool) or not isinstance(strength, int | float | np.floating) or not 0 <= strength <= 1:
-            raise DataError(f"shift {shift.name} has a strength from 0 to 1, got {brief(strength)}")
+    if shift.severities is sensor.STRENGTHS and not 0 <= overrides.get("strength", 0) <= 1:
+        raise DataError(f"shift {shift.name} has a strength from 0 to 1, got {brief(overrides['strength'])}")

@@ -10,7 +10,19 @@ from shiftmend.inputs.arrays import npz_file
 from shiftmend.inputs.digits import enlarged_digits
 from shiftmend.inputs.folders import image_folder
 from shiftmend.inputs.images import Split
-from shiftmend.research.datasets.catalogue import CATALOGUE, Content, Download, Entry, Unpack, find_entry
+from shiftmend.research.datasets.catalogue import (
+    CATALOGUE,
+    Content,
+    Download,
+    Entry,
+    ListingRow,
+    Progress,
+    Unpack,
+    VerifyRow,
+    find_entry,
+    listing,
+    verify,
+)
 from shiftmend.research.datasets.cifar import CIFAR_CORRUPTIONS, cifar10, cifar10_c, cifar100, cifar100_c
 from shiftmend.research.datasets.digits import (
     EMNIST_SHIFTS,
@@ -26,7 +38,6 @@ from shiftmend.research.datasets.digits import (
 )
 from shiftmend.research.datasets.download import fetch
 from shiftmend.research.datasets.files import data_root
-from shiftmend.research.datasets.integrity import ListingRow, Progress, VerifyRow, listing, verify
 from shiftmend.research.datasets.partitions import balanced, emnist_source, few_shot, fractions, held_out
 from shiftmend.research.datasets.streamed import (
     HOSPITALS,

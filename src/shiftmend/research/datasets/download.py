@@ -22,9 +22,19 @@ from urllib.parse import urlsplit
 from shiftmend.__about__ import __version__
 from shiftmend.errors import DataError
 from shiftmend.inputs.images import PathLike
-from shiftmend.research.datasets.catalogue import Download, Entry, Unpack, find_entry
+from shiftmend.research.datasets.catalogue import (
+    Download,
+    Entry,
+    Progress,
+    Report,
+    Unpack,
+    VerifyRow,
+    check_content,
+    file_digest,
+    find_entry,
+    verify_entry,
+)
 from shiftmend.research.datasets.files import data_root
-from shiftmend.research.datasets.integrity import Progress, Report, VerifyRow, check_content, file_digest, verify_entry
 from shiftmend.utils.files import alone_with
 
 _DAMAGE = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, NotImplementedError)
