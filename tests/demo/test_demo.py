@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +21,27 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+EXTRAS = ("matplotlib", "sklearn", "scipy", "ray", "torchvision")
+
+
+def test_nothing_but_figures_and_analyses_imports_an_extra() -> None:
+    code = (
+        "import importlib, pkgutil, sys\n"
+        f"for name in {EXTRAS}: sys.modules[name] = None\n"
+        "import shiftmend\n"
+        "names = [module.name for module in pkgutil.walk_packages(shiftmend.__path__, 'shiftmend.')]\n"
+        "for name in names: importlib.import_module(name)\n"
+        "print(len(names))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 50
+
+
 @pytest.mark.usefixtures("quick")
-def test_the_demo_says_and_writes_what_it_promises(tmp_path: Path) -> None:
+def test_the_demo_says_and_writes_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It profiles, adapts, verifies, evaluates and reports: all of them do without the extras.
+    for name in [*EXTRAS, *(module for module in sys.modules if module.startswith(tuple(f"{one}." for one in EXTRAS)))]:
+        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
     said: list[object] = []
     threads = torch.get_num_threads()
     report = demo.run(tmp_path / "demo", say=lambda thing: said.append(thing))
