@@ -207,7 +207,19 @@ def test_no_page_names_a_folder_of_somebodys_machine(page: Path) -> None:
     assert not found, f"{in_the_repository(page)} has {found}"
 
 
-@pytest.mark.parametrize("name", ["stats.histograms", "stats.stats_layer", "evaluation.classification"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "stats.histograms",
+        "stats.stats_layer",
+        "evaluation.classification",
+        "inputs.digits",
+        "inputs.folders",
+        "inputs.images",
+        "research.networks",
+        "shifts",
+    ],
+)
 def test_docstring_examples(name: str) -> None:
     results = doctest.testmod(importlib.import_module(f"shiftmend.{name}"))
     assert results.attempted > 0
