@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.inputs.feed import Feed
-from shiftmend.research.networks.resnets import resnet18
+from shiftmend.research.networks import resnet18
 
 BATCH, SIDE, CLASSES = 200, 224, 10
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from shiftmend.distributed.collectives import local_part, local_parts
 from shiftmend.errors import DataError
 from shiftmend.inputs import batching
 from shiftmend.inputs.prefetch import Batch, Rows, make_copier, prefetch, read_batch

@@ -90,7 +90,7 @@ def _suggest(source: Any) -> str:
     if isinstance(source, Iterator):
         return " (a generator can be run through only once: make a list of it)"
     if isinstance(source, str | os.PathLike):
-        return "; read the files first, e.g. shiftmend.research.datasets.image_folder(folder).images"
+        return "; read the files first, e.g. shiftmend.image_folder(folder).images"
     if isinstance(source, Mapping):
         return "; pass the entry that holds the inputs"
     if hasattr(source, "images"):

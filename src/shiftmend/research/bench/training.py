@@ -31,7 +31,7 @@ from shiftmend.inputs.images import PathLike, Split
 from shiftmend.introspection.model_state import named_tensors, restore
 from shiftmend.introspection.validate import check_model
 from shiftmend.research.bench.recipes import AUGMENTATIONS, Recipe, rate, untrained
-from shiftmend.research.datasets.base import data_root
+from shiftmend.research.datasets.files import data_root
 from shiftmend.research.datasets.streamed import ImageFiles
 from shiftmend.utils.checks import kind
 from shiftmend.utils.devices import preferred_memory_format, resolve_device, send, supports_async_copies

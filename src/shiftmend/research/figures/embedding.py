@@ -17,6 +17,7 @@ from shiftmend.introspection.validate import check_model, unwrap
 from shiftmend.profiles.profile import Profile
 from shiftmend.research.figures import style
 from shiftmend.research.figures.measuring import watched
+from shiftmend.utils.checks import require
 from shiftmend.utils.devices import resolve_device
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def embed(source: NDArray[np.float64], target: NDArray[np.float64], seed: int = 
     Every panel starts from the source's own principal plane, so that its clusters lie alike in all of them. For few
     points the perplexity is a third of their number.
     """
-    from sklearn.manifold import TSNE
+    manifold = require("sklearn.manifold", "research")
 
     everything = np.concatenate([source, target])
     if not np.isfinite(everything).all():
@@ -146,7 +147,8 @@ def embed(source: NDArray[np.float64], target: NDArray[np.float64], seed: int = 
     plane = (everything - centre) @ axes[:2].T
     start[:, : plane.shape[1]] = 1e-4 * plane / max(float(plane[:, 0].std()), 1e-12)
     perplexity = min(PERPLEXITY, (len(everything) - 1) / 3)
-    places: NDArray[np.float64] = TSNE(perplexity=perplexity, init=start, random_state=seed).fit_transform(everything)
+    tsne = manifold.TSNE(perplexity=perplexity, init=start, random_state=seed)
+    places: NDArray[np.float64] = tsne.fit_transform(everything)
     return places
 
 
