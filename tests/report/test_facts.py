@@ -62,6 +62,7 @@ def found() -> report.Facts:
     return report.facts(world.model, world.target, profile, result, labels=world.labels)
 
 
+@pytest.mark.slow
 def test_the_verdict_is_that_of_verify(found: report.Facts) -> None:
     world, profile, result = mended()
     for seen, model in ((found.before, world.model), (found.after, result.model)):
@@ -205,6 +206,7 @@ def test_the_inputs_shown_of_a_stream_are_those_that_were_read(monkeypatch: pyte
     assert "5 of 600 inputs, the first." in Page(render(found)).sections["inputs"]
 
 
+@pytest.mark.slow
 def test_cautions_say_what_does_not_belong_together() -> None:
     world, profile, result = mended()
     assert report.facts(world.model, world.source, profile, result).cautions == ()
@@ -246,6 +248,7 @@ def test_whether_the_judged_data_was_adapted_to() -> None:
         assert not found.before.adapted
 
 
+@pytest.mark.slow
 def test_before_only_says_shifted_or_as_at_home() -> None:
     world = sensors(samples=1500)
     profile = world.profile()
@@ -328,6 +331,7 @@ def test_a_model_that_works_in_place_does_not_change_what_the_other_sees() -> No
     assert all(sample.after == sample.before for sample in found.inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("units", [None, 1, 2])
 @given(st.integers(50, 100_000))
@@ -382,6 +386,7 @@ def verdict_of(before: float, after: float, floor: float = 0.004) -> tuple[str, 
     return made.headline, made.sentence
 
 
+@pytest.mark.slow
 def test_the_sentence_says_what_happened() -> None:
     assert verdict_of(0.404, 0.044)[0] == "Not restored"
     assert "90\u00a0%" in verdict_of(0.404, 0.044)[1]

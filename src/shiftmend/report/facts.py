@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shiftmend.adaptation.result import Adaptation
 from shiftmend.engine.history import Epoch
-from shiftmend.engine.settings import Keep
+from shiftmend.engine.trainer import Keep
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.evaluation.classification import ClassificationMetrics, Scores
 from shiftmend.evaluation.evaluate import metrics_for
@@ -475,21 +475,20 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 def _history(path: Path) -> list[Epoch]:
     data = _json(path)
-    names = {field.name for field in fields(Epoch)}
-    numbers = ("learning_rate", "verification", "seconds", "marginals", "entropy", "confidence")
+    needed = {"epoch", "block", "learning_rate", "losses", "verification", "seconds"}
     fits = isinstance(data, list) and all(
         isinstance(row, dict)
-        and {"epoch", "block", "learning_rate", "losses", "verification", "seconds"} <= set(row) <= names
+        and needed <= set(row)
         and type(row["epoch"]) is int
         and isinstance(row["block"], str)
         and isinstance(row["losses"], dict)
-        and all(isinstance(row.get(name), int | float | None) for name in numbers)
+        and all(isinstance(row[name], int | float | None) for name in set(row) - {"block", "losses"})
         and all(isinstance(loss, int | float) for loss in row["losses"].values())
         for row in data
     )
     if not fits:
         raise DataError(f"{path} is damaged: it is no history of an adaptation; {REMEDY}")
-    return [Epoch(**row) for row in data]
+    return [Epoch.from_json(row) for row in data]
 
 
 SAMPLES = 12

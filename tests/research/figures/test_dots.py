@@ -33,6 +33,7 @@ RESULTS = [
 ]
 
 
+@pytest.mark.slow
 def test_points_are_means_over_seeds_and_lines_a_standard_deviation() -> None:
     figure = dots.draw(RESULTS, ["fr", "bufr"])
     rows = [text.get_text() for text in figure.axes[0].get_yticklabels()]
@@ -78,6 +79,7 @@ def test_one_seed_has_no_spread_and_says_so() -> None:
     assert "one seed, hence no standard deviation" in footer(figure)
 
 
+@pytest.mark.slow
 def test_failed_missing_and_diverged_cells_leave_a_gap() -> None:
     results = [one for one in RESULTS if (one.cell.method, one.cell.shift) != ("bufr", "sky")]
     results += [result("bufr", "sky", 0, error="AdaptationError: diverged"), result("pl", "fog", 0, math.nan, math.nan)]
@@ -126,6 +128,7 @@ def test_the_best_epoch_is_called_an_oracle() -> None:
     assert "oracle" in figure.legends[0].get_title().get_text()
 
 
+@pytest.mark.slow
 def test_a_whole_benchmark_fits_a_page() -> None:
     methods = list(find("cifar-10-c").settings["offline"])  # as many rows, on as many shifts, as any
     results = [result(method, f"shift_{n}", seed, 0.5, 0.1) for method in methods for n in range(19) for seed in (1, 2)]
@@ -136,6 +139,7 @@ def test_a_whole_benchmark_fits_a_page() -> None:
     assert figure.axes[0].get_yticklabels()[0].get_text() == "shift 0"
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_picture(tmp_path: Path) -> None:
     assert_same_bytes(lambda: dots.draw(RESULTS), tmp_path)
 

@@ -37,6 +37,7 @@ def drawn(name: str, home: Path, **changes: Any) -> Any:
     return gallery.draw(name, Wanted(TINY, home, **(options | changes)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FIGURES if name != "shots"])
 def test_every_figure_can_be_drawn_from_a_run(name: str, home: Path) -> None:
     figure = drawn(name, home)
@@ -46,6 +47,7 @@ def test_every_figure_can_be_drawn_from_a_run(name: str, home: Path) -> None:
     assert artists
 
 
+@pytest.mark.slow
 def test_the_reliability_diagram_is_of_the_stored_bins(home: Path) -> None:
     wanted = Wanted(TINY, home, root=home, methods=["fr"])
     results = [result for result in wanted.results() if result.cell.method == "fr"]
@@ -79,6 +81,7 @@ def test_the_sheet_shows_the_same_images_clean_and_shifted(home: Path) -> None:
         sheet.draw({})
 
 
+@pytest.mark.slow
 def test_a_scene_is_the_cell_again(home: Path) -> None:
     scene = stage(TINY, home, "noisy", ["fr"], root=home, device="cpu")
     wanted = Wanted(TINY, home, root=home, methods=["fr"], seed=scene.seed)
@@ -111,12 +114,14 @@ def test_what_cannot_be_drawn_is_one_sentence(home: Path, tmp_path: Path) -> Non
         drawn("curves", home, methods=["shot"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["curves", "moved", "affected", "activations"])
 def test_without_the_usual_methods_a_benchmarks_own_are_drawn(name: str, home: Path) -> None:
     """There is no BUFR in this benchmark."""
     assert drawn(name, home, methods=None).axes
 
 
+@pytest.mark.slow
 def test_what_came_from_an_export_has_no_curves(home: Path, tmp_path: Path) -> None:
     file, merged = str(tmp_path / "tiny.json"), tmp_path / "merged"
     for command in (
@@ -131,6 +136,7 @@ def test_what_came_from_an_export_has_no_curves(home: Path, tmp_path: Path) -> N
     assert "seed 3" in str(drawn("curves", merged, root=home).get_suptitle())
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_says(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +170,7 @@ def test_figures_of_results_only_read_their_folder(home: Path, monkeypatch: pyte
         drawn("moved", home)
 
 
+@pytest.mark.slow
 def test_figures_of_results_can_be_drawn_from_an_export(home: Path, tmp_path: Path) -> None:
     file = tmp_path / "tiny.json"
     with pytest.raises(SystemExit, match="0"):

@@ -88,6 +88,7 @@ def test_bars_and_errors_are_those_of_all_predictions_together(
     assert ("one shift, 2 seeds" if shifts else "2 shifts, 2 seeds") in footer(figure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("methods", [["bufr"], ["fr", "bufr"]])
 def test_nothing_is_cut(methods: list[str]) -> None:
     assert_nothing_is_cut(reliability.draw(RESULTS, methods))
@@ -115,6 +116,7 @@ def test_the_source_model_on_clean_images_is_a_column_of_its_own() -> None:
         reliability.draw(RESULTS, ["clean", "bufr"])
 
 
+@pytest.mark.slow
 def test_failed_cells_and_missing_methods_are_named_at_the_foot() -> None:
     failed = result("fr", "stripe", 1, error="AdaptationError: the loss is not finite")
     figure = reliability.draw([*RESULTS, failed], ["fr", "bufr", "tent"])
@@ -135,6 +137,7 @@ def test_bins_that_differ_are_not_pooled() -> None:
         reliability.draw([*RESULTS, scored("bufr", "rain", 1, bins=15)], ["bufr"])
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_picture(tmp_path: Path) -> None:
     assert_same_bytes(lambda: reliability.draw(RESULTS, ["fr", "bufr"]), tmp_path)
 

@@ -25,6 +25,7 @@ def results(table: dict[str, tuple[float, float]]) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_points_names_and_coefficient() -> None:
     figure = restoration.draw(results(TABLE))
     (axis,) = figure.axes
@@ -42,6 +43,7 @@ def test_points_names_and_coefficient() -> None:
     assert_nothing_is_cut(figure)
 
 
+@pytest.mark.slow
 def test_shot_is_left_out_unless_named_or_allowed() -> None:
     everything = results(TABLE | {"shot": (9.0, 0.2)})
     figure = restoration.draw(everything)
@@ -52,6 +54,7 @@ def test_shot_is_left_out_unless_named_or_allowed() -> None:
         assert "not drawn" not in footer(shown)
 
 
+@pytest.mark.slow
 def test_who_saw_labels_is_left_out_unless_named() -> None:
     everything = results(TABLE | {"target-supervised": (0.1, 0.01)})
     figure = restoration.draw(everything)
@@ -62,6 +65,7 @@ def test_who_saw_labels_is_left_out_unless_named() -> None:
     assert "not drawn" not in footer(named)
 
 
+@pytest.mark.slow
 def test_only_places_that_all_methods_have() -> None:
     some = [one for one in results(TABLE) if (one.cell.method, one.cell.shift) != ("fr", "fog")]
     figure = restoration.draw(some)
@@ -71,6 +75,7 @@ def test_only_places_that_all_methods_have() -> None:
     np.testing.assert_allclose(line(only.axes[0], "bufr"), [(1.2 + 0.15, 5 - 1.5)])
 
 
+@pytest.mark.slow
 def test_variants_without_a_common_seed_are_left_out_unless_named() -> None:
     everything = [*results(TABLE), result("fr-sliced", "sky", 3, restoration_distance=0.5)]
     figure = restoration.draw(everything, variants=["fr-sliced"])
@@ -91,6 +96,7 @@ def test_a_diverged_method_is_not_drawn_and_leaves_no_coefficient() -> None:
     assert "no rank correlation: a value is not a number" in figure.get_suptitle().replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_two_methods_have_points_but_no_coefficient() -> None:
     figure = restoration.draw(results(TABLE), ["fr", "bufr"])
     assert len(figure.axes[0].texts) == 2
@@ -98,6 +104,7 @@ def test_two_methods_have_points_but_no_coefficient() -> None:
     assert_nothing_is_cut(figure)
 
 
+@pytest.mark.slow
 def test_what_is_rebuilt_and_what_failed_is_said() -> None:
     figure = restoration.draw(
         [
@@ -110,6 +117,7 @@ def test_what_is_rebuilt_and_what_failed_is_said() -> None:
     assert "one seed" in footer(figure)
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_picture(tmp_path: Path) -> None:
     assert_same_bytes(lambda: restoration.draw(results(TABLE)), tmp_path)
 

@@ -29,6 +29,7 @@ RESULTS = [
 ]
 
 
+@pytest.mark.slow
 def test_points_are_means_over_shifts_and_spreads_those_over_seeds() -> None:
     figure = shots.draw(RESULTS)
     (axis,) = figure.axes
@@ -72,6 +73,7 @@ def test_lines_are_named_at_their_ends() -> None:
     assert not axis.figure.legends
 
 
+@pytest.mark.slow
 def test_a_point_needs_a_seed_with_all_shifts() -> None:
     lacking = [
         one for one in RESULTS if (one.cell.method, one.cell.protocol, one.cell.shift) != ("bufr", "few-shot-10", "fog")
@@ -84,6 +86,7 @@ def test_a_point_needs_a_seed_with_all_shifts() -> None:
     assert "sky" in whole.get_suptitle()
 
 
+@pytest.mark.slow
 def test_methods_of_one_protocol_are_left_out_unless_named() -> None:
     alone = [result("source-only", shift, 0, 0.1) for shift in SHIFTS]
     (axis,) = shots.draw([*RESULTS, *alone]).axes
@@ -92,6 +95,7 @@ def test_methods_of_one_protocol_are_left_out_unless_named() -> None:
     assert line(axis, "source-only")[:, 1] == pytest.approx([10])
 
 
+@pytest.mark.slow
 def test_other_protocols_and_clean_images_take_no_part() -> None:
     others = [result("bufr", "sky", 0, 0.9, protocol="online"), result("bufr", "clean", 0, 0.9)]
     (axis,), (plain,) = shots.draw([*RESULTS, *others]).axes, shots.draw(RESULTS).axes
@@ -112,6 +116,7 @@ def test_failed_cells_are_named_once() -> None:
     assert said.count("cells failed: bufr on sky, seed 9: AdaptationError: diverged") == 1
 
 
+@pytest.mark.slow
 def test_only_few_shots_or_only_offline() -> None:
     for kept, count in ((PROTOCOLS[:3], 3), (PROTOCOLS[3:], 1), (PROTOCOLS[:1], 1)):
         figure = shots.draw([one for one in RESULTS if one.cell.protocol in kept])
@@ -126,6 +131,7 @@ def test_examples_of_a_protocol(protocol: str, count: float | None) -> None:
     assert shots.examples(protocol) == count
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_picture(tmp_path: Path) -> None:
     assert_same_bytes(lambda: shots.draw(RESULTS), tmp_path)
 
