@@ -267,9 +267,9 @@ def evaluation_loops(package: Path, sources: list[Source]) -> Figure:
     """Count `for` loops over the batches of a feed that run a model on each batch.
 
     Such a loop goes over `feed.batches(...)`, `.labelled_batches()`, `.subset(...)` or `.subset_indices(...)`, or over
-    a variable named `batches`. Its body calls a variable or an attribute of `self` (a model under whatever name) with a batch, or with
-    what was made from the batch. Functions and classes of modules, methods of other objects, and loops over
-    `feed.epoch(...)`, which train, do not count.
+    a variable named `batches`. Its body calls a variable or an attribute of `self` (a model under whatever name) with a
+    batch, or with what was made from the batch. Functions and classes of modules, methods of other objects, and loops
+    over `feed.epoch(...)`, which train, do not count.
     """
     where = []
     for source in sources:
