@@ -35,7 +35,7 @@ LIGHT = {"torch", "numpy", "safetensors", "typer", "rich", "pillow", "jinja2"}
 NOT_FOR_ADAPT = ("matplotlib", "sklearn", "scipy", "ray", "pandas", "torchvision", "timm", "typer", "jinja2")
 """What must not be imported by who only calls `adapt`."""
 
-FEED_METHODS = {"batches", "labelled", "subset", "some"}
+FEED_METHODS = {"batches", "labelled_batches", "subset", "subset_indices"}
 """Methods of a feed that give batches for evaluation; `epoch` gives them for training."""
 
 QUESTION_WORDS = "What|Whether|Of|Those|That|Between|Where|Which|How|Who|When|Why|If"
@@ -266,10 +266,10 @@ def trace_adapt(package: Path, sources: list[Source]) -> list[Figure]:
 def evaluation_loops(package: Path, sources: list[Source]) -> Figure:
     """Count `for` loops over the batches of a feed that run a model on each batch.
 
-    Such a loop goes over `feed.batches(...)`, `.labelled()`, `.subset(...)` or `.some(...)`, or over a variable named
-    `batches`. Its body calls a variable or an attribute of `self` (a model under whatever name) with a batch, or with
-    what was made from the batch. Functions and classes of modules, methods of other objects, and loops over
-    `feed.epoch(...)`, which train, do not count.
+    Such a loop goes over `feed.batches(...)`, `.labelled_batches()`, `.subset(...)` or `.subset_indices(...)`, or over
+    a variable named `batches`. Its body calls a variable or an attribute of `self` (a model under whatever name) with a
+    batch, or with what was made from the batch. Functions and classes of modules, methods of other objects, and loops
+    over `feed.epoch(...)`, which train, do not count.
     """
     where = []
     for source in sources:

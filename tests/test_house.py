@@ -108,7 +108,7 @@ from library import show
 def score(feed, model, running, self):
     for batch in feed.batches():  # counts
         model(batch)
-    for inputs, labels in feed.labelled():  # counts
+    for inputs, labels in feed.labelled_batches():  # counts
         rows = inputs[labels > 0]
         running(rows)
     for batch in self.feed.subset(5, 0):  # counts

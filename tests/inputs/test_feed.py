@@ -180,9 +180,6 @@ class Pictures(Uneven):
         ((1,), "batches of type int.* make a tensor of numbers"),
         (([[1.0, 2.0]], [0]), "batches of type list.* make a tensor of numbers"),
         ([[1.0, 2.0], [3.0, 4.0]], "a list is one of batches, make a tensor of numbers"),
-        (INPUTS.to_sparse(), r"sparse or nested tensor; .*to_dense\(\)"),
-        ([INPUTS.to_sparse()], "sparse or nested"),
-        (INPUTS.to("meta"), "on the device 'meta', without values; expected one that holds them$"),
         ([INPUTS, LABELS], "differ in shape; pass inputs with labels as a tuple, not as a list"),
         (torch.tensor(3.0), "single number"),
         (np.array(3.0), "single number"),
@@ -202,7 +199,6 @@ class Pictures(Uneven):
             "batches of type dict; .* give one of its entries 'image', 'label', 'target'",
         ),
         ([torch.tensor(1.0)], "batches of type Tensor; expected a tensor of inputs"),
-        (Feed(INPUTS), "is a Feed already"),
         (INPUTS[:0], "is empty"),
         (np.zeros((0, 3)), "is empty"),
         ((INPUTS[:0], LABELS[:0]), "is empty"),
@@ -850,14 +846,6 @@ def test_what_comes_beside_the_inputs_may_differ_from_batch_to_batch() -> None:
     assert torch.equal(torch.cat(list(feed.batches())), INPUTS[:4])
     with pytest.raises(DataError, match=r"no labels: expected pairs of \(inputs, labels\), all alike"):
         next(feed.labelled_batches())
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_tensors_are_refused_with_what_to_do(layout: torch.layout) -> None:
-    nested = torch.nested.nested_tensor([INPUTS[0], INPUTS[0, :2]], layout=layout)
-    with pytest.raises(DataError, match=r"sparse or nested tensor; .*to_padded_tensor\(0\)$"):
-        Feed(nested)
 
 
 def test_a_tuple_of_batches_is_no_pair_of_inputs_and_labels() -> None:

@@ -132,7 +132,6 @@ def test_a_tap_on_a_module_of_several_tensors_says_how_to_name_one() -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Tap(3, "0"), "name of a tap is 3"),
         (lambda: Tap("a", nn.Linear(2, 2)), "tap 'a' is Linear"),
         (lambda: Tap("a", "0", "both"), "side 'both'"),
         (lambda: Tap("a", "0", channel_axis="1"), "axis '1'"),

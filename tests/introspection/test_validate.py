@@ -45,6 +45,7 @@ def test_compiled_forms_that_take_no_hooks_are_refused() -> None:
         trace(model, torch.zeros(2, 4))
 
 
+@pytest.mark.slow
 def test_compiled_models_are_unwrapped() -> None:
     case = ZOO["tabular"]
     model = case.model()

@@ -269,9 +269,8 @@ def _prepare(
     model = unwrap(model, trained=True)
     profile = check_profile(profile, model, method)
     place = resolve_device(settings.device, model)
-    limit = (
-        None if fits is None else 2 * max_resident_bytes(place) if fits else 0
-    )  # `room_on` is less than half of what is free.
+    # Twice the limit is still less than what is free.
+    limit = None if fits is None else 2 * max_resident_bytes(place) if fits else 0
     feed = Feed(
         target,
         batch_size=settings.batch_size,

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from shiftmend.distributed.collectives import local_part, local_parts
-from shiftmend.errors import DataError
 from shiftmend.inputs import batching
 from shiftmend.inputs.prefetch import Batch, Rows, make_copier, prefetch, read_batch
 from shiftmend.inputs.sources import (
@@ -48,16 +47,8 @@ class Feed:
     Data that fits is read once and kept on the device as it came, so that 8-bit images stay 8-bit. An epoch is then a
     permutation and a few gathers. With `resident=False`, with more than `limit` bytes, or where batches differ in size,
     the loader is read in every epoch. A tensor that does not fit stays where it is and goes to the device by batches
-    (see `prefetch.py`). Augmentation that a loader draws anew in each epoch needs `resident=False`.
-
-    Args:
-        source: a tensor, an array, a `Dataset`, a `DataLoader` or a list of batches, with or without labels.
-        batch_size: samples in a batch, of all processes together; by default that of the loader, or 256.
-        device: where batches go; the CPU by default.
-        preprocess: called with each batch on the device.
-        resident: whether data may be kept.
-        limit: bytes of data to keep at most; by default a part of the free memory.
-        what: what the data is for, as error messages call it.
+    (see `prefetch.py`). Augmentation that a loader draws anew in each epoch needs `resident=False`. Error messages
+    call the data `what`.
     """
 
     def __init__(
@@ -77,8 +68,6 @@ class Feed:
         check_function(preprocess, "preprocess", "inputs")
         check_batch_size(batch_size)
         batch_size = None if batch_size is None else int(batch_size)
-        if isinstance(source, Feed):
-            raise DataError(f"the {what} is a Feed already; pass what it was made from")
         self._loader, own = open_source(source, batch_size, what)
         self.batch_size = batch_size or own or DEFAULT_BATCH_SIZE
         self._inputs: Tensor | None = None

@@ -27,18 +27,9 @@ LABEL_NAMES = ("label", "labels", "target", "targets")
 
 
 def open_source(source: Any, batch_size: int | None, what: str) -> tuple[Any, int | None]:
-    """Turn what a user has into whole tensors or something to iterate over.
+    """Turn what a user has into `(inputs, labels or None)` or an iterable of batches, with the batch size it brings.
 
-    Args:
-        source: a tensor, an array, a tuple of them with labels, a dict, a `Dataset`, a `DataLoader` or batches.
-        batch_size: what the user asked for, if anything.
-        what: what the data is for, as error messages call it, e.g. "target data".
-
-    Returns:
-        Either `(inputs, labels or None)` or an iterable of batches, and the batch size that it brings along.
-
-    Raises:
-        DataError: says what else to pass.
+    Error messages call the data `what`, e.g. "target data".
     """
     if isinstance(source, Mapping):
         source = _pick_by_name(source)
@@ -131,7 +122,6 @@ def as_tensor(values: Any, what: str) -> Tensor:
 
 def _as_inputs(values: Any, what: str) -> Tensor:
     inputs = as_tensor(values, what)
-    _check_layout(inputs, what)
     if inputs.ndim == 0:
         raise DataError(f"the {what} is a single number; expected samples along the first axis")
     if isinstance(values, np.ndarray) and inputs.dtype == torch.float64:
@@ -165,16 +155,7 @@ def split_batch(batch: Any, what: str) -> tuple[Tensor, Tensor | None]:
             f"the {what} gives batches of type {type(batch).__name__}; expected a tensor of inputs, or (inputs, ...)"
             f"{advice}"
         )
-    _check_layout(batch, what)
     return batch.detach(), labels
-
-
-def _check_layout(inputs: Tensor, what: str) -> None:
-    if inputs.is_meta:
-        raise DataError(f"the {what} is a tensor on the device 'meta', without values; expected one that holds them")
-    if inputs.layout != torch.strided or inputs.is_nested:
-        advice = "inputs.to_padded_tensor(0)" if inputs.is_nested else "inputs.to_dense()"
-        raise DataError(f"the {what} is a sparse or nested tensor; expected an ordinary one, e.g. {advice}")
 
 
 def check_batch_size(batch_size: Any) -> None:
@@ -195,12 +176,9 @@ def check_not_empty(samples: int, what: str, again: bool = False) -> None:
 
 
 def check_finite(inputs: Tensor, what: str, before: int | None = 0) -> None:
-    """Refuse NaN and infinite inputs, with a small part of them in memory at a time.
+    """Refuse NaN and infinite inputs; looks at a part at a time, since they may be a file that is mapped into memory.
 
-    Args:
-        inputs: samples `[N, ...]`, perhaps a file that is mapped into memory.
-        what: what the data is for.
-        before: how many samples came before these; None if their order is not that of the source.
+    `before` is how many samples came before these, None if their order is not that of the source.
     """
     if not (inputs.is_floating_point() or inputs.is_complex()):
         return
@@ -215,21 +193,11 @@ def check_finite(inputs: Tensor, what: str, before: int | None = 0) -> None:
 
 
 def check_shapes(first: Tensor, other: Tensor, looks_labelled: bool, what: str) -> None:
-    """Refuse batches that differ otherwise than in size, and two batches that may be inputs and labels.
-
-    Args:
-        first: some samples of the first batch.
-        other: some samples of a batch that has another shape.
-        looks_labelled: whether a list has exactly two batches, with as many samples each.
-        what: what the data is for.
-    """
-    if looks_labelled or first.ndim != other.ndim:
-        advice = (
-            "pass inputs with labels as a tuple, not as a list of batches"
-            if looks_labelled
-            else "bring all to one shape"
-        )
-        raise DataError(f"the batches of the {what} differ in shape; {advice}")
+    """Refuse batches that differ otherwise than in size, and a list of two that may be inputs and labels."""
+    if looks_labelled:
+        raise DataError(f"the batches of the {what} differ in shape; pass inputs with labels as a tuple, not as a list")
+    if first.ndim != other.ndim:
+        raise DataError(f"the batches of the {what} differ in shape; bring all to one shape")
 
 
 def check_labels(labels: Tensor | None, what: str) -> Tensor:

@@ -36,16 +36,9 @@ class Block:
 def split_blocks(model: nn.Module, trace: Trace, names: BlockNames | None = None) -> tuple[Block, ...]:
     """Split what lies below the features into blocks, first to run first; the head is in none of them.
 
-    Without names, blocks follow the order in which modules first run. What runs before the repeated stages is the stem,
-    each stage or layer of the container that holds them is a block, and normalisation belongs to the layer before it.
-
-    Args:
-        model: the traced model.
-        trace: what one forward pass showed.
-        names: the modules of each block; by default those of the model's attribute `shiftmend_blocks`, if it has one.
-
-    Raises:
-        AdaptationError: if nothing can be adapted, or a name is wrong.
+    `names`, or the model's attribute `shiftmend_blocks`, gives the modules of each block. Otherwise blocks follow the
+    order in which modules first run. What runs before the repeated stages is the stem, each stage or layer of the
+    container that holds them is a block, and normalisation belongs to the layer before it.
     """
     below = _find_parameters_below(model, trace)
     if trace.uncalled:

@@ -124,14 +124,7 @@ def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file from where the tensors lie, without a copy of them all in memory.
 
-    Args:
-        path: from `files.replacing`, since what is there is overwritten.
-        tensors: by name; they may share memory.
-        metadata: goes into the header of the file.
-
-    Raises:
-        ShiftmendError: for a type of number that such a file cannot hold.
-        OSError: if the file cannot be written.
+    `path` comes from `files.replacing`, since what is there is overwritten.
     """
     packed = _pack(tensors)
     check_types(packed)
@@ -142,11 +135,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
 
 
 def check_types(tensors: dict[str, Tensor]) -> None:
-    """Refuse types that no safetensors file holds before any work is lost, by a trial with the smallest of each type.
-
-    Raises:
-        ShiftmendError: names the tensor.
-    """
+    """Refuse types that no safetensors file holds before any work is lost; tries the smallest tensor of each type."""
     by_size = sorted(tensors, key=lambda name: -tensors[name].numel())
     smallest = {tensors[name].dtype: name for name in by_size}
     for dtype, name in smallest.items():

@@ -16,16 +16,9 @@ Entry = int | str | None
 
 
 def pick(value: Any, entry: Entry, what: str, example: str = "output={!r}") -> Tensor:
-    """Return the tensor that is meant in what a module returned.
+    """Return the tensor that is meant in what a module returned; a tuple, a dict or a dataclass needs an entry.
 
-    Args:
-        value: what the module returned.
-        entry: needed for a tuple, a dict or a dataclass; None for a plain tensor.
-        what: the module, for the error message.
-        example: how a caller names an entry, for the error message that suggests one.
-
-    Raises:
-        TapError: if there is no such entry, or `entry` is missing.
+    Error messages call the module `what`, and suggest an entry in the form of `example`.
     """
     if entry is None:
         if isinstance(value, Tensor):

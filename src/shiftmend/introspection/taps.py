@@ -55,8 +55,6 @@ class Tap:
     entry: Entry = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise TapError(f"the name of a tap is {brief(self.name)}, expected text, e.g. 'early'")
         if not isinstance(self.module, str):
             raise TapError(f"tap {self.name!r} is {brief(self.module)}, expected the name of a module, e.g. 'layer1'")
         if self.side not in ("input", "output"):
@@ -72,10 +70,7 @@ class Tap:
             spec: `module`, `module:input` or `module:output`, perhaps followed by `@axis`; or a tap to rename.
 
         Returns:
-            The tap, with the name `name`.
-
-        Raises:
-            TapError: if the text has another form.
+            The tap. A text of another form raises a `TapError`.
         """
         if isinstance(spec, Tap):
             return replace(spec, name=name)
@@ -109,11 +104,7 @@ class Recorder:
         self._seen[name].append(tensor.clone())
 
     def read(self) -> dict[str, Tensor]:
-        """Return activations `[samples, units]` by tap, and forget them.
-
-        Raises:
-            TapError: names a tap whose module did not run exactly once, or gave no activations.
-        """
+        """Return activations `[samples, units]` by tap, and forget them; each module must have run exactly once."""
         seen = self._seen
         self.forget()
         for name, values in seen.items():
@@ -158,10 +149,7 @@ def module_of(model: nn.Module, tap: Tap) -> nn.Module:
 def attach_taps(model: nn.Module, taps: Mapping[str, Tap], eager: bool = True) -> Iterator[Recorder]:
     """Record the activations at the taps inside the block; afterwards no hook is left on the model.
 
-    Args:
-        model: any module.
-        taps: by name.
-        eager: run compiled code of the model eagerly, unless the code was compiled with these taps attached.
+    Compiled parts of the model run eagerly, unless they were compiled with these taps attached (`eager=False`).
     """
     recorder = Recorder(taps)
     with ExitStack() as stack:

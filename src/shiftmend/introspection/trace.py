@@ -55,17 +55,7 @@ def trace(
 
     A model may declare its taps in an attribute `shiftmend_taps`. Otherwise the head is the last module with
     parameters whose output is the model's output; `features` is what the head reads and `logits` what it returns.
-
-    Args:
-        model: any module.
-        sample: a batch of inputs `[N, ...]`.
-        head: name of the head, if it is known.
-        taps: where to tap, by name, in addition to `features` and `logits` or in their place.
-        output: which entry of what the model returns is its output.
-
-    Raises:
-        DataError: if the model does not take the sample.
-        TapError: if there is no head, or a tap is wrong.
+    `taps` come in addition to these two, or in their place.
     """
     if taps is not None and not isinstance(taps, Mapping):
         raise TapError(f"taps is {brief(taps)}, expected names with where to tap, e.g. taps={{'early': 'layer1'}}")

@@ -93,11 +93,7 @@ def check_model(model: nn.Module, samples: Sequence[Tensor] = (), **options: Any
 
 
 def unwrap(model: nn.Module, **options: Any) -> nn.Module:
-    """Return the plain module inside `torch.compile` or data-parallel wrappers, which shares its parameters.
-
-    Raises:
-        ShiftmendError: for what is no usable model; `options` are those of `validate`.
-    """
+    """Check a model, and return the module inside `torch.compile` or data-parallel wrappers; options of `validate`."""
     inner: Any = model
     while isinstance(inner, nn.Module):
         model = inner
@@ -113,9 +109,6 @@ def copy_model(model: nn.Module) -> nn.Module:
 
     A model may still hold tensors of its last training step: a weight computed by `weight_norm`, or features that it
     remembers. Torch refuses to copy tensors with a graph; the copy gets their values alone.
-
-    Raises:
-        AdaptationError: if the model cannot be copied, or its own `__deepcopy__` shares tensors with the copy.
     """
     values: dict[int, Any] = {}
     for tensor in (tensor for module in model.modules() for tensor in find_tensors(vars(module))):

@@ -37,9 +37,6 @@ def resolve_device(device: str | torch.device | None, model: nn.Module | None = 
 
     `"auto"` and None mean the accelerator that `model` lies on, else CUDA where there is a GPU, else the CPU. Each of
     several processes gets a GPU of its own if the machine has that many.
-
-    Raises:
-        ShiftmendError: if this machine does not have the device.
     """
     if device is None or (isinstance(device, str) and device == "auto"):
         if model is not None and device_of(model).type != "cpu":
@@ -90,11 +87,9 @@ def send(values: Tensor, device: torch.device) -> Tensor:
 
 
 def split_rows(values: Tensor, width: int | None = None) -> tuple[Tensor, ...]:
-    """Split a tensor along its first axis into parts for work that needs several times their memory.
+    """Split a tensor along its first axis into parts, for work that needs several times their memory.
 
-    Args:
-        values: a tensor `[N, ...]`, perhaps a file that is mapped into memory.
-        width: numbers that the work writes for each row; by default as many as a row has.
+    `width` is how many numbers the work writes for each row, by default as many as a row has.
     """
     numbers = VALUES_PER_PART["cpu" if values.device.type == "cpu" else "other"]
     parts: tuple[Tensor, ...] = values.split(max(1, numbers // max(1, width or values[:1].numel())))

@@ -74,10 +74,7 @@ def isolate_rng(device: torch.device, first_pass: Callable[[], object]) -> Itera
 
     The global generators stay untouched if nothing is drawn, since other threads may use them. Otherwise they have
     their states of before at the end. Threads that share a GPU share its generator too; there nothing is isolated.
-
-    Args:
-        device: where the model runs.
-        first_pass: runs the model and `preprocess` once, which shows whether they draw.
+    `first_pass` runs the model and `preprocess` once, which shows whether they draw.
     """
     if not _draws(device, first_pass) or is_sharing_gpu():
         yield
