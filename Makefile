@@ -29,7 +29,7 @@ format: $(STAMP)
 # Installed anew only when what is installed would differ.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,research,ray]'
 	touch $@
 
 clean:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import shiftmend
+from shiftmend.inputs.digits import load_digits
 
 RATES = (0.1, 0.03, 0.01, 0.003, 0.001)
 RATES_OF_STAGES = {"bufr": RATES, "fr": (0.01, 0.003, 0.001, 0.0003, 0.0001)}
@@ -183,10 +184,7 @@ def small_cnn() -> nn.Module:
 
 
 def digits(network: nn.Module, epochs: int = 20) -> World:
-    from sklearn.datasets import load_digits
-
-    found = load_digits()
-    pictures, labels = torch.tensor(found.images).float().unsqueeze(1) / 16, torch.tensor(found.target)
+    pictures, labels = load_digits()
     model = trained(network, pictures[:900], labels[:900], epochs)
     away = 0.3 + 0.4 * pictures[900:]
     return World(model, pictures[:900], away + 0.05 * torch.randn(away.shape), labels[900:])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.inputs.feed import Feed
-from shiftmend.research.networks.resnets import resnet18
+from shiftmend.research.networks import resnet18
 
 BATCH, SIDE, CLASSES = 200, 224, 10
 
@@ -32,7 +32,7 @@ def pageable(images: Tensor, feed: Feed) -> Callable[[int], Iterator[Tensor]]:
     """The same batches by plain indexing and plain copies."""
 
     def epoch(number: int) -> Iterator[Tensor]:
-        for index in feed.order(0, number).split(BATCH):
+        for index in feed.epoch_order(0, number).split(BATCH):
             if len(index) == BATCH:
                 yield scaled(images[index].to(feed.device, non_blocking=True))
 

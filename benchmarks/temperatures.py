@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import shiftmend
 from default_rates import LENGTHS, MADE_UP, STAGED, World, accuracy, trained
+from shiftmend.inputs.digits import load_digits
 
 TEMPERATURES = (0.01, 0.05, 0.1)
 SAMPLES, FREQUENCIES = 1500, (2.0, 4.0, 6.0, 9.0)
@@ -58,10 +59,7 @@ def waves(count: int) -> tuple[Tensor, Tensor]:
 def world(name: str, size: str, seed: int) -> World:
     torch.manual_seed(seed)
     if name in STAGED:
-        from sklearn.datasets import load_digits
-
-        found = load_digits()
-        inputs, labels = torch.tensor(found.images).float().unsqueeze(1) / 16, torch.tensor(found.target)
+        inputs, labels = load_digits()
         model, home, (gain, offset) = STAGED[name](), 900, SHIFTS_OF_DIGITS[size]
         model = trained(model, inputs[:home], labels[:home], 60)
     elif name in SIGNALS:

@@ -215,7 +215,24 @@ def test_no_page_names_a_folder_of_somebodys_machine(page: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["stats.divergences", "stats.histograms", "stats.stats_layer", "profiles.profile", "evaluation.classification"],
+    [
+        "stats.divergences",
+        "stats.histograms",
+        "stats.stats_layer",
+        "profiles.profile",
+        "evaluation.classification",
+        "evaluation.evaluate",
+        "adaptation.adapt",
+        "adaptation.stream",
+        "verification.verify",
+        "verification.verdict",
+        "methods",
+        "inputs.digits",
+        "inputs.folders",
+        "inputs.images",
+        "research.networks",
+        "shifts",
+    ],
 )
 def test_docstring_examples(name: str) -> None:
     results = doctest.testmod(importlib.import_module(f"shiftmend.{name}"))

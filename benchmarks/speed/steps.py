@@ -17,7 +17,7 @@ from shiftmend.accelerate.precision import Precision, cast_at_once
 from shiftmend.engine.method import Objective
 from shiftmend.engine.step import Steps
 from shiftmend.inputs.feed import Feed
-from shiftmend.introspection.taps import Tap, tapped
+from shiftmend.introspection.taps import Tap, attach_taps
 from shiftmend.research.networks import build
 from shiftmend.stats import histograms
 from shiftmend.stats.histograms import Bins, CountTracker, Histogram, RangeTracker
@@ -216,7 +216,7 @@ def table(rows: Sequence[StepTimes]) -> Table:
 
 def _homes(model: nn.Module, feed: Feed, taps: dict[str, Tap]) -> dict[str, Histogram]:
     model.eval()
-    with torch.no_grad(), tapped(model, taps) as recorder:
+    with torch.no_grad(), attach_taps(model, taps) as recorder:
         model(feed.first(512))
         seen = recorder.read()
     homes = {}

@@ -168,7 +168,7 @@ def test_a_captured_look_at_maps_counts_the_positions_that_an_eager_one_counts(
 ) -> None:
     if device == "cpu":
         captured_without_a_gpu(monkeypatch)
-    monkeypatch.setattr(Feed, "at_once", 16)  # with a last batch that is smaller
+    monkeypatch.setattr(Feed, "inference_batch_size", 16)  # with a last batch that is smaller
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 1)).to(device)
     images = torch.rand(50, 1, 18, 18)
@@ -209,7 +209,7 @@ def test_what_a_model_keeps_for_a_size_of_batches_is_there_as_long_as_a_graph_re
     """Steps, looks and scores have batches of different sizes."""
     if device == "cpu":
         captured_without_a_gpu(monkeypatch)
-        monkeypatch.setattr(Feed, "at_once", 300)
+        monkeypatch.setattr(Feed, "inference_batch_size", 300)
     plain = sensors()
     world = World(Tabled(plain.model).eval(), plain.source, plain.target, plain.labels)
     (one, scores), (other, expected) = (adapted(world, "fr", device, capture=capture) for capture in (True, False))
@@ -222,7 +222,7 @@ def test_what_a_model_keeps_for_a_size_of_batches_is_there_as_long_as_a_graph_re
 def test_what_a_model_makes_while_a_capture_fails_is_not_used(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "cpu":
         captured_without_a_gpu(monkeypatch)
-    monkeypatch.setattr(Feed, "at_once", 450)
+    monkeypatch.setattr(Feed, "inference_batch_size", 450)
     world, place = sensors(), torch.device(device)
     model = Tabled(copy.deepcopy(world.model), waits=True).to(place).eval()
     feed = Feed(world.target, batch_size=450, device=place)

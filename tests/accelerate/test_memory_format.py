@@ -17,7 +17,7 @@ from shiftmend.accelerate import memory_format as layouts
 from shiftmend.accelerate.memory_format import as_in, channels_last
 from shiftmend.adaptation import adapt as engine
 from shiftmend.errors import DivergedError
-from shiftmend.utils.devices import layout_on
+from shiftmend.utils.devices import preferred_memory_format
 
 INNERMOST = (27, 1, 9, 3)  # strides of a weight [8, 3, 3, 3] with its channels innermost
 
@@ -226,8 +226,8 @@ def test_a_diverged_run_keeps_its_error_and_its_state() -> None:
 
 
 def test_weights_stay_as_they_are_where_gradients_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert layout_on(torch.device("mps")) == torch.contiguous_format
-    monkeypatch.setattr(layouts, "layout_on", lambda device: torch.contiguous_format)
+    assert preferred_memory_format(torch.device("mps")) == torch.contiguous_format
+    monkeypatch.setattr(layouts, "preferred_memory_format", lambda device: torch.contiguous_format)
     model = Plain()
     assert not channels_last(model, torch.randn(2, 3, 8, 8))
     assert model.conv1.weight.is_contiguous()

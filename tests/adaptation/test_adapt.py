@@ -768,7 +768,7 @@ def test_a_sorted_dataset_is_shuffled_also_when_it_streams(caplog: pytest.LogCap
     loader = DataLoader(Sorted(), batch_size=100)
     shiftmend.adapt(world.model, loader, world.profile(), resident=False, **(options | {"epochs": 1}))
     assert "fixed order" in caplog.text
-    assert not Feed(loader).one_sided  # what lies in memory is shuffled there
+    assert not Feed(loader).never_shuffles  # what lies in memory is shuffled there
 
 
 @pytest.mark.slow
@@ -954,7 +954,7 @@ def test_a_copy_that_runs_layers_of_the_callers_model_is_refused() -> None:
         lambda: shiftmend.adapt(model, world.target, method="adabn", progress=False),
         lambda: shiftmend.stream(model, method="adabn").step(world.target),
     ):
-        with pytest.raises(AdaptationError, match=r"runs with 'body.0.\w+' of the caller's own.* make that a method"):
+        with pytest.raises(AdaptationError, match="runs 'body' of the caller's own"):
             attempt()
     assert model.body[1].num_batches_tracked == 0
     model(world.target)  # which goes on working
@@ -999,12 +999,6 @@ def test_a_copy_that_shares_what_would_change_is_refused(frozen: nn.Module, meth
         with pytest.raises(AdaptationError, match=r"shares 'frozen\.\w+' with the caller's own"):
             attempt()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_a_copy_may_share_what_stays_as_it_is() -> None:
-    world = sensors()
-    model = Sparing(nn.Linear(6, 6), world.model)
-    assert shiftmend.adapt(model, world.target, method="tent", epochs=1, device="cpu", progress=False).history
 
 
 class Watched(nn.Module):

@@ -188,14 +188,14 @@ def test_an_interrupt_returns_the_selected_state() -> None:
 def test_an_interrupt_while_a_state_is_remembered_leaves_history_and_model_of_one_epoch(
     epochs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied, calls = loop.tensors_of, itertools.count(1)
+    copied, calls = loop.snapshot, itertools.count(1)
 
     def press(model: nn.Module) -> dict[str, torch.Tensor]:
         if next(calls) == epochs + 2:  # the first are of the model as it came and of row 0
             raise KeyboardInterrupt
         return copied(model)
 
-    monkeypatch.setattr(loop, "tensors_of", press)
+    monkeypatch.setattr(loop, "snapshot", press)
     cut = adapt()
     assert cut.interrupted
     assert cut.manifest["epochs"] == epochs
@@ -526,7 +526,7 @@ def test_one_copy_of_the_state_is_remembered_and_an_interrupt_meanwhile_loses_no
 ) -> None:
     copies: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
-    take = loop.tensors_of
+    take = loop.snapshot
 
     def watched(model: nn.Module) -> dict[str, torch.Tensor]:
         alive.append(sum(copy() is not None for copy in copies))
@@ -538,7 +538,7 @@ def test_one_copy_of_the_state_is_remembered_and_an_interrupt_meanwhile_loses_no
 
     world = sensors()
     whole = shiftmend.adapt(world.model, world.target, world.profile(), "fr", epochs=2)
-    monkeypatch.setattr(loop, "tensors_of", watched)
+    monkeypatch.setattr(loop, "snapshot", watched)
     result = shiftmend.adapt(world.model, world.target, world.profile(), "fr", epochs=2)
     assert alive == [0, 0, 0, 0]
     assert result.interrupted == interrupted

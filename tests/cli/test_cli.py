@@ -21,7 +21,7 @@ import shiftmend
 from shiftmend.cli import main
 from shiftmend.cli.verify import scores_json
 from shiftmend.evaluation.regression import RegressionScores
-from shiftmend.research.networks.digit_cnn import DigitCNN
+from shiftmend.research.networks import DigitCNN
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -58,7 +58,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for _ in range(20):
             model(images.float() / 127.5 - 1)
     (home / "factory.py").write_text(
-        "from shiftmend.research.networks.digit_cnn import DigitCNN\n"
+        "from shiftmend.research.networks import DigitCNN\n"
         "def make(classes=4): return DigitCNN(classes=classes, width=4, channels=1, image_size=16)\n"
         "def number(): return 7\n"
     )
@@ -240,7 +240,7 @@ def test_a_model_that_no_file_holds_is_refused_before_it_is_adapted(
 ) -> None:
     (tmp_path / "fine.py").write_text(
         "import torch\n"
-        "from shiftmend.research.networks.digit_cnn import DigitCNN\n"
+        "from shiftmend.research.networks import DigitCNN\n"
         "def make():\n"
         "    model = DigitCNN(classes=4, width=4, channels=1, image_size=16)\n"
         "    model.register_buffer('waves', torch.ones(2, dtype=torch.complex128))\n"

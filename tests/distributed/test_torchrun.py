@@ -189,7 +189,7 @@ def of_maps() -> Tensors:
 
 def profile_of_a_stream() -> Tensors:
     """As where the data is too large to be kept."""
-    with mock.patch.object(feeds, "room_on", return_value=0):
+    with mock.patch.object(feeds, "max_resident_bytes", return_value=0):
         return of_profile(profiled(data=DataLoader(TensorDataset(source()), BATCH), batch_size=None, keep_bytes=0))
 
 

@@ -22,7 +22,7 @@ import shiftmend
 from shiftmend.engine import checkpoint as checkpoints
 from shiftmend.engine.history import Epoch
 from shiftmend.errors import AdaptationError, ShiftmendError
-from shiftmend.introspection.model_state import tensors_of
+from shiftmend.introspection.model_state import snapshot
 
 HERE = Path(__file__).parents[1] / "helpers"
 OPTIONS = {"method": "bufr", "epochs_per_block": 6, "learning_rate": 0.1, "batch_size": 100, "progress": False}
@@ -93,7 +93,7 @@ def test_a_checkpoint_holds_complex_numbers_of_any_width(tmp_path: Path) -> None
     for dtype in (torch.complex64, torch.complex128):
         waves = torch.randn(3, dtype=dtype).conj()
         model.register_buffer(str(dtype).removeprefix("torch."), waves, persistent=False)
-    checkpoints.save(tmp_path / "c", "run", 0, 1, [], model, None, tensors_of(model))
+    checkpoints.save(tmp_path / "c", "run", 0, 1, [], model, None, snapshot(model))
     found = checkpoints.load(tmp_path / "c", "run")
     assert found is not None
     own = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -251,7 +251,7 @@ def test_a_run_that_goes_on_keeps_data_as_it_did_though_another_amount_of_memory
     options = {"method": "fr", "epochs": 5, "learning_rate": rates, "batch_size": 100, "progress": False}
 
     def with_room(part: float, **given: Any) -> shiftmend.Adaptation:
-        monkeypatch.setattr("shiftmend.utils.devices.available", lambda: int(part * world.target.nbytes / 0.4))
+        monkeypatch.setattr("shiftmend.utils.devices.free_host_bytes", lambda: int(part * world.target.nbytes / 0.4))
         return shiftmend.adapt(world.model, data, profile, **(options | given))
 
     def stop(model: object, row: Epoch) -> None:
@@ -277,7 +277,7 @@ def test_data_that_was_kept_and_is_far_too_large_now_is_refused(
     world = sensors()
     given = world.model, Given(world.target), world.profile()
     shiftmend.adapt(*given, checkpoint=tmp_path / "c", **OPTIONS)
-    monkeypatch.setattr("shiftmend.utils.devices.available", lambda: world.target.nbytes)
+    monkeypatch.setattr("shiftmend.utils.devices.free_host_bytes", lambda: world.target.nbytes)
     with pytest.raises(AdaptationError, match="or data that no longer fits into memory"):
         shiftmend.adapt(*given, checkpoint=tmp_path / "c", **OPTIONS)
     monkeypatch.undo()

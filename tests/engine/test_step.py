@@ -19,7 +19,7 @@ from shiftmend.accelerate.compile import compiled
 from shiftmend.accelerate.cuda_graphs import capture_call, capture_epoch
 from shiftmend.engine.step import Steps
 from shiftmend.inputs.feed import Feed
-from shiftmend.introspection.taps import Tap, tapped
+from shiftmend.introspection.taps import Tap, attach_taps
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 TAPS = {"logits": Tap("logits", "6")}
@@ -361,10 +361,10 @@ def test_a_copy_with_other_taps_is_compiled_anew_and_one_with_the_same_is_not() 
         with torch.no_grad():
             model[0].weight.mul_(1 + len(found))  # code that is used again must read the weights of the copy
         taps = {name: Tap.parse(name, module) for name, module in names.items()}
-        with tapped(model, taps) as recorder:
+        with attach_taps(model, taps) as recorder:
             model(inputs)
             expected = recorder.read()
-        with compiled(model), tapped(model, taps, set_aside=False) as recorder:
+        with compiled(model), attach_taps(model, taps, eager=False) as recorder:
             model(inputs)
             for name, values in recorder.read().items():
                 torch.testing.assert_close(values, expected[name])
@@ -382,7 +382,7 @@ def test_what_is_trained_from_now_on_gets_gradients_from_compiled_code_as_well()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.startswith(trained))
             parameter.grad = None
-        with compiled(model), tapped(model, taps, set_aside=False) as recorder:
+        with compiled(model), attach_taps(model, taps, eager=False) as recorder:
             for _ in range(3):
                 model(inputs)
                 recorder.read()["logits"].square().mean().backward()

@@ -363,7 +363,7 @@ def test_refuses_to_mix() -> None:
 
 @pytest.mark.parametrize("ignored", [None, 255, 2])
 def test_dense_labels_have_an_iou_that_equals_sklearn(ignored: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(devices.AT_ONCE, "cpu", 35)  # seven positions of five classes
+    monkeypatch.setitem(devices.VALUES_PER_PART, "cpu", 35)  # seven positions of five classes
     logits, labels = torch.randn(6, 5, 4, 3), torch.randint(0, 3, (6, 4, 3))
     logits[:, 4] = -9  # neither there nor predicted
     if ignored is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shiftmend.errors import DataError
 from shiftmend.evaluation.regression import RegressionMetrics, RegressionScores, in_one_shape
-from shiftmend.utils.devices import AT_ONCE
+from shiftmend.utils.devices import VALUES_PER_PART
 
 
 def check(scores: RegressionScores, targets: NDArray[np.float64], predictions: NDArray[np.float64]) -> None:
@@ -57,7 +57,7 @@ def test_each_position_of_a_map_is_a_sample(monkeypatch: pytest.MonkeyPatch) -> 
     whole = scored(*tensors)
     rows = [values.transpose(0, 2, 3, 1).reshape(-1, 2) for values in (targets, predictions)]
     check(whole, rows[0], rows[1])
-    monkeypatch.setitem(AT_ONCE, "cpu", 7)
+    monkeypatch.setitem(VALUES_PER_PART, "cpu", 7)
     check(scored(*tensors), rows[0], rows[1])
 
 

@@ -1,7 +1,7 @@
-"""A device that is not there: its tensors lie on the CPU, but are refused what Apple's `mps` refuses, or gets wrong.
+"""An emulated device `away`: its tensors lie on the CPU, but it refuses what Apple's `mps` refuses or gets wrong.
 
-That is float64, also while something is read back; copies in the background, which may read memory that is freed by
-then; and work on tensors of two devices. Registered for a whole process: `test_away.py` starts one of its own.
+It refuses float64, also in copies to the host; copies in the background, which may read memory that is freed by then;
+and work on tensors of two devices. The device is registered for a whole process, so the test starts one of its own.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Away(Tensor):
 
 
 def run(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Do it on the CPU, unless the device could not."""
+    """Run an operator on the CPU, or refuse it as the device would."""
     given = tree_leaves((args, kwargs))
     tensors = [part for part in given if isinstance(part, Tensor)]
     away = [part for part in tensors if isinstance(part, Away)]
@@ -114,7 +114,7 @@ def run(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def register() -> list[torch.library.Library]:
-    """Make the device known; what is returned has to be kept."""
+    """Register the device; the libraries that are returned must be kept."""
     _setup_privateuseone_for_python_backend(NAME, Backend())
     every, single = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     every.fallback(lambda operator, *args, **kwargs: run(operator, args, kwargs), "PrivateUse1")
@@ -147,7 +147,7 @@ def _in_bfloat16(operator: Any) -> Callable[..., Any]:
 
 
 def _made_here_first(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Torch would make it on the device by ways of its own."""
+    """Make tensors on the CPU first, since torch would make them on the device by ways of its own."""
 
     def made(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         value = make(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Devices that are none, to prefetch to: one that copies at once, and one that works as late as it may."""
+"""Copiers without a device, for tests of prefetching: one copies at once, one as late as it may."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 
 class Past:
-    """A mark that has been reached."""
+    """An event that has happened."""
 
     def synchronize(self) -> None:
         pass
 
 
 class AtOnce:
-    """Copies when it is asked to."""
+    """A copier that copies when it is asked to."""
 
-    def memory(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
     def send(self, staged: list[Tensor]) -> tuple[list[Tensor], Past]:
@@ -29,30 +29,32 @@ class AtOnce:
     def receive(self, sent: list[Tensor], copied: Past) -> None:
         pass
 
-    def now(self) -> Past:
+    def record(self) -> Past:
         return Past()
 
 
 class Reached:
+    """An event that acts when somebody waits for it."""
+
     def __init__(self, act: Callable[[], None]) -> None:
         self.synchronize = act
 
 
 class AsLateAsPossible:
-    """Copies only when somebody waits for the copy: memory that was overwritten too early is what arrives then.
+    """A copier that copies only when somebody waits, so that memory which is overwritten too early arrives wrong.
 
-    As on a GPU, a batch that was received is not yet there; `finish` ends all work, and what arrived can be looked at.
+    As on a GPU, a received batch is not yet complete; `finish` ends all work.
     """
 
     def __init__(self) -> None:
-        self.memories = self.sent = self.received = self.finished = self.most = 0
+        self.allocations = self.sent = self.received = self.finished = self.most = 0
         self.threads: set[str] = set()
         self._copies: list[Callable[[], object]] = []
         self._done = 0
         self._lock = threading.Lock()
 
-    def memory(self, size: int) -> Tensor:
-        self.memories += 1
+    def allocate(self, size: int) -> Tensor:
+        self.allocations += 1
         return torch.empty(size, dtype=torch.uint8)
 
     def send(self, staged: list[Tensor]) -> tuple[list[Tensor], Reached]:
@@ -68,7 +70,7 @@ class AsLateAsPossible:
     def receive(self, sent: list[Tensor], copied: Reached) -> None:
         self.received += 1
 
-    def now(self) -> Reached:
+    def record(self) -> Reached:
         with self._lock:
             return Reached(partial(self._finish, self.received))
 
@@ -86,7 +88,7 @@ class AsLateAsPossible:
 
 
 class Careless(AsLateAsPossible):
-    """Nobody waits for its copies."""
+    """A copier whose copies nobody waits for."""
 
     def send(self, staged: list[Tensor]) -> tuple[list[Tensor], Reached]:
         return super().send(staged)[0], Reached(lambda: None)

@@ -1,4 +1,4 @@
-"""Small models of every kind that shiftmend must work on, and what is true of them."""
+"""Small models of every kind that shiftmend must work on, with their expected traces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shiftmend.research.networks import build
 
 
 class InPlace(nn.Module):
-    """In-place ReLUs overwrite what the layers before them wrote."""
+    """A network whose in-place ReLUs overwrite what the layers before them wrote."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class SmallViT(nn.Module):
 
 
 class Regressor(nn.Module):
-    """One output, squeezed behind the head."""
+    """A regressor whose one output is squeezed behind the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Regressor(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """Returns its logits among other things."""
+    """A network that returns its logits in a tuple or a dict."""
 
     def __init__(self, kind: type) -> None:
         super().__init__()

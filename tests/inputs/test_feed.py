@@ -31,12 +31,12 @@ from shiftmend.distributed import collectives as distributed
 from shiftmend.errors import DataError
 from shiftmend.inputs import batching
 from shiftmend.inputs import feed as feeds
-from shiftmend.inputs.batching import Gathered
+from shiftmend.inputs.batching import BatchCollector
 from shiftmend.inputs.feed import Feed
 from shiftmend.inputs.images import Split
-from shiftmend.inputs.sources import DEFAULT_BATCH
+from shiftmend.inputs.sources import DEFAULT_BATCH_SIZE
 from shiftmend.utils import devices
-from shiftmend.utils.gpu_sharing import taking_turns
+from shiftmend.utils.gpu_sharing import share_gpu
 
 INPUTS = torch.arange(70 * 3, dtype=torch.float32).reshape(70, 3)
 LABELS = -1 - torch.arange(70)  # no input is negative: a label that leaks is seen at once
@@ -134,7 +134,7 @@ def test_every_way_gives_every_input_once_in_order(way: str, room: str) -> None:
 @pytest.mark.parametrize("way", LABELLED)
 def test_labels_come_with_their_inputs_and_nowhere_else(way: str, room: str) -> None:
     feed = Feed(LABELLED[way](), **ROOM[room])
-    inputs, labels = zip(*feed.labelled(), strict=True)
+    inputs, labels = zip(*feed.labelled_batches(), strict=True)
     assert torch.equal(torch.cat(inputs), INPUTS)
     assert torch.equal(torch.cat(labels), LABELS)
     for batch in [*feed.batches(), *an_epoch(feed, 0, 1), *feed.subset(20, 0), feed.first(8)]:
@@ -147,7 +147,7 @@ def test_labels_come_with_their_inputs_and_nowhere_else(way: str, room: str) -> 
 def test_missing_labels_are_missed_only_by_the_evaluator(way: str) -> None:
     feed = Feed(UNLABELLED[way](), what="target data")
     with pytest.raises(DataError, match="target data has no labels"):
-        list(feed.labelled())
+        list(feed.labelled_batches())
 
 
 class Uneven(Dataset[torch.Tensor]):
@@ -211,10 +211,6 @@ class Pictures(Uneven):
         (TensorDataset(INPUTS[:0]), "is empty"),
         (Pairs(INPUTS[:0]), "is empty"),
         (DataLoader(Pairs(INPUTS[:5]), batch_size=10, drop_last=True), "is empty"),
-        (Uneven(), "samples of the target data differ in shape; bring them to one size, or pass a DataLoader"),
-        (DataLoader(Uneven(), num_workers=1, batch_size=4), "samples of the target data differ in shape"),
-        (Pictures(), "hold a PIL.Image.Image, of which torch makes no batch; let the Dataset give tensors"),
-        (DataLoader(Pictures(), num_workers=1), "hold a PIL.Image.Image, of which torch makes no batch"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -225,10 +221,22 @@ def test_what_is_no_data_is_refused(source: Any, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [Uneven(), DataLoader(Uneven(), num_workers=1, batch_size=4), Pictures(), DataLoader(Pictures(), num_workers=1)],
+)
+def test_samples_that_make_no_batch_get_a_note_with_what_to_do(source: Any) -> None:
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        Feed(source, what="target data")
+    (note,) = caught.value.__notes__
+    assert "target data" in note
+    assert "collate_fn" in note
+
+
 @pytest.mark.parametrize("source", [[], [INPUTS[:0]], DataLoader(Pairs(INPUTS[:5]), batch_size=10, drop_last=True)])
 @pytest.mark.parametrize("use", [
-    lambda feed: list(feed.batches()), lambda feed: list(an_epoch(feed, 0, 1)), lambda feed: list(feed.labelled()),
-    lambda feed: list(feed.subset(5, 0)), lambda feed: feed.first(2), lambda feed: feed.samples,
+    lambda feed: list(feed.batches()), lambda feed: list(an_epoch(feed, 0, 1)), lambda feed: feed.first(2),
+    lambda feed: list(feed.labelled_batches()), lambda feed: list(feed.subset(5, 0)), lambda feed: feed.samples,
 ])  # fmt: skip
 def test_an_empty_stream_is_noticed_whatever_is_asked_first(source: Any, use: Callable[[Feed], Any]) -> None:
     with pytest.raises(DataError, match="is empty"):
@@ -287,9 +295,9 @@ def test_batches_of_other_sizes_are_streamed_since_each_may_be_padded_to_its_lon
     feed = Feed(DataLoader(batches, batch_size=None))
     assert not feed.resident
     assert [batch.shape for batch in feed.batches()] == [(4, 2, 5), (4, 2, 7)]  # a lone one joins those of its size
-    assert [sample.shape for sample in feed.kinds(2)] == [(2, 2, 5), (2, 2, 7)]
+    assert [sample.shape for sample in feed.examples(2)] == [(2, 2, 5), (2, 2, 7)]
     assert feed.samples == 8
-    gathered = Gathered()
+    gathered = BatchCollector()
     for batch in batches:
         gathered.add(batch, None)
     assert sum(map(len, gathered.inputs)) == 1  # what cannot be one tensor is not kept in memory
@@ -333,7 +341,7 @@ def test_a_sampler_of_batches_and_a_batch_size_contradict_each_other_wherever_th
 
 
 def test_the_default_batch_size() -> None:
-    assert Feed(torch.zeros(1000, 1)).batch_size == DEFAULT_BATCH
+    assert Feed(torch.zeros(1000, 1)).batch_size == DEFAULT_BATCH_SIZE
     assert [len(batch) for batch in Feed(torch.zeros(600, 1)).batches()] == [256, 256, 88]
 
 
@@ -344,7 +352,7 @@ def test_the_default_batch_size() -> None:
 def test_sizes_of_batches(samples: int, size: int, sizes: list[int], room: str) -> None:
     feed = Feed(Pairs(INPUTS[:samples]), batch_size=size, **ROOM[room])
     assert [len(batch) for batch in feed.batches()] == sizes
-    assert [len(inputs) for inputs, _ in feed.labelled()] == sizes
+    assert [len(inputs) for inputs, _ in feed.labelled_batches()] == sizes
 
 
 @pytest.mark.slow
@@ -495,13 +503,13 @@ def test_a_sampler_behind_a_sampler_of_batches_is_not_overlooked() -> None:
     generator = torch.Generator()
     drawn = RandomSampler(Pairs(), num_samples=45, generator=generator)
     feed = Feed(DataLoader(Pairs(), batch_sampler=BatchSampler(drawn, 10, drop_last=True)), resident=False)
-    assert not feed.ordered
-    assert not feed.one_sided
+    assert not feed.keeps_order
+    assert not feed.never_shuffles
     assert feed.samples == len(torch.cat(list(feed.batches()))) == 40
     assert torch.equal(torch.cat(list(feed.batches())), torch.cat(list(feed.batches())))
     plain = Feed(DataLoader(Pairs(), batch_sampler=BatchSampler(SequentialSampler(Pairs()), 10, False)), resident=False)
-    assert plain.ordered
-    assert plain.one_sided
+    assert plain.keeps_order
+    assert plain.never_shuffles
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -525,8 +533,8 @@ def test_a_streamed_source_is_really_streamed() -> None:
     data = Counting()
     feed = Feed(data, batch_size=10, resident=False)
     assert data.reads == 0
-    assert feed.size == 10
-    assert Feed(data, resident=False).size == len(data)
+    assert feed.epoch_batch_size == 10
+    assert Feed(data, resident=False).epoch_batch_size == len(data)
     feed.first(2)
     assert data.reads == 10
     list(feed.subset(15, 0))
@@ -551,7 +559,7 @@ def test_a_subset_is_the_same_each_time_and_spread_over_everything() -> None:
     assert min(chosen) < 100 < 900 < max(chosen)
     assert [len(batch) for batch in feed.subset(100, 7)] == [64, 36]
     assert [len(batch) for batch in feed.subset(129, 7)] == [64, 65]  # none is alone
-    assert [len(batch) for batch in feed.subset(129, 7, at_once=100)] == [100, 29]
+    assert [len(batch) for batch in feed.subset(129, 7, at_least=100)] == [100, 29]
     for count in (1000, 2000):
         assert torch.equal(torch.cat(list(feed.subset(count, 7))), torch.arange(1000))
 
@@ -570,9 +578,9 @@ def test_a_subset_of_a_stream_is_its_beginning() -> None:
 @pytest.mark.parametrize(("values", "samples"), [(1 << 10, 128), (1 << 18, 32), (1 << 20, 16)])
 def test_a_gpu_takes_several_batches_of_small_samples_at_once(values: int, samples: int) -> None:
     feed = Feed(torch.zeros(2, values, dtype=torch.uint8), batch_size=16)
-    assert feed.at_once == 16
+    assert feed.inference_batch_size == 16
     feed.device = torch.device("cuda")
-    assert feed.at_once == samples
+    assert feed.inference_batch_size == samples
 
 
 @pytest.mark.parametrize("room", ROOM)
@@ -582,7 +590,7 @@ def test_preprocessing_is_applied_everywhere_once(way: str, room: str) -> None:
     expected = INPUTS / 2 + 1
     for _ in range(2):
         assert torch.equal(torch.cat(list(feed.batches())), expected)
-        assert torch.equal(torch.cat([inputs for inputs, _ in feed.labelled()]), expected)
+        assert torch.equal(torch.cat([inputs for inputs, _ in feed.labelled_batches()]), expected)
         assert torch.equal(feed.first(4), expected[:4])
         for batch in [*an_epoch(feed, 0, 1), *feed.subset(5, 0)]:
             assert {tuple(row) for row in batch.tolist()} <= {tuple(row) for row in expected.tolist()}
@@ -656,16 +664,16 @@ def test_prefetching_changes_nothing_that_a_feed_gives(way: str, room: str, monk
         size = None if way == "DataLoader" else 16
         feed = Feed(WAYS[way](), batch_size=size, preprocess=lambda batch: batch / 2, **ROOM[room])
         found = everything(feed)
-        return found + [part for pair in feed.labelled() for part in pair] if way in LABELLED else found
+        return found + [part for pair in feed.labelled_batches() for part in pair] if way in LABELLED else found
 
     expected = passed()
     used: list[AtOnce] = []
 
-    def copier_to(device: torch.device) -> AtOnce:
+    def make_copier(device: torch.device) -> AtOnce:
         used.append(AtOnce())
         return used[-1]
 
-    monkeypatch.setattr(feeds, "copier_to", copier_to)
+    monkeypatch.setattr(feeds, "make_copier", make_copier)
     assert same(passed(), expected)
     assert len(used) >= 9  # once for each pass
 
@@ -690,7 +698,7 @@ def test_prefetching_leaves_random_draws_where_they_were(monkeypatch: pytest.Mon
         return drawn
 
     expected = passed()
-    monkeypatch.setattr(feeds, "copier_to", lambda device: AtOnce())
+    monkeypatch.setattr(feeds, "make_copier", lambda device: AtOnce())
     assert same(passed(), expected)
 
 
@@ -702,7 +710,7 @@ def test_a_prefetched_stream_reads_no_more_than_is_asked_for(monkeypatch: pytest
             self.reads += 1
             return super().__getitem__(index)
 
-    monkeypatch.setattr(feeds, "copier_to", lambda device: AtOnce())
+    monkeypatch.setattr(feeds, "make_copier", lambda device: AtOnce())
     data = Counting()
     feed = Feed(data, batch_size=10, resident=False)
     list(feed.subset(15, 0))
@@ -714,7 +722,7 @@ def test_a_prefetched_stream_reads_no_more_than_is_asked_for(monkeypatch: pytest
 def test_only_what_lies_in_memory_is_gathered_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not by a thread that takes turns on the device: the background would be out of turn."""
     device = AsLateAsPossible()
-    monkeypatch.setattr(feeds, "copier_to", lambda _: device)
+    monkeypatch.setattr(feeds, "make_copier", lambda _: device)
 
     def by(source: Any) -> set[bool]:
         device.threads.clear()
@@ -724,13 +732,13 @@ def test_only_what_lies_in_memory_is_gathered_in_the_background(monkeypatch: pyt
 
     assert by(INPUTS) == {False}
     assert by(Pairs()) == by(list(INPUTS.split(10))) == {True}
-    with taking_turns(threading.Lock()):
+    with share_gpu(threading.Lock()):
         assert by(INPUTS) == {True}
 
 
 @pytest.mark.parametrize("bad", [RuntimeError("the preprocessing failed"), KeyboardInterrupt()])
 def test_an_interrupted_pass_leaves_no_thread(bad: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeds, "copier_to", lambda device: AtOnce())
+    monkeypatch.setattr(feeds, "make_copier", lambda device: AtOnce())
     before = threading.active_count()
     seen: list[int] = []
 
@@ -768,9 +776,9 @@ def test_processes_share_prefetched_batches_as_they_share_others(
         shares = []
         for own in range(processes):
             monkeypatch.setattr(distributed, "rank", lambda own=own: own)
-            monkeypatch.setattr(feeds, "copier_to", lambda device: None)
+            monkeypatch.setattr(feeds, "make_copier", lambda device: None)
             expected = one_pass()
-            monkeypatch.setattr(feeds, "copier_to", lambda device: AtOnce())
+            monkeypatch.setattr(feeds, "make_copier", lambda device: AtOnce())
             assert same(one_pass(), expected)
             shares.append(expected)
         rows = torch.cat([batch for share in shares for batch in share])[:, 0]
@@ -791,7 +799,7 @@ def test_a_tensor_too_large_for_the_device_goes_there_by_batches() -> None:
         for batch in [*feed.batches(), *an_epoch(feed, 0, 1), *feed.subset(9, 0), feed.first(2)]:
             assert batch.device.type == "cuda"
         assert torch.equal(torch.cat(list(feed.batches())).cpu(), INPUTS)
-        inputs, labels = next(feed.labelled())
+        inputs, labels = next(feed.labelled_batches())
         assert inputs.device.type == labels.device.type == "cuda"
 
 
@@ -814,7 +822,7 @@ def test_a_loader_that_fills_the_same_memory_again_gives_what_it_gave(resident: 
             for start in range(0, 70, 10):
                 yield inputs.copy_(INPUTS[start : start + 10]), labels.copy_(LABELS[start : start + 10])
 
-    seen = list(Feed(Reused(), resident=resident).labelled())
+    seen = list(Feed(Reused(), resident=resident).labelled_batches())
     assert torch.equal(torch.cat([inputs for inputs, _ in seen]), INPUTS)
     assert torch.equal(torch.cat([labels for _, labels in seen]), LABELS)
 
@@ -822,7 +830,7 @@ def test_a_loader_that_fills_the_same_memory_again_gives_what_it_gave(resident: 
 def test_a_lone_sample_at_the_end_of_a_stream_joins_the_batch_before_it() -> None:
     def sizes(size: int, count: int = 70) -> list[list[int]]:
         feed = Feed(DataLoader(Pairs(INPUTS[:count], LABELS[:count]), batch_size=size), resident=False)
-        seen = list(feed.labelled())
+        seen = list(feed.labelled_batches())
         assert torch.equal(torch.cat([inputs for inputs, _ in seen]), INPUTS[:count])
         assert torch.equal(torch.cat([labels for _, labels in seen]), LABELS[:count])
         passes = (feed.batches(), (inputs for inputs, _ in seen), feed.subset(500, 7))
@@ -841,7 +849,7 @@ def test_what_comes_beside_the_inputs_may_differ_from_batch_to_batch() -> None:
     feed = Feed(boxes)
     assert torch.equal(torch.cat(list(feed.batches())), INPUTS[:4])
     with pytest.raises(DataError, match=r"no labels: expected pairs of \(inputs, labels\), all alike"):
-        next(feed.labelled())
+        next(feed.labelled_batches())
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -856,7 +864,7 @@ def test_a_tuple_of_batches_is_no_pair_of_inputs_and_labels() -> None:
     batches = ((INPUTS[:40], LABELS[:40]), (INPUTS[40:], LABELS[40:]))
     feed = Feed(batches)
     assert torch.equal(torch.cat(list(feed.batches())), INPUTS)
-    assert torch.equal(torch.cat([labels for _, labels in feed.labelled()]), LABELS)
+    assert torch.equal(torch.cat([labels for _, labels in feed.labelled_batches()]), LABELS)
 
 
 @pytest.mark.parametrize(
@@ -926,7 +934,7 @@ def test_the_check_for_numbers_looks_at_a_part_at_a_time(monkeypatch: pytest.Mon
         seen.append(values.numel())
         return isfinite(values)
 
-    monkeypatch.setitem(devices.AT_ONCE, "cpu", 30)
+    monkeypatch.setitem(devices.VALUES_PER_PART, "cpu", 30)
     monkeypatch.setattr(torch, "isfinite", look)
     Feed(INPUTS)
     assert max(seen) == 30
@@ -989,8 +997,8 @@ def test_a_loader_is_started_once_for_its_first_samples() -> None:
 
 @pytest.mark.parametrize("block", [1, 300, 1 << 26])
 def test_batches_are_given_up_as_they_are_put_together(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "BLOCK", block)
-    gathered = Gathered()
+    monkeypatch.setattr(batching, "BLOCK_BYTES", block)
+    gathered = BatchCollector()
     for part in (INPUTS[:16].double(), *INPUTS[16:].split(10)):
         gathered.add(part, None)
     del part
@@ -1004,7 +1012,7 @@ def test_batches_are_given_up_as_they_are_put_together(block: int, monkeypatch: 
             left.append(sum(ref() is not None for ref in held[1:]))
 
     gathered.inputs[0] = gathered.inputs[0].as_subclass(Watched)
-    whole, _ = gathered.together()
+    whole, _ = gathered.concatenate()
     assert left == [*range(len(held) - 1, 0, -1), 0]
     assert torch.equal(whole.as_subclass(Tensor), INPUTS.double())
 
@@ -1014,7 +1022,7 @@ def test_batches_are_given_up_as_they_are_put_together(block: int, monkeypatch: 
 def test_batches_that_are_put_together_keep_their_memory_format(
     form: torch.memory_format, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batching, "BLOCK", block)
+    monkeypatch.setattr(batching, "BLOCK_BYTES", block)
     images = torch.rand(10, 3, 4, 5).to(memory_format=form)
     feed = Feed([*images[:9].split(4), images[9:].double()])
     for found in (feed.inputs, *feed.batches(), *feed.epoch(0, 0)):

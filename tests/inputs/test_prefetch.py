@@ -19,7 +19,7 @@ from worlds import an_epoch, sensors
 
 import shiftmend
 from shiftmend.inputs.feed import Feed
-from shiftmend.inputs.prefetch import DEPTH, THREAD, Batch, Rows, copier_to, prefetched
+from shiftmend.inputs.prefetch import DEPTH, THREAD_NAME, Batch, Rows, make_copier, prefetch
 from shiftmend.methods.fr import FR
 
 HERE = Path(__file__).parents[1] / "helpers"
@@ -28,7 +28,7 @@ both = pytest.mark.parametrize("background", [True, False], ids=["background", "
 
 
 def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD)]
+    return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
 
 
 @pytest.fixture(autouse=True)
@@ -56,20 +56,20 @@ def test_every_batch_arrives_in_order_whole_and_as_it_is(size: int, depth: int, 
     """Everything is held to the end, and the device copies as late as it may: no memory is used again too early."""
     device = AsLateAsPossible()
     batches = by_index(size)
-    arrived = list(prefetched(iter(batches), device, background, depth))
+    arrived = list(prefetch(iter(batches), device, background, depth))
     device.finish()
     assert len(arrived) == len(batches)
     for (inputs, index), (_, expected) in zip(arrived, batches, strict=True):
         assert torch.equal(index, expected)
         assert torch.equal(inputs, WHOLE[expected])
-    assert device.memories <= 2 * depth  # one for the inputs and one for the index of each
+    assert device.allocations <= 2 * depth  # one for the inputs and one for the index of each
 
 
 @both
 def test_without_waiting_for_copies_memory_would_be_overwritten(background: bool) -> None:
     """The test above can fail."""
     device = Careless()
-    arrived = list(prefetched(by_index(), device, background))
+    arrived = list(prefetch(by_index(), device, background))
     device.finish()
     wrong = [not torch.equal(inputs, WHOLE[index]) for (inputs, _), (_, index) in zip(arrived, by_index(), strict=True)]
     assert any(wrong)
@@ -103,7 +103,7 @@ def test_layout_and_type_are_those_of_a_plain_copy(layout: str, background: bool
     rows = [Rows(whole, part) for part in parts]
     expected = [row.read() for row in rows] + [whole[2:9].clone(), whole[5:6].clone()]
     batches: list[Batch] = [(row, None) for row in rows] + [(whole[2:9], None), (whole[5:6], None)]
-    for (inputs, beside), plain in zip(prefetched(batches, AtOnce(), background), expected, strict=True):
+    for (inputs, beside), plain in zip(prefetch(batches, AtOnce(), background), expected, strict=True):
         assert beside is None
         assert torch.equal(inputs, plain)
         assert (inputs.dtype, inputs.stride()) == (plain.dtype, plain.stride())
@@ -112,7 +112,7 @@ def test_layout_and_type_are_those_of_a_plain_copy(layout: str, background: bool
 
 def test_the_background_is_ahead_of_the_consumer() -> None:
     device = AsLateAsPossible()
-    arriving = prefetched(by_index(), device, background=True, depth=3)
+    arriving = prefetch(by_index(), device, background=True, depth=3)
     next(arriving)
     until(lambda: device.sent == 3)  # the one in use, and two ahead that nobody has asked for
     assert device.received == 1
@@ -120,7 +120,7 @@ def test_the_background_is_ahead_of_the_consumer() -> None:
     assert device.sent == 3
     next(arriving)
     until(lambda: device.sent == 4)
-    assert all(name.startswith(THREAD) for name in device.threads)
+    assert all(name.startswith(THREAD_NAME) for name in device.threads)
     arriving.close()
 
 
@@ -133,7 +133,7 @@ def test_in_turn_nothing_is_read_before_it_is_asked_for() -> None:
             read.append(number)
             yield batch
 
-    for number, _ in enumerate(prefetched(batches(), device, background=False)):
+    for number, _ in enumerate(prefetch(batches(), device, background=False)):
         assert read == list(range(number + 1))
         assert device.sent == number + 1
         assert not threads()
@@ -150,7 +150,7 @@ def test_the_consumer_thread_runs_through_the_batches(background: bool) -> None:
             readers.add(threading.get_ident())
             yield batch
 
-    list(prefetched(batches(), AtOnce(), background))
+    list(prefetch(batches(), AtOnce(), background))
     assert readers == {threading.get_ident()}
 
 
@@ -159,7 +159,7 @@ def test_the_consumer_thread_runs_through_the_batches(background: bool) -> None:
 def test_the_device_never_holds_more_than_the_depth(depth: int, background: bool) -> None:
     """A host that launches faster than the device computes must not fill it with data that did not fit."""
     device = AsLateAsPossible()
-    for _ in prefetched(by_index(4), device, background, depth):
+    for _ in prefetch(by_index(4), device, background, depth):
         pass
     assert device.sent == 23
     assert device.most == depth
@@ -172,7 +172,7 @@ def test_an_error_is_raised_where_its_batch_would_have_been(bad: int, background
     batches[bad] = (Rows(WHOLE, torch.tensor([3, 90])), None)
     arrived = []
     with pytest.raises(IndexError, match="out of range"):  # noqa: PT012
-        for inputs, _ in prefetched(batches, AtOnce(), background):
+        for inputs, _ in prefetch(batches, AtOnce(), background):
             arrived.append(inputs)
     assert len(arrived) == bad
     assert not threads()
@@ -181,11 +181,11 @@ def test_an_error_is_raised_where_its_batch_would_have_been(bad: int, background
 @both
 def test_an_error_of_the_device_reaches_the_consumer(background: bool) -> None:
     class Full(AtOnce):
-        def memory(self, size: int) -> Tensor:
+        def allocate(self, size: int) -> Tensor:
             raise MemoryError("no pinned memory is left")
 
     with pytest.raises(MemoryError, match="no pinned memory is left"):
-        next(prefetched(by_index(), Full(), background))
+        next(prefetch(by_index(), Full(), background))
 
 
 @both
@@ -195,7 +195,7 @@ def test_an_error_of_the_source_reaches_the_consumer(background: bool) -> None:
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        list(prefetched(batches(), AtOnce(), background))
+        list(prefetch(batches(), AtOnce(), background))
 
 
 class Slow(AtOnce):
@@ -210,7 +210,7 @@ class Slow(AtOnce):
 @pytest.mark.parametrize("taken", [0, 1, 4])
 def test_an_iterator_given_up_leaves_nothing_behind(copier: Callable[[], AtOnce], taken: int) -> None:
     def started() -> Iterator[object]:
-        arriving = prefetched(by_index(2), copier(), background=True)
+        arriving = prefetch(by_index(2), copier(), background=True)
         for _ in range(taken):
             next(arriving)
         return arriving
@@ -222,7 +222,7 @@ def test_an_iterator_given_up_leaves_nothing_behind(copier: Callable[[], AtOnce]
     with pytest.raises(KeyboardInterrupt):
         started().throw(KeyboardInterrupt)  # type: ignore[attr-defined]
     assert not threads()
-    for number, _ in enumerate(prefetched(by_index(2), copier(), background=True)):
+    for number, _ in enumerate(prefetch(by_index(2), copier(), background=True)):
         if number == taken:
             break
     assert not threads()
@@ -230,7 +230,7 @@ def test_an_iterator_given_up_leaves_nothing_behind(copier: Callable[[], AtOnce]
 
 @pytest.mark.slow
 def test_an_iterator_in_a_cycle_is_collected_with_its_thread() -> None:
-    cycle: list[object] = [prefetched(by_index(), AtOnce(), background=True)]
+    cycle: list[object] = [prefetch(by_index(), AtOnce(), background=True)]
     next(cycle[0])  # type: ignore[call-overload]
     cycle.append(cycle)
     assert threads()
@@ -253,7 +253,7 @@ def test_collected_by_its_own_thread_it_does_not_wait_for_itself() -> None:
                 holder.clear()  # the last reference to the iterator
             return super().send(staged)
 
-    holder.append(prefetched(by_index(), Collecting(), background=True))
+    holder.append(prefetch(by_index(), Collecting(), background=True))
     next(holder[0])  # type: ignore[call-overload]
     received.set()
     until(lambda: not threads())
@@ -265,9 +265,9 @@ def test_a_process_ends_with_an_iterator_half_way() -> None:
     program = (
         "import torch\n"
         "from copiers import AtOnce\n"
-        "from shiftmend.inputs.prefetch import Rows, prefetched\n"
+        "from shiftmend.inputs.prefetch import Rows, prefetch\n"
         "whole = torch.arange(100)\n"
-        "arriving = prefetched(((Rows(whole, i), i) for i in whole.split(3)), AtOnce(), background=True)\n"
+        "arriving = prefetch(((Rows(whole, i), i) for i in whole.split(3)), AtOnce(), background=True)\n"
         "print(next(arriving)[0].tolist())\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=HERE)
@@ -277,7 +277,7 @@ def test_a_process_ends_with_an_iterator_half_way() -> None:
 @both
 def test_what_is_no_tensor_of_the_host_is_left_alone(background: bool) -> None:
     elsewhere, sparse = torch.empty(4, device="meta"), torch.eye(4).to_sparse()
-    arrived = list(prefetched([(elsewhere, torch.ones(2)), (sparse, None)], AtOnce(), background))
+    arrived = list(prefetch([(elsewhere, torch.ones(2)), (sparse, None)], AtOnce(), background))
     assert arrived[0][0] is elsewhere
     assert torch.equal(arrived[0][1], torch.ones(2))
     assert arrived[1][0] is sparse
@@ -285,7 +285,7 @@ def test_what_is_no_tensor_of_the_host_is_left_alone(background: bool) -> None:
 
 def test_neither_gradients_nor_inference_mode_get_into_a_batch() -> None:
     batches: list[Batch] = [(WHOLE[:4].clone().requires_grad_(), None)] * 6
-    arriving = prefetched(batches, AtOnce(), background=False, depth=2)
+    arriving = prefetch(batches, AtOnce(), background=False, depth=2)
     with torch.inference_mode():
         arrived = [next(arriving) for _ in range(3)]
     arrived += list(arriving)  # in memory that was first used in inference mode
@@ -297,7 +297,7 @@ def test_neither_gradients_nor_inference_mode_get_into_a_batch() -> None:
 
 
 def test_on_a_cpu_nothing_is_prefetched() -> None:
-    assert copier_to(torch.device("cpu")) is None
+    assert make_copier(torch.device("cpu")) is None
 
 
 def on_cuda(test: Callable[..., None]) -> Callable[..., None]:
@@ -355,7 +355,7 @@ def test_resident_and_prefetched_epochs_are_equal_bit_by_bit(kind: str) -> None:
                 seen += [(batch * scale).sum((1, 2, 3)), index, torch.tensor(batch.stride())]
         for batch in [*feed.batches(), *feed.batches(100), *feed.subset(70, 1), *feed.subset(70, 1, 64)]:
             seen.append(batch)
-        for batch, its in feed.labelled():
+        for batch, its in feed.labelled_batches():
             torch.cuda._sleep(2_000_000)
             seen += [batch.clone(), its.clone()]
         return [value.cpu() for value in seen]
@@ -380,7 +380,7 @@ def test_a_streamed_epoch_on_a_gpu_is_that_of_a_cpu(pinned: bool, workers: int) 
                 if batch.is_cuda:
                     torch.cuda._sleep(2_000_000)
                 seen.append(batch.long().sum((1, 2, 3)))
-        for batch, labels in feed.labelled():
+        for batch, labels in feed.labelled_batches():
             seen += [batch, labels]
     for one, other in zip(*sums, strict=True):
         assert other.is_cuda

@@ -7,13 +7,13 @@ from torch.nn import functional
 from zoo import ZOO
 
 from shiftmend.errors import AdaptationError
-from shiftmend.introspection.blocks import Block, split
+from shiftmend.introspection.blocks import Block, split_blocks
 from shiftmend.introspection.trace import trace
 from shiftmend.research.networks import build
 
 
 def blocks_of(model: nn.Module, inputs: torch.Tensor, names: object = None, output: object = None) -> tuple[Block, ...]:
-    return split(model, trace(model, inputs, output=output), names)  # type: ignore[arg-type]
+    return split_blocks(model, trace(model, inputs, output=output), names)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_blocks_are_given_by_name(names: object) -> None:
     case = ZOO["tabular"]
     model = case.model()
     with pytest.raises(AdaptationError, match="expected names of modules, or groups of them"):
-        split(model, trace(model, case.inputs(2)), names)  # type: ignore[arg-type]
+        split_blocks(model, trace(model, case.inputs(2)), names)  # type: ignore[arg-type]
 
 
 class Heads(nn.Module):
@@ -214,11 +214,11 @@ class _Borrowing(nn.Module):
 
 def test_weights_of_a_layer_that_is_never_called_are_named(caplog: pytest.LogCaptureFixture) -> None:
     model = _Borrowing()
-    (block,) = split(model, trace(model, torch.randn(3, 4)))
+    (block,) = split_blocks(model, trace(model, torch.randn(3, 4)))
     assert block.parameters == ("second.weight", "second.bias")
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("the parameters of 'first' are used without calling the module that holds them")
     caplog.clear()
     plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    split(plain, trace(plain, torch.randn(3, 4)))
+    split_blocks(plain, trace(plain, torch.randn(3, 4)))
     assert not caplog.records

@@ -11,10 +11,18 @@ from torch import nn
 
 from shiftmend.engine.modes import is_finite
 from shiftmend.errors import ShiftmendError
-from shiftmend.introspection.model_state import as_file, check_types, put_back, save_tensors, tensors_of, whole_state
+from shiftmend.introspection.model_state import (
+    check_types,
+    full_state_dict,
+    is_writable,
+    on_device,
+    restore,
+    save_tensors,
+    snapshot,
+)
 from shiftmend.research.networks import build
-from shiftmend.utils.devices import is_writable
 
+CPU = torch.device("cpu")
 DEVICES = [
     "cpu",
     pytest.param(
@@ -30,7 +38,7 @@ def test_copies_have_the_values_and_types_of_what_they_are_copies_of(device: str
     with torch.no_grad():
         for number, value in enumerate(model.state_dict().values()):
             value.copy_(torch.arange(value.numel(), device=device).view_as(value) % 50 + number)
-    copies = tensors_of(model)
+    copies = snapshot(model)
     state = model.state_dict()
     assert list(copies) == list(state)
     assert len({value.dtype for value in state.values()}) == 3
@@ -63,14 +71,14 @@ class Adapter(nn.Module):
 
 def test_what_is_put_back_is_all_that_was_there_whatever_the_state_dict_says() -> None:
     model = Adapter()
-    before = tensors_of(model)
+    before = snapshot(model)
     places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 1
     model.calls += 1
     model.one, model.seen = torch.zeros(1).expand(4), torch.zeros(5, 2)  # as some models do in each pass
-    put_back(model, before)
+    restore(model, before)
     now = dict(model.named_parameters()) | dict(model.named_buffers())
     assert now.keys() == before.keys() | {"graph", "later"}
     assert all(torch.equal(now[name], before[name]) for name in before)
@@ -80,7 +88,7 @@ def test_what_is_put_back_is_all_that_was_there_whatever_the_state_dict_says() -
     model.base.weight.data[0, 0] = torch.nan
     assert not is_finite(model, before)
     model.base.bias = nn.Parameter(torch.zeros(5))
-    put_back(model, before)
+    restore(model, before)
     assert torch.equal(model.base.bias, torch.zeros(5))  # of another shape: there is nothing to put back
     assert not dict(model.base.named_buffers())
 
@@ -89,7 +97,7 @@ def test_what_a_state_dict_leaves_out_is_added_sparse_tensors_too() -> None:
     model = Adapter()
     model.register_buffer("edges", torch.eye(3).to_sparse())
     parts = {"base.weight", "base.bias", "adapter.weight", "adapter.bias", "one", "seen", "edges"}
-    assert whole_state(model).keys() == parts
+    assert full_state_dict(model).keys() == parts
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
@@ -107,12 +115,9 @@ def test_what_cannot_be_written_to() -> None:
 
 def test_numbers_that_no_file_holds_are_named() -> None:
     good = {"weight": torch.ones(2), "waves": torch.ones(2, dtype=torch.complex64)}
-    assert safetensors.torch.load(as_file(good, {"format": "pt"})).keys() == good.keys()
-    with pytest.raises(
-        ShiftmendError,
-        match=r"^'finer' holds numbers of the type complex128, .*; convert them .* complex128 to complex64, or by",
-    ):
-        as_file(good | {"finer": torch.ones(2, dtype=torch.complex128)})
+    check_types(good)
+    with pytest.raises(ShiftmendError, match=r"^'finer' .*complex128"):
+        check_types(good | {"finer": torch.ones(2, dtype=torch.complex128)})
 
 
 def test_types_are_checked_of_tensors_that_share_memory_too() -> None:
@@ -148,3 +153,49 @@ def test_a_file_that_cannot_be_written_is_an_error_of_the_system(
         save_tensors(tmp_path / "file", {"weight": torch.ones(2)})
     assert error.value.strerror == "No space left on device"
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_model_is_moved_for_the_length_of_a_block_also_if_it_fails() -> None:
+    model = nn.Linear(2, 2)
+    moves: list[torch.device] = []
+    model.to = lambda place: moves.append(place)  # type: ignore[method-assign, assignment]
+    with on_device(model, CPU):
+        pass
+    assert moves == []
+    with pytest.raises(KeyError), on_device(model, torch.device("meta")):
+        raise KeyError
+    assert moves == [torch.device("meta"), CPU]
+
+
+class Counts(nn.Module):
+    """Writes into one buffer and replaces another whenever it runs; others can be neither written nor compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("more", torch.zeros(()).expand(1))
+        self.register_buffer("learnt", torch.zeros(1, requires_grad=True))
+        self.register_buffer("last", torch.zeros(3))
+        self.register_buffer("nothing", None)
+        self.register_buffer("unknown", torch.full((1,), torch.nan).expand(4))
+        self.register_buffer("graph", torch.eye(3).to_sparse())
+        self.register_buffer("empty", torch.empty(3, device="meta"), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.more += 1
+        self.learnt.data += 1
+        self.last = x.mean(0)
+        return x
+
+
+def test_buffers_that_change_in_forward_are_as_before() -> None:
+    model = Counts()
+    before = dict(model._buffers)
+    with on_device(model, CPU):
+        model(torch.ones(2, 3))
+        assert model.calls == 1
+    assert all(model._buffers[name] is value for name, value in before.items())
+    assert model.calls == model.more == model.learnt == 0
+    assert torch.equal(model.last, torch.zeros(3))
+    assert model.last._version == 0  # not written to: a graph that holds it can still be run backward

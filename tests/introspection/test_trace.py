@@ -7,8 +7,8 @@ from zoo import SMALL, ZOO, SmallViT, Wrapped, hooks
 
 import shiftmend
 from shiftmend.errors import TapError
-from shiftmend.introspection.modes import modes
-from shiftmend.introspection.taps import tapped
+from shiftmend.introspection.modes import preserve_modes
+from shiftmend.introspection.taps import attach_taps
 from shiftmend.introspection.trace import trace
 
 
@@ -20,7 +20,7 @@ def test_finds_features_and_logits_of_every_kind_of_model(name: str) -> None:
     found = trace(model, case.inputs(2), output=case.output)
     assert found.head == case.head
     assert all(module.training for module in model.modules())
-    with torch.no_grad(), modes(model), tapped(model, found.taps) as recorder:
+    with torch.no_grad(), preserve_modes(model), attach_taps(model, found.taps) as recorder:
         model.eval()
         result = model(case.inputs(6))
         activations = recorder.read()
@@ -36,7 +36,7 @@ def test_features_are_what_the_head_reads(name: str) -> None:
     case = ZOO[name]
     model = case.model()
     found = trace(model, case.inputs(2), output=case.output)
-    with torch.no_grad(), tapped(model, found.taps) as recorder:
+    with torch.no_grad(), attach_taps(model, found.taps) as recorder:
         model(case.inputs(6))
         activations = recorder.read()
     head = model.get_submodule(case.head)

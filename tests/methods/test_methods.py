@@ -13,7 +13,7 @@ from zoo import ZOO
 import shiftmend
 from shiftmend.engine.method import Network
 from shiftmend.errors import AdaptationError
-from shiftmend.introspection.blocks import split
+from shiftmend.introspection.blocks import split_blocks
 from shiftmend.introspection.trace import trace
 from shiftmend.methods import METHODS, method
 from shiftmend.methods.bufr import BUFR
@@ -23,7 +23,7 @@ from shiftmend.methods.fr import FR
 def network(name: str) -> Network:
     case = ZOO[name]
     model = case.model()
-    return Network(model, split(model, trace(model, case.inputs(2), output=case.output)))
+    return Network(model, split_blocks(model, trace(model, case.inputs(2), output=case.output)))
 
 
 def test_source_only_changes_nothing() -> None:
@@ -117,12 +117,12 @@ def test_bufr_published_schedules() -> None:
 def test_many_blocks_keep_the_published_total_decay() -> None:
     profile = sensors().profile()
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(12)), nn.Linear(6, 2))
-    many = Network(model, split(model, trace(model, torch.randn(2, 6))))
+    many = Network(model, split_blocks(model, trace(model, torch.randn(2, 6))))
     rates = [stage.learning_rate for stage in BUFR().stages(many, profile)]
     assert len(rates) == 12
     assert rates[0] / rates[-1] == pytest.approx(1.5**3)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)) for _ in range(8)), nn.Linear(6, 2))
-    staged = Network(model, split(model, trace(model, torch.randn(2, 6))))
+    staged = Network(model, split_blocks(model, trace(model, torch.randn(2, 6))))
     rates = [stage.learning_rate for stage in BUFR().stages(staged, profile)]
     assert len(rates) == 8
     assert rates[0] / rates[-1] == pytest.approx(5.0**4)

@@ -18,7 +18,7 @@ from zoo import SMALL, ZOO, hooks
 import shiftmend
 from shiftmend.errors import DataError, ProfileError, TapError
 from shiftmend.inputs.feed import Feed
-from shiftmend.introspection.taps import Tap, tapped
+from shiftmend.introspection.taps import Tap, attach_taps
 from shiftmend.profiles import collect as profiling
 from shiftmend.profiles.serialize import problems
 from shiftmend.stats.gaussians import FullGaussian, MarginalGaussian
@@ -208,7 +208,7 @@ def test_hooks_never_stay() -> None:
     case = ZOO["tabular"]
     model = case.model()
     shiftmend.profile(model, case.inputs())
-    with tapped(model, {}):
+    with attach_taps(model, {}):
         pass
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
@@ -350,7 +350,7 @@ def test_so_few_samples_that_a_profile_tells_them_are_remarked(caplog: pytest.Lo
     assert caplog.messages == [
         "a profile of so few samples (1) nearly tells their features; do not let it leave if those are secret"
     ]
-    with torch.no_grad(), tapped(model, whole.specs) as recorder:
+    with torch.no_grad(), attach_taps(model, whole.specs) as recorder:
         model(inputs[:1])
         torch.testing.assert_close(one.gaussian.mean, recorder.read()["features"][0])
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.errors import ShiftmendError
-from shiftmend.introspection.model_state import whole_state
+from shiftmend.introspection.model_state import full_state_dict
 from shiftmend.profiles.fingerprints import InputSummary, architecture, tensor_bytes, weights
 from shiftmend.stats.histograms import RangeTracker
-from shiftmend.utils.devices import AT_ONCE
+from shiftmend.utils.devices import VALUES_PER_PART
 
 
 def network(width: int = 8, name: str = "first") -> nn.Module:
@@ -72,11 +72,11 @@ class Partial(nn.Sequential):
 def test_a_state_dict_of_ones_own_hides_no_weights() -> None:
     model = network()
     ordinary = model.state_dict()
-    assert whole_state(model).keys() == ordinary.keys()
+    assert full_state_dict(model).keys() == ordinary.keys()
     print_ = weights(Partial(OrderedDict(model.named_children())))
     for name, value in ordinary.items():
         changed = Partial(OrderedDict(network().named_children()))
-        state = whole_state(changed)
+        state = full_state_dict(changed)
         assert state.keys() == ordinary.keys() - {"first.weight"} | {"conv"}
         state["conv" if name == "first.weight" else name].view(-1)[0] += 1
         assert weights(changed) != print_, name
@@ -291,7 +291,7 @@ def test_constant_inputs_do_not_break_the_comparison() -> None:
 def test_inputs_are_summarised_a_part_at_a_time(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     whole = InputSummary.from_batches([values])
-    monkeypatch.setitem(AT_ONCE, "cpu", 3 * values[0].numel())
+    monkeypatch.setitem(VALUES_PER_PART, "cpu", 3 * values[0].numel())
     update = RangeTracker.update
     rows: list[int] = []
     monkeypatch.setattr(RangeTracker, "update", lambda self, part: (rows.append(part.numel()), update(self, part)))

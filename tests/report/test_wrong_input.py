@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shiftmend
 from shiftmend import report
 from shiftmend.cli import main
-from shiftmend.research.networks.digit_cnn import DigitCNN
+from shiftmend.research.networks import DigitCNN
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for _ in range(5):
             model(images.float() / 127.5 - 1)
     (home / "factory.py").write_text(
-        "from shiftmend.research.networks.digit_cnn import DigitCNN\n"
+        "from shiftmend.research.networks import DigitCNN\n"
         "def make(): return DigitCNN(classes=2, width=4, channels=1, image_size=16)\n"
     )
     save_file(model.state_dict(), home / "w.safetensors")

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from shiftmend.errors import DataError
-from shiftmend.shifts import apply, procedural, textures
+from shiftmend.shifts import apply, textures
 
 
 def save(path, height=40, width=50, seed=0, mode="RGB"):
@@ -29,7 +29,7 @@ def test_stand_ins_are_colourful_and_always_the_same(name):
     assert first.dtype == torch.uint8
     assert first.shape == (3, 288, 288)
     assert first.float().std() > 15
-    procedural.draw.cache_clear()
+    textures.draw_texture.cache_clear()
     assert torch.equal(textures.texture(name), first)
     first.zero_()
     assert textures.texture(name).any()

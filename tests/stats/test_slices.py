@@ -12,7 +12,7 @@ from torch import Tensor
 from shiftmend.errors import ProfileError
 from shiftmend.stats.histograms import Bins, CountTracker, Histogram, RangeTracker
 from shiftmend.stats.slices import Projector, Slices, random_directions
-from shiftmend.utils.devices import AT_ONCE
+from shiftmend.utils.devices import VALUES_PER_PART
 
 UNITS = 5
 
@@ -73,7 +73,7 @@ def test_directions_never_change() -> None:
 def test_directions_do_not_depend_on_how_many_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = random_directions(50, 7, 11)
     for at_once in (1, 7, 20, 350):
-        monkeypatch.setitem(AT_ONCE, "cpu", at_once)
+        monkeypatch.setitem(VALUES_PER_PART, "cpu", at_once)
         assert torch.equal(random_directions(50, 7, 11), whole)
 
 
@@ -192,7 +192,7 @@ def test_gradients_pass_through_slices() -> None:
 def test_work_on_large_maps_is_done_in_parts_and_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(101, 5, generator=torch.Generator().manual_seed(0))
     projector = Projector.build(values.mean(0), values.std(0), torch.ones(5, dtype=torch.bool), 8, 1)
-    monkeypatch.setitem(AT_ONCE, "cpu", 80)
+    monkeypatch.setitem(VALUES_PER_PART, "cpu", 80)
     assert [len(part) for part in projector.project_in_parts(values)] == [10] * 10 + [1]
     torch.testing.assert_close(torch.cat([*projector.project_in_parts(values)]), projector(values))
     tracker, taken = RangeTracker(), []

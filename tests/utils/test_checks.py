@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -7,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from shiftmend.errors import DataError, ProfileError
-from shiftmend.utils.checks import brief, check_function, check_known, counted, is_whole, kind
+from shiftmend.errors import DataError, ProfileError, ShiftmendError
+from shiftmend.utils.checks import brief, check_function, check_known, counted, is_whole, kind, require
 
 
 @pytest.mark.parametrize(
@@ -58,3 +59,14 @@ def test_what_cannot_be_called_is_no_function() -> None:
     check_function(nn.Identity(), "preprocess", "inputs")
     with pytest.raises(DataError, match=r"^preprocess is 'x', expected a function: preprocess\(inputs\)$"):
         check_function("x", "preprocess", "inputs")
+
+
+def test_a_package_of_an_extra_is_imported_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert require("json.decoder", "research").JSONDecoder
+    monkeypatch.setitem(sys.modules, "scipy.special", None)  # type: ignore[arg-type]
+    with pytest.raises(ShiftmendError, match=r"scipy.*shiftmend\[research\]"):
+        require("scipy.special", "research")
+    monkeypatch.delitem(sys.modules, "json.tool", raising=False)
+    monkeypatch.setitem(sys.modules, "argparse", None)  # type: ignore[arg-type]
+    with pytest.raises(ModuleNotFoundError, match="argparse"):
+        require("json.tool", "research")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shiftmend.utils.python_files import first_on_path, import_file, reason
+from shiftmend.utils.python_files import describe_error, first_on_path, import_file
 
 FIELDS = """
 from __future__ import annotations
@@ -60,10 +60,10 @@ def test_an_error_without_words_is_told_by_its_kind(tmp_path: Path) -> None:
     (tmp_path / "bare.py").write_text("raise SyntaxError\n")
     with pytest.raises(SyntaxError) as raised:
         import_file(tmp_path / "bare.py")
-    assert reason(raised.value) == "SyntaxError"
-    assert reason(ValueError(" ")) == "ValueError"
-    assert reason(ValueError("no weights")) == "ValueError: no weights"  # raised nowhere
+    assert describe_error(raised.value) == "SyntaxError"
+    assert describe_error(ValueError(" ")) == "ValueError"
+    assert describe_error(ValueError("no weights")) == "ValueError: no weights"  # raised nowhere
     (tmp_path / "odd.py").write_text("# coding: none-such\n")
     with pytest.raises(SyntaxError) as raised:
         import_file(tmp_path / "odd.py")
-    assert reason(raised.value).endswith(f"({tmp_path / 'odd.py'})")  # which has no line
+    assert describe_error(raised.value).endswith(f"({tmp_path / 'odd.py'})")  # which has no line

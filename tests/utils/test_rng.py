@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import shiftmend
 from shiftmend.accelerate.cuda_graphs import CapturedEpoch, capture_epoch
 from shiftmend.profiles import fingerprints
-from shiftmend.utils.gpu_sharing import taking_turns
-from shiftmend.utils.rng import Dice, roll, rolled
+from shiftmend.utils.gpu_sharing import share_gpu
+from shiftmend.utils.rng import DeviceGenerator, isolate_rng, reseed
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 PLACES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, gpu])]
@@ -35,9 +35,9 @@ def test_dropout_follows_the_seed_and_the_global_generators_stay_as_they_are(nam
         torch.manual_seed(around)
         expected = dropped(device)
         torch.manual_seed(around)
-        dice = Dice(device)
-        with dice.for_dropout():
-            dice.seed(seed)
+        generator = DeviceGenerator(device)
+        with generator.as_default():
+            generator.seed(seed)
             found.append(dropped(device))
         assert torch.equal(dropped(device), expected)
     assert torch.equal(found[0], found[1])
@@ -50,11 +50,11 @@ def test_an_error_inside_puts_the_global_generator_back(name: str) -> None:
     torch.manual_seed(0)
     expected = dropped(device)
     torch.manual_seed(0)
-    dice = Dice(device)
+    generator = DeviceGenerator(device)
 
     def fails() -> None:
-        with dice.for_dropout():
-            dice.seed(1)
+        with generator.as_default():
+            generator.seed(1)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -69,7 +69,6 @@ class Noisy(nn.Module):
         return nn.functional.dropout(x, 0.2, training=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ["model", "preprocess"])
 @pytest.mark.parametrize("name", PLACES)
 def test_what_is_drawn_in_eval_mode_follows_the_seed_and_not_the_global_generators(name: str, where: str) -> None:
@@ -101,13 +100,13 @@ def test_a_look_inside_another_leaves_the_numbers_of_the_outer_one_alone() -> No
     device = torch.device("cpu")
     found = []
     for inside in (False, True):
-        with rolled(device, lambda: dropped(device)):
-            roll(3)
+        with isolate_rng(device, lambda: dropped(device)):
+            reseed(3)
             if inside:
-                with rolled(device, lambda: dropped(device)):
+                with isolate_rng(device, lambda: dropped(device)):
                     dropped(device)
             first = dropped(device)
-            roll(4)
+            reseed(4)
             found.append(torch.stack([first, dropped(device)]))
     assert torch.equal(*found)
 
@@ -116,48 +115,30 @@ def test_threads_that_take_turns_leave_the_global_generators_alone() -> None:
     device = torch.device("cpu")
     expected = [dropped(device), dropped(device)]
     torch.manual_seed(0)
-    with taking_turns(threading.Lock()), rolled(device, lambda: dropped(device)):
-        roll(3)
+    with share_gpu(threading.Lock()), isolate_rng(device, lambda: dropped(device)):
+        reseed(3)
         found = [dropped(device)]
     assert torch.equal(torch.stack([*found, dropped(device)]), torch.stack(expected))
 
 
-def test_what_another_thread_draws_meanwhile_is_not_taken_for_the_models() -> None:
-    """Its numbers would come a second time, and a loader that it reads would get others."""
-    device = torch.device("cpu")
-
-    def look() -> None:
-        other = threading.Thread(target=dropped, args=(device,))
-        other.start()
-        other.join()
-
-    before = torch.get_rng_state()
-    with rolled(device, look):
-        ahead = torch.get_rng_state()
-        roll(3)
-        assert torch.equal(torch.get_rng_state(), ahead)
-    assert torch.equal(torch.get_rng_state(), ahead)
-    assert not torch.equal(ahead, before)
-
-
 @pytest.mark.parametrize("name", PLACES)
 def test_seeds_of_any_size_are_taken(name: str) -> None:
-    dice = Dice(place_of(name))
-    with dice.for_dropout():
+    generator = DeviceGenerator(place_of(name))
+    with generator.as_default():
         for seed in (0, (1 << 63) + 5, 10**30):
-            dice.seed(seed)
+            generator.seed(seed)
 
 
 class Masks:
-    """Steps that write down what dropout did, captured with dice of their own."""
+    """Steps that write down what dropout did, captured with a generator of their own."""
 
     def __init__(self, device: torch.device) -> None:
-        self.dice, self.device = Dice(device), device
+        self.generator, self.device = DeviceGenerator(device), device
         self.model = nn.Linear(4, 2).to(device)
         self.optimiser = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.seen = torch.zeros(STEPS, UNITS, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
-        with self.dice.for_dropout():
+        with self.generator.as_default():
             self.captured = capture_epoch(self._once, self.model, self.optimiser, device, 2 * STEPS, 2)
 
     def _once(self, index: Tensor) -> dict[str, Tensor]:
@@ -173,7 +154,7 @@ class Masks:
     def run(self, seed: int) -> Tensor:
         assert isinstance(self.captured, CapturedEpoch)
         self.at.zero_()
-        self.dice.seed(seed)
+        self.generator.seed(seed)
         self.captured.run(torch.arange(2 * STEPS, device=self.device))
         torch.cuda.current_stream().synchronize()
         return self.seen.clone()
@@ -181,7 +162,7 @@ class Masks:
 
 @pytest.mark.gpu
 @gpu
-def test_captured_steps_draw_from_their_own_dice_whatever_the_global_generator_does() -> None:
+def test_captured_steps_draw_from_their_own_generator_whatever_the_global_generator_does() -> None:
     masks = Masks(torch.device("cuda", 0))
     before = torch.cuda.get_rng_state()
     first = masks.run(5)
@@ -195,7 +176,7 @@ def test_captured_steps_draw_from_their_own_dice_whatever_the_global_generator_d
 
 @pytest.mark.gpu
 @gpu
-def test_dice_of_several_threads_do_not_mix() -> None:
+def test_generators_of_several_threads_do_not_mix() -> None:
     several = [Masks(torch.device("cuda", 0)) for _ in range(4)]
     alone = [masks.run(seed) for seed, masks in enumerate(several)]
     wrong: list[int] = []
@@ -219,6 +200,6 @@ def test_the_global_generator_of_mps_is_put_back(monkeypatch: pytest.MonkeyPatch
     states = [torch.tensor([3])]
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: states[-1])
     monkeypatch.setattr(torch.mps, "set_rng_state", states.append)
-    with Dice(torch.device("mps")).for_dropout():
+    with DeviceGenerator(torch.device("mps")).as_default():
         states.append(torch.tensor([4]))
     assert [int(state) for state in states] == [3, 4, 3]

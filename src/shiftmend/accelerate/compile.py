@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from shiftmend.accelerate.cuda_graphs import CapturedEpoch
-from shiftmend.introspection.modes import eager
+from shiftmend.introspection.modes import force_eager
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def compiled(model: nn.Module, dropout: bool = False) -> Iterator[None]:
     wanted = {_FEWER_KERNELS: True, _USUAL_NUMBERS: dropout}
     known = torch._inductor.list_options()
     options: dict[str, Any] = {name: value for name, value in wanted.items() if name in known}
-    with eager(model), torch._dynamo.config.patch(_full_guards()):
+    with force_eager(model), torch._dynamo.config.patch(_full_guards()):
         run = torch.compile(_call, dynamic=False, options=options)
         model._compiled_call_impl = functools.partial(run, model)
         try:

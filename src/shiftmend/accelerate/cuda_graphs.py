@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn, optim
 
 from shiftmend.errors import ShiftmendError
-from shiftmend.introspection.outputs import tensors_in
-from shiftmend.utils.devices import is_writable
-from shiftmend.utils.gpu_sharing import has_turns, others_may_go
+from shiftmend.introspection.model_state import is_writable
+from shiftmend.introspection.outputs import find_tensors
+from shiftmend.utils.gpu_sharing import is_sharing_gpu, release_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -115,9 +115,9 @@ class _Replayed(Generic[T]):
     device: torch.device
 
     def __call__(self) -> T:
-        with others_may_go():
+        with release_gpu():
             self.graph.replay()
-            if has_turns():
+            if is_sharing_gpu():
                 torch.cuda.current_stream(self.device).synchronize()
         return self.result
 
@@ -216,10 +216,10 @@ class CapturedEpoch:
         self.cursor.zero_()
         for total in self.sums.values():
             total.zero_()
-        with others_may_go():
+        with release_gpu():
             for _ in range(self.steps):
                 self.graph.replay()
-            if has_turns():
+            if is_sharing_gpu():
                 torch.cuda.current_stream(self.order.device).synchronize()
         return dict(self.sums), self.steps
 
@@ -311,7 +311,7 @@ def list_tensors(model: nn.Module) -> list[Tensor]:
 
     A model may replace a mask or a table when a batch of another size comes, and so free what a graph still reads.
     """
-    return [tensor.detach() for module in model.modules() for tensor in tensors_in(vars(module))]
+    return [tensor.detach() for module in model.modules() for tensor in find_tensors(vars(module))]
 
 
 @contextmanager

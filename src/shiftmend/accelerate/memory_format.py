@@ -11,9 +11,9 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from shiftmend.introspection.modes import eager, modes
+from shiftmend.introspection.modes import force_eager, preserve_modes
 from shiftmend.introspection.outputs import Entry, pick
-from shiftmend.utils.devices import layout_on, sum_dtype
+from shiftmend.utils.devices import preferred_memory_format, sum_dtype
 
 MAX_RELATIVE_DIFFERENCE = 0.01
 """Difference allowed between both formats, relative to the largest output. Rounding of TF32 stays far below."""
@@ -27,7 +27,7 @@ def channels_last(model: nn.Module, sample: Tensor, output: Entry = None) -> boo
     Returns:
         Whether the weights were converted.
     """
-    if not _weights(model) or layout_on(sample.device) != torch.channels_last:
+    if not _weights(model) or preferred_memory_format(sample.device) != torch.channels_last:
         return False
     try:
         trial = copy.deepcopy(model)
@@ -70,7 +70,7 @@ def _lay_out(model: nn.Module) -> None:
 def _same_outputs(model: nn.Module, trial: nn.Module, sample: Tensor, output: Entry) -> bool:
     results = []
     for one in (model, trial):
-        with torch.no_grad(), modes(one), eager(one):
+        with torch.no_grad(), preserve_modes(one), force_eager(one):
             one.eval()
             result = pick(one(sample.clone()), output, "the model")
             results.append(result.to(sum_dtype(result.device)))
@@ -87,7 +87,7 @@ def _step(trial: nn.Module, sample: Tensor, output: Entry) -> None:
     for parameter in trial.parameters():
         if parameter.is_floating_point():
             parameter.requires_grad_()
-    with torch.inference_mode(False), torch.enable_grad(), eager(trial):
+    with torch.inference_mode(False), torch.enable_grad(), force_eager(trial):
         result = pick(trial(sample.clone()), output, "the model")
         if result.requires_grad:
             result.float().sum().backward()

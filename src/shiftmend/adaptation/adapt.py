@@ -32,28 +32,28 @@ from shiftmend.engine.method import (
     plan_stages,
     read_taps,
 )
-from shiftmend.engine.modes import make_ordinary, refuse_shared_tensors
+from shiftmend.engine.modes import make_ordinary
 from shiftmend.engine.trainer import VERIFIED_PER_EPOCH, Keep, OnEpoch, Trainer
 from shiftmend.errors import AdaptationError, DivergedError
 from shiftmend.inputs.feed import Feed, Preprocess
-from shiftmend.introspection.blocks import Names, split
-from shiftmend.introspection.model_state import put_back
-from shiftmend.introspection.modes import batch_norms
+from shiftmend.introspection.blocks import BlockNames, split_blocks
+from shiftmend.introspection.model_state import restore
+from shiftmend.introspection.modes import find_batch_norms
 from shiftmend.introspection.outputs import Entry
 from shiftmend.introspection.taps import Tap
 from shiftmend.introspection.trace import trace
-from shiftmend.introspection.validate import LeftAlone, check_takes_each, plain_copy, refuse_broken, unwrap
+from shiftmend.introspection.validate import check_model, copy_model, unwrap
 from shiftmend.methods import METHODS
 from shiftmend.methods import method as make_method
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.fingerprints import InputSummary
 from shiftmend.profiles.profile import Profile, as_profile
 from shiftmend.utils.checks import brief, check_function, counted, is_whole
-from shiftmend.utils.devices import resolve_device, room_on
+from shiftmend.utils.devices import max_resident_bytes, resolve_device
 from shiftmend.utils.files import as_path
 from shiftmend.utils.processes import of_first_process, world_size
 from shiftmend.utils.progress import Progress, progress_bar
-from shiftmend.utils.rng import rolled
+from shiftmend.utils.rng import isolate_rng
 from shiftmend.verification.signals import SignalReader, observe
 from shiftmend.verification.verdict import Verification
 
@@ -75,7 +75,7 @@ def adapt(
     batch_size: int | None = None,
     seed: int = 0,
     preprocess: Preprocess | None = None,
-    blocks: Names | None = None,
+    blocks: BlockNames | None = None,
     output: Entry = None,
     device: str | torch.device = "auto",
     autocast: bool | torch.dtype = False,
@@ -106,7 +106,7 @@ def adapt(
         batch_size: Samples in a batch; 256, or what a loader brings along.
         seed: Decides the order of the batches, and whatever else is random.
         preprocess: Called with each batch on the device, before the model.
-        blocks: Names of modules, or groups of them, that BUFR unfreezes one after the other.
+        blocks: BlockNames of modules, or groups of them, that BUFR unfreezes one after the other.
         output: Entry of a tuple or dict that is the model's output.
         device: Where to compute; `"auto"` is the model's accelerator, else CUDA if there is one, else the CPU.
         autocast: True runs the network in bfloat16. A dtype (`torch.bfloat16`, `torch.float16`) chooses another.
@@ -190,7 +190,7 @@ class _Settings:
     batch_size: int | None
     seed: int
     preprocess: Preprocess | None
-    blocks: Names | None
+    blocks: BlockNames | None
     output: Entry
     device: str | torch.device
     autocast: bool | torch.dtype
@@ -266,11 +266,12 @@ def _prepare(
             f"{method.name} works in one process only, and these are {world_size()}: its loss needs the whole of a "
             f"batch; use one process, or one of {able}"
         )
-    model = unwrap(model)
+    model = unwrap(model, trained=True)
     profile = check_profile(profile, model, method)
-    refuse_broken(model)
     place = resolve_device(settings.device, model)
-    limit = None if fits is None else 2 * room_on(place) if fits else 0  # `room_on` is less than half of what is free.
+    limit = (
+        None if fits is None else 2 * max_resident_bytes(place) if fits else 0
+    )  # `room_on` is less than half of what is free.
     feed = Feed(
         target,
         batch_size=settings.batch_size,
@@ -280,7 +281,7 @@ def _prepare(
         limit=limit,
         what="target data",
     )
-    if feed.one_sided:
+    if feed.never_shuffles:
         logger.warning(
             "the target data streams in a fixed order: if it is sorted, batches are one-sided; use shuffle=True"
         )
@@ -324,13 +325,12 @@ def _run(task: _Task, method: Method, settings: _Settings, before: Verification 
 
     `before` is what another run has found of the same model on the same data.
     """
-    adapted = plain_copy(task.model).to(task.feed.device)
+    adapted = copy_model(task.model).to(task.feed.device)
 
     def check() -> None:
-        with LeftAlone(task.model, adapted):
-            check_takes_each(adapted, task.feed.kinds(2), settings.output)
+        check_model(adapted, task.feed.examples(2), output=settings.output, original=task.model)
 
-    with rolled(task.feed.device, check):
+    with isolate_rng(task.feed.device, check):
         try:
             return _train(task, adapted, method, settings, before)
         finally:
@@ -340,13 +340,12 @@ def _run(task: _Task, method: Method, settings: _Settings, before: Verification 
 def _train(
     task: _Task, adapted: nn.Module, method: Method, settings: _Settings, before: Verification | None
 ) -> Adaptation:
-    model, feed, place = task.model, task.feed, task.feed.device
+    feed, place = task.feed, task.feed.device
     summary = task.summary  # Not earlier: inputs that the model refuses need no other remark.
     channels_last(adapted, feed.first(2), settings.output)
     network, taps = examine(adapted, feed.first(2), task.profile, method, settings.blocks, settings.output)
     stages = plan_stages(method, network, task.profile)
-    refuse_shared_tensors(model, adapted, stages)
-    _refuse_unfit(method, feed, bool(stages) and bool(batch_norms(adapted)), task.profile)
+    _refuse_unfit(method, feed, bool(stages) and bool(find_batch_norms(adapted)), task.profile)
     manifest = _begin_manifest(task, method, settings, network, stages, summary)
     check_same(str(manifest["source_weights"]), "model", place)
     check_same(str(manifest["target"]), "target data", place)
@@ -424,7 +423,7 @@ def _finish(
     model = trainer.model
     model.eval()
     if trainer.selected:
-        put_back(model, trainer.selected)
+        restore(model, trainer.selected)
     selected = trainer.choice.kept.epoch if trainer.choice.kept is not None else 0
     kept = selected if trainer.selected else trainer.epochs
     trainer.show_pass("verification after")
@@ -476,7 +475,7 @@ def _begin_manifest(
         "preset": profile.preset if profile else None,
         "learning_rate_chosen": _rate_origin(method),
         "seed": settings.seed,
-        "batch_size": feed.size,
+        "batch_size": feed.epoch_batch_size,
         "blocks": [list(block.modules) for block in network.blocks],
         "resident": feed.resident,
         "target": {"samples": feed.samples, "sha256": data_digest, **summary.to_json()},
@@ -504,7 +503,7 @@ def _rate_origin(method: Method) -> str | None:
 
 def _refuse_unfit(method: Method, feed: Feed, normalises: bool, profile: Profile | None) -> None:
     """Raise if a method cannot work with this data, before anything is trained; `normalises`: BatchNorm is moved."""
-    size = feed.size or min(feed.batch_size, feed.samples)
+    size = feed.epoch_batch_size or min(feed.batch_size, feed.samples)
     smallest = method.smallest_batch(profile)
     if smallest > 2 and size < smallest:
         raise AdaptationError(f"batches of {size} are too small for {method.name}; it needs at least {smallest}")
@@ -522,14 +521,14 @@ def _refuse_unfit(method: Method, feed: Feed, normalises: bool, profile: Profile
             f"{method.name} must know which sample is which, and streamed data does not say; pass a tensor, or data "
             "of one size that fits into memory"
         )
-    if method.takes_labels and not feed.ordered:
+    if method.takes_labels and not feed.keeps_order:
         raise AdaptationError(
             f"{method.name} takes labels in the order of the samples, and this loader shuffles them; use shuffle=False"
         )
 
 
 def examine(
-    model: nn.Module, sample: Tensor, profile: Profile | None, method: Method, blocks: Names | None, output: Entry
+    model: nn.Module, sample: Tensor, profile: Profile | None, method: Method, blocks: BlockNames | None, output: Entry
 ) -> tuple[Network, dict[str, Tap]]:
     """Find blocks and taps of a model, if the method trains something; other methods take any model."""
     if not method.trains:
@@ -539,7 +538,7 @@ def examine(
     missing = [name for name in names if name not in found.taps]
     if missing:
         raise AdaptationError(f"there is no tap {missing[0]!r} without a profile, only {', '.join(found.taps)}")
-    network = Network(model, split(model, found, blocks), found.taps, found.head)
+    network = Network(model, split_blocks(model, found, blocks), found.taps, found.head)
     return network, {name: found.taps[name] for name in names}
 
 

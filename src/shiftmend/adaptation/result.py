@@ -13,7 +13,7 @@ from torch import nn
 from shiftmend.__about__ import __version__
 from shiftmend.engine.history import Epoch
 from shiftmend.errors import AdaptationError
-from shiftmend.introspection.model_state import save_tensors, whole_state
+from shiftmend.introspection.model_state import full_state_dict, save_tensors
 from shiftmend.utils.checks import counted
 from shiftmend.utils.files import as_path, check_folder, replacing
 from shiftmend.utils.json import dumps
@@ -64,7 +64,7 @@ class Adaptation:
         """
         home = as_path(folder, "the folder to write into")
         check_folder(home)
-        tensors = whole_state(self.model)
+        tensors = full_state_dict(self.model)
         rows = [row.to_json() for row in self.history]
         texts = {
             "history.json": dumps(rows, "the history", indent=1) + "\n",

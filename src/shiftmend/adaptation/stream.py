@@ -22,16 +22,15 @@ from shiftmend.engine.modes import (
     hold_layer_options,
     is_finite,
     make_ordinary,
-    refuse_shared_tensors,
     unfreeze,
 )
 from shiftmend.errors import AdaptationError, DataError, ShiftmendError
 from shiftmend.inputs.feed import Feed, Preprocess
-from shiftmend.introspection.model_state import put_back, tensors_of
-from shiftmend.introspection.modes import batch_norms
+from shiftmend.introspection.model_state import restore, snapshot
+from shiftmend.introspection.modes import find_batch_norms
 from shiftmend.introspection.outputs import Entry, pick
-from shiftmend.introspection.taps import Tap, tapped
-from shiftmend.introspection.validate import LeftAlone, check_takes, plain_copy, refuse_broken, unwrap
+from shiftmend.introspection.taps import Tap, attach_taps
+from shiftmend.introspection.validate import check_model, copy_model, unwrap
 from shiftmend.methods import METHODS
 from shiftmend.methods import method as make_method
 from shiftmend.profiles.profile import Profile
@@ -75,7 +74,7 @@ class Stream:
         self.steps = 0
         self.losses: dict[str, float] = {}
         self._source = model
-        self._model = plain_copy(model).to(device)
+        self._model = copy_model(model).to(device)
         self._objective = method.objective(profile, device)
         self._optimiser: optim.Optimizer | None = None
         self._what = ""
@@ -116,13 +115,13 @@ class Stream:
             )
         if self._taps is None:
             self._prepare(inputs)
-        smallest = max(2 if batch_norms(self._model) else 1, self.method.smallest_batch(self.profile))
+        smallest = max(2 if find_batch_norms(self._model) else 1, self.method.smallest_batch(self.profile))
         learns = self.method.adapts
         adapts = learns and len(inputs) >= smallest
         if learns and not adapts:
             few = "a single sample has no distribution" if len(inputs) < 2 else f"{len(inputs)} samples are too few"
             logger.warning("%s to learn from: predicted with what was learnt so far", few)
-        before = tensors_of(self._model) if adapts else {}
+        before = snapshot(self._model) if adapts else {}
         self._model.eval()
         if adapts:
             enter_adapting_modes(self._model)
@@ -135,7 +134,7 @@ class Stream:
         try:
             with (
                 hold_layer_options(self._model),
-                tapped(self._model, self._taps) as recorder,
+                attach_taps(self._model, self._taps) as recorder,
                 torch.set_grad_enabled(trains),
             ):
                 result = pick(self._model(inputs), self.output, "the model")
@@ -154,9 +153,7 @@ class Stream:
             bring_back()
             self._take_back(before, moved)
             if isinstance(error, Exception) and not isinstance(error, ShiftmendError):
-                check_takes(
-                    self._model, inputs
-                )  # Says in a sentence what is wrong with the inputs, if they are the cause.
+                check_model(self._model, [inputs])  # Raises one clear sentence if the inputs are the cause.
             raise
         if not good:
             self._take_back(before, True)
@@ -189,8 +186,8 @@ class Stream:
 
     def _prepare(self, inputs: Tensor) -> None:
         """Find taps and trained parameters with the first batch."""
-        with LeftAlone(self._source, self._model):
-            check_takes(self._model, inputs[:2].clone(), self.output)  # A copy, since the model may work in place.
+        # A copy of the inputs, since the model may work in place.
+        check_model(self._model, [inputs[:2].clone()], output=self.output, original=self._source)
         network, taps = examine(self._model, inputs[:2].clone(), self.profile, self.method, None, self.output)
         stages = plan_stages(self.method, network, self.profile)
         if len(stages) > 1:
@@ -199,7 +196,6 @@ class Stream:
                 "shiftmend.adapt, or give it a single stage"
             )
         check_objective(self._objective, self.method, stages)
-        refuse_shared_tensors(self._source, self._model, stages)
         if stages:
             trained = unfreeze(self._model, stages[0])
             self._optimiser = self.method.make_optimiser(trained, stages[0]) if trained else None
@@ -222,7 +218,7 @@ class Stream:
 
     def _take_back(self, before: dict[str, Tensor], momentum: bool) -> None:
         """Restore the model, and forget optimiser state that may come from the step that went wrong."""
-        put_back(self._model, before)
+        restore(self._model, before)
         self._model.eval()
         if momentum and self._optimiser is not None:
             self._optimiser.state.clear()
@@ -257,7 +253,7 @@ class Stream:
     def snapshot(self) -> nn.Module:
         """Return a plain copy of the model as it is now, in eval mode and on the device of the caller's model."""
         with self._lock:
-            return make_ordinary(plain_copy(self._model), self._source)
+            return make_ordinary(copy_model(self._model), self._source)
 
 
 @torch.inference_mode(False)
@@ -311,8 +307,7 @@ def stream(
     if not is_whole(window) or window < 1:
         raise DataError(f"the window must be a whole number of batches, at least 1, got {brief(window)}")
     check_function(preprocess, "preprocess", "inputs")
-    model = unwrap(model)
+    model = unwrap(model, trained=True)
     profile = check_profile(profile, model, chosen)
-    refuse_broken(model)
     place = resolve_device(device, model)
     return Stream(model, profile, chosen, preprocess=preprocess, output=output, device=place, window=int(window))

@@ -1,4 +1,4 @@
-"""The command line: parses, calls the library, prints. Errors are one sentence and exit code 2."""
+"""The command line: parse, call the library, print. Errors are one sentence and exit code 2."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ import logging
 import re
 import shlex
 import sys
+from importlib import import_module
 
 import typer
 from rich.console import Console
 
 from shiftmend.__about__ import __version__
-from shiftmend.cli import adapt as core
-from shiftmend.cli import profile as profiling
-from shiftmend.cli import report as reporting
-from shiftmend.cli import shift as shifting
-from shiftmend.cli import verify as judging
+from shiftmend.cli import adapt, profile, report, shift, verify
 from shiftmend.errors import ShiftmendError, TapError
-from shiftmend.research.cli import bench, datasets
-from shiftmend.research.cli import figure as drawing
 
 app = typer.Typer(
     name="shiftmend",
@@ -30,27 +25,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+# typer exports no name for the base class of its errors about wrong options, arguments and commands.
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
-for command in (core.demo, profiling.profile, profiling.inspect, profiling.mix, core.blocks, core.adapt):
+
+def load_research_commands() -> None:
+    """Add the researcher's commands `bench`, `data` and `figure`.
+
+    They live in `shiftmend.research`, which may import every other package. So no import statement names it here.
+    """
+    for name in ("datasets", "bench", "figure"):
+        import_module(f"shiftmend.research.cli.{name}").register(app)
+
+
+for command in (adapt.demo, profile.profile, profile.inspect, profile.mix, adapt.blocks, adapt.adapt):
     app.command()(command)
-
-
-judging.register(app)
-
-
-datasets.register(app)
-
-
-shifting.register(app)
-
-
-reporting.register(app)
-
-
-bench.register(app)
-
-
-drawing.register(app)
+for module in (verify, shift, report):
+    module.register(app)
+load_research_commands()
 
 
 def _version(wanted: bool) -> None:
@@ -69,22 +61,24 @@ def options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; every mistake of the user's ends in one sentence and exit code 2."""
+    """Run the command line; a user's mistake ends in one sentence and exit code 2."""
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
     _show_warnings(console)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="surrogateescape")  # names of files may hold bytes that are no text
+        # Names of files may hold bytes that are no text.
+        sys.stdout.reconfigure(errors="surrogateescape")
     try:
         code = app(args=arguments, prog_name="shiftmend", standalone_mode=False)
     except ShiftmendError as error:
-        said = _in_options(str(error)) if isinstance(error, TapError) else str(error)  # others may name files
+        # Other errors may hold names of files, which must stay as they are.
+        said = _translate_arguments(str(error)) if isinstance(error, TapError) else str(error)
         console.print(f"error: {said}")
         code = 2
     except OSError as error:
         named = f"{error.filename} cannot be used ({error.strerror}); see to its name and permissions, or name another"
         console.print(f"error: {named if error.filename and error.strerror else error}")
         code = 2
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         code = 130
     except UnicodeEncodeError as error:
         encoding = str(sys.stdout.encoding)
@@ -93,23 +87,19 @@ def main(arguments: list[str] | None = None) -> None:
         missing = ascii(error.object[error.start])
         console.print(f"error: output in {encoding} cannot hold {missing}; set PYTHONIOENCODING=utf-8 and call again")
         code = 2
-    except Exception as error:
-        message = getattr(error, "format_message", None)  # a wrong option, argument or command name
-        if message is None:
-            if type(error).__name__ != "Abort":
-                raise
-            code = 130
-        else:
-            command = getattr(getattr(error, "ctx", None), "command_path", "shiftmend")
-            console.print(f"error: {message()} (see `{command} --help`)")
-            code = 2
-    if code == 130:  # Ctrl-C, which typer may have made an exit code of
+    except _USAGE_ERROR as error:
+        message = getattr(error, "format_message", error.__str__)()
+        command = getattr(getattr(error, "ctx", None), "command_path", "shiftmend")
+        console.print(f"error: {message} (see `{command} --help`)")
+        code = 2
+    if code == 130:
+        # Ctrl-C, which typer may have turned into an exit code.
         console.print("interrupted")
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _in_options(sentence: str) -> str:
-    """What to write in Python, e.g. output='logits', as it is written here."""
+def _translate_arguments(sentence: str) -> str:
+    """Replace arguments of Python, e.g. output='logits', by the options of the command line."""
     names = {"output": "--output-entry", "head": "--head"}
 
     def option(found: re.Match[str]) -> str:
@@ -119,6 +109,8 @@ def _in_options(sentence: str) -> str:
 
 
 def _show_warnings(console: Console) -> None:
+    """Print the library's warnings as one line each."""
+
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             console.print(f"{record.levelname.lower()}: {record.getMessage()}")

@@ -8,33 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shiftmend.cli.options import (
-    Batch,
-    Blocks,
-    Channels,
-    Data,
-    Deviation,
-    Device,
-    Head,
-    Ignore,
-    Json,
-    Mean,
-    Model,
-    Options,
-    Output,
-    Pickle,
-    ProfileFile,
-    Size,
-    Weights,
-    block_names,
-    by_all_processes,
-    columns,
-    entry,
-    gather,
-    method_option,
-    say,
-    show,
-)
+from shiftmend.cli import options as opt
+from shiftmend.cli.options import block_names, by_all_processes, columns, entry, gather, method_option, say, show
 from shiftmend.cli.verify import LABELLED, scores_json
 from shiftmend.errors import DataError
 from shiftmend.utils.files import check_folder
@@ -50,7 +25,7 @@ if TYPE_CHECKING:
 def demo(
     folder: Annotated[Path, typer.Option("--out", "-o", help="Where to write the results.")] = Path("demo"),
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Train, profile, shift and mend a small digit reader on real handwritten digits, in about a minute."""
     from shiftmend.demo import run
@@ -61,21 +36,21 @@ def demo(
 
 
 def blocks(
-    model: Model,
+    model: opt.Model,
     shape: Annotated[str, typer.Option(help="Shape of one input, e.g. 3,32,32.")],
-    weights: Weights = None,
-    model_option: Options = None,
-    head: Head = None,
-    block: Blocks = None,
-    output_entry: Output = None,
-    allow_pickle: Pickle = False,
-    as_json: Json = False,
+    weights: opt.Weights = None,
+    model_option: opt.Options = None,
+    head: opt.Head = None,
+    block: opt.Blocks = None,
+    output_entry: opt.Output = None,
+    allow_pickle: opt.Pickle = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Show the bottom-up blocks a model is split into."""
     import torch
 
-    from shiftmend.cli.models import load_model
-    from shiftmend.introspection.blocks import split
+    from shiftmend.cli.loading import load_model
+    from shiftmend.introspection.blocks import split_blocks
     from shiftmend.introspection.trace import trace
 
     net = load_model(model, weights, model_option or [], allow_pickle)
@@ -86,7 +61,7 @@ def blocks(
         raise DataError(
             f"--shape {shape!r} should be whole numbers with commas, e.g. 3,32,32, that fit into memory"
         ) from error
-    found = split(net, trace(net, sample, head=head, output=entry(output_entry)), block_names(block))
+    found = split_blocks(net, trace(net, sample, head=head, output=entry(output_entry)), block_names(block))
     parameters = dict(net.named_parameters())
     rows = [
         {
@@ -110,9 +85,9 @@ def blocks(
 
 @by_all_processes
 def adapt(
-    model: Model,
-    data: Data,
-    profile: ProfileFile,
+    model: opt.Model,
+    data: opt.Data,
+    profile: opt.ProfileFile,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the adapted model, history and manifest.")],
     method: Annotated[
         str, typer.Option("--method", "-m", help="bufr, fr, adabn, ..., or file.py:Class of your own.")
@@ -122,33 +97,32 @@ def adapt(
         typer.Option(help="name=value for the method; repeatable. Of learning_rate=0.01,0.1 the better is chosen."),
     ] = None,
     keep: Annotated[str, typer.Option(help="Which epoch: last, or selected by the verification slices.")] = "last",
-    block: Blocks = None,
-    weights: Weights = None,
-    model_option: Options = None,
-    output_entry: Output = None,
-    size: Size = None,
-    channels: Channels = None,
-    mean: Mean = "0.5",
-    std: Deviation = "0.5",
-    batch_size: Batch = 256,
+    block: opt.Blocks = None,
+    weights: opt.Weights = None,
+    model_option: opt.Options = None,
+    output_entry: opt.Output = None,
+    size: opt.Size = None,
+    channels: opt.Channels = None,
+    mean: opt.Mean = "0.5",
+    std: opt.Deviation = "0.5",
+    batch_size: opt.Batch = 256,
     seed: Annotated[int, typer.Option(help="Order of the batches, and whatever else is random.")] = 0,
-    device: Device = "auto",
+    device: opt.Device = "auto",
     autocast: Annotated[bool, typer.Option(help="Run the network in bfloat16.")] = False,
     compile: Annotated[bool, typer.Option(help="On a GPU, compile the steps: pays for long runs.")] = False,
     checkpoint: Annotated[Path | None, typer.Option(help="Save here after each epoch; go on if it exists.")] = None,
-    allow_pickle: Pickle = False,
-    ignore_label: Ignore = None,
-    as_json: Json = False,
+    allow_pickle: opt.Pickle = False,
+    ignore_label: opt.Ignore = None,
+    as_json: opt.Json = False,
 ) -> None:
     """At the new site: re-align the model's features with the profile, from unlabelled data alone.
 
     Labels are not looked at but by the method target-supervised; where there are any, they score the model afterwards.
     """
     import shiftmend
-    from shiftmend.cli.data import telling
-    from shiftmend.cli.models import load_method
-    from shiftmend.introspection.model_state import check_types, whole_state
-    from shiftmend.methods.target_supervised import TargetSupervised
+    from shiftmend.cli.loading import load_method, pick_telling_rows
+    from shiftmend.introspection.model_state import check_types, full_state_dict
+    from shiftmend.methods import METHODS
     from shiftmend.utils.processes import rank
 
     _check_place(out, weights)
@@ -156,7 +130,7 @@ def adapt(
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
     inputs, labels, names = given
     options = _method_options(option)
-    supervised = method == TargetSupervised.name
+    supervised = getattr(METHODS.get(chosen) if isinstance(chosen, str) else chosen, "takes_labels", False)
     if supervised:
         if labels is None:
             raise DataError(f"{method} needs labels, and {data} has none that can be used: {LABELLED}")
@@ -177,9 +151,10 @@ def adapt(
 
     home = shiftmend.Profile.load(profile)
     home.check_architecture(net)
-    check_types(whole_state(net))
-    if labels is not None:  # whatever is wrong with them must not show after the work is done
-        score(net, telling(labels, ignore_label))
+    check_types(full_state_dict(net))
+    if labels is not None:
+        # Whatever is wrong with the labels must not show after the work is done.
+        score(net, pick_telling_rows(labels, ignore_label))
     result = shiftmend.adapt(
         net,
         inputs,
@@ -209,12 +184,13 @@ def adapt(
         for name, found in scores.items():
             seen = " (on the labels that it was trained with)" if supervised and name == "after" else ""
             say(f"{name}: {found}{seen}")
-    if result.interrupted:  # what was reached is saved, but nobody should go on with it unasked
+    if result.interrupted:
+        # What was reached is saved, but nobody should go on with it unasked.
         raise typer.Exit(130)
 
 
 def _check_place(out: Path, weights: Path | None) -> None:
-    """The result may replace an earlier one, but not what it started from."""
+    """Refuse to replace the weights that the adaptation starts from; an earlier result may be replaced."""
     check_folder(out)
     result = out / "model.safetensors"
     if weights is not None and result.exists() and weights.exists() and result.samefile(weights):
@@ -222,7 +198,7 @@ def _check_place(out: Path, weights: Path | None) -> None:
 
 
 def _method_options(texts: list[str] | None) -> dict[str, Any]:
-    """The hyper-parameters given as name=value; an argument of `adapt` itself would pass for one, and is refused."""
+    """Read hyper-parameters given as name=value; refuse an argument of `adapt`, which would pass for one."""
     import shiftmend
 
     options = dict(method_option(text) for text in texts or [])

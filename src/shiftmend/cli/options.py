@@ -1,4 +1,4 @@
-"""What commands have in common: their options, those about a model above all, and how these are read."""
+"""Options that commands share, how their text is read, and how results are printed."""
 
 from __future__ import annotations
 
@@ -17,87 +17,50 @@ from shiftmend.errors import DataError
 if TYPE_CHECKING:
     from torch import nn
 
-    from shiftmend.cli.data import Given, Normalisation
+    from shiftmend.cli import loading
 
 WIDTH = 100
 """Columns where there is no terminal that says how many it has."""
-
 
 Model = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A built-in network, package.module:factory, or file.py:factory."),
 ]
-
-
 Data = Annotated[
     Path,
     typer.Option("--data", "-d", help="A folder of images (flat, or one per class), or an .npz with images or inputs."),
 ]
-
-
 Weights = Annotated[Path | None, typer.Option("--weights", "-w", help="A safetensors file with the model's weights.")]
-
-
 Options = Annotated[list[str] | None, typer.Option("--model-option", help="name=value for the factory; repeatable.")]
-
-
 Pickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Read a .pt file. A pickle can run code: trust its origin.")
 ]
-
-
 ProfileFile = Annotated[Path, typer.Option("--profile", "-p", help="The source's profile.")]
-
-
 Size = Annotated[int | None, typer.Option(help="Scale images to this side.")]
-
-
 Channels = Annotated[int | None, typer.Option(help="Repeat grey images to so many channels; 1 makes colour grey.")]
-
-
 Mean = Annotated[str, typer.Option(help="Subtracted from images in 0..1; one number, or one per channel.")]
-
-
 Deviation = Annotated[str, typer.Option("--std", help="Divides them afterwards; one number, or one per channel.")]
-
-
 Batch = Annotated[int, typer.Option("--batch-size", help="Samples in a batch.")]
-
-
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, ...")]
-
-
 Head = Annotated[str | None, typer.Option(help="Name of the model's last layer, if it is not found by itself.")]
-
-
 Output = Annotated[str | None, typer.Option("--output-entry", help="Which entry of a tuple or dict is the output.")]
-
-
 Blocks = Annotated[
     list[str] | None,
     typer.Option("--block", help="Modules of one block, with commas; repeat for each block, bottom first."),
 ]
-
-
 Taps = Annotated[
     list[str] | None,
     typer.Option("--tap", help="name=module, e.g. early=layer1 or tokens=blocks.2@-1; repeatable."),
 ]
-
-
 Root = Annotated[Path | None, typer.Option("--data-root", help="Where the data sets lie; default SHIFTMEND_DATA.")]
-
-
 Ignore = Annotated[int | None, typer.Option("--ignore-label", help="A class number that counts in no score, e.g. 255.")]
-
-
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
 
 
 def screen() -> Console:
-    """Made anew for each use: whether standard output is a terminal, and how wide, may have changed.
+    """Open standard output, anew for each use: whether it is a terminal, and how wide, may have changed.
 
-    Names of files and of a user's own may hold brackets and colons, which are printed as they are.
+    Names of files and of classes may hold brackets and colons, which are printed as they are.
     """
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     if not console.is_terminal:
@@ -106,11 +69,12 @@ def screen() -> Console:
 
 
 def say(text: str) -> None:
+    """Print a line."""
     screen().print(text)
 
 
 def columns(*titles: str, numbers: tuple[str, ...] = ()) -> Table:
-    """An empty table in which nothing is ever cut off, numbers standing to the right."""
+    """Make an empty table in which nothing is ever cut off and numbers stand to the right."""
     made = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
         made.add_column(title, justify="right" if title in numbers else "left", overflow="fold")
@@ -118,11 +82,12 @@ def columns(*titles: str, numbers: tuple[str, ...] = ()) -> Table:
 
 
 def show(table: Table) -> None:
+    """Print a table."""
     screen().print(table, soft_wrap=False)
 
 
 def by_all_processes(command: Callable[..., None]) -> Callable[..., None]:
-    """Under `torchrun` the processes share the work of this command; the first of them writes and prints."""
+    """Share the work of a command among the processes of `torchrun`; the first of them writes and prints."""
 
     @functools.wraps(command)
     def shared(**arguments: Any) -> None:
@@ -144,21 +109,22 @@ def gather(
     channels: int | None,
     mean: str,
     std: str,
-) -> tuple[nn.Module, Given, Normalisation]:
-    """The model, the data and how images become inputs, as the options that all commands share name them."""
-    from shiftmend.cli.data import load_data, normalisation
-    from shiftmend.cli.models import load_model
+) -> tuple[nn.Module, loading.Data, loading.Normalisation]:
+    """Load the model and the data that the options name, and make the function that turns images into inputs."""
+    from shiftmend.cli.loading import load_data, load_model, parse_normalisation
 
-    preprocess = normalisation(mean, std, channels)
+    preprocess = parse_normalisation(mean, std, channels)
     net = load_model(model, weights, model_option or [], allow_pickle)
     return net, load_data(data, size), preprocess
 
 
 def block_names(blocks: list[str] | None) -> list[list[str]] | None:
+    """Read `--block conv1,bn1`, once for each block."""
     return [text.split(",") for text in blocks] if blocks else None
 
 
 def named_tap(text: str) -> tuple[str, str]:
+    """Read `--tap name=module`."""
     name, equals, spec = text.partition("=")
     if not (equals and name and spec):
         raise DataError(f"--tap {text!r} should read name=module, e.g. early=layer1")
@@ -166,14 +132,17 @@ def named_tap(text: str) -> tuple[str, str]:
 
 
 def entry(text: str | None) -> int | str | None:
+    """Read `--output-entry`: a position or a key."""
     return text if text is None else whole_or_text(text)
 
 
 def whole_or_text(text: str) -> int | str:
+    """Read a whole number where the text is one."""
     return int(text) if re.fullmatch("-?[0-9]+", text) else text
 
 
 def method_option(text: str) -> tuple[str, Any]:
+    """Read `--option name=value`; values with commas become a tuple."""
     key, equals, value = text.partition("=")
     if not equals:
         raise DataError(f"--option {text!r} should read name=value, e.g. learning_rate=0.1")

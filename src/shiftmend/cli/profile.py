@@ -9,45 +9,23 @@ from typing import Annotated, Any
 
 import typer
 
-from shiftmend.cli.options import (
-    Batch,
-    Channels,
-    Data,
-    Deviation,
-    Device,
-    Head,
-    Json,
-    Mean,
-    Model,
-    Options,
-    Output,
-    Pickle,
-    Size,
-    Taps,
-    Weights,
-    by_all_processes,
-    entry,
-    gather,
-    named_tap,
-    say,
-)
+from shiftmend.cli import options as opt
+from shiftmend.cli.options import by_all_processes, entry, gather, named_tap, say
 from shiftmend.errors import DataError
 from shiftmend.utils.files import check_folder
 from shiftmend.utils.json import dumps
 
 logger = logging.getLogger(__name__)
-
-
 New = Annotated[Path, typer.Option("--out", "-o", help="The profile to write.")]
 
 
 @by_all_processes
 def profile(
-    model: Model,
-    data: Data,
+    model: opt.Model,
+    data: opt.Data,
     out: New,
-    weights: Weights = None,
-    model_option: Options = None,
+    weights: opt.Weights = None,
+    model_option: opt.Options = None,
     preset: Annotated[str | None, typer.Option(help="reference (the default), paper or sliced.")] = None,
     temperature: Annotated[
         float | None, typer.Option(help="How soft the bins are (0.01; 0.05 for a network without BatchNorm).")
@@ -58,17 +36,17 @@ def profile(
     like: Annotated[
         Path | None, typer.Option(help="Ranges, slices and taps of this profile, so that the two can be mixed.")
     ] = None,
-    head: Head = None,
-    tap: Taps = None,
-    output_entry: Output = None,
-    size: Size = None,
-    channels: Channels = None,
-    mean: Mean = "0.5",
-    std: Deviation = "0.5",
-    batch_size: Batch = 256,
-    device: Device = "auto",
-    allow_pickle: Pickle = False,
-    as_json: Json = False,
+    head: opt.Head = None,
+    tap: opt.Taps = None,
+    output_entry: opt.Output = None,
+    size: opt.Size = None,
+    channels: opt.Channels = None,
+    mean: opt.Mean = "0.5",
+    std: opt.Deviation = "0.5",
+    batch_size: opt.Batch = 256,
+    device: opt.Device = "auto",
+    allow_pickle: opt.Pickle = False,
+    as_json: opt.Json = False,
 ) -> None:
     """At home: store how the model's features are distributed on its source data."""
     import shiftmend
@@ -99,7 +77,9 @@ def profile(
     _write(made, out, as_json)
 
 
-def inspect(file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile.")], as_json: Json = False) -> None:
+def inspect(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile.")], as_json: opt.Json = False
+) -> None:
     """Show what a profile holds."""
     import shiftmend
 
@@ -116,7 +96,7 @@ def mix(
     ],
     shares: Annotated[str, typer.Option(help="How frequent each part is at the new site, e.g. 9,1 or 0.9,0.1.")],
     out: New,
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Mix the profiles of several classes for a site where they are otherwise frequent."""
     from shiftmend.profiles.profile import Profile
@@ -132,6 +112,7 @@ def mix(
 
 
 def _write(made: Any, out: Path, as_json: bool) -> None:
+    """Save a profile and print what it holds."""
     made.save(out)
     if as_json:
         print(dumps(_as_json(made, out)))
@@ -140,7 +121,7 @@ def _write(made: Any, out: Path, as_json: bool) -> None:
 
 
 def _check_place(out: Path, weights: Path | None = None) -> None:
-    """A profile may replace a profile, and nothing else."""
+    """Refuse to replace anything but a profile."""
     from shiftmend.errors import ProfileError
     from shiftmend.profiles.profile import Profile
 
@@ -157,6 +138,7 @@ def _check_place(out: Path, weights: Path | None = None) -> None:
 
 
 def _as_json(profile: Any, file: Path) -> dict[str, Any]:
+    """Summarise a profile for `--json`."""
     return {
         "file": str(file),
         "bytes": file.stat().st_size,

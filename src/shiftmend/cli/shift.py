@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,19 +15,20 @@ from shiftmend.errors import DataError
 from shiftmend.utils.files import said_where, write_atomically, write_together
 from shiftmend.utils.json import dumps
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shiftmend.cli.loading import Data
+    from shiftmend.shifts import Shift
+
 Textures = Annotated[Path | None, typer.Option(help="A folder with your own texture pictures.")]
-
-
 Severity = Annotated[int | None, typer.Option(help="Severity, from 1; default: that of the published set.")]
-
-
 Seed = Annotated[int, typer.Option(help="Seed of the random draws.")]
-
-
 Size = Annotated[int | None, typer.Option(min=1, help="Scale the images to this height and width.")]
 
 
 def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
     app.command()(shift)
     app.command()(shifts)
 
@@ -49,17 +49,12 @@ def shift(
     from shiftmend.shifts.textures import digest
 
     found = library.find(name)
-    if target.exists() and (target.suffix != ".npz" or target.is_dir()):
-        raise DataError(f"{target} is there already; name a new folder, or an .npz file")
-    if found.domain == "signal" and target.suffix != ".npz":
-        raise DataError(f"{name} gives signals, which go into an .npz file; {target} is none")
     beside = target.with_suffix(".json") if target.suffix == ".npz" else target / "manifest.json"
-    if beside.is_file() and not _is_manifest(beside):
-        raise DataError(f"{beside}, where the manifest goes, is there already and is none; name another .npz file")
-    split = _read_signals(source, size) if found.domain == "signal" else _read(source, size)
+    _check_target(target, beside, found)
+    data = _read_signals(source, size) if found.domain == "signal" else _read_images(source, size)
     if target.exists() and target.samefile(source):
         raise DataError(f"{target} holds the images to shift and would be overwritten; name another file")
-    shifted = library.apply(name, split.images, severity=severity, seed=seed, textures=textures)
+    shifted = library.apply(name, data.inputs, severity=severity, seed=seed, textures=textures)
     manifest: dict[str, Any] = {
         "shift": name,
         "severity": severity or found.default,
@@ -73,73 +68,75 @@ def shift(
     text = (dumps(manifest, "the manifest", indent=1) + "\n").encode()
     with said_where(target):
         if target.suffix == ".npz":
-            arrays = _npz("images" if found.domain == "image" else "inputs", shifted, split)
+            arrays = _compress("images" if found.domain == "image" else "inputs", shifted, data)
             write_together({target: arrays, beside: text})
         else:
-            _write_folder(shifted, split, target, text)
+            _write_folder(shifted, data, target, text)
     if as_json:
         print(dumps(manifest))
     else:
         say(f"{len(shifted):,} {found.domain}s under {name} written to {target}, manifest in {beside}")
 
 
-def _is_manifest(file: Path) -> bool:
-    try:
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and {"shift", "shiftmend"} <= found.keys()
+def _check_target(target: Path, manifest: Path, shift: Shift) -> None:
+    """Refuse to replace anything but an .npz and its manifest."""
+    if target.exists() and (target.suffix != ".npz" or target.is_dir()):
+        raise DataError(f"{target} is there already; name a new folder, or an .npz file")
+    if shift.domain == "signal" and target.suffix != ".npz":
+        raise DataError(f"{shift.name} gives signals, which go into an .npz file; {target} is none")
+    if manifest.is_file():
+        try:
+            found = json.loads(manifest.read_bytes())
+        except (OSError, ValueError):
+            found = None
+        if not isinstance(found, dict) or not {"shift", "shiftmend"} <= found.keys():
+            raise DataError(
+                f"{manifest}, where the manifest goes, is there already and is none; name another .npz file"
+            )
 
 
-@dataclass(frozen=True)
-class Signals:
-    """Signals with their labels, if they have any; named like a `Split` so that both are written alike."""
-
-    images: Any
-    labels: Any
-
-
-def _read_signals(source: Path, size: int | None) -> Signals:
-    """An `.npz` with an array `inputs` of signals `[N, C, L]`."""
-    from shiftmend.cli.data import load_data
+def _read_signals(source: Path, size: int | None) -> Data:
+    """Read an `.npz` with an array `inputs` of signals `[N, C, L]`."""
+    from shiftmend.cli.loading import load_data
 
     if source.suffix != ".npz":
         raise DataError(f"{source} should be an .npz file with an array 'inputs' of signals [N, C, L]")
-    given = load_data(source, size)
-    return Signals(given.inputs.float(), given.labels)
+    data = load_data(source, size)
+    return data._replace(inputs=data.inputs.float())
 
 
-def _read(source: Path, size: int | None = None) -> Any:
-    from shiftmend.cli.data import scaled
+def _read_images(source: Path, size: int | None = None) -> Data:
+    from shiftmend.cli.loading import Data, check_npz, scale_images
     from shiftmend.inputs.arrays import npz_file
     from shiftmend.inputs.folders import image_folder
 
     if source.is_dir():
-        return image_folder(source, size=size)
-    if not source.exists():
-        raise DataError(f"there is no {source}; expected a folder of images or an .npz file")
-    if source.suffix != ".npz":
-        raise DataError(f"{source} is neither a folder of images nor an .npz file")
+        split = image_folder(source, size=size)
+        return Data(split.images, split.labels, split.classes)
+    check_npz(source)
     split = npz_file(source)
-    return replace(split, images=scaled(split.images, size))
+    return Data(scale_images(split.images, size), split.labels, split.classes)
 
 
-def _npz(key: str, images: Any, split: Any) -> bytes:
+def _compress(key: str, images: Tensor, data: Data) -> bytes:
     import numpy as np
 
-    arrays = {key: images.numpy()} | ({} if split.labels is None else {"labels": split.labels.numpy()})
+    arrays: dict[str, Any] = {key: images.numpy()}
+    if data.labels is not None:
+        arrays["labels"] = data.labels.numpy()
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
     return buffer.getvalue()
 
 
-def _write_folder(images: Any, split: Any, target: Path, manifest: bytes) -> None:
-    """One PNG an image, in a folder per class where the source had classes; all of it or nothing."""
+def _write_folder(images: Tensor, data: Data, target: Path, manifest: bytes) -> None:
+    """Write one PNG an image, in a folder per class where the source had classes; all of it or nothing."""
     from PIL import Image
 
-    if split.labels is not None and not split.classes and len(split.labels.unique()) <= int(split.labels.max()):
+    labels, classes = data.labels, data.classes
+    if labels is not None and not classes and len(labels.unique()) <= int(labels.max()):
         raise DataError(
-            f"some class numbers below {int(split.labels.max())} have no image, and a folder is read with its classes "
+            f"some class numbers below {int(labels.max())} have no image, and a folder is read with its classes "
             "numbered in order; write an .npz, which keeps the labels"
         )
     partial = target.with_name(f".{target.name}.partial")
@@ -148,19 +145,16 @@ def _write_folder(images: Any, split: Any, target: Path, manifest: bytes) -> Non
     digits = len(str(len(images) - 1))
     try:
         for index, image in enumerate(images.movedim(1, -1).numpy()):
-            home = partial if split.labels is None else partial / _class_name(split, int(split.labels[index]))
+            home = partial
+            if labels is not None:
+                home = partial / (classes[labels[index]] if classes else str(int(labels[index])))
             home.mkdir(parents=True, exist_ok=True)
             picture = image.squeeze(-1) if image.shape[-1] == 1 else image
             Image.fromarray(picture).save(home / f"{index:0{digits}d}.png")
         write_atomically(partial / "manifest.json", manifest)
         partial.rename(target)
-    except BaseException:
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _class_name(split: Any, label: int) -> str:
-    return str(split.classes[label]) if split.classes else str(label)
 
 
 def shifts(
@@ -179,14 +173,7 @@ def shifts(
     if not chosen:
         raise DataError(f"no shift begins with {only!r}; see `shiftmend shifts`")
     if sheet is not None:
-        from shiftmend.shifts.sheet import contact_sheet
-
-        images = _sheet_images(data)
-        names = [name for name, entry in chosen.items() if entry.domain == "image" and not name.endswith("/identity")]
-        if not names:
-            raise DataError(f"no shift of images begins with {only!r}, and signals are not drawn")
-        with said_where(sheet):
-            contact_sheet(images, ["mnist-c/identity", *names], sheet, severity=severity, seed=seed, textures=textures)
+        names = _draw_sheet(sheet, chosen, data, severity=severity, seed=seed, textures=textures)
         if as_json:
             print(dumps({"sheet": str(sheet), "shifts": names}))
         else:
@@ -215,9 +202,19 @@ def shifts(
     show(table)
 
 
-def _sheet_images(data: Path | None) -> Any:
-    """Eight images of three channels: shifts of colours take no grey ones, shifts of glyphs take three equal ones."""
-    from shiftmend.research.datasets.digits import enlarged_digits
+def _draw_sheet(sheet: Path, chosen: dict[str, Shift], data: Path | None, **options: Any) -> list[str]:
+    """Draw eight images under each of the chosen shifts; return the names of the shifts."""
+    from shiftmend.inputs.digits import enlarged_digits
+    from shiftmend.shifts.sheet import contact_sheet
 
-    images = (enlarged_digits() if data is None else _read(data)).images[:8]
-    return images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images
+    images = enlarged_digits().images if data is None else _read_images(data).inputs
+    # Shifts of colours take no grey images, and shifts of glyphs take three equal channels.
+    images = images[:8].expand(-1, 3, -1, -1) if images.shape[1] == 1 else images[:8]
+    names = [name for name, entry in chosen.items() if entry.domain == "image" and not name.endswith("/identity")]
+    if not names:
+        raise DataError(
+            "expected a shift of images, got shifts of signals alone, which are not drawn. Try another --only"
+        )
+    with said_where(sheet):
+        contact_sheet(images, ["mnist-c/identity", *names], sheet, **options)
+    return names

@@ -8,61 +8,43 @@ from typing import Any
 
 import typer
 
-from shiftmend.cli.options import (
-    Batch,
-    Channels,
-    Data,
-    Deviation,
-    Device,
-    Ignore,
-    Json,
-    Mean,
-    Model,
-    Options,
-    Output,
-    Pickle,
-    ProfileFile,
-    Size,
-    Weights,
-    entry,
-    gather,
-    say,
-)
+from shiftmend.cli import options as opt
+from shiftmend.cli.options import entry, gather, say
 from shiftmend.errors import DataError
 from shiftmend.utils.json import dumps
 
 logger = logging.getLogger(__name__)
-
-
 LABELLED = "expected one folder per class, or an array 'labels' in the .npz, of numbers"
 
 
 def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
     for command in (verify, evaluate):
         app.command()(command)
 
 
 def verify(
-    model: Model,
-    data: Data,
-    profile: ProfileFile,
-    weights: Weights = None,
-    model_option: Options = None,
-    size: Size = None,
-    channels: Channels = None,
-    mean: Mean = "0.5",
-    std: Deviation = "0.5",
-    batch_size: Batch = 256,
-    device: Device = "auto",
-    allow_pickle: Pickle = False,
-    as_json: Json = False,
+    model: opt.Model,
+    data: opt.Data,
+    profile: opt.ProfileFile,
+    weights: opt.Weights = None,
+    model_option: opt.Options = None,
+    size: opt.Size = None,
+    channels: opt.Channels = None,
+    mean: opt.Mean = "0.5",
+    std: opt.Deviation = "0.5",
+    batch_size: opt.Batch = 256,
+    device: opt.Device = "auto",
+    allow_pickle: opt.Pickle = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Ask, without labels, whether a model's features on some data are distributed as at home."""
     import shiftmend
 
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
     found = shiftmend.verify(net, given.inputs, profile, batch_size=batch_size, preprocess=preprocess, device=device)
-    if weights is None:  # weights that are named may be mended ones, and differ from the profile's
+    if weights is None:
+        # Weights that are named may be adapted ones, and differ from the profile's.
         shiftmend.Profile.load(profile).check_weights(net)
     if as_json:
         print(dumps(asdict(found) | {"verdict": found.verdict}))
@@ -71,20 +53,20 @@ def verify(
 
 
 def evaluate(
-    model: Model,
-    data: Data,
-    weights: Weights = None,
-    model_option: Options = None,
-    output_entry: Output = None,
-    size: Size = None,
-    channels: Channels = None,
-    mean: Mean = "0.5",
-    std: Deviation = "0.5",
-    batch_size: Batch = 256,
-    device: Device = "auto",
-    allow_pickle: Pickle = False,
-    ignore_label: Ignore = None,
-    as_json: Json = False,
+    model: opt.Model,
+    data: opt.Data,
+    weights: opt.Weights = None,
+    model_option: opt.Options = None,
+    output_entry: opt.Output = None,
+    size: opt.Size = None,
+    channels: opt.Channels = None,
+    mean: opt.Mean = "0.5",
+    std: opt.Deviation = "0.5",
+    batch_size: opt.Batch = 256,
+    device: opt.Device = "auto",
+    allow_pickle: opt.Pickle = False,
+    ignore_label: opt.Ignore = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Score a model on labelled data: accuracy and calibration, or the errors of one that predicts quantities."""
     import shiftmend
@@ -111,6 +93,6 @@ def evaluate(
 
 
 def scores_json(scores: Any) -> dict[str, Any]:
-    """All but the reliability bins; of classes and quantities only where there are any."""
+    """Summarise scores for `--json`: all but the reliability bins, and classes and quantities where there are any."""
     found = {name: value for name, value in vars(scores).items() if name != "reliability" and value != ()}
     return found | ({"quantities": [scores_json(one) for one in scores.quantities]} if "quantities" in found else {})

@@ -1,7 +1,7 @@
 """The demo: real handwritten digits, four changes of the measuring device, four methods, about a minute on a CPU.
 
-The network is the paper's CNN, narrower; the digits are scikit-learn's (1,797, enlarged from 8 x 8), so nothing is
-downloaded. The figures it prints say what happens on this small problem, not how good the methods are elsewhere.
+The network is the paper's, narrower. The digits ship with the package, so nothing is downloaded. The figures say what
+happens on this small problem, not how good the methods are elsewhere.
 """
 
 from __future__ import annotations
@@ -21,37 +21,29 @@ from torch.nn import functional
 import shiftmend
 from shiftmend import shifts
 from shiftmend.adaptation.result import Adaptation
+from shiftmend.demo.network import DigitReader
 from shiftmend.demo.picture import draw
 from shiftmend.evaluation.classification import Scores
+from shiftmend.inputs.digits import enlarged_digits
 from shiftmend.inputs.images import Split
 from shiftmend.inputs.images import signed as preprocess
 from shiftmend.profiles.profile import Profile
-from shiftmend.research.datasets.digits import enlarged_digits
-from shiftmend.research.networks.digit_cnn import DigitCNN
 from shiftmend.utils.checks import check_seed
 from shiftmend.utils.files import check_folder
 from shiftmend.utils.progress import progress_bar
 
-WIDTH = 8
-
-
-SOURCE = 900
+SOURCE_DIGITS = 900
 """Digits the model is trained on and profiled with; the other 897 are seen by the new device."""
 
-
 SOURCE_EPOCHS = 40
-
-
-BATCH = 128
-
-
-SHOWN = 12
+BATCH_SIZE = 128
+SHOWN_DIGITS = 12
 """Digits in the picture."""
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """A shift, and what its row of the table teaches."""
+    """A shift, and what its rows of the table teach."""
 
     shift: str
     title: str
@@ -67,7 +59,6 @@ LESSONS = (
     ),
 )
 
-
 METHODS: dict[str, dict[str, Any]] = {
     "source-only": {},
     "adabn": {},
@@ -78,6 +69,8 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Row:
+    """One method on one device: a line of the table."""
+
     shift: str
     method: str
     accuracy: float
@@ -89,6 +82,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
+    """The figures of the whole demo, and the folder of its files."""
+
     clean_accuracy: float
     rows: tuple[Row, ...]
     seconds: float
@@ -99,10 +94,10 @@ class Report:
 
 
 def train_source(images: Tensor, labels: Tensor, seed: int, tick: Callable[[], None]) -> nn.Module:
-    """The source model: momentum SGD with a cosine schedule, as in the paper."""
+    """Train the source model by momentum SGD with a cosine schedule, as in the paper; `tick` is called every epoch."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = DigitCNN(classes=10, width=WIDTH).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = DigitReader().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, SOURCE_EPOCHS)
         model.train()
@@ -118,11 +113,15 @@ def train_source(images: Tensor, labels: Tensor, seed: int, tick: Callable[[], N
 
 
 def run(folder: Path, seed: int = 0, say: Callable[..., None] | None = None) -> Report:
-    """Do it all; write the profile, an adapted model, a report on it and a picture into `folder`."""
+    """Run the demo; write the profile, an adapted model, a report on the adaptation and a picture into `folder`.
+
+    `say` is called with each line of text or table to print.
+    """
     check_folder(folder)
     check_seed(seed)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on operations this small a second thread costs more than it gives
+    # On operations this small a second thread costs more than it gives.
+    torch.set_num_threads(1)
     try:
         return _run(folder, seed, say)
     finally:
@@ -131,14 +130,15 @@ def run(folder: Path, seed: int = 0, say: Callable[..., None] | None = None) -> 
 
 def _run(folder: Path, seed: int, say: Callable[..., None] | None) -> Report:
     started = time.perf_counter()
-    talk = say if say is not None else _silent
-    source, target = _both_sites(seed)
-    assert source.labels is not None and target.labels is not None  # noqa: PT018
+    talk = say if say is not None else _ignore
+    source, target = _split_digits(seed)
+    assert source.labels is not None
+    assert target.labels is not None
 
-    talk(f"1. At home: train a digit reader on {SOURCE} handwritten digits.")
+    talk(f"1. At home: train a digit reader on {SOURCE_DIGITS} handwritten digits.")
     with progress_bar(None if say else False, "training", SOURCE_EPOCHS) as bar:
         model = train_source(source.images, source.labels, seed, bar.advance)
-    clean = _classification(model, target.images, target.labels)
+    clean = _score(model, target.images, target.labels)
     talk(f"   It reads {100 * clean.accuracy:.1f} % of {len(target.images)} digits it has not seen.")
 
     profile = shiftmend.profile(model, source.images, preprocess=preprocess, progress=False)
@@ -148,9 +148,9 @@ def _run(folder: Path, seed: int, say: Callable[..., None] | None) -> Report:
 
     talk("3. At the new site: four other devices record those digits; no labels, no source data.")
     rows: list[Row] = []
-    pictures: list[tuple[Lesson, Tensor, dict[str, Tensor]]] = []
+    pictures: list[tuple[str, Tensor, dict[str, Tensor]]] = []
     kept: tuple[Adaptation, Tensor] | None = None
-    with progress_bar(None if say else False, "mending", len(LESSONS) * len(METHODS)) as bar, _quiet():
+    with progress_bar(None if say else False, "adapting", len(LESSONS) * len(METHODS)) as bar, _hide_warnings():
         for lesson in LESSONS:
             talk(f"   {lesson.title} ...")
             images = shifts.apply(lesson.shift, target.images, seed=seed)
@@ -158,42 +158,43 @@ def _run(folder: Path, seed: int, say: Callable[..., None] | None) -> Report:
             for method in METHODS:
                 bar.advance(0, f"{lesson.title}: {method}")
                 begun = time.perf_counter()
-                result = _mend(model, images, profile, method, seed)
+                result = _adapt(model, images, profile, method, seed)
                 taken = time.perf_counter() - begun
-                scores = _classification(result.model, images, target.labels)
+                scores = _score(result.model, images, target.labels)
                 rows.append(_row(lesson, method, scores, result, taken))
                 with torch.no_grad():
-                    guesses[method] = result.model(preprocess(images[:SHOWN])).argmax(1)
-                if (lesson.title, method) == ("oranges", "bufr"):
+                    guesses[method] = result.model(preprocess(images[:SHOWN_DIGITS])).argmax(1)
+                if lesson.title == "oranges":
+                    # The last method's result is the one that is saved.
                     kept = result, images
                 bar.advance(1)
-            pictures.append((lesson, images[:SHOWN], guesses))
+            pictures.append((lesson.title, images[:SHOWN_DIGITS], guesses))
     assert kept is not None
     mended, seen = kept
     mended.save(folder / "oranges-bufr")
-    _write_page(model, seen, target.labels, profile, mended, folder / "oranges-bufr.html")
+    _write_report(model, seen, target.labels, profile, mended, folder / "oranges-bufr.html")
     accuracies = {(row.shift, row.method): row.accuracy for row in rows}
-    draw(pictures, target.labels[:SHOWN], accuracies, folder / "digits.png")
+    draw(pictures, target.labels[:SHOWN_DIGITS], accuracies, folder / "digits.png")
     report = Report(clean.accuracy, tuple(rows), round(time.perf_counter() - started, 1), str(folder))
     if say is not None:
-        _explain(report, say)
+        _print_report(report, say)
     return report
 
 
-def _both_sites(seed: int) -> tuple[Split, Split]:
-    """Digits of the source, and others that the target will record with another device."""
+def _split_digits(seed: int) -> tuple[Split, Split]:
+    """Split the digits into those of the source and those that the target records with another device."""
     everything = enlarged_digits()
     order = torch.randperm(len(everything.images), generator=torch.Generator().manual_seed(seed))
-    return everything.take(order[:SOURCE]), everything.take(order[SOURCE:])
+    return everything.take(order[:SOURCE_DIGITS]), everything.take(order[SOURCE_DIGITS:])
 
 
-def _mend(model: nn.Module, images: Tensor, profile: Profile, method: str, seed: int) -> Adaptation:
+def _adapt(model: nn.Module, images: Tensor, profile: Profile, method: str, seed: int) -> Adaptation:
     return shiftmend.adapt(
         model,
         images,
         profile,
         method,
-        batch_size=BATCH,
+        batch_size=BATCH_SIZE,
         seed=seed,
         preprocess=preprocess,
         progress=False,
@@ -207,7 +208,7 @@ def _row(lesson: Lesson, method: str, scores: Scores, result: Adaptation, second
     return Row(lesson.title, method, scores.accuracy, scores.ece, judged.divergence, judged.verdict, round(seconds, 2))
 
 
-def _write_page(
+def _write_report(
     model: nn.Module, images: Tensor, labels: Tensor, profile: Profile, mended: Adaptation, path: Path
 ) -> None:
     from shiftmend import report
@@ -217,19 +218,19 @@ def _write_page(
     report.write(found, path)
 
 
-def _classification(model: nn.Module, images: Tensor, labels: Tensor) -> Scores:
+def _score(model: nn.Module, images: Tensor, labels: Tensor) -> Scores:
     scores = shiftmend.evaluate(model, (images, labels), preprocess=preprocess, progress=False)
     assert isinstance(scores, Scores)
     return scores
 
 
-def _silent(*_: Any) -> None:
+def _ignore(*_: Any) -> None:
     pass
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """The table says which adaptations failed; the warnings would say it again."""
+def _hide_warnings() -> Iterator[None]:
+    """Hide the warnings about adaptations that failed: the table says so."""
     logger = logging.getLogger("shiftmend")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -239,7 +240,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _explain(report: Report, say: Callable[..., None]) -> None:
+def _print_report(report: Report, say: Callable[..., None]) -> None:
     from rich.table import Table
     from rich.text import Text
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn, optim
 
 from shiftmend.engine.history import Epoch
 from shiftmend.errors import AdaptationError
-from shiftmend.introspection.model_state import check_types, held, save_tensors
+from shiftmend.introspection.model_state import check_types, named_tensors, save_tensors
 from shiftmend.utils.files import alone_with, is_special, replacing
 from shiftmend.utils.sealing import UNSEALED, is_intact, seal
 
@@ -81,7 +81,7 @@ def _resolve(path: Path) -> Path:
 
 def check_model(model: nn.Module) -> None:
     """Raise if the model holds numbers that a checkpoint cannot; complex ones are written as pairs."""
-    check_types({name: value for name, value in held(model).items() if not value.is_complex()})
+    check_types({name: value for name, value in named_tensors(model).items() if not value.is_complex()})
 
 
 def identify(facts: dict[str, Any]) -> str:
@@ -101,7 +101,7 @@ def save(
     fits: bool | None = None,
 ) -> None:
     """Write the state of a run, atomically; `fits` is for `data_fits`."""
-    tensors = {f"model.{name}": value.cpu() for name, value in held(model).items()}
+    tensors = {f"model.{name}": value.cpu() for name, value in named_tensors(model).items()}
     tensors |= {f"selected.{name}": value.cpu() for name, value in (selected or {}).items()}
     numbers: dict[str, dict[str, Any]] = {}
     if optimiser is not None:

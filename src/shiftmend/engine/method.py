@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shiftmend.errors import AdaptationError
 from shiftmend.introspection.blocks import Block
-from shiftmend.introspection.model_state import trainable
+from shiftmend.introspection.model_state import is_trainable
 from shiftmend.introspection.taps import Tap
 from shiftmend.profiles.profile import Profile
 from shiftmend.utils.checks import brief, is_real, kind
@@ -60,13 +60,13 @@ class Network:
         return tuple(
             name
             for name, parameter in self.model.named_parameters()
-            if trainable(parameter) and id(parameter) not in of_head
+            if is_trainable(parameter) and id(parameter) not in of_head
         )
 
     @property
     def all_parameters(self) -> tuple[str, ...]:
         """Names of all parameters that can be trained."""
-        return tuple(name for name, parameter in self.model.named_parameters() if trainable(parameter))
+        return tuple(name for name, parameter in self.model.named_parameters() if is_trainable(parameter))
 
     @property
     def embedding(self) -> Tap:
@@ -237,7 +237,7 @@ def plan_stages(method: Method, network: Network, profile: Profile | None) -> li
     if not given and method.adapts:
         logger.warning("%s finds nothing to change in this model, which stays as it came", method.name)
     every = network.model.named_parameters(remove_duplicate=False)  # A shared parameter has several names.
-    known = {name for name, parameter in every if trainable(parameter)}
+    known = {name for name, parameter in every if is_trainable(parameter)}
     for stage in given:
         where = f"stage {stage.name!r} of {method.name}"
         check_epochs(stage.epochs, f"the epochs of {where}")

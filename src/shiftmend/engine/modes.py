@@ -11,22 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shiftmend.accelerate.memory_format import as_in
 from shiftmend.engine.method import Stage
-from shiftmend.errors import AdaptationError
-from shiftmend.introspection.model_state import held, trainable
-from shiftmend.introspection.modes import batch_norms
+from shiftmend.introspection.model_state import is_trainable, named_tensors
+from shiftmend.introspection.modes import find_batch_norms
 from shiftmend.utils.devices import device_of
-
-
-def refuse_shared_tensors(model: nn.Module, copied: nn.Module, stages: Sequence[Stage]) -> None:
-    """Raise if a copy shares a tensor that will change with the caller's model, as a custom `__deepcopy__` may."""
-    changed = {id(tensor) for norm in batch_norms(copied) for tensor in norm.buffers()} if stages else set()
-    changed |= _trained_ids(copied, stages)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if id(tensor) in changed:
-            raise AdaptationError(
-                f"a copy of the model shares {name!r} with the caller's own, which is never changed; copy it in "
-                "__deepcopy__, or use a method that leaves it alone"
-            )
 
 
 def _trained_ids(model: nn.Module, stages: Sequence[Stage]) -> set[int]:
@@ -66,10 +53,10 @@ def make_ordinary(model: nn.Module, like: nn.Module) -> nn.Module:
 def is_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:
     """Return whether all weights and statistics are still finite: a loss can stay finite over weights that are not.
 
-    A buffer that held infinities before, such as a mask, may keep them.
+    A buffer that named_tensors infinities before, such as a mask, may keep them.
     """
-    own = held(model)
-    wanted = (name for name, old in before.items() if trainable(old) and old.numel() and name in own)
+    own = named_tensors(model)
+    wanted = (name for name, old in before.items() if is_trainable(old) and old.numel() and name in own)
     now = {name: own[name] for name in wanted if own[name].shape == before[name].shape}
     # The norm of all tensors takes a few kernels and passes NaN and infinity on. Where only its square overflows, the
     # tensors are looked at one by one. The largest magnitude would need no second look, but takes a CPU much longer.
@@ -87,7 +74,7 @@ def hold_layer_options(model: nn.Module, dropout: bool = False) -> Iterator[None
     BatchNorm that averages over everything it has ever seen (`momentum=None`) would hardly notice the target and gets
     the usual momentum of 0.1. Recurrent layers, which run in train mode, lose their dropout unless the method wants it.
     """
-    averaging = [module for module in batch_norms(model) if module.momentum is None]
+    averaging = [module for module in find_batch_norms(model) if module.momentum is None]
     layers = [module for module in model.modules() if isinstance(module, nn.RNNBase) and not dropout]
     recurrent = [(layer, layer.dropout) for layer in layers]
     try:

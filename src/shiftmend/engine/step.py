@@ -15,8 +15,8 @@ from shiftmend.distributed.batch_norm import synchronised
 from shiftmend.distributed.collectives import all_processes, backward, is_distributed
 from shiftmend.engine.method import Objective, compute_loss
 from shiftmend.inputs.feed import Feed
-from shiftmend.introspection.taps import Recorder, Tap, tapped
-from shiftmend.utils.rng import Dice, roll
+from shiftmend.introspection.taps import Recorder, Tap, attach_taps
+from shiftmend.utils.rng import DeviceGenerator, reseed
 
 
 class Steps:
@@ -52,7 +52,7 @@ class Steps:
         self.model, self.feed, self.taps = model, feed, taps
         self.objective, self.optimiser, self.compile = objective, optimiser, compile
         self.precision, self.stage = precision, stage
-        self._dice = Dice(feed.device) if dropout else None
+        self._generator = DeviceGenerator(feed.device) if dropout else None
         self._captured: CapturedEpoch | None = None
         self._targets: Tensor | None = None
         self._tried = False
@@ -101,23 +101,23 @@ class Steps:
             self._seed(seed, number)
             if self._targets is not None and targets is not None:
                 self._targets.copy_(targets)
-            return self._captured.run(self.feed.order(seed, number))
+            return self._captured.run(self.feed.epoch_order(seed, number))
 
     def _own_dropout(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._dice is None else self._dice.for_dropout()
+        return nullcontext() if self._generator is None else self._generator.as_default()
 
     def _seed(self, seed: int, number: int) -> None:
         """Let dropout and model draw from the seed of the run and the number of the epoch, and from nothing else."""
         own = seed * 1_000_003 + number
-        roll(own)
-        if self._dice is not None:
-            self._dice.seed(own)
+        reseed(own)
+        if self._generator is not None:
+            self._generator.seed(own)
 
     def _run_eagerly(self, seed: int, number: int, targets: Tensor | None) -> tuple[Sums, int]:
         sums: Sums = {}
         steps = 0
         bring_back = keep_buffers_in_place(self.model)
-        with tapped(self.model, self.taps) as recorder:
+        with attach_taps(self.model, self.taps) as recorder:
             for batch, index in self.feed.epoch(seed, number):
                 own = targets[index] if targets is not None and index is not None else None
                 for name, term in self.step(recorder, batch, own).items():
@@ -147,7 +147,7 @@ class Steps:
         self._tried = True
         self._targets = None if targets is None else targets.clone()
         if self.compile:
-            draws = self._dice is not None
+            draws = self._generator is not None
             self._captured = capture_compiled(self._capture, self.model, self.optimiser, draws, self.stage)
             self.compile = self._captured is not None
         self._captured = self._captured or self._capture()
@@ -158,11 +158,11 @@ class Steps:
         assert inputs is not None
         assert optimiser is not None
         bring_back = keep_buffers_in_place(self.model)
-        with tapped(self.model, self.taps, set_aside=not compiled) as recorder:
+        with attach_taps(self.model, self.taps, eager=not compiled) as recorder:
 
             def step(index: Tensor) -> Sums:
                 own = None if self._targets is None else self._targets.index_select(0, index)
-                terms = self.step(recorder, feed.ready(inputs.index_select(0, index)), own)
+                terms = self.step(recorder, feed.prepare(inputs.index_select(0, index)), own)
                 bring_back()
                 return terms
 

@@ -22,8 +22,8 @@ from shiftmend.engine.modes import enter_adapting_modes, hold_layer_options, is_
 from shiftmend.engine.step import Steps
 from shiftmend.errors import AdaptationError, DivergedError
 from shiftmend.inputs.feed import Feed
-from shiftmend.introspection.model_state import put_back, tensors_of
-from shiftmend.introspection.modes import modes
+from shiftmend.introspection.model_state import restore, snapshot
+from shiftmend.introspection.modes import preserve_modes
 from shiftmend.introspection.taps import Tap
 from shiftmend.passes.evaluation_pass import ActivationReader
 from shiftmend.profiles.profile import Profile
@@ -122,7 +122,7 @@ class Trainer:
 
     def load_checkpoint(self) -> None:
         """Take up the history of an earlier process; the model gets its state when training begins."""
-        self.good = tensors_of(self.model)
+        self.good = snapshot(self.model)
         self._resumed = checkpoints.load(self.path, self.run) if self.path is not None else None
         position = (self._resumed.stage, self._resumed.epoch) if self._resumed is not None else None
         check_same(str(position), "checkpoint", self.feed.device)
@@ -144,7 +144,7 @@ class Trainer:
             if type(self.method).prepared is not Method.prepared:
                 self.signals.forget()
             if self._resumed is not None:
-                put_back(self.model, self._resumed.model)
+                restore(self.model, self._resumed.model)
                 logger.info("going on from %s after epoch %d", self.path, self.epochs)
             objective = self.method.objective(self.profile, self.feed.device)
             check_objective(objective, self.method, self.stages)
@@ -179,12 +179,14 @@ class Trainer:
 
     def restore(self) -> None:
         """Put the model back to the last whole epoch."""
-        put_back(self.model, self.good)
+        restore(self.model, self.good)
 
     def show_pass(self, what: str, limit: int | None = None) -> None:
         """Show on the progress bar how far the next pass over the data is, which may take hours."""
-        known = self.feed.known
-        self.feed.heard = PassProgress(self.bar, what, known if known is None or limit is None else min(known, limit))
+        known = self.feed.known_samples
+        self.feed.on_batch = PassProgress(
+            self.bar, what, known if known is None or limit is None else min(known, limit)
+        )
 
     def _run_epoch(self, stage: Stage, steps: Steps) -> None:
         number = self.epochs + 1
@@ -220,11 +222,11 @@ class Trainer:
         row = Epoch(number, stage, rate, losses, seconds, signals)
         # In one statement, since Ctrl-C may come at any other. Until there is a copy, the state is the model's own.
         self.history, self.good = [*self.history, row], {}
-        self.good = tensors_of(self.model)  # The earlier copy is gone by now: it may be gigabytes.
+        self.good = snapshot(self.model)  # The earlier copy is gone by now: it may be gigabytes.
         if self.choice.consider(row) and self.keep == "selected":
             self.selected = self.good
         if self.on_epoch is not None:
-            with modes(self.model):
+            with preserve_modes(self.model):
                 self.model.eval()
                 self.on_epoch(self.model, row)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shiftmend.errors import DataError
-from shiftmend.utils.devices import sent, sum_dtype
+from shiftmend.utils.devices import send, sum_dtype
 
 BY_PART = ("reliability", "iou", "quantities")
 """What scores hold beside single figures: of each bin, of each class, of each quantity."""
@@ -73,7 +73,7 @@ class Sums:
 
 def beside(anchor: Tensor, other: Tensor) -> Tensor:
     """`other` on the device of `anchor`."""
-    return sent(other, anchor.device)
+    return send(other, anchor.device)
 
 
 def refuse(faults: float, samples: int, what: str) -> None:

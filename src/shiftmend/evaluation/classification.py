@@ -23,7 +23,7 @@ from shiftmend.errors import DataError
 from shiftmend.evaluation.accumulators import Sums, beside, describe, describe_scores, format_score, refuse
 from shiftmend.stats.histograms import as_samples
 from shiftmend.utils.checks import brief, is_whole
-from shiftmend.utils.devices import in_parts, sum_dtype
+from shiftmend.utils.devices import split_rows, sum_dtype
 
 _LAST_AXIS = "; if classes are on the last axis, wrap the model in a module that returns logits.movedim(-1, 1)"
 
@@ -74,7 +74,7 @@ class ClassificationMetrics(Sums):
                 f"{_advice(labels)}"
             )
         labels = beside(logits, labels).long()
-        parts = in_parts(logits)  # a few images have millions of positions
+        parts = split_rows(logits)  # a few images have millions of positions
         for some, own in zip(parts, labels.split(max(1, len(parts[0]))), strict=True):
             self._add(_classification_sums(some, own, self.bins, self.ignore_label), len(some), some.shape[1:])
         self._dense |= dense

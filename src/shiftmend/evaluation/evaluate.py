@@ -13,12 +13,12 @@ from shiftmend.evaluation.accumulators import describe
 from shiftmend.evaluation.classification import ClassificationMetrics, Scores
 from shiftmend.evaluation.regression import RegressionMetrics, RegressionScores, in_one_shape
 from shiftmend.inputs.feed import Feed, Preprocess
-from shiftmend.introspection.modes import is_exported
+from shiftmend.introspection.model_state import on_device
 from shiftmend.introspection.outputs import Entry, pick
-from shiftmend.introspection.validate import check_takes_each, unwrap
+from shiftmend.introspection.validate import check_model, unwrap
 from shiftmend.passes.evaluation_pass import Observation, RepeatedPass
 from shiftmend.utils.checks import brief, check_classes
-from shiftmend.utils.devices import placed, resolve_device
+from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.progress import Progress, progress_bar
 
 Metrics = ClassificationMetrics | RegressionMetrics
@@ -68,12 +68,11 @@ def evaluate(
         >>> round(shiftmend.evaluate(model, (inputs, labels)).accuracy, 3)
         0.667
     """
-    deployed = isinstance(model, torch.jit.ScriptModule) or is_exported(model)
-    model = model if deployed else unwrap(model)
+    model = unwrap(model, tapped=False)
     place = resolve_device(device, model)
     feed = Feed(data, batch_size=batch_size, device=place, preprocess=preprocess, what="data to evaluate on")
-    with placed(model, place), progress_bar(progress, "evaluate", feed.known) as bar:
-        feed.heard = bar.advance
+    with on_device(model, place), progress_bar(progress, "evaluate", feed.known_samples) as bar:
+        feed.on_batch = bar.advance
         return Scorer(model, feed, output, classes=classes, ignore_label=ignore_label)()
 
 
@@ -90,7 +89,7 @@ class Scorer:
         ignore_label: int | None = None,
     ) -> None:
         self.feed = feed
-        check_takes_each(model, feed.kinds(2))
+        check_model(model, feed.examples(2), tapped=False)
         number = None if classes is None else len(classes)
         self._pass = RepeatedPass(
             model,

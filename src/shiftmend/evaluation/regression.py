@@ -12,7 +12,7 @@ from torch import Tensor
 from shiftmend.errors import DataError
 from shiftmend.evaluation.accumulators import Sums, beside, describe, describe_scores, refuse
 from shiftmend.stats.histograms import as_samples
-from shiftmend.utils.devices import in_parts, sum_dtype
+from shiftmend.utils.devices import split_rows, sum_dtype
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RegressionMetrics(Sums):
             )
         rows, theirs = as_samples(predictions), as_samples(beside(predictions, targets))
         if len(rows):
-            parts = in_parts(rows)  # a few images have millions of positions
+            parts = split_rows(rows)  # a few images have millions of positions
             for some, own in zip(parts, theirs.split(max(1, len(parts[0]))), strict=True):
                 self._add(_sums(some, own), len(some), some.shape[1:])
 

@@ -1,4 +1,4 @@
-"""NumPy files, read without unpickling: `.npz` archives of images, and `.npy` arrays part by part."""
+"""Read NumPy files without unpickling: `.npz` archives of images, and `.npy` arrays part by part."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import tokenize
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.lib.npyio import NpzFile
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from shiftmend.errors import DataError
 from shiftmend.inputs.images import PathLike, Split, as_images, as_labels
 
-# A damaged archive shows itself in its directory (where a member may even seem encrypted), in a member's compressed
-# stream, or in the array inside, whose header is Python.
+# Damage shows in the directory of an archive (where a member may even seem encrypted), in the compressed stream of a
+# member, or in the header of an array, which is Python.
 DAMAGE = (OSError, ValueError, EOFError, KeyError, RuntimeError, tokenize.TokenError, zipfile.BadZipFile, zlib.error)
 
 
@@ -29,11 +29,18 @@ def npz_file(
     channels_last: bool | None = None,
     name: str | None = None,
 ) -> Split:
-    """An `.npz` with uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W], and integer labels [N] if there
-    are any.
+    """Read an `.npz` of uint8 images and, if there are any, integer labels.
 
-    `images` and `labels` name the two arrays. Where the channels stand is seen from which axis has length 1
-    or 3; if both could be meant, say so with `channels_last`.
+    Args:
+        path: The file.
+        images: Name of the array of images: [N, H, W], [N, H, W, C] or [N, C, H, W].
+        labels: Name of the array of labels [N].
+        classes: Names of the classes, in the order of their numbers.
+        channels_last: Whether the channels are the last axis. By default they are the axis of length 1 or 3.
+        name: What to call the set; by default the file's name.
+
+    Raises:
+        DataError: If the file is missing or damaged, or holds something else.
     """
     file = Path(path)
     with open_npz(file) as archive:
@@ -51,7 +58,7 @@ def npz_file(
                 "[N, H, W], [N, H, W, C] or [N, C, H, W]: store it as [1, H, W, C], or pass channels_last=False"
             )
         pictures = pictures[:, None]
-    elif _channels_last(pictures, channels_last, file):
+    elif _are_channels_last(pictures, channels_last, file):
         pictures = pictures.transpose(0, 3, 1, 2)
     if numbers is not None and not (numbers.ndim == 1 and np.issubdtype(numbers.dtype, np.integer)):
         raise DataError(
@@ -66,56 +73,77 @@ def npz_file(
 
 
 def open_npz(path: Path) -> NpzFile:
-    """The archive, opened; a context manager."""
+    """Open an archive, as a context manager."""
     try:
-        archive = np.load(path, allow_pickle=False)
+        kind = _kind_of_file(path)
+        if kind == "npy":
+            raise DataError(f"{path} holds a single array; expected an .npz archive of named arrays")
+        archive: NpzFile = np.load(path, allow_pickle=False)
     except FileNotFoundError:
         raise DataError(f"{path} is missing: expected an .npz archive there; put it there by hand") from None
+    except DataError:
+        raise
     except DAMAGE as error:
-        raise DataError(f"{path} is no .npz archive ({_reason(error)}); replace the file") from error
-    if not isinstance(archive, NpzFile):
-        raise DataError(f"{path} holds a single array; expected an .npz archive of named arrays")
+        raise DataError(f"{path} is no .npz archive ({error}); replace the file") from error
     return archive
 
 
 def read_member(archive: NpzFile, path: Path, key: str) -> NDArray[Any]:
+    """Read one array of an open archive."""
     if key not in archive.files:
         raise DataError(f"{path} has no array {key!r}; expected it beside {', '.join(archive.files) or 'nothing'}")
+    if holds_objects(archive, key):
+        raise DataError(
+            f"{path} holds objects under {key!r}, as arrays of different lengths are stored; expected numbers: pad "
+            "all samples to one size"
+        )
     try:
         array: NDArray[Any] = archive[key]
     except DAMAGE as error:
-        if "Object arrays" in str(error):
-            raise DataError(
-                f"{path} holds objects under {key!r}, as arrays of different lengths are stored; expected numbers: pad "
-                "all samples to one size"
-            ) from error
-        raise DataError(
-            f"{path} is damaged: array {key!r} cannot be read ({_reason(error)}); replace the file"
-        ) from error
+        raise DataError(f"{path} is damaged: array {key!r} cannot be read ({error}); replace the file") from error
     return array
 
 
-def map_npy(path: Path, expected: str, remedy: str) -> NDArray[Any]:
-    """An `.npy` array mapped into memory: only what is taken from it is read."""
+def holds_objects(archive: NpzFile, key: str) -> bool:
+    """Tell whether an array holds Python objects, which only unpickling could read."""
     try:
+        assert archive.zip is not None
+        with archive.zip.open(f"{key}.npy") as file:
+            newer = np.lib.format.read_magic(file) > (1, 0)
+            read_header = np.lib.format.read_array_header_2_0 if newer else np.lib.format.read_array_header_1_0
+            return bool(read_header(file)[2].hasobject)
+    except DAMAGE:
+        return False
+
+
+def map_npy(path: Path, expected: str, remedy: str) -> NDArray[Any]:
+    """Map an `.npy` array into memory: only what is taken from it is read."""
+    try:
+        kind = _kind_of_file(path)
+        if kind == "npz":
+            raise DataError(f"{path} is an archive of arrays: expected {expected} as a single .npy array; {remedy}")
         mapped: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise DataError(f"{path} is missing: expected {expected} there; {remedy}") from None
+    except DataError:
+        raise
     except DAMAGE as error:
-        raise DataError(
-            f"{path} is truncated or no .npy file ({_reason(error)}): expected {expected}; {remedy}"
-        ) from error
-    if not isinstance(mapped, np.ndarray):
-        raise DataError(f"{path} is an archive of arrays: expected {expected} as a single .npy array; {remedy}")
+        raise DataError(f"{path} is truncated or no .npy file ({error}): expected {expected}; {remedy}") from error
     return mapped
 
 
-def _reason(error: Exception) -> str:
-    """NumPy takes whatever it does not know for a pickle and advises to run it; nobody should."""
-    return "it holds no plain numbers" if "pickle" in str(error) else str(error)
+def _kind_of_file(path: Path) -> Literal["npy", "npz"]:
+    """Tell what NumPy would read; it takes a file of any other kind for a pickle, and advises to run it."""
+    with path.open("rb") as file:
+        magic = file.read(6)
+    if magic.startswith(b"PK"):
+        return "npz"
+    if magic == b"\x93NUMPY":
+        return "npy"
+    raise ValueError("it holds no plain numbers")
 
 
-def _channels_last(images: NDArray[Any], told: bool | None, path: Path) -> bool:
+def _are_channels_last(images: NDArray[Any], told: bool | None, path: Path) -> bool:
     first, last = images.shape[1] in (1, 3), images.shape[3] in (1, 3)
     if told is not None:
         return told

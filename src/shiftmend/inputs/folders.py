@@ -1,4 +1,4 @@
-"""Images from a folder, decoded once by a pool of threads and, if wished, kept beside it as one array."""
+"""Read images from a folder: decode them once in a pool of threads and, if wished, keep them as one array."""
 
 from __future__ import annotations
 
@@ -26,25 +26,21 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
-
-
 GREY_MODES = frozenset({"1", "L", "LA"})
-
-
 COLOUR_MODES = frozenset({"RGB", "RGBA", "P", "PA", "CMYK", "YCbCr", "HSV", "LAB", "RGBX", "RGBa"})
-
-
 CACHE_VERSION = 1
 
 
 @dataclass(frozen=True)
 class FolderListing:
-    """The image files of a folder in the order they are read in, and the class of each."""
+    """Image files of a folder, in the order of reading, and the class of each."""
 
-    files: tuple[str, ...]  # relative to the folder, with forward slashes
+    files: tuple[str, ...]
+    """Relative to the folder, with forward slashes."""
     labels: tuple[int, ...] | None
     classes: tuple[str, ...]
-    signature: str  # changes when a file is added, removed or altered
+    signature: str
+    """Changes when a file is added, removed or altered."""
 
 
 def image_folder(
@@ -57,13 +53,33 @@ def image_folder(
     name: str | None = None,
     workers: int | None = None,
 ) -> Split:
-    """All images of a folder: flat (no labels) or one folder per class.
+    """Read all images of a folder: flat (no labels), or one folder per class.
 
-    Class names that are all numbers are ordered by value (2 before 10), others as text, and a label is a
-    position in that order. Images of different sizes are refused unless `size` (one side, or height and
-    width) says what to scale them to. `channels` is 1 or 3; left open, it is 3 if any image has colour. With
-    `cache`, the decoded images are kept in that folder as one `.npy` until a file changes. With `classes`,
-    exactly these folders have to be there.
+    A label is the position of its folder in the order of names: by value (2 before 10) where all names are numbers,
+    else as text.
+
+    Args:
+        folder: The folder of image files, or of one folder per class.
+        size: Scale images to this side, or (height, width). By default all images must have one size.
+        channels: 1 or 3. By default 3 if any image has colour.
+        cache: A folder that keeps the decoded images as one `.npy` until a file changes.
+        classes: Names of the folders that have to be there, no fewer and no others.
+        name: What to call the set; by default the folder's name.
+        workers: Number of threads that decode.
+
+    Returns:
+        A `Split`: `images` are uint8 `[N, channels, height, width]`, `labels` int64 `[N]` or None.
+
+    Raises:
+        DataError: If the folder is missing, holds no images, or holds images that do not go together.
+
+    >>> import tempfile
+    >>> from PIL import Image
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> Image.new("L", (8, 6)).save(f"{folder.name}/first.png")
+    >>> image_folder(folder.name, name="scans")
+    scans: 1 image [1, 6, 8], without labels
+    >>> folder.cleanup()
     """
     path = as_path(folder, "the folder of images", DataError)
     if channels not in (None, 1, 3):
@@ -78,7 +94,7 @@ def image_folder(
     listing = list_images(path)
     if classes is not None and listing.classes != classes:
         raise DataError(
-            f"{path} holds {_few(listing.classes)}; expected {_few(classes)}, or the labels would be wrong: "
+            f"{path} holds {_summarise(listing.classes)}; expected {_summarise(classes)}, or labels would be wrong: "
             "put the right folders there"
         )
     label = name or path.name
@@ -93,7 +109,7 @@ def image_folder(
 
 
 def list_images(folder: Path) -> FolderListing:
-    """The images of a folder, one level deep at most."""
+    """List the images of a folder, one level deep at most."""
     if not folder.is_dir():
         raise DataError(f"{folder} is missing: expected a folder of images, or of one folder per class")
     flat, folders = _scan(folder)
@@ -132,7 +148,7 @@ def decode_images(
     channels: int | None = None,
     workers: int | None = None,
 ) -> NDArray[np.uint8]:
-    """Pictures as uint8 [N, C, H, W]; without a `size`, all have to have that of the first."""
+    """Decode image files to uint8 [N, C, H, W]; without a `size`, all have to have the size of the first."""
     with _open(paths[0]) as first:
         common = (first.height, first.width) if size is None else size
 
@@ -147,16 +163,18 @@ def decode_images(
 
     with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
         images = np.empty((len(paths), 1, *common), np.uint8)
-        for position, picture in enumerate(pool.map(decode, paths)):  # never all of them beside the array
+        # Pictures go into the array one by one: all of them beside the array would take twice the memory.
+        for position, picture in enumerate(pool.map(decode, paths)):
             if len(picture) > images.shape[1]:
                 grey, images = images[:position], np.empty((len(paths), len(picture), *common), np.uint8)
                 images[:position] = grey
-            images[position] = picture  # a grey picture among coloured ones fills all three channels
+            # A grey picture among coloured ones fills all three channels.
+            images[position] = picture
     return images
 
 
 def decode_image(path: Path, size: tuple[int, int] | None, channels: int | None) -> NDArray[np.uint8]:
-    """One picture as uint8 [C, H, W], scaled to `size` if it has another; `channels` is its own if None."""
+    """Decode one image file to uint8 [C, H, W], scaled to `size` if it has another; `channels` is its own if None."""
     from PIL.Image import Resampling
 
     with _open(path) as image:
@@ -188,10 +206,10 @@ def _open(path: Path) -> Image:
 
 
 def _is_cut_to_8_bits(image: Image) -> bool:
-    """Whether Pillow would keep the upper half of 16 bits a channel: of 12-bit recordings it leaves next to black.
+    """Tell whether Pillow would keep only the upper 8 of 16 bits a channel: 12-bit recordings would become black.
 
-    The layout in the file tells, e.g. `RGB;16B`; `BGR;16`, of bitmaps, is 16 bits for all channels together. That of a
-    .ppm has the value of white, which Pillow scales by: one of 4095 is 12 bits and comes out right.
+    The layout in the file tells, e.g. `RGB;16B`. `BGR;16`, of bitmaps, means 16 bits for all channels together. A .ppm
+    file states its value of white, which Pillow scales by: 4095 means 12 bits and comes out right.
     """
     layouts = [tile[3] for tile in getattr(image, "tile", ())]
     parts = [part for layout in layouts for part in (layout if isinstance(layout, tuple) else (layout,))]
@@ -205,13 +223,14 @@ def _damaged(path: Path, error: Exception) -> DataError:
 
 
 def _scan(folder: Path) -> tuple[list[os.DirEntry[str]], list[str]]:
-    """The image files, in order, and the names of the folders; hidden ones are passed over."""
+    """List the image files, in order, and the names of the folders; pass over hidden ones."""
     with os.scandir(folder) as entries:
         visible = [entry for entry in entries if not entry.name.startswith(".")]
     images = [entry for entry in visible if os.path.splitext(entry.name)[1].lower() in SUFFIXES]
     for entry in images:
         try:
-            entry.stat()  # kept for the signature
+            # The entry remembers the answer, which the signature needs.
+            entry.stat()
         except OSError as error:
             raise DataError(
                 f"{entry.path} is a link to a file that cannot be reached ({error.strerror}); expected an image: fetch "
@@ -219,18 +238,18 @@ def _scan(folder: Path) -> tuple[list[os.DirEntry[str]], list[str]]:
             ) from error
     files = {entry.name: entry for entry in images if entry.is_file()}
     folders = [entry.name for entry in visible if entry.name not in files and os.path.isdir(entry)]
-    return [files[name] for name in _in_order(list(files), suffixed=True)], _in_order(folders)
+    return [files[name] for name in _sort(list(files), suffixed=True)], _sort(folders)
 
 
-def _in_order(names: list[str], suffixed: bool = False) -> list[str]:
-    """By value where all names are numbers: as text, 10 would come before 2 and labels would be wrong."""
+def _sort(names: list[str], suffixed: bool = False) -> list[str]:
+    """Sort by value where all names are numbers: as text, 10 would come before 2 and labels would be wrong."""
     stems = {name: os.path.splitext(name)[0] if suffixed else name for name in names}
     if all(stem.isdecimal() for stem in stems.values()):
         return sorted(names, key=lambda name: (int(stems[name]), name))
     return sorted(names)
 
 
-def _few(classes: tuple[str, ...]) -> str:
+def _summarise(classes: tuple[str, ...]) -> str:
     names = ", ".join(classes) if len(classes) < 6 else f"{', '.join(classes[:3])}, ... {classes[-1]}"
     return f"{counted(len(classes), 'class folder')} ({names})" if classes else "no class folders"
 
@@ -249,13 +268,13 @@ def _signature(parts: dict[str, list[os.DirEntry[str]]]) -> str:
 def _cache_file(
     folder: Path, name: str, listing: FolderListing, size: tuple[int, int] | None, channels: int | None
 ) -> Path:
-    """Named after the set, how it is decoded, and what its files looked like."""
+    """Name the cache after the set, how it is decoded, and what its files looked like."""
     manner = hashlib.sha256(json.dumps([CACHE_VERSION, size, channels]).encode()).hexdigest()[:8]
     return folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}-{manner}-{listing.signature[:16]}.npy"
 
 
 def _read_cache(path: Path, count: int) -> NDArray[np.uint8] | None:
-    """The kept array, or None if it is absent or not whole: the images are then decoded again."""
+    """Read the kept array; None if it is absent or not whole, and the images have to be decoded again."""
     try:
         array: Any = np.load(path, allow_pickle=False)
     except DAMAGE:
@@ -265,7 +284,7 @@ def _read_cache(path: Path, count: int) -> NDArray[np.uint8] | None:
 
 
 def _write_cache(path: Path, images: NDArray[np.uint8]) -> None:
-    """Keep the array in place of older ones; a folder that cannot be written to merely goes without."""
+    """Keep the array in place of older ones; a folder that cannot be written to goes without."""
     try:
         with replacing(path) as (place,), place.open("wb") as file:
             np.save(file, images)

@@ -1,4 +1,4 @@
-"""From stored 8-bit images to what the paper's networks take."""
+"""Sets of 8-bit images, and functions that turn 8-bit images into the inputs of a network."""
 
 from __future__ import annotations
 
@@ -20,13 +20,20 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Split:
-    """A set of images as it was stored, before any scaling: nothing is left to do per image.
+    """A set of images in memory, as stored, before any scaling.
 
-    `labels[i]` indexes `classes`; both are absent for images without labels.
+    Attributes:
+        images: uint8 `[N, C, H, W]`.
+        labels: int64 `[N]`, numbers of classes, or None for images without labels.
+        name: What to call the set.
+        classes: Names of the classes, in the order of their numbers.
+
+    >>> Split(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1]), "scans", ("good", "bad"))
+    scans: 2 images [1, 8, 8], 2 classes
     """
 
-    images: Tensor  # uint8 [N, C, H, W]
-    labels: Tensor | None  # int64 [N]
+    images: Tensor
+    labels: Tensor | None
     name: str
     classes: tuple[str, ...] = ()
 
@@ -61,28 +68,29 @@ class Split:
         return len(self.images)
 
     def take(self, indices: Tensor, name: str | None = None) -> Split:
-        """The images at `indices`, in that order."""
+        """Take the images at `indices`, in that order."""
         labels = None if self.labels is None else self.labels[indices]
         return replace(self, images=self.images[indices], labels=labels, name=name or self.name)
 
 
 def as_images(array: NDArray[np.uint8]) -> Tensor:
-    """A tensor of its own: what is read from a file is read-only, mapped or laid out in another order."""
+    """Copy an array into a tensor: what is read from a file is read-only, mapped or laid out in another order."""
     return torch.from_numpy(np.array(array, dtype=np.uint8, order="C"))
 
 
 def as_labels(array: NDArray[np.integer]) -> Tensor:
+    """Copy class numbers into an int64 tensor."""
     return torch.from_numpy(np.array(array, dtype=np.int64, order="C"))
 
 
 def signed(images: Tensor) -> Tensor:
-    """8-bit images, grey or in colour, to three channels in [-1, 1]: the digits and characters."""
+    """Scale 8-bit images, grey or in colour, to three channels in [-1, 1]."""
     scaled = images.float().div_(127.5).sub_(1)
     return scaled.expand(-1, 3, -1, -1) if images.shape[1] == 1 else scaled
 
 
 def standardised(mean: Sequence[float], deviation: Sequence[float]) -> Callable[[Tensor], Tensor]:
-    """8-bit images in colour, scaled to [0, 1], less a mean and divided by a deviation for each channel."""
+    """Make a function that scales 8-bit images to [0, 1], subtracts a mean and divides by a deviation per channel."""
 
     def preprocess(images: Tensor) -> Tensor:
         scaled = images.float().div_(255)
@@ -92,14 +100,15 @@ def standardised(mean: Sequence[float], deviation: Sequence[float]) -> Callable[
 
 
 def per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:
-    """Numbers of channels as a tensor `[1, channels, 1, 1]` beside `like`, made once and kept.
+    """Make a tensor `[1, channels, 1, 1]` of one number per channel, with the type and device of `like`, once.
 
-    To bring numbers to a GPU for every batch would wait for it each time, and could not be captured as a graph.
+    Copying numbers to a GPU for every batch would wait for the GPU each time, and could not be part of a CUDA graph.
     """
-    return _kept(values, like.dtype, like.device)
+    return _make_per_channel(values, like.dtype, like.device)
 
 
 @functools.cache
-def _kept(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # kept for callers of any kind
+def _make_per_channel(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    # The tensor is kept for callers of any kind, also those that train.
+    with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device).view(1, -1, 1, 1)

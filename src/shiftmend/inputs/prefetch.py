@@ -1,9 +1,8 @@
-"""Batches on their way from the host's memory to a GPU, while the GPU still computes on the one before.
+"""Prefetch batches from the host's memory to a GPU while the GPU computes on the batch before.
 
-A batch is put together in pinned memory, from where the GPU fetches it by itself, on a stream of its own; the stream
-that computes waits for the copy, the host for neither. What lies in memory as a whole is gathered by a thread in the
-background; what a loader gives is read where it always was, by the thread that asks for it, because a loader may draw
-from generators which that thread draws from, too.
+A batch is put together in pinned memory, from where the GPU fetches it on a stream of its own. The stream that computes
+waits for the copy; the host waits for neither. A thread in the background gathers what lies in memory as a whole. The
+batches of a loader are read by the thread that asks for them, because a loader may draw from that thread's generators.
 """
 
 from __future__ import annotations
@@ -22,200 +21,206 @@ from torch import Tensor
 DEPTH = 3
 """Batches in pinned memory, and on the device beside those that the consumer keeps: one in use, the others ahead."""
 
-
-THREAD = "shiftmend-prefetch"
+THREAD_NAME = "shiftmend-prefetch"
 
 
 class Rows(NamedTuple):
-    """Some samples of all those in memory: in the order of an index, or from one to another."""
+    """Some samples of a tensor in memory: those of an index, in its order, or those of a slice."""
 
     whole: Tensor
     where: Tensor | slice
 
     def read(self) -> Tensor:
-        """A copy, always: work in place must not change the data, least of all the caller's."""
+        """Copy the samples, so that work in place never changes the caller's data."""
         rows = self.whole[self.where]
         return rows.clone() if isinstance(self.where, slice) else rows
 
 
 Batch: TypeAlias = "tuple[Tensor | Rows, Tensor | None]"
-"""Inputs, and what belongs to them: labels, or which samples they are."""
-
+"""Inputs, and what belongs to them: labels, or the index of the samples."""
 
 Arrived: TypeAlias = "tuple[Tensor, Tensor | None]"
 
 
-def read(batch: Batch) -> Arrived:
-    """A batch where it lies, without a copier."""
+def read_batch(batch: Batch) -> Arrived:
+    """Read a batch where it lies, without a copier."""
     inputs, beside = batch
     return inputs.read() if isinstance(inputs, Rows) else inputs, beside
 
 
-class Mark(Protocol):
-    """A point in the work of a device, which the host can wait for."""
+class Event(Protocol):
+    """A point in the work of a device, as `torch.cuda.Event`."""
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Wait until the device has come there."""
 
 
 class Copier(Protocol):
-    """What a device has to offer for prefetching. Tests have one without a device."""
+    """The operations of a device that prefetching needs. Tests have copiers without a device."""
 
-    def memory(self, size: int) -> Tensor:
-        """So many bytes on the host, which the device can read by itself."""
+    def allocate(self, size: int) -> Tensor:
+        """Allocate bytes on the host that the device can read by itself."""
 
-    def send(self, staged: list[Tensor]) -> tuple[list[Tensor], Mark]:
-        """Begin to copy; the result may be used after `receive`, what was staged is free again from the mark on."""
+    def send(self, staged: list[Tensor]) -> tuple[list[Tensor], Event]:
+        """Begin to copy. The copies may be used after `receive`; the staged tensors are free after the event."""
 
-    def receive(self, sent: list[Tensor], copied: Mark) -> None:
-        """What the calling thread launches from here on finds the copies complete."""
+    def receive(self, sent: list[Tensor], copied: Event) -> None:
+        """Let what the calling thread launches from here on wait for the copies."""
 
-    def now(self) -> Mark:
-        """When the device has done what the calling thread has launched so far."""
+    def record(self) -> Event:
+        """Return the point where the device has done what the calling thread has launched so far."""
 
 
 class CudaCopier:
-    """Copies on a stream of their own. Made by the thread that computes: which GPU is current is up to a thread."""
+    """A copier with a stream of its own, made by the thread that computes: each thread has its own current GPU."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        self.stream = _copying_stream(index)
+        self.stream = _copy_stream(index)
 
-    def memory(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def send(self, staged: list[Tensor]) -> tuple[list[Tensor], Mark]:
+    def send(self, staged: list[Tensor]) -> tuple[list[Tensor], Event]:
         with torch.cuda.stream(self.stream):
             sent = [tensor.to(self.device, non_blocking=True) for tensor in staged]
-            return sent, _mark(self.stream)
+            return sent, _record(self.stream)
 
-    def receive(self, sent: list[Tensor], copied: Mark) -> None:
+    def receive(self, sent: list[Tensor], copied: Event) -> None:
         stream = torch.cuda.current_stream(self.device)
         assert isinstance(copied, torch.cuda.Event)
         stream.wait_event(copied)
-        for tensor in sent:  # it belongs to the copying stream, which must not reuse it before this one is done with it
+        for tensor in sent:
+            # The memory belongs to the copying stream, which must not reuse it before this stream is done with it.
             tensor.record_stream(stream)
 
-    def now(self) -> Mark:
-        return _mark(torch.cuda.current_stream(self.device))
+    def record(self) -> Event:
+        return _record(torch.cuda.current_stream(self.device))
 
 
 @functools.cache
-def _copying_stream(index: int) -> torch.cuda.Stream:
-    """One for each GPU: memory freed on a stream is given out again on that stream only."""
+def _copy_stream(index: int) -> torch.cuda.Stream:
+    """Return the one copying stream of a GPU: memory freed on a stream is given out again on that stream only."""
     return torch.cuda.Stream(index)
 
 
-def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event(blocking=True)  # who waits for it sleeps: the cores have batches to make
+def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    # With `blocking`, a thread that waits sleeps: the cores have batches to make.
+    event = torch.cuda.Event(blocking=True)
     event.record(stream)
     return event
 
 
-def copier_to(device: torch.device) -> Copier | None:
-    """None where there is nothing to gain: on a CPU, data is where it is needed."""
+def make_copier(device: torch.device) -> Copier | None:
+    """Make a copier for a GPU; None for other devices, where nothing is gained."""
     return CudaCopier(device) if device.type == "cuda" else None
 
 
-def prefetched(
+def prefetch(
     batches: Iterable[Batch], copier: Copier, background: bool, depth: int = DEPTH
 ) -> Generator[Arrived, None, None]:
-    """All batches in their order, on the device; at most `depth` are there that the consumer has not done with.
+    """Yield all batches in their order, on the device; at most `depth` of them are in use or on their way.
 
-    `batches` is always run through by the calling thread. In the background, `depth - 1` batches are made ahead of the
-    one in use; else each is made when it is asked for, and only its copy overlaps. The background ends with the
-    iterator, also where that is given up half-way; an error in it is raised where its batch would have been.
+    The calling thread iterates over `batches`. In the background, `depth - 1` batches are made ahead of the one in
+    use; otherwise each is made when it is asked for, and only its copy overlaps. The background ends with the iterator,
+    also half-way. An error in the background is raised where its batch would have been.
     """
-    return _ahead(batches, copier, depth) if background else _in_turn(batches, copier, depth)
+    return _prefetch_in_background(batches, copier, depth) if background else _prefetch_in_turn(batches, copier, depth)
 
 
-def _ahead(batches: Iterable[Batch], copier: Copier, depth: int) -> Generator[Arrived, None, None]:
+def _prefetch_in_background(batches: Iterable[Batch], copier: Copier, depth: int) -> Generator[Arrived, None, None]:
     slots = [_Slot(copier) for _ in range(depth)]
-    under_way: deque[Future[_Sent]] = deque()
-    # it is handed single batches and never waits for the consumer: given up, it has nothing left to wait for
-    worker = ThreadPoolExecutor(1, THREAD)
+    under_way: deque[Future[_Transfer]] = deque()
+    # The worker is handed single batches and never waits for the consumer, so it ends when it is given up.
+    worker = ThreadPoolExecutor(1, THREAD_NAME)
     try:
-        done_with: Mark | None = None
+        done_with: Event | None = None
         for number, batch in enumerate(batches):
             if len(under_way) == depth:
-                yield under_way.popleft().result().received(copier)
-                done_with = copier.now()
+                yield under_way.popleft().result().receive(copier)
+                done_with = copier.record()
             under_way.append(worker.submit(slots[number % depth].send, batch, done_with))
         while under_way:
-            yield under_way.popleft().result().received(copier)
+            yield under_way.popleft().result().receive(copier)
     finally:
-        # an iterator in a reference cycle may be collected by any thread, and none can wait for itself
-        own = threading.current_thread().name.startswith(THREAD)
+        # Any thread may collect an iterator in a reference cycle, but no thread can wait for itself.
+        own = threading.current_thread().name.startswith(THREAD_NAME)
         worker.shutdown(wait=not own, cancel_futures=True)
 
 
-def _in_turn(batches: Iterable[Batch], copier: Copier, depth: int) -> Generator[Arrived, None, None]:
+def _prefetch_in_turn(batches: Iterable[Batch], copier: Copier, depth: int) -> Generator[Arrived, None, None]:
     slots = [_Slot(copier) for _ in range(depth)]
-    done_with: deque[Mark] = deque()
+    done_with: deque[Event] = deque()
     for number, batch in enumerate(batches):
         if number > 0:
-            done_with.append(copier.now())
+            done_with.append(copier.record())
         room = done_with.popleft() if number >= depth else None
-        yield slots[number % depth].send(batch, room).received(copier)
+        yield slots[number % depth].send(batch, room).receive(copier)
 
 
-class _Sent(NamedTuple):
+class _Transfer(NamedTuple):
+    """A batch on its way."""
+
     inputs: Tensor
     beside: Tensor | None
     moved: list[Tensor]
-    copied: Mark
+    copied: Event
 
-    def received(self, copier: Copier) -> Arrived:
+    def receive(self, copier: Copier) -> Arrived:
         copier.receive(self.moved, self.copied)
         return self.inputs, self.beside
 
 
 class _Slot:
-    """Host memory for one batch, used again and again; it grows to what is needed."""
+    """Host memory for one batch, which is used again and again and grows as needed."""
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
         self._memory: list[Tensor] = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
-        self._lent: list[Tensor] = []  # pinned memory of others, too, has to live until it has been copied
-        self._copied: Mark | None = None
+        # Tensors that a loader has pinned must live until they have been copied, too.
+        self._staged: list[Tensor] = []
+        self._copied: Event | None = None
 
-    def send(self, batch: Batch, room: Mark | None) -> _Sent:
-        """Begin to copy a batch, as soon as the copy before it has left this memory and the device has room."""
+    def send(self, batch: Batch, room: Event | None) -> _Transfer:
+        """Begin to copy a batch, once this memory is free and the device has come to the event `room`."""
         if self._copied is not None:
             self._copied.synchronize()
         with torch.inference_mode(False), torch.no_grad():
-            self._lent = [self._staged(place, part) for place, part in enumerate(batch) if _moves(part)]
+            self._staged = [self._stage(place, part) for place, part in enumerate(batch) if _is_on_host(part)]
             if room is not None:
                 room.synchronize()
-            moved, self._copied = self._copier.send(self._lent)
+            moved, self._copied = self._copier.send(self._staged)
         arrived = iter(moved)
-        inputs, beside = (next(arrived) if _moves(part) else part for part in batch)
+        inputs, beside = (next(arrived) if _is_on_host(part) else part for part in batch)
         assert isinstance(inputs, Tensor)
         assert isinstance(beside, Tensor | None)
-        return _Sent(inputs, beside, moved, self._copied)
+        return _Transfer(inputs, beside, moved, self._copied)
 
-    def _staged(self, place: int, part: Tensor | Rows | None) -> Tensor:
-        """A part of a batch in memory that the device reads, laid out as `Rows.read` or a plain copy would lay it."""
+    def _stage(self, place: int, part: Tensor | Rows | None) -> Tensor:
+        """Put a part of a batch into memory that the device reads, with the strides of a plain copy."""
         assert part is not None
         if isinstance(part, Tensor) and part.is_pinned() and part.is_contiguous():
-            return part  # as a loader with pin_memory=True made it
+            # A loader with pin_memory=True made it.
+            return part
         values = part.whole[part.where] if isinstance(part, Rows) and isinstance(part.where, slice) else part
         if isinstance(values, Tensor):
-            return self._laid_out(place, torch.empty_like(values, device="meta"), len(values)).copy_(values)
+            return self._reserve(place, torch.empty_like(values, device="meta"), len(values)).copy_(values)
         assert isinstance(values.where, Tensor)
-        staged = self._laid_out(place, values.whole[values.where[:1]], len(values.where))
-        return torch.index_select(values.whole, 0, values.where, out=staged)  # several times faster than whole[index]
+        staged = self._reserve(place, values.whole[values.where[:1]], len(values.where))
+        # Several times faster than whole[index].
+        return torch.index_select(values.whole, 0, values.where, out=staged)
 
-    def _laid_out(self, place: int, like: Tensor, samples: int) -> Tensor:
-        """Part of the memory, with the type and strides of `like` but so many samples."""
+    def _reserve(self, place: int, like: Tensor, samples: int) -> Tensor:
+        """Return a part of the memory with the type and strides of `like`, but for so many samples."""
         shape = (samples, *like.shape[1:])
         size = math.prod(shape) * like.element_size()
         if len(self._memory[place]) < size:
-            self._memory[place] = self._copier.memory(size)
+            self._memory[place] = self._copier.allocate(size)
         return self._memory[place][:size].view(like.dtype).as_strided(shape, like.stride())
 
 
-def _moves(part: Tensor | Rows | None) -> bool:
-    """Whether it lies on the host; what is on a device already stays as it is."""
+def _is_on_host(part: Tensor | Rows | None) -> bool:
+    """Tell whether a part of a batch has to be copied; a tensor on a device stays as it is."""
     tensor = part.whole if isinstance(part, Rows) else part
     return tensor is not None and tensor.device.type == "cpu" and tensor.layout == torch.strided

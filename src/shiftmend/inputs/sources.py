@@ -1,4 +1,4 @@
-"""What data may come as: a tensor, an array, a `Dataset`, a `DataLoader`, a list of batches. Anything else is refused.
+"""Sources of data: tensors, arrays, a `Dataset`, a `DataLoader`, a list of batches. The one place that refuses data.
 
 Reading a source gives the same order and the same augmentation for the same seed, whatever else draws random numbers.
 """
@@ -6,7 +6,6 @@ Reading a source gives the same order and the same augmentation for the same see
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -18,23 +17,35 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
 
 from shiftmend.errors import DataError
-from shiftmend.utils.checks import counted, kind
-from shiftmend.utils.devices import in_parts
+from shiftmend.utils.checks import brief, counted, is_whole, kind
+from shiftmend.utils.devices import split_rows
 
-DEFAULT_BATCH = 256
-
+DEFAULT_BATCH_SIZE = 256
 
 LABEL_NAMES = ("label", "labels", "target", "targets")
-"""Of data by names: what is not taken for the inputs."""
+"""Keys under which a dict may hold labels; any other key may hold the inputs."""
 
 
-def as_loader(source: Any, batch_size: int | None, what: str) -> tuple[Any, int | None]:
-    """A pair of whole tensors, or something to iterate over, with the batch size it brings along."""
+def open_source(source: Any, batch_size: int | None, what: str) -> tuple[Any, int | None]:
+    """Turn what a user has into whole tensors or something to iterate over.
+
+    Args:
+        source: a tensor, an array, a tuple of them with labels, a dict, a `Dataset`, a `DataLoader` or batches.
+        batch_size: what the user asked for, if anything.
+        what: what the data is for, as error messages call it, e.g. "target data".
+
+    Returns:
+        Either `(inputs, labels or None)` or an iterable of batches, and the batch size that it brings along.
+
+    Raises:
+        DataError: says what else to pass.
+    """
     if isinstance(source, Mapping):
-        source = _by_names(source)
+        source = _pick_by_name(source)
     if isinstance(source, Tensor | np.ndarray):
         return (_as_inputs(source, what), None), None
-    if type(source) is TensorDataset:  # a subclass may give something else than it holds
+    # A subclass of TensorDataset may give other samples than the tensors that it holds.
+    if type(source) is TensorDataset:
         return (_as_inputs(source.tensors[0], what), source.tensors[1] if len(source.tensors) > 1 else None), None
     if isinstance(source, tuple) and source and isinstance(source[0], Tensor | np.ndarray):
         inputs = _as_inputs(source[0], what)
@@ -46,9 +57,10 @@ def as_loader(source: Any, batch_size: int | None, what: str) -> tuple[Any, int 
             )
         return (inputs, labels), None
     if isinstance(source, DataLoader):
-        batches = source.batch_sampler
-        own = batches.batch_size if type(batches) is BatchSampler else None
-        if batches is not None and batch_size not in (None, own):  # it would hold only if the data fitted into memory
+        sampler = source.batch_sampler
+        own = sampler.batch_size if type(sampler) is BatchSampler else None
+        # Another size would hold only where the data fits into memory.
+        if sampler is not None and batch_size not in (None, own):
             its = "with a batch_sampler of its own" if own is None else f"of batches of {own}"
             raise DataError(
                 f"the {what} is a DataLoader {its}, but batch_size={batch_size} was asked for; leave one of the two out"
@@ -59,25 +71,26 @@ def as_loader(source: Any, batch_size: int | None, what: str) -> tuple[Any, int 
             raise DataError(
                 f"the {what} is {kind(source)}, a Dataset without __len__; expected one that knows its size"
             )
-        return DataLoader(source, batch_size=batch_size or DEFAULT_BATCH), None
-    if isinstance(source, Iterable) and not _is_no_list_of_batches(source):
-        return list(source) if isinstance(source, tuple) else source, None  # a tuple would be (inputs, labels)
+        return DataLoader(source, batch_size=batch_size or DEFAULT_BATCH_SIZE), None
+    if isinstance(source, Iterable) and not _cannot_hold_batches(source):
+        # As a tuple, two batches would look like inputs and labels.
+        return list(source) if isinstance(source, tuple) else source, None
     raise DataError(
-        f"the {what} is {kind(source)}; expected a tensor, an array, a Dataset or a DataLoader{_instead(source)}"
+        f"the {what} is {kind(source)}; expected a tensor, an array, a Dataset or a DataLoader{_suggest(source)}"
     )
 
 
-def _is_no_list_of_batches(source: Any) -> bool:
-    """Things that Python can go through, but not by batches, or not twice."""
+def _cannot_hold_batches(source: Any) -> bool:
+    """Tell whether Python can iterate over something, but not by batches, or not twice."""
     return isinstance(source, Iterator | str | bytes | Mapping | nn.Module) or hasattr(source, "to_numpy")
 
 
-def _instead(source: Any) -> str:
-    """What whoever passed such a thing may have meant."""
+def _suggest(source: Any) -> str:
+    """Guess what a user meant who passed something else."""
     if isinstance(source, Iterator):
         return " (a generator can be run through only once: make a list of it)"
     if isinstance(source, str | os.PathLike):
-        return "; read the files first, e.g. shiftmend.research.datasets.image_folder(folder).images"
+        return "; read the files first, e.g. shiftmend.image_folder(folder).images"
     if isinstance(source, Mapping):
         return "; pass the entry that holds the inputs"
     if hasattr(source, "images"):
@@ -85,18 +98,30 @@ def _instead(source: Any) -> str:
     return "; pass what its to_numpy() gives" if hasattr(source, "to_numpy") else ""
 
 
+def _pick_by_name(named: Mapping[Any, Any]) -> Any:
+    """Return (inputs, labels) of a dict such as {"image": ..., "label": ...}; the dict itself where there is doubt."""
+    arrays = {name: value for name, value in named.items() if isinstance(value, Tensor | np.ndarray) and value.ndim}
+    labels = [arrays[name] for name in LABEL_NAMES if name in arrays]
+    inputs = [value for name, value in arrays.items() if name not in LABEL_NAMES and value.ndim > 1]
+    return (*inputs, *labels) if len(inputs) == 1 and len(labels) < 2 else named
+
+
 def as_tensor(values: Any, what: str) -> Tensor:
-    """Inputs or labels, however they are stored, as a tensor."""
-    if np.ma.is_masked(values):  # torch would take what lies behind the mask
+    """Convert inputs or labels to a tensor, without a copy where possible."""
+    if np.ma.is_masked(values):
+        # Torch would take the values behind the mask.
         raise DataError(f"the {what} has masked values; replace them first, e.g. by the array's filled(...)")
     if isinstance(values, np.ndarray) and any(stride < 0 for stride in values.strides):
-        values = values.copy()  # a flipped array: torch knows no negative strides
+        # Torch has no negative strides, which a flipped array has.
+        values = values.copy()
     if isinstance(values, np.ndarray) and not values.dtype.isnative:
-        values = values.astype(values.dtype.newbyteorder("="))  # as many instruments write them
+        # Many instruments write big-endian numbers.
+        values = values.astype(values.dtype.newbyteorder("="))
     read_only = isinstance(values, np.ndarray) and not values.flags.writeable
     try:
         with warnings.catch_warnings() if read_only else nullcontext():
-            if read_only:  # a file mapped for reading: whatever is done to inputs is done to copies of a batch
+            if read_only:
+                # A file may be mapped for reading only. A feed writes into copies of batches alone.
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
@@ -105,32 +130,26 @@ def as_tensor(values: Any, what: str) -> Tensor:
 
 
 def _as_inputs(values: Any, what: str) -> Tensor:
-    inputs = _plain(as_tensor(values, what), what)
+    inputs = as_tensor(values, what)
+    _check_layout(inputs, what)
     if inputs.ndim == 0:
         raise DataError(f"the {what} is a single number; expected samples along the first axis")
     if isinstance(values, np.ndarray) and inputs.dtype == torch.float64:
-        return inputs.to(torch.get_default_dtype())  # numpy's default is not what networks take
-    return inputs
-
-
-def _plain(inputs: Tensor, what: str) -> Tensor:
-    if inputs.is_meta:
-        raise DataError(f"the {what} is a tensor on the device 'meta', without values; expected one that holds them")
-    if inputs.layout != torch.strided or inputs.is_nested:
-        advice = "inputs.to_padded_tensor(0)" if inputs.is_nested else "inputs.to_dense()"
-        raise DataError(f"the {what} is a sparse or nested tensor; expected an ordinary one, e.g. {advice}")
+        # Float64 is the default of numpy, but networks take another type.
+        return inputs.to(torch.get_default_dtype())
     return inputs
 
 
 def split_batch(batch: Any, what: str) -> tuple[Tensor, Tensor | None]:
-    """Inputs and, if there are any, labels; whatever else the loader gives is dropped here."""
+    """Return the inputs and, if there are any, the labels of a batch; drop what else a loader gives."""
     labels = None
     if isinstance(batch, Mapping):
-        batch = _by_names(batch)
+        batch = _pick_by_name(batch)
     if isinstance(batch, tuple | list) and batch:
         labels = batch[1] if len(batch) > 1 and isinstance(batch[1], Tensor | np.ndarray) else None
         batch = batch[0]
-    if isinstance(labels, np.ndarray):  # what torch does not know, such as names, is no label to evaluate with
+    if isinstance(labels, np.ndarray):
+        # An array of names, for example, holds no labels to evaluate with.
         labels = as_tensor(labels, what) if labels.dtype.kind in "biuf" else None
     if labels is not None and labels.ndim == 0:
         labels = None
@@ -146,19 +165,26 @@ def split_batch(batch: Any, what: str) -> tuple[Tensor, Tensor | None]:
             f"the {what} gives batches of type {type(batch).__name__}; expected a tensor of inputs, or (inputs, ...)"
             f"{advice}"
         )
-    return _plain(batch, what).detach(), labels
+    _check_layout(batch, what)
+    return batch.detach(), labels
 
 
-def _by_names(named: Mapping[Any, Any]) -> Any:
-    """Inputs and labels of what goes by names, such as "image" and "label", where there is no doubt which they are."""
-    arrays = {name: value for name, value in named.items() if isinstance(value, Tensor | np.ndarray) and value.ndim}
-    labels = [arrays[name] for name in LABEL_NAMES if name in arrays]
-    inputs = [value for name, value in arrays.items() if name not in LABEL_NAMES and value.ndim > 1]
-    return (*inputs, *labels) if len(inputs) == 1 and len(labels) < 2 else named
+def _check_layout(inputs: Tensor, what: str) -> None:
+    if inputs.is_meta:
+        raise DataError(f"the {what} is a tensor on the device 'meta', without values; expected one that holds them")
+    if inputs.layout != torch.strided or inputs.is_nested:
+        advice = "inputs.to_padded_tensor(0)" if inputs.is_nested else "inputs.to_dense()"
+        raise DataError(f"the {what} is a sparse or nested tensor; expected an ordinary one, e.g. {advice}")
 
 
-def refuse_empty(samples: int, what: str, again: bool = False) -> None:
-    """`again`: it was not empty before, as what can be run through only once."""
+def check_batch_size(batch_size: Any) -> None:
+    """Refuse a batch size that is no whole number of at least 1; None is the default size."""
+    if batch_size is not None and not (is_whole(batch_size) and batch_size >= 1):
+        raise DataError(f"the batch size must be a whole number of at least 1, got {brief(batch_size)}")
+
+
+def check_not_empty(samples: int, what: str, again: bool = False) -> None:
+    """Refuse a source without samples; `again` says that an earlier pass found some."""
     if not samples and again:
         raise DataError(
             f"the {what} gave nothing when it was run through again; expected batches that begin anew each time, as "
@@ -168,14 +194,17 @@ def refuse_empty(samples: int, what: str, again: bool = False) -> None:
         raise DataError(f"the {what} is empty: expected at least one sample")
 
 
-def refuse_non_finite(inputs: Tensor, what: str, before: int | None = 0) -> None:
-    """A part at a time: what the check writes down is as large as what it looks at, which may be a mapped file.
+def check_finite(inputs: Tensor, what: str, before: int | None = 0) -> None:
+    """Refuse NaN and infinite inputs, with a small part of them in memory at a time.
 
-    `before` is how many samples came before these, None where their order is not that of the source.
+    Args:
+        inputs: samples `[N, ...]`, perhaps a file that is mapped into memory.
+        what: what the data is for.
+        before: how many samples came before these; None if their order is not that of the source.
     """
     if not (inputs.is_floating_point() or inputs.is_complex()):
         return
-    parts = in_parts(inputs)
+    parts = split_rows(inputs)
     flags = torch.stack([torch.isfinite(part).all() for part in parts])
     if not bool(flags.all()):
         part = int(flags.int().argmin())
@@ -185,54 +214,83 @@ def refuse_non_finite(inputs: Tensor, what: str, before: int | None = 0) -> None
         raise DataError(f"the {what} has NaN or infinite values{place}; remove or repair such samples first")
 
 
-def drawn(loader: Iterable[Any], seed: int, what: str = "data") -> Iterator[Any]:
-    """Run through a loader whose order and augmentation are drawn from a seed instead of the global generator.
+def check_shapes(first: Tensor, other: Tensor, looks_labelled: bool, what: str) -> None:
+    """Refuse batches that differ otherwise than in size, and two batches that may be inputs and labels.
 
-    Most loaders know no generator but the global one, so it is set while a batch is made, and put back before it is
-    used. A generator that a loader or its sampler brings along is set to the seed, too, and put back at the end.
+    Args:
+        first: some samples of the first batch.
+        other: some samples of a batch that has another shape.
+        looks_labelled: whether a list has exactly two batches, with as many samples each.
+        what: what the data is for.
     """
-    own = torch.Generator().manual_seed(seed).get_state()
-    batches = getattr(loader, "batch_sampler", None)
-    parts = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    brought = {id(g): g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)}
-    states = [(generator, generator.get_state()) for generator in brought.values()]
+    if looks_labelled or first.ndim != other.ndim:
+        advice = (
+            "pass inputs with labels as a tuple, not as a list of batches"
+            if looks_labelled
+            else "bring all to one shape"
+        )
+        raise DataError(f"the batches of the {what} differ in shape; {advice}")
+
+
+def check_labels(labels: Tensor | None, what: str) -> Tensor:
+    """Return the labels, which an evaluation needs."""
+    if labels is None:
+        raise DataError(
+            f"the {what} has no labels: expected pairs of (inputs, labels), all alike, or dicts in which the "
+            f"labels are called {' or '.join(map(repr, LABEL_NAMES))}"
+        )
+    return labels
+
+
+def check_preprocessed(result: Any, inputs: Tensor) -> None:
+    """Refuse what `preprocess` made of a batch unless it is a tensor of as many samples."""
+    if not isinstance(result, Tensor) or result.shape[:1] != inputs.shape[:1]:
+        gave = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else kind(result)
+        raise DataError(
+            f"preprocess made {gave} of inputs {list(inputs.shape)}; expected a tensor of as many samples: it gets "
+            "a whole batch and must return one"
+        )
+
+
+def iterate_seeded(loader: Iterable[Any], seed: int, what: str = "data") -> Iterator[Any]:
+    """Iterate over a loader whose order and augmentation follow a seed instead of the global generator.
+
+    Most loaders draw from the global generator, so it has a state of its own while a batch is made, and the state of
+    before while the batch is used. A generator that a loader or its sampler brings along is seeded as well, and
+    restored at the end.
+    """
+    state = torch.Generator().manual_seed(seed).get_state()
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    own = {id(g): g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)}
+    before = [(generator, generator.get_state()) for generator in own.values()]
     try:
-        for generator, _ in states:
+        for generator, _ in before:
             generator.manual_seed(seed)
-        yield from _with_global_state(loader, own, what)
+        yield from _iterate_with_state(loader, state, what)
     finally:
-        for generator, state in states:
-            generator.set_state(state)
+        for generator, previous in before:
+            generator.set_state(previous)
 
 
-def _refuse_uncollated(error: Exception, what: str) -> None:
-    """Say in a sentence that samples make no batch; workers pass torch's complaint on with their whole traceback."""
-    if "stack expects each tensor to be equal size" in str(error):
-        raise DataError(
-            f"the samples of the {what} differ in shape; bring them to one size, or pass a DataLoader whose "
-            "collate_fn pads each batch"
-        ) from error
-    if found := re.search(r"default_collate: .* found <class '([^']+)'>", str(error)):
-        raise DataError(
-            f"the {what} gives samples that are or hold a {found[1]}, of which torch makes no batch; let the Dataset "
-            "give tensors, e.g. by a transform, or use a DataLoader with a collate_fn"
-        ) from error
-
-
-def _with_global_state(loader: Iterable[Any], own: Tensor, what: str) -> Iterator[Any]:
+def _iterate_with_state(loader: Iterable[Any], state: Tensor, what: str) -> Iterator[Any]:
     batches: Iterator[Any] | None = None
     while True:
         outside = torch.get_rng_state()
-        torch.set_rng_state(own)
+        torch.set_rng_state(state)
         try:
             batches = iter(loader) if batches is None else batches
             batch = next(batches)
         except StopIteration:
             return
         except (TypeError, RuntimeError) as error:
-            _refuse_uncollated(error, what)
+            if isinstance(loader, DataLoader):
+                error.add_note(
+                    f"No batch of the {what} could be made. Expected samples that are tensors of one shape: convert "
+                    "and resize them in the Dataset, or pass a DataLoader whose collate_fn pads each batch."
+                )
             raise
         finally:
-            own = torch.get_rng_state()
+            state = torch.get_rng_state()
             torch.set_rng_state(outside)
         yield batch

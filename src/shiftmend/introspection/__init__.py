@@ -1,1 +1,1 @@
-"""What a model is: its taps, outputs, layers in running order, blocks and state."""
+"""Models: their taps, outputs, layers in running order, blocks, state, and what keeps them from being used."""

@@ -1,4 +1,4 @@
-"""Split any model into bottom-up blocks: what BUFR unfreezes, one after the other."""
+"""Split any model into blocks: the steps of bottom-up unfreezing."""
 
 from __future__ import annotations
 
@@ -9,38 +9,45 @@ from dataclasses import dataclass
 from torch import nn
 
 from shiftmend.errors import AdaptationError
-from shiftmend.introspection.model_state import trainable
-from shiftmend.introspection.trace import Trace, owners
+from shiftmend.introspection.model_state import find_owners, is_trainable
+from shiftmend.introspection.trace import Trace
 from shiftmend.utils.checks import brief
 
 logger = logging.getLogger(__name__)
 
 
-Names = Sequence[str | Sequence[str]]
+BlockNames = Sequence[str | Sequence[str]]
+"""Names of modules, or groups of such names."""
 
-
-_WANTED = "expected names of modules, or groups of them, e.g. blocks=['conv1', ['layer1', 'layer2']]"
+_EXPECTED = "expected names of modules, or groups of them, e.g. blocks=['conv1', ['layer1', 'layer2']]"
 
 
 @dataclass(frozen=True)
 class Block:
-    """One step of unfreezing: a name for people, the modules in it and their parameters."""
+    """One step of unfreezing: a title, its modules and their parameters."""
 
     name: str
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
     layers: int
-    """Layers with a weight matrix or kernel; normalisation does not count."""
+    """Number of layers with a weight matrix or kernel; normalisation does not count."""
 
 
-def split(model: nn.Module, trace: Trace, names: Names | None = None) -> tuple[Block, ...]:
-    """The blocks below the features, first to run first; the head is never in one.
+def split_blocks(model: nn.Module, trace: Trace, names: BlockNames | None = None) -> tuple[Block, ...]:
+    """Split what lies below the features into blocks, first to run first; the head is in none of them.
 
-    `names` (or the model's own attribute `shiftmend_blocks`) gives them: module names, or groups of them. Otherwise
-    they follow the order in which modules first run: what runs before the repeated stages is the stem, each stage or
-    layer of the container that holds them is a block, and normalisation belongs to the layer before it.
+    Without names, blocks follow the order in which modules first run. What runs before the repeated stages is the stem,
+    each stage or layer of the container that holds them is a block, and normalisation belongs to the layer before it.
+
+    Args:
+        model: the traced model.
+        trace: what one forward pass showed.
+        names: the modules of each block; by default those of the model's attribute `shiftmend_blocks`, if it has one.
+
+    Raises:
+        AdaptationError: if nothing can be adapted, or a name is wrong.
     """
-    below = _owned_parameters(model, trace)
+    below = _find_parameters_below(model, trace)
     if trace.uncalled:
         logger.warning(
             "the parameters of %s are used without calling the module that holds them, so it is not known where they "
@@ -52,24 +59,24 @@ def split(model: nn.Module, trace: Trace, names: Names | None = None) -> tuple[B
     if isinstance(names, str):
         names = [names]
     given = names if names is not None else getattr(model, "shiftmend_blocks", None)
-    groups = _named(model, given, below) if given is not None else _found(model, list(below))
-    return tuple(_block(model, group, below) for group in groups if group)
+    groups = _group_by_names(model, given, below) if given is not None else _group_by_stages(model, list(below))
+    return tuple(_make_block(model, group, below) for group in groups if group)
 
 
-def _owned_parameters(model: nn.Module, trace: Trace) -> dict[str, tuple[str, ...]]:
-    """Parameters by the module of the extractor that runs them, in running order.
+def _find_parameters_below(model: nn.Module, trace: Trace) -> dict[str, tuple[str, ...]]:
+    """Return the parameters below the features by the module that runs them, in running order.
 
-    A module that is used without being called (the projection inside attention) counts with the nearest one
-    above it that ran. What the head, another head or anything behind the features shares is left out: it must stay
-    fixed.
+    A module that is used without being called, such as the projection inside attention, counts with the nearest module
+    above it that ran. Parameters that are shared with a head, or with anything behind the features, must stay fixed
+    and are left out.
     """
     ran = set(trace.order)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first_names = dict(model.named_parameters())
     behind = {id(parameters[name]) for name in trace.beside}
     owned: dict[str, list[str]] = {name: [] for name in trace.extractor}
-    for owner in owners(model):
-        mine = [name for name, p in parameters.items() if _owner_of(name) == owner and trainable(p)]
+    for owner in find_owners(model):
+        mine = [name for name, p in parameters.items() if _owner_of(name) == owner and is_trainable(p)]
         runner = owner
         while runner not in ran and runner:
             runner = runner.rpartition(".")[0]
@@ -85,27 +92,27 @@ def _owned_parameters(model: nn.Module, trace: Trace) -> dict[str, tuple[str, ..
 
 
 def _owner_of(parameter: str) -> str:
-    """The module that owns a parameter; a parametrisation's helper modules count with the layer they serve."""
+    """Return the module that owns a parameter; helper modules of a parametrisation count with the layer they serve."""
     path = parameter.split(".")
     end = path.index("parametrizations") if "parametrizations" in path else len(path) - 1
     return ".".join(path[:end])
 
 
-def _named(model: nn.Module, names: Names, below: dict[str, tuple[str, ...]]) -> list[list[str]]:
+def _group_by_names(model: nn.Module, names: BlockNames, below: dict[str, tuple[str, ...]]) -> list[list[str]]:
     modules = dict(model.named_modules())
     groups: list[list[str]] = []
     taken: set[str] = set()
     if not isinstance(names, list | tuple):
-        raise AdaptationError(f"blocks is {brief(names)}, {_WANTED}")
+        raise AdaptationError(f"blocks is {brief(names)}, {_EXPECTED}")
     for entry in names:
         wanted = [entry] if isinstance(entry, str) else entry
         if not isinstance(wanted, list | tuple) or not all(isinstance(name, str) for name in wanted):
-            raise AdaptationError(f"a block is given as {brief(entry)}, {_WANTED}")
+            raise AdaptationError(f"a block is given as {brief(entry)}, {_EXPECTED}")
         group = []
         for name in wanted:
             if name not in modules:
                 raise AdaptationError(f"block {name!r} names no module of the model; see `shiftmend blocks`")
-            inside = [owner for owner in below if _inside(owner, name)]
+            inside = [owner for owner in below if _is_inside(owner, name)]
             if not inside:
                 raise AdaptationError(f"block {name!r} has no parameters below the features, so it cannot be adapted")
             if taken & set(inside):
@@ -118,32 +125,33 @@ def _named(model: nn.Module, names: Names, below: dict[str, tuple[str, ...]]) ->
     return groups
 
 
-def _inside(name: str, ancestor: str) -> bool:
+def _is_inside(name: str, ancestor: str) -> bool:
     return ancestor == "" or name == ancestor or name.startswith(f"{ancestor}.")
 
 
-def _found(model: nn.Module, running: list[str], level: str = "") -> list[list[str]]:
-    """Cut between the children of `level`, going down where one child holds all the repetition.
+def _group_by_stages(model: nn.Module, running: list[str], level: str = "") -> list[list[str]]:
+    """Cut between the children of `level`, and go down where one child holds all the repetition.
 
     A child with at least two layers is a stage. Layers before the first stage are the stem, a layer behind a stage is
-    a block of its own, and what has no kernel (normalisation, tokens) goes with the layer before it.
+    a block of its own, and a module without a kernel (normalisation, tokens) goes with the layer before it.
     """
     modules = dict(model.named_modules())
     children: dict[str, list[str]] = {}
     for owner in running:
         children.setdefault(_child(owner, level), []).append(owner)
-    stages = [name for name, inside in children.items() if _layers(modules, inside) > 1]
+    stages = [name for name, inside in children.items() if _count_layers(modules, inside) > 1]
     blocks: list[list[str]] = []
     in_stem = bool(stages)
     for name, inside in children.items():
         if name in stages:
             go_down = len(stages) == 1 or _is_plain_chain(modules, name, inside)
-            parts = _found(model, inside, name) if go_down else [inside]
-            if blocks and not _layers(modules, blocks[-1]):
-                parts = [blocks.pop() + parts[0], *parts[1:]]  # tokens alone are no block
+            parts = _group_by_stages(model, inside, name) if go_down else [inside]
+            if blocks and not _count_layers(modules, blocks[-1]):
+                # Tokens alone are no block.
+                parts = [blocks.pop() + parts[0], *parts[1:]]
             blocks += parts
             in_stem = False
-        elif blocks and (in_stem or not _layers(modules, inside) or not _layers(modules, blocks[-1])):
+        elif blocks and (in_stem or not _count_layers(modules, inside) or not _count_layers(modules, blocks[-1])):
             blocks[-1] += inside
         else:
             blocks.append(list(inside))
@@ -151,7 +159,7 @@ def _found(model: nn.Module, running: list[str], level: str = "") -> list[list[s
 
 
 def _child(owner: str, level: str) -> str:
-    """The direct child of `level` that an owner lies in; `level` itself for parameters of its own."""
+    """Return the direct child of `level` that an owner lies in, or `level` itself for parameters of its own."""
     if owner == level:
         return level
     rest = owner[len(level) + 1 :] if level else owner
@@ -159,13 +167,13 @@ def _child(owner: str, level: str) -> str:
     return f"{level}.{first}" if level else first
 
 
-def _layers(modules: dict[str, nn.Module], owners_inside: list[str]) -> int:
-    return sum(_has_kernel(modules[owner], owner, owners_inside) for owner in owners_inside)
+def _count_layers(modules: dict[str, nn.Module], inside: list[str]) -> int:
+    return sum(_has_kernel(modules[owner], owner, inside) for owner in inside)
 
 
 def _has_kernel(module: nn.Module, name: str, running: list[str]) -> bool:
-    """Has a weight matrix or kernel of its own, and is neither normalisation nor a container of layers that run."""
-    if "Norm" in type(module).__name__ or any(other != name and _inside(other, name) for other in running):
+    """Tell whether a module has a weight matrix or kernel; normalisation and containers of running layers do not."""
+    if "Norm" in type(module).__name__ or any(other != name and _is_inside(other, name) for other in running):
         return False
     weight = getattr(module, "weight", None)
     own = [weight] if weight is not None else list(module._parameters.values())
@@ -173,26 +181,26 @@ def _has_kernel(module: nn.Module, name: str, running: list[str]) -> bool:
 
 
 def _is_plain_chain(modules: dict[str, nn.Module], name: str, inside: list[str]) -> bool:
-    """A sequence of three or more single layers, which are blocks themselves; a stage of composites is not."""
+    """Tell whether a container is a sequence of three or more single layers, each of which is then a block."""
     children: dict[str, list[str]] = {}
     for owner in inside:
         children.setdefault(_child(owner, name), []).append(owner)
-    single = all(_layers(modules, part) <= 1 for part in children.values())
-    return isinstance(modules[name], nn.Sequential | nn.ModuleList) and single and _layers(modules, inside) >= 3
+    single = all(_count_layers(modules, part) <= 1 for part in children.values())
+    return isinstance(modules[name], nn.Sequential | nn.ModuleList) and single and _count_layers(modules, inside) >= 3
 
 
-def _block(model: nn.Module, group: list[str], below: dict[str, tuple[str, ...]]) -> Block:
+def _make_block(model: nn.Module, group: list[str], below: dict[str, tuple[str, ...]]) -> Block:
     modules = dict(model.named_modules())
     return Block(
-        name=_title(group, list(below)),
+        name=_make_title(group, list(below)),
         modules=tuple(group),
         parameters=tuple(parameter for owner in group for parameter in below[owner]),
-        layers=_layers(modules, group),
+        layers=_count_layers(modules, group),
     )
 
 
-def _title(group: list[str], everything: list[str]) -> str:
-    """A readable name: the common parent, if all of it is in the group, or the modules themselves."""
+def _make_title(group: list[str], everything: list[str]) -> str:
+    """Return a readable name: the common parent, if all of it is in the group, or else the modules themselves."""
     if len(group) == 1:
         return group[0] or "(own parameters)"
     paths = [name.split(".") for name in group]
@@ -202,7 +210,7 @@ def _title(group: list[str], everything: list[str]) -> str:
             break
         common.append(parts[0])
     parent = ".".join(common)
-    if parent and {owner for owner in everything if _inside(owner, parent)} == set(group):
+    if parent and {owner for owner in everything if _is_inside(owner, parent)} == set(group):
         return parent
     shown = [name or "(own parameters)" for name in group]
     return " + ".join(shown) if len(shown) <= 3 else f"{shown[0]} ... {shown[-1]}"

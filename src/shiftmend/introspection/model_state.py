@@ -1,50 +1,84 @@
-"""All that a model holds, by name: copied, put back, and ready for a file.
+"""The tensors of a model by name: copied, restored, moved to a device, and written to a file.
 
-A model's own `state_dict` may leave tensors out or rename them, as one of adapters does; a run cannot go by it.
+A model's own `state_dict` may leave tensors out or rename them, as models with adapters do. So snapshots read the
+parameters and buffers themselves.
 """
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from shiftmend.errors import ShiftmendError
-from shiftmend.utils.devices import is_writable
+from shiftmend.utils.devices import device_of
 
 
-def trainable(parameter: Tensor) -> bool:
-    """Whether it can be trained; whole numbers cannot, nor those of 8 bits, which torch does not reckon with."""
+def is_trainable(parameter: Tensor) -> bool:
+    """Tell whether gradients can train a parameter: neither integers nor floats of 8 bits, which torch cannot add."""
     return (parameter.is_floating_point() and parameter.element_size() > 1) or parameter.is_complex()
 
 
-def held(model: nn.Module) -> dict[str, Tensor]:
-    """All weights and statistics, but for sparse buffers, which no training changes."""
+def is_writable(tensor: Tensor) -> bool:
+    """Tell whether a tensor can be written in place.
+
+    Sparse tensors, tensors on `meta`, tensors made in inference mode, and expanded ones cannot.
+    """
+    dense = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_inference()
+    return dense and all(stride > 0 or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def find_owners(model: nn.Module) -> list[str]:
+    """List the modules that own parameters; a parametrised layer does, its helper modules do not.
+
+    A list of parameters never runs by itself, so the module that holds the list counts as well.
+    """
+    lists = (nn.ParameterList, nn.ParameterDict)
+    return [
+        name
+        for name, module in model.named_modules()
+        if "parametrizations" not in name.split(".")
+        and (
+            module._parameters
+            or is_parametrized(module)
+            or any(isinstance(child, lists) for child in module.children())
+        )
+    ]
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers by name, detached; sparse buffers are left out, since no training changes them.
+
+    A tensor that two modules share appears under both names.
+    """
     return {
         name: tensor.detach()
-        for name, _, tensor in _places(model)
+        for name, _, tensor in _walk(model)
         if not tensor.is_meta and tensor.layout == torch.strided
     }
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of them, made by a few kernels."""
-    own = held(model)
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """Copy all parameters and buffers, in a few kernels."""
+    own = named_tensors(model)
     copies = {name: torch.empty_like(value) for name, value in own.items()}
-    for dtype in {value.dtype for value in own.values()}:  # in one list, some versions of torch mistake their types
+    # Given one list of several types, some versions of torch mistake their types.
+    for dtype in {value.dtype for value in own.values()}:
         alike = [name for name, value in own.items() if value.dtype == dtype]
         torch._foreach_copy_([copies[name] for name in alike], [own[name] for name in alike])
     return copies
 
 
-def put_back(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Give a model the values that `tensors_of` had copied, in the same memory wherever they fit there."""
+def restore(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Give a model the values of a `snapshot`, in place wherever they fit."""
     with torch.no_grad():
-        for name, module, tensor in _places(model):
+        for name, module, tensor in _walk(model):
             value, own = tensors.get(name), name.rpartition(".")[2]
             if value is None:
                 continue
@@ -54,45 +88,79 @@ def put_back(model: nn.Module, tensors: dict[str, Tensor]) -> None:
                 module._buffers[own] = value.to(tensor.device, copy=True)
 
 
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model's `state_dict`, and those that one of its own leaves out."""
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model's `state_dict`, and those that a `state_dict` of its own leaves out."""
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     missing = {
         name: tensor.detach()
-        for name, module, tensor in _places(model)
+        for name, module, tensor in _walk(model)
         if name not in state and name.rpartition(".")[2] not in module._non_persistent_buffers_set
     }
-    there = {_memory(value) for value in state.values()} if missing else set()  # under another name
-    return state | {name: tensor for name, tensor in missing.items() if _memory(tensor) not in there}
+    # The state dict may hold the same memory under another name.
+    present = {_address(value) for value in state.values()} if missing else set()
+    return state | {name: tensor for name, tensor in missing.items() if _address(tensor) not in present}
 
 
-def as_file(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    """The content of a safetensors file, which holds nearly every kind of number."""
+@contextmanager
+def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Move a model to a device for the length of the block; at its end all buffers are as before, too."""
+    home = device_of(model)
+    owned = [(module._buffers, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+    kept = [buffer.detach().clone() if buffer is not None and is_writable(buffer) else None for _, _, buffer in owned]
     try:
-        return safetensors.torch.save(tensors, metadata)
-    except KeyError as error:
-        name, tensor = next((name, tensor) for name, tensor in tensors.items() if tensor.dtype == error.args[0])
-        raise ShiftmendError(
-            f"{name!r} holds numbers of the type {str(tensor.dtype).removeprefix('torch.')}, which a safetensors file "
-            "cannot; convert them before the model is adapted, e.g. complex128 to complex64, or by dequantize()"
-        ) from error
+        if home != device:
+            model.to(device)
+        yield
+    finally:
+        if home != device:
+            model.to(home)
+        with torch.no_grad():
+            for (buffers, name, buffer), before in zip(owned, kept, strict=True):
+                buffers[name] = buffer
+                if buffer is not None and before is not None and not torch.equal(buffer, before):
+                    buffer.copy_(before)
 
 
-def save_tensors(place: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file from where the tensors lie: as bytes they would be in memory twice more.
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file from where the tensors lie, without a copy of them all in memory.
 
-    `place` is one of `files.replacing`: what is there is replaced, be it a device.
+    Args:
+        path: from `files.replacing`, since what is there is overwritten.
+        tensors: by name; they may share memory.
+        metadata: goes into the header of the file.
+
+    Raises:
+        ShiftmendError: for a type of number that such a file cannot hold.
+        OSError: if the file cannot be written.
     """
-    packed = _packed(tensors)
+    packed = _pack(tensors)
     check_types(packed)
     try:
-        safetensors.torch.save_file(packed, place, metadata)
+        safetensors.torch.save_file(packed, path, metadata)
     except safetensors.SafetensorError as error:
         raise OSError(errno.EIO, str(error)) from error
 
 
-def _packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With copies of those that share memory, wholly or in part, or lie in it otherwise than a safetensors file can."""
+def check_types(tensors: dict[str, Tensor]) -> None:
+    """Refuse types that no safetensors file holds before any work is lost, by a trial with the smallest of each type.
+
+    Raises:
+        ShiftmendError: names the tensor.
+    """
+    by_size = sorted(tensors, key=lambda name: -tensors[name].numel())
+    smallest = {tensors[name].dtype: name for name in by_size}
+    for dtype, name in smallest.items():
+        try:
+            safetensors.torch.save(_pack({name: tensors[name]}))
+        except KeyError as error:
+            raise ShiftmendError(
+                f"{name!r} holds numbers of the type {str(dtype).removeprefix('torch.')}, which a safetensors file "
+                "cannot; convert them before the model is adapted, e.g. complex128 to complex64, or by dequantize()"
+            ) from error
+
+
+def _pack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy the tensors that share memory, or lie in it otherwise than a safetensors file can hold."""
     seen: set[int] = set()
     result = {}
     for name, given in tensors.items():
@@ -103,19 +171,12 @@ def _packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def check_types(tensors: dict[str, Tensor]) -> None:
-    """Refuse what `as_file` would, before any work is lost: the smallest tensor of each type is tried."""
-    by_size = sorted(tensors, key=lambda name: -tensors[name].numel())
-    one_each = {tensors[name].dtype: name for name in by_size}
-    as_file(_packed({name: tensors[name] for name in one_each.values()}))
-
-
-def _memory(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Every parameter and buffer, with its name and the module that has it."""
+def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Yield every parameter and buffer with its name and the module that owns it."""
     for path, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:

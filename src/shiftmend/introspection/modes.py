@@ -1,4 +1,4 @@
-"""TODO."""
+"""Switch a model to eval mode and eager execution for the length of a block."""
 
 from __future__ import annotations
 
@@ -10,38 +10,27 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
+def find_batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """List the BatchNorm layers of a model."""
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+
+
 def is_exported(model: nn.Module) -> bool:
-    """Whether it comes from `torch.export`, which forbids to call `eval`."""
+    """Tell whether a model comes from `torch.export`, which forbids to call `eval`."""
     return isinstance(model, torch.fx.GraphModule) and "eval" in vars(model)
 
 
-@contextmanager
-def eager(model: nn.Module) -> Iterator[None]:
-    """Set compiled calls of `module.compile()` aside: compiled code would not see hooks that came later.
-
-    And nested tensors: `nn.TransformerEncoder` makes them of padded sequences where it needs no gradient, and zeros of
-    the padded positions, which have other values with one.
-    """
-    aside = [(module, "_compiled_call_impl") for module in model.modules() if module._compiled_call_impl]
-    encoders = (module for module in model.modules() if isinstance(module, nn.TransformerEncoder))
-    aside += [(module, "use_nested_tensor") for module in encoders if hasattr(module, "use_nested_tensor")]
-    before = [getattr(module, name) for module, name in aside]
-    inside = any(hasattr(module, "_orig_mod") for module in model.modules())
-    try:
-        for module, name in aside:
-            setattr(module, name, None)
-        with torch.compiler.set_stance("force_eager") if inside else nullcontext():
-            yield
-    finally:
-        for (module, name), value in zip(aside, before, strict=True):
-            setattr(module, name, value)
+def enter_eval(model: nn.Module) -> None:
+    """Switch to eval mode; an exported model stays in the mode that it was exported in."""
+    if not is_exported(model):
+        model.eval()
 
 
 @contextmanager
-def modes(model: nn.Module) -> Iterator[None]:
-    """Give every module its own train or eval mode back at the end of the block.
+def preserve_modes(model: nn.Module) -> Iterator[None]:
+    """Restore the train or eval mode of every module at the end of the block.
 
-    A module that does more than that in its `train`, such as merging weights for inference, is asked to undo it.
+    A module with a `train` of its own is asked to switch back: some merge their weights for inference.
     """
     before = [(module, module.training) for module in model.modules()]
     try:
@@ -54,11 +43,23 @@ def modes(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def enter_eval(model: nn.Module) -> None:
-    """Eval mode; an exported model stays in the one that it was exported in."""
-    if not is_exported(model):
-        model.eval()
+@contextmanager
+def force_eager(model: nn.Module) -> Iterator[None]:
+    """Run a compiled model eagerly inside the block: compiled code would not see hooks that came later.
 
-
-def batch_norms(model: nn.Module) -> list[_BatchNorm]:
-    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    Nested tensors are off as well. `nn.TransformerEncoder` uses them for padded sequences where no gradient is needed,
+    and then writes zeros at padded positions, which have other values where a gradient is needed.
+    """
+    changed = [(module, "_compiled_call_impl") for module in model.modules() if module._compiled_call_impl]
+    encoders = (module for module in model.modules() if isinstance(module, nn.TransformerEncoder))
+    changed += [(module, "use_nested_tensor") for module in encoders if hasattr(module, "use_nested_tensor")]
+    before = [getattr(module, name) for module, name in changed]
+    has_compiled_parts = any(hasattr(module, "_orig_mod") for module in model.modules())
+    try:
+        for module, name in changed:
+            setattr(module, name, None)
+        with torch.compiler.set_stance("force_eager") if has_compiled_parts else nullcontext():
+            yield
+    finally:
+        for (module, name), value in zip(changed, before, strict=True):
+            setattr(module, name, value)

@@ -1,4 +1,4 @@
-"""The one tensor that is meant in what a model or a module returned."""
+"""Find tensors in what a model or a module returned."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from shiftmend.errors import TapError
 from shiftmend.utils.checks import counted, kind
 
 Entry = int | str | None
-"""An index, a key, or the name of a field."""
+"""Which tensor of a tuple, a dict or a dataclass is meant: an index, a key, or the name of a field."""
 
 
 def pick(value: Any, entry: Entry, what: str, example: str = "output={!r}") -> Tensor:
-    """The one tensor in what a module returned; tuples and dicts need to be told which entry it is.
+    """Return the tensor that is meant in what a module returned.
 
-    `example` is how a caller names an entry, for the error that suggests one.
+    Args:
+        value: what the module returned.
+        entry: needed for a tuple, a dict or a dataclass; None for a plain tensor.
+        what: the module, for the error message.
+        example: how a caller names an entry, for the error message that suggests one.
+
+    Raises:
+        TapError: if there is no such entry, or `entry` is missing.
     """
     if entry is None:
         if isinstance(value, Tensor):
@@ -26,7 +33,8 @@ def pick(value: Any, entry: Entry, what: str, example: str = "output={!r}") -> T
         first = _first_entry(value)
         advice = "expected a tensor" if first is None else f"say which entry is meant, e.g. {example.format(first)}"
         raise TapError(f"{what} returned {_describe(value)}; {advice}")
-    if isinstance(value, Tensor):  # an index would quietly take one sample for the output of all
+    if isinstance(value, Tensor):
+        # An index would quietly take one sample for the output of all.
         raise TapError(f"{what} returned a single tensor, which has no entry {entry!r}; leave the entry out")
     try:
         picked = getattr(value, entry) if isinstance(entry, str) and _field_names(value) else value[entry]
@@ -37,8 +45,8 @@ def pick(value: Any, entry: Entry, what: str, example: str = "output={!r}") -> T
     return picked
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in a value, also in lists, dicts, named tuples and dataclasses, which may hold each other."""
+def find_tensors(value: Any) -> list[Tensor]:
+    """List all tensors in a value, also in lists, dicts, named tuples and dataclasses, which may hold each other."""
     found, waiting, seen = [], [value], set()
     while waiting:
         part = waiting.pop()
@@ -57,7 +65,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def _first_entry(value: Any) -> int | str | None:
-    """The first entry that is a tensor, as `pick` takes it."""
+    """Return the first entry that is a tensor, in the form that `pick` takes."""
     entries: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         entries = value.items()
@@ -69,7 +77,7 @@ def _first_entry(value: Any) -> int | str | None:
 
 
 def _field_names(value: Any) -> tuple[str, ...]:
-    """What the parts of a named tuple or of a dataclass are called; a dict, of whatever class, has keys instead."""
+    """Return the names of the fields of a named tuple or a dataclass; a dict of any class has keys instead."""
     if isinstance(value, Mapping):
         return ()
     if is_dataclass(value) and not isinstance(value, type):

@@ -1,7 +1,7 @@
 """Put taps on any `nn.Module` and take them off again.
 
-Taps are forward hooks: the model is never rebuilt, and no hook outlives its `with` block. What a module gives is
-cloned at once, because a following in-place ReLU would overwrite it.
+Taps are forward hooks: the model is never rebuilt, and no hook outlives its `with` block. What a module returns is
+cloned at once, because an in-place ReLU that follows would overwrite it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from shiftmend.errors import TapError
-from shiftmend.introspection.modes import eager
+from shiftmend.introspection.modes import force_eager
 from shiftmend.introspection.outputs import Entry, pick
 from shiftmend.stats.histograms import as_samples
 from shiftmend.utils.checks import brief, check_axis
@@ -24,10 +24,28 @@ from shiftmend.utils.checks import brief, check_axis
 
 @dataclass(frozen=True)
 class Tap:
-    """A point in a model: what a named module reads or writes, and which axis of it counts units.
+    """A named point in a model: the input or the output of one of its modules.
 
-    As text, `module`, `module:input` or `module:output`, with `@axis` behind it where the units are not on axis 1:
-    `"encoder.3@-1"` for tokens `[N, T, C]`. `entry` picks from a module that returns a tuple or a dict.
+    `profile(..., taps=...)` takes taps as text too: `"layer1"`, `"layer1:input"` or `"layer1:output"`, followed by
+    `@axis` where units do not lie on axis 1, such as `"encoder.3@-1"` for tokens `[N, T, C]`.
+
+    Args:
+        name: what the tap is called in the profile, e.g. `"features"`.
+        module: name of the module, as in `model.named_modules()`.
+        side: whether to track what the module reads (`"input"`) or what it returns (`"output"`).
+        channel_axis: axis that counts units; all other axes count samples.
+        entry: which tensor to track of a module that returns a tuple or a dict: an index or a key.
+
+    Raises:
+        TapError: if an argument has the wrong type, or the axis is that of the samples.
+
+    Example:
+        >>> from shiftmend import Tap
+        >>> tap = Tap("early", "layer1", "input", channel_axis=-1)
+        >>> str(tap)
+        'layer1:input@-1'
+        >>> Tap.parse("early", "layer1:input@-1") == tap
+        True
     """
 
     name: str
@@ -47,8 +65,20 @@ class Tap:
 
     @staticmethod
     def parse(name: str, spec: str | Tap) -> Tap:
+        """Make a tap from its text.
+
+        Args:
+            name: what the tap is called in the profile.
+            spec: `module`, `module:input` or `module:output`, perhaps followed by `@axis`; or a tap to rename.
+
+        Returns:
+            The tap, with the name `name`.
+
+        Raises:
+            TapError: if the text has another form.
+        """
         if isinstance(spec, Tap):
-            return Tap(name, spec.module, spec.side, spec.channel_axis, spec.entry)
+            return replace(spec, name=name)
         if not isinstance(spec, str):
             raise TapError(f"tap {name!r} is {brief(spec)}, expected the name of a module, e.g. 'layer1', or a Tap")
         rest, _, axis = spec.partition("@")
@@ -66,19 +96,24 @@ class Tap:
 
 
 class Recorder:
-    """Holds what the taps gave in the last forward pass, until it is read."""
+    """The activations at some taps in the last forward pass, until they are read."""
 
     def __init__(self, taps: Mapping[str, Tap]) -> None:
         self._taps = taps
         self._seen: dict[str, list[Tensor]] = {name: [] for name in taps}
 
     def record(self, name: str, value: Any) -> None:
+        """Store what the module of a tap read or returned."""
         tap = self._taps[name]
         tensor = pick(value, tap.entry, f"module {tap.module!r} of tap {name!r}", "Tap(..., entry={!r})")
         self._seen[name].append(tensor.clone())
 
     def read(self) -> dict[str, Tensor]:
-        """Activations `[samples, units]` by tap; a tap that fired other than once is an error that names it."""
+        """Return activations `[samples, units]` by tap, and forget them.
+
+        Raises:
+            TapError: names a tap whose module did not run exactly once, or gave no activations.
+        """
         seen = self._seen
         self.forget()
         for name, values in seen.items():
@@ -88,28 +123,29 @@ class Recorder:
                     f"tap {name!r} watches {str(self._taps[name])!r}, which {count} in one forward pass; "
                     "name a module that runs exactly once"
                 )
-        return {name: self._samples(self._taps[name], values[0]) for name, values in seen.items()}
+        return {name: _to_samples(self._taps[name], values[0]) for name, values in seen.items()}
 
     def forget(self) -> None:
-        """Begin anew: a checkpointed part of a model runs again, with its taps, in the backward pass."""
+        """Drop what was recorded: a checkpointed part of a model runs again, with its taps, in the backward pass."""
         self._seen = {name: [] for name in self._taps}
 
-    @staticmethod
-    def _samples(tap: Tap, values: Tensor) -> Tensor:
-        if values.ndim == 0:
-            raise TapError(f"tap {tap.name!r} watches {str(tap)!r}, which gives a single number for all samples")
-        if values.is_complex():
-            raise TapError(
-                f"tap {tap.name!r} watches {str(tap)!r}, which gives complex numbers, and those have no histogram; "
-                "name a module whose numbers are real"
-            )
-        if values.ndim > 1 and not -values.ndim < tap.channel_axis < values.ndim:
-            raise TapError(f"tap {tap.name!r} counts units on axis {tap.channel_axis} of {list(values.shape)}")
-        return as_samples(values, tap.channel_axis)
+
+def _to_samples(tap: Tap, values: Tensor) -> Tensor:
+    """Bring activations into the shape `[samples, units]`."""
+    if values.ndim == 0:
+        raise TapError(f"tap {tap.name!r} watches {str(tap)!r}, which gives a single number for all samples")
+    if values.is_complex():
+        raise TapError(
+            f"tap {tap.name!r} watches {str(tap)!r}, which gives complex numbers, and those have no histogram; "
+            "name a module whose numbers are real"
+        )
+    if values.ndim > 1 and not -values.ndim < tap.channel_axis < values.ndim:
+        raise TapError(f"tap {tap.name!r} counts units on axis {tap.channel_axis} of {list(values.shape)}")
+    return as_samples(values, tap.channel_axis)
 
 
 def module_of(model: nn.Module, tap: Tap) -> nn.Module:
-    """The module that a tap names."""
+    """Return the module that a tap names; an unknown name gets a hint."""
     modules: dict[str, nn.Module] = dict(model.named_modules())
     if tap.module not in modules:
         close = [name for name in modules if name.endswith(f".{tap.module}")] or get_close_matches(tap.module, modules)
@@ -119,15 +155,18 @@ def module_of(model: nn.Module, tap: Tap) -> nn.Module:
 
 
 @contextmanager
-def tapped(model: nn.Module, taps: Mapping[str, Tap], set_aside: bool = True) -> Iterator[Recorder]:
-    """Watch the taps inside the block; afterwards nothing is left on the model.
+def attach_taps(model: nn.Module, taps: Mapping[str, Tap], eager: bool = True) -> Iterator[Recorder]:
+    """Record the activations at the taps inside the block; afterwards no hook is left on the model.
 
-    Compiled calls that the model brings along are set aside, unless it is known that they were made for these taps.
+    Args:
+        model: any module.
+        taps: by name.
+        eager: run compiled code of the model eagerly, unless the code was compiled with these taps attached.
     """
     recorder = Recorder(taps)
     with ExitStack() as stack:
-        if set_aside:
-            stack.enter_context(eager(model))
+        if eager:
+            stack.enter_context(force_eager(model))
         for name, tap in taps.items():
             module = module_of(model, tap)
             if tap.side == "input":

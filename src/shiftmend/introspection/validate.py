@@ -1,105 +1,247 @@
-"""A model while it is adapted: which layers are in which mode, what is trained, copies of its state, and back again."""
+"""Validate models: the one place that refuses them.
+
+`validate` lists what keeps a model from being used, after the validator of Opacus. `check_model` raises the first
+problem, `unwrap` does so for what a caller handed over, and `copy_model` makes the copy that is adapted.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import os
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import pickle
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
-from shiftmend.errors import AdaptationError, DataError, TapError
-from shiftmend.introspection.model_state import trainable
-from shiftmend.introspection.modes import eager, enter_eval, is_exported, modes
-from shiftmend.introspection.outputs import Entry, pick, tensors_in
+from shiftmend.errors import AdaptationError, DataError, ShiftmendError, TapError
+from shiftmend.introspection.model_state import find_owners, is_trainable
+from shiftmend.introspection.modes import enter_eval, find_batch_norms, force_eager, is_exported, preserve_modes
+from shiftmend.introspection.outputs import Entry, find_tensors, pick
 from shiftmend.utils.checks import kind
-from shiftmend.utils.devices import device_of
+
+_FORWARD_ERRORS = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
+)  # fmt: skip
+"""What models raise for inputs that they do not take: they assert, look up, index and compute as they like."""
+
+_PLAIN_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
+"""Errors whose text says enough without their type."""
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The plain module inside `torch.compile` or data-parallel wrappers, which shares its parameters."""
-    given: Any = model
-    if not isinstance(given, nn.Module):
-        stored = isinstance(given, str | os.PathLike | Mapping)
+@dataclass(frozen=True)
+class Problem:
+    """One reason why a model cannot be used, as a sentence with what was expected and what to do."""
+
+    message: str
+    error: type[ShiftmendError]
+    """The class that `check_model` raises."""
+    cause: BaseException | None = None
+    """What the model itself raised."""
+
+
+def validate(
+    model: Any,
+    samples: Sequence[Tensor] = (),
+    *,
+    output: Entry = None,
+    tapped: bool = True,
+    traced: bool = False,
+    trained: bool = False,
+    original: nn.Module | None = None,
+) -> list[Problem]:
+    """List what keeps a model from being used; the list is empty for a good one.
+
+    Args:
+        model: what a caller handed over as the model.
+        samples: batches of inputs `[N, ...]` where the model lies; the model runs on each of them in eval mode.
+        output: which entry of what the model returns is meant; not checked where it is None.
+        tapped: whether hooks go on some modules. Scripted and exported models take none.
+        traced: whether hooks go on every module that owns parameters, and a head is looked for.
+        trained: whether the model is adapted, so that its weights must be finite.
+        original: the model that `model` is a copy of, which must not run in its place.
+
+    Returns:
+        One problem for each thing that is wrong. The model runs only if nothing else is wrong.
+    """
+    if not isinstance(model, nn.Module):
+        stored = isinstance(model, str | os.PathLike | Mapping)
         advice = "; build the network and load its weights into it first" if stored else ""
-        raise TapError(f"the model is {kind(given)}, expected a torch.nn.Module{advice}")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TapError("a scripted model cannot be tapped; pass the module it was scripted from")
-    if is_exported(model):
-        raise TapError("an exported model cannot be tapped; pass the module it was exported from")
+        return [Problem(f"the model is {kind(model)}, expected a torch.nn.Module{advice}", TapError)]
+    problems = [*_check_hooks(model, traced)] if tapped else []
     if any(is_lazy(parameter) or parameter.is_meta for parameter in model.parameters()):
-        raise TapError(
+        message = (
             "the model's parameters hold no values yet (lazy layers, or the device 'meta'): run a batch through it if "
             "it is lazy, and load its weights first"
         )
-    while True:
+        problems.append(Problem(message, TapError))
+    elif trained:
+        problems += _check_weights(model)
+    return problems or [*_check_forward(model, samples, output, original)]
+
+
+def check_model(model: nn.Module, samples: Sequence[Tensor] = (), **options: Any) -> None:
+    """Raise the first problem that `validate` finds, with the same arguments."""
+    for problem in validate(model, samples, **options):
+        raise problem.error(problem.message) from problem.cause
+
+
+def unwrap(model: nn.Module, **options: Any) -> nn.Module:
+    """Return the plain module inside `torch.compile` or data-parallel wrappers, which shares its parameters.
+
+    Raises:
+        ShiftmendError: for what is no usable model; `options` are those of `validate`.
+    """
+    inner: Any = model
+    while isinstance(inner, nn.Module):
+        model = inner
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    check_model(model, **options)
+    return model
 
 
-def check_takes(model: nn.Module, sample: Tensor, output: Entry = None) -> None:
-    """Refuse inputs the model cannot take, and an entry it does not return, before anything else is done with them."""
-    names = _Names()
-    with torch.no_grad(), modes(model), eager(model):
-        enter_eval(model)
+def copy_model(model: nn.Module) -> nn.Module:
+    """Copy a model, so that the caller's own is never changed.
+
+    A model may still hold tensors of its last training step: a weight computed by `weight_norm`, or features that it
+    remembers. Torch refuses to copy tensors with a graph; the copy gets their values alone.
+
+    Raises:
+        AdaptationError: if the model cannot be copied, or its own `__deepcopy__` shares tensors with the copy.
+    """
+    values: dict[int, Any] = {}
+    for tensor in (tensor for module in model.modules() for tensor in find_tensors(vars(module))):
+        if tensor.grad_fn is not None:
+            values[id(tensor)] = tensor.detach().clone()
+    try:
+        copied = copy.deepcopy(model, values)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, RuntimeError, TypeError, ValueError, copy.Error, pickle.PicklingError) as error:
+        raise AdaptationError(
+            f"the model cannot be copied ({error}), and the caller's own is never changed; remove from it what "
+            "copy.deepcopy does not take"
+        ) from error
+    own = {id(tensor) for tensor in (*copied.parameters(), *copied.buffers())}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) in own:
+            raise AdaptationError(
+                f"a copy of the model shares {name!r} with the caller's own, which is never changed; copy it in "
+                "__deepcopy__"
+            )
+    return copied
+
+
+def _check_hooks(model: nn.Module, traced: bool) -> Iterator[Problem]:
+    if isinstance(model, torch.jit.ScriptModule):
+        yield Problem("a scripted model cannot be tapped; pass the module it was scripted from", TapError)
+    elif is_exported(model):
+        yield Problem("an exported model cannot be tapped; pass the module it was exported from", TapError)
+    elif traced:
+        owners = find_owners(model)
+        if not owners:
+            yield Problem("the model has no parameters, so there is no head to tap and nothing to adapt", TapError)
+        for name in owners:
+            if isinstance(model.get_submodule(name), torch.jit.ScriptModule):
+                message = f"{name!r} is scripted and cannot be tapped; put the module it was scripted from there"
+                yield Problem(message, TapError)
+
+
+def _check_weights(model: nn.Module) -> Iterator[Problem]:
+    """Find weights that make every loss NaN, for which the learning rate would be blamed later."""
+    for name, parameter in model.named_parameters():
+        if not is_trainable(parameter):
+            continue
+        value = parameter.detach()
+        # A mask that is kept among the parameters may hold infinities.
+        bad = ~torch.isfinite(value) if parameter.requires_grad else torch.isnan(value)
+        if bool(bad.any()):
+            message = (
+                f"the model's weights are NaN or infinite in {name!r} before anything is adapted; load those of a "
+                "model that works"
+            )
+            yield Problem(message, AdaptationError)
+
+
+def _check_forward(
+    model: nn.Module, samples: Sequence[Tensor], output: Entry, original: nn.Module | None
+) -> Iterator[Problem]:
+    """Run the model on each batch; batches differ in size where each is padded by itself."""
+    for number, sample in enumerate(samples):
         try:
-            with names:
+            with torch.no_grad(), preserve_modes(model), force_eager(model), _watch_original(original, model):
+                enter_eval(model)
                 returned = model(sample)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a model asserts, looks up and indexes as it likes
-            words = str(error).strip().splitlines()
-            plain = words and isinstance(error, RuntimeError | TypeError | ValueError | IndexError)
-            reason = words[0] if plain else " ".join([type(error).__name__, *words[:1]])
-            dtype = str(sample.dtype).removeprefix("torch.")
-            raise DataError(
-                f"the model does not take inputs of shape {list(sample.shape[1:])} and type {dtype}: {reason}"
-                f"{_advice(model, sample, reason, names.asked)}"
-            ) from error
-    if output is not None:
-        pick(returned, output, "the model")
+        except _OriginalCalled as error:
+            yield Problem(str(error), AdaptationError)
+            return
+        except _FORWARD_ERRORS as error:
+            message = _explain(model, sample, error)
+            if number > 0:
+                message = f"the batches differ in size, and {message}; bring all samples to one size first"
+            yield Problem(message, DataError, error)
+            return
+        if output is not None and number == 0:
+            try:
+                pick(returned, output, "the model")
+            except TapError as error:
+                yield Problem(str(error), TapError)
 
 
-def _takes_one_tensor(model: nn.Module) -> bool:
-    """Whether one argument is enough for its forward, as far as that can be told."""
-    try:
-        with suppress(ValueError):  # something without a signature
-            inspect.signature(model.forward).bind(None)
-    except TypeError:
-        return False
-    return True
+class _OriginalCalled(Exception):
+    """A copy called a module of the model that it was made from."""
 
 
-class _Names(torch.overrides.TorchFunctionMode):
-    """Notices a model that takes its tensor for a dict: what torch says of such an index depends on the word."""
+@contextmanager
+def _watch_original(original: nn.Module | None, copied: nn.Module) -> Iterator[None]:
+    """Raise as soon as a module of the original is called.
 
-    asked = False
+    Functions cannot be copied: a lambda or a hook that refers to `self` goes on referring to the caller's model.
+    """
+    shared, thread = {id(module) for module in copied.modules()}, threading.get_ident()
+    with ExitStack() as stack:
+        for name, module in original.named_modules() if original is not None else ():
+            if id(module) in shared or isinstance(module, torch.jit.ScriptModule):
+                continue
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not Tensor.__getitem__ or not isinstance(args[1], str):
-            return func(*args, **(kwargs or {}))
-        self.asked = True
-        with warnings.catch_warnings():  # before it refuses some words, torch warns of sequences as indices
-            warnings.simplefilter("ignore")
-            return func(*args)
+            def stop(module: nn.Module, inputs: Any, name: str = name) -> None:
+                # Another thread may go on predicting with the caller's model.
+                if threading.get_ident() != thread:
+                    return
+                raise _OriginalCalled(
+                    f"a copy of the model still runs {name or type(module).__name__!r} of the caller's own, which is "
+                    "never changed: a function that the model holds, such as a lambda or a hook, refers to it; make "
+                    "that a method, or a module"
+                )
+
+            stack.callback(module.register_forward_pre_hook(stop).remove)
+        yield
 
 
-def _advice(model: nn.Module, sample: Tensor, reason: str, for_a_dict: bool) -> str:
-    """What to do about inputs of another type than the weights, too few of them, or without an axis of samples."""
-    if not _takes_one_tensor(model) or for_a_dict:
+def _explain(model: nn.Module, sample: Tensor, error: Exception) -> str:
+    """Say in one sentence that a model does not take some inputs, and what to do."""
+    lines = str(error).strip().splitlines()
+    reason = lines[0] if lines and isinstance(error, _PLAIN_ERRORS) else " ".join([type(error).__name__, *lines[:1]])
+    dtype = str(sample.dtype).removeprefix("torch.")
+    advice = _advise(model, sample)
+    return f"the model does not take inputs of shape {list(sample.shape[1:])} and type {dtype}: {reason}{advice}"
+
+
+def _advise(model: nn.Module, sample: Tensor) -> str:
+    """Suggest what to do about inputs of another type than the weights, too few of them, or without a batch axis."""
+    if not _takes_one_tensor(model):
         return "; expected a model that is called with one tensor: wrap it in a module that takes one and passes it on"
-    if len(sample) == 1 and "more than 1 value per channel" in reason:
+    if len(sample) == 1 and any(norm.running_mean is None for norm in find_batch_norms(model)):
         return "; it normalises by the batch, so give it at least two samples at once"
     if sample.ndim == 1:
         return "; expected samples along the first axis: make one tensor of several, or inputs.unsqueeze(0) of one"
@@ -109,99 +251,19 @@ def _advice(model: nn.Module, sample: Tensor, reason: str, for_a_dict: bool) -> 
     (wanted,) = weights
     if sample.is_floating_point():
         return f"; convert them first, e.g. preprocess=lambda inputs: inputs.to({wanted})"
-    try:  # whole numbers may be tokens, and the trouble another
-        model(sample.to(wanted))
-    except Exception:
+    if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in model.modules()):
+        # The inputs are tokens, and something else is wrong with them.
         return ""
-    scaled = " / 255" if sample.dtype == torch.uint8 else ""
-    return f"; convert them as in training, e.g. preprocess=lambda inputs: inputs.to({wanted}){scaled}"
+    scale = " / 255" if sample.dtype == torch.uint8 else ""
+    return f"; convert them as in training, e.g. preprocess=lambda inputs: inputs.to({wanted}){scale}"
 
 
-def check_takes_each(model: nn.Module, samples: Sequence[Tensor], output: Entry = None) -> None:
-    """`check_takes` of samples that may differ in size, as those of batches do that are padded each by itself."""
-    first, *others = samples
-    check_takes(model, first, output)
-    for other in others:
-        try:
-            check_takes(model, other)
-        except DataError as error:
-            raise DataError(f"the batches differ in size, and {error}; bring all samples to one size first") from error
-
-
-def plain_copy(model: nn.Module) -> nn.Module:
-    """A copy that shares nothing with the model, which may still hold tensors of its last training step.
-
-    Such a tensor (a weight computed by `weight_norm`, features that the model remembers) hangs on a graph, from which
-    torch refuses to copy it; the copy gets its values alone.
-    """
-    held: dict[int, Any] = {}
-    for tensor in (tensor for module in model.modules() for tensor in tensors_in(vars(module))):
-        if tensor.grad_fn is not None:
-            held[id(tensor)] = tensor.detach().clone()
+def _takes_one_tensor(model: nn.Module) -> bool:
+    """Tell whether `forward` can be called with one argument, as far as its signature shows."""
     try:
-        return copy.deepcopy(model, held)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever a model may hold: locks, open files, generators
-        raise AdaptationError(
-            f"the model cannot be copied ({error}), and the caller's own is never changed; remove from it what "
-            "copy.deepcopy does not take"
-        ) from error
-
-
-_KIND = {Tensor.size, Tensor.dim, Tensor.numel, *(getattr(Tensor, name).__get__ for name in ("dtype", "shape", "ndim"))}
-
-
-_PLACE = {getattr(Tensor, name).__get__ for name in ("device", "is_cuda")}
-"""Questions about a tensor, not about its values, to which a copy has the same answer, if it is in the same place."""
-
-
-class LeftAlone(TorchFunctionMode):
-    """Inside, a copy of a model is refused as soon as it reckons with weights of the model itself.
-
-    A function cannot be copied: a lambda or a hook that refers to `self` goes on referring to the caller's model.
-    """
-
-    def __init__(self, model: nn.Module, copied: nn.Module) -> None:
-        super().__init__()
-        shared = {id(tensor) for tensor in _tensors(copied).values()}  # see `refuse_shared_tensors`
-        self.names = {id(tensor): name for name, tensor in _tensors(model).items() if id(tensor) not in shared}
-        self.harmless = _KIND | _PLACE if device_of(model) == device_of(copied) else _KIND
-        self.touched: str | None = None
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for tensor in tensors_in((args, kwargs)):
-            if id(tensor) in self.names and func not in self.harmless:
-                self.touched = self.names[id(tensor)]
-                raise RuntimeError(self.touched)
-        return func(*args, **(kwargs or {}))
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if self.touched is not None:
-            raise AdaptationError(
-                f"a copy of the model still runs with {self.touched!r} of the caller's own, which is never changed: a "
-                "function that the model holds, such as a lambda or a hook, refers to it; make that a method, or a "
-                "module"
-            )
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters()) | dict(model.named_buffers())
-
-
-def refuse_broken(model: nn.Module) -> None:
-    """Refuse weights that make every loss NaN, for which the learning rate would be blamed later."""
-    for name, parameter in model.named_parameters():
-        if not trainable(parameter):
-            continue
-        value = parameter.detach()
-        # a mask that is kept among the parameters may hold infinities
-        bad = ~torch.isfinite(value) if parameter.requires_grad else torch.isnan(value)
-        if bool(bad.any()):
-            raise AdaptationError(
-                f"the model's weights are NaN or infinite in {name!r} before anything is adapted; load those of a "
-                "model that works"
-            )
+        # Some functions have no signature.
+        with suppress(ValueError):
+            inspect.signature(model.forward).bind(None)
+    except TypeError:
+        return False
+    return True

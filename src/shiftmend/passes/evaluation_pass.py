@@ -19,9 +19,9 @@ from shiftmend.accelerate.precision import Precision
 from shiftmend.distributed.batch_norm import synchronised
 from shiftmend.distributed.collectives import all_processes, is_distributed
 from shiftmend.inputs.feed import Feed
-from shiftmend.introspection.modes import enter_eval, modes
-from shiftmend.introspection.taps import Tap, tapped
-from shiftmend.utils.rng import roll
+from shiftmend.introspection.modes import enter_eval, preserve_modes
+from shiftmend.introspection.taps import Tap, attach_taps
+from shiftmend.utils.rng import reseed
 
 MAX_CAPTURED_VALUES = 1 << 14
 """Values of one sample, above which a pass is not captured: a graph keeps its memory, and large samples gain little."""
@@ -72,9 +72,9 @@ def run_pass(
         taps: Taps whose activations the observer needs.
         precision: A context manager for the forward pass, such as autocast.
     """
-    roll(0)
-    with torch.no_grad(), modes(model), ExitStack() as stack:
-        recorder = stack.enter_context(tapped(model, taps)) if taps else None
+    reseed(0)
+    with torch.no_grad(), preserve_modes(model), ExitStack() as stack:
+        recorder = stack.enter_context(attach_taps(model, taps)) if taps else None
         enter_eval(model)
         for inputs, labels in batches:
             with precision():
@@ -140,7 +140,7 @@ class RepeatedPass(Generic[T]):
                 self._may_capture = self._replay is not None
             if self._replay is None:
                 return self._run(self._batches())
-            roll(0)
+            reseed(0)
             return self._replay()
 
     def forget(self) -> None:
@@ -155,18 +155,18 @@ class RepeatedPass(Generic[T]):
 
     def _batches(self) -> Iterable[tuple[Tensor, Tensor | None]]:
         if self.labelled:
-            return self.feed.labelled()
+            return self.feed.labelled_batches()
         if self.limit is None:
-            return without_labels(self.feed.batches(self.feed.at_once))
-        return without_labels(self.feed.subset(self.limit, 0, self.feed.at_once))
+            return without_labels(self.feed.batches(self.feed.inference_batch_size))
+        return without_labels(self.feed.subset(self.limit, 0, self.feed.inference_batch_size))
 
     def _captured_batches(self) -> Iterable[tuple[Tensor, Tensor | None]]:
         """Return the batches that a graph can read again: indices of a limited pass stay where they are."""
         feed, inputs = self.feed, self.feed.inputs
         if self.labelled or self.limit is None or inputs is None:
             return self._batches()
-        self._parts = self._parts or feed.some(self.limit, 0, feed.at_once)
-        return without_labels(feed.ready(inputs.index_select(0, part)) for part in self._parts)
+        self._parts = self._parts or feed.subset_indices(self.limit, 0, feed.inference_batch_size)
+        return without_labels(feed.prepare(inputs.index_select(0, part)) for part in self._parts)
 
 
 class Activations:

@@ -15,11 +15,12 @@ from shiftmend.distributed.batch_norm import synchronised
 from shiftmend.distributed.collectives import all_processes, all_true, check_same, warn_without_process_group
 from shiftmend.errors import ProfileError
 from shiftmend.inputs.feed import Feed, Preprocess
-from shiftmend.introspection.modes import batch_norms, modes
+from shiftmend.introspection.model_state import on_device
+from shiftmend.introspection.modes import find_batch_norms, preserve_modes
 from shiftmend.introspection.outputs import Entry
 from shiftmend.introspection.taps import Tap
 from shiftmend.introspection.trace import trace
-from shiftmend.introspection.validate import check_takes_each, unwrap
+from shiftmend.introspection.validate import check_model, unwrap
 from shiftmend.passes.evaluation_pass import Observation, run_pass, without_labels
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.fingerprints import InputSummary
@@ -31,10 +32,10 @@ from shiftmend.stats.histograms import SOFT_TEMPERATURE, Bins, CountTracker, Ran
 from shiftmend.stats.slices import MAX_WEIGHTS, Projector, Slices, bins_of_slices
 from shiftmend.stats.statistics import Statistic
 from shiftmend.utils.checks import brief, check_known, counted, is_whole
-from shiftmend.utils.devices import placed, resolve_device
+from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.processes import of_first_process, world_size
 from shiftmend.utils.progress import Bar, PassProgress, Progress, progress_bar
-from shiftmend.utils.rng import rolled
+from shiftmend.utils.rng import isolate_rng
 
 logger = logging.getLogger(__name__)
 
@@ -111,13 +112,13 @@ def profile(
         raise ProfileError(f"keep_bytes must be a whole number of bytes, got {brief(keep_bytes)}")
     full = isinstance(like.gaussian, FullGaussian) if like else gaussian == "full"
     chosen = find_preset(like.preset if like else "reference" if preset is None else preset)
-    usual = chosen.bins if batch_norms(model) else chosen.bins.with_temperature(SOFT_TEMPERATURE)
+    usual = chosen.bins if find_batch_norms(model) else chosen.bins.with_temperature(SOFT_TEMPERATURE)
     cut = like.bins if like else check_bins(bins, usual)
     feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, what="source data")
     with (
-        placed(model, place),
-        modes(model),
-        rolled(place, lambda: check_takes_each(model, feed.kinds(2))),
+        on_device(model, place),
+        preserve_modes(model),
+        isolate_rng(place, lambda: check_model(model, feed.examples(2))),
         progress_bar(progress, "profiling", None) as bar,
     ):
         model.eval()
@@ -207,8 +208,8 @@ class _Passes:
         self.number += 1
         kept: list[Samples] | None = []
         used = inputs = 0
-        own = (self.feed.known or 0) / world_size()
-        advance = PassProgress(self.bar, f"pass {self.number}", self.feed.known)
+        own = (self.feed.known_samples or 0) / world_size()
+        advance = PassProgress(self.bar, f"pass {self.number}", self.feed.known_samples)
 
         def see(seen: Observation) -> None:
             nonlocal kept, used, inputs

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.errors import DataError, ShiftmendError
-from shiftmend.introspection.model_state import whole_state
+from shiftmend.introspection.model_state import full_state_dict
 from shiftmend.stats.histograms import RangeTracker
-from shiftmend.utils.devices import in_parts
+from shiftmend.utils.devices import split_rows
 
 MAX_SUMMARISED_INPUTS = 4096
 """Samples that describe the inputs: enough for a mean, and cheap."""
@@ -34,7 +34,7 @@ def architecture(model: nn.Module) -> str:
 def weights(model: nn.Module) -> str:
     """Compute the SHA-256 over names and values of parameters and buffers."""
     digest = hashlib.sha256()
-    for name, value in sorted(whole_state(model).items()):
+    for name, value in sorted(full_state_dict(model).items()):
         if value.layout != torch.strided:
             raise ShiftmendError(
                 f"{name!r} of the model is a sparse tensor, which no file of weights can hold; register it with "
@@ -59,7 +59,7 @@ def _is_number(value: Any) -> bool:
 def digest(values: Tensor) -> str:
     """Compute the SHA-256 over shape, type and values, a part at a time, so that nothing large is copied."""
     result = hashlib.sha256(f"{tuple(values.shape)} {values.dtype}".encode())
-    for part in in_parts(values):
+    for part in split_rows(values):
         result.update(tensor_bytes(part))
     return result.hexdigest()
 
@@ -93,7 +93,7 @@ class InputSummary:
             sizes = tuple(batch.shape[1:])
             shape = sizes if shape is None or len(shape) != len(sizes) else _common_shape(shape, sizes)
             dtype = dtype or str(batch.dtype).removeprefix("torch.")
-            for part in in_parts(batch[: most - seen]):
+            for part in split_rows(batch[: most - seen]):
                 values = (torch.view_as_real(part) if part.is_complex() else part).float()
                 nans.append(values.isnan().any())
                 values = values.nan_to_num()

@@ -28,19 +28,20 @@ from shiftmend.evaluation.evaluate import metrics_for
 from shiftmend.evaluation.regression import RegressionMetrics, RegressionScores, in_one_shape
 from shiftmend.inputs.feed import Feed, Preprocess
 from shiftmend.inputs.sources import as_tensor
-from shiftmend.introspection.modes import modes
+from shiftmend.introspection.model_state import on_device
+from shiftmend.introspection.modes import preserve_modes
 from shiftmend.introspection.outputs import Entry, pick
-from shiftmend.introspection.taps import tapped
-from shiftmend.introspection.validate import check_takes, unwrap
+from shiftmend.introspection.taps import attach_taps
+from shiftmend.introspection.validate import check_model, unwrap
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.fingerprints import InputSummary
 from shiftmend.profiles.profile import Profile, as_profile
 from shiftmend.stats.divergences import sampling_floor
 from shiftmend.stats.histograms import Bins, Histogram
 from shiftmend.utils.checks import brief, check_classes
-from shiftmend.utils.devices import in_parts, placed, resolve_device, sent, sum_dtype
+from shiftmend.utils.devices import resolve_device, send, split_rows, sum_dtype
 from shiftmend.utils.json import from_strict_json
-from shiftmend.utils.rng import rolled
+from shiftmend.utils.rng import isolate_rng
 from shiftmend.verification.signals import Tally, class_logits
 from shiftmend.verification.verdict import FAILED, RESTORED, Verification, chance_of
 
@@ -291,7 +292,7 @@ class _Here(NamedTuple):
 
 def _beyond(values: Tensor, home: Histogram) -> Tensor:
     """How many values of each unit are beyond its range at home, or NaN: outer bins have half of those on its edge."""
-    counts = [(~((part >= home.low) & (part <= home.high))).sum(0) for part in in_parts(values)]
+    counts = [(~((part >= home.low) & (part <= home.high))).sum(0) for part in split_rows(values)]
     return torch.stack(counts).sum(0)
 
 
@@ -540,11 +541,11 @@ def facts(
 
     with ExitStack() as stack:
         for one in models.values():
-            stack.enter_context(placed(one, place))
-            stack.enter_context(modes(one))
+            stack.enter_context(on_device(one, place))
+            stack.enter_context(preserve_modes(one))
             one.eval()
         stack.enter_context(torch.no_grad())
-        stack.enter_context(rolled(place, lambda: _check(models.values(), feed)))
+        stack.enter_context(isolate_rng(place, lambda: _check(models.values(), feed)))
         looks = _looks(models, feed, profile, marks, output, ignore_label)
         summary = InputSummary.from_batches(feed.batches())
         shown = _samples(models, feed, profile, marks, output, samples)
@@ -592,7 +593,7 @@ def _labels(labels: Any, feed: Feed) -> Tensor | None:
         raise DataError(
             f"there are {len(marks) if marks.ndim else 1} labels for {feed.samples} samples; expected one for each"
         )
-    if not feed.ordered:
+    if not feed.keeps_order:
         raise DataError("labels are given in the order of the samples, and this loader shuffles; use shuffle=False")
     return marks
 
@@ -615,7 +616,7 @@ def _adaptation(given: Any, model: nn.Module) -> tuple[Adaptation | None, str | 
 
 def _check(models: Iterable[nn.Module], feed: Feed) -> None:
     for one in models:
-        check_takes(one, feed.first(2))
+        check_model(one, [feed.first(2)])
 
 
 def _looks(
@@ -630,10 +631,10 @@ def _looks(
     moved = profile.to(feed.device)
     looks = {name: Look(moved, output, ignore_label) for name in models}
     with ExitStack() as stack:
-        recorders = {name: stack.enter_context(tapped(one, profile.specs)) for name, one in models.items()}
+        recorders = {name: stack.enter_context(attach_taps(one, profile.specs)) for name, one in models.items()}
         position = 0
         for batch in feed.batches():
-            marks = None if labels is None else sent(labels[position : position + len(batch)], feed.device)
+            marks = None if labels is None else send(labels[position : position + len(batch)], feed.device)
             position += len(batch)
             for name, one in models.items():
                 # a copy: a model that works in place must not change what the other sees
@@ -662,7 +663,7 @@ def _samples(
     else:
         places = sorted({round(step) for step in np.linspace(0, feed.samples - 1, min(count, feed.samples))})
         raw = feed.inputs[places].cpu()
-        ready = feed.ready(feed.inputs[places])
+        ready = feed.prepare(feed.inputs[places])
     if raw[0].numel() > LARGEST_SAMPLE:
         return ()
     axis = None if labels is not None and labels.is_floating_point() else profile.specs["logits"].channel_axis

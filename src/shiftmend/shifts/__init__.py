@@ -12,42 +12,32 @@ import difflib
 import inspect
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shiftmend.errors import DataError
-from shiftmend.shifts import cifar_c, emnist_da, mnist_c, mnist_m, sensor, signal
+from shiftmend.shifts import cifar_c, emnist_da, mnist, sensor
 from shiftmend.shifts.base import Shift, check_images, check_signals
 from shiftmend.shifts.textures import Folder, load
-from shiftmend.utils.checks import brief, check_seed, kind
+from shiftmend.utils.checks import brief, check_seed
 from shiftmend.utils.devices import sum_dtype
 
 __all__ = ["SHIFTS", "Shift", "apply", "find"]
-
-
 SHIFTS: dict[str, Shift] = {
     **emnist_da.SHIFTS,
-    **mnist_c.SHIFTS,
-    **mnist_m.SHIFTS,
+    **mnist.SHIFTS,
     **cifar_c.SHIFTS,
     **sensor.SHIFTS,
-    **signal.SHIFTS,
 }
 
-
-# Bound the memory a shift needs, which can be 50 bytes a value, whatever the number of images and their size. Random
-# numbers depend on the portions: those of images up to the size of CIFAR's have to stay.
-CHUNK = 2000
-
-
-VALUES = CHUNK * 3 * 32 * 32
+# A shift can need 50 bytes a value, so large sets go through in portions. Random numbers depend on the portions: those
+# of images up to the size of CIFAR's have to stay as they are.
+MAX_IMAGES = 2000
+MAX_VALUES = MAX_IMAGES * 3 * 32 * 32
 
 
 def find(name: str) -> Shift:
-    """The shift of this name; an unknown name gets the nearest ones as a suggestion."""
-    if not isinstance(name, str):
-        raise DataError(f"a shift is named by text, e.g. 'cifar-c/fog', got {brief(name)}")
+    """Find a shift by name; an unknown name gets the nearest ones as a suggestion."""
     if name in SHIFTS:
         return SHIFTS[name]
     same_end = [known for known in SHIFTS if known.rpartition("/")[2] == name.rpartition("/")[2]]
@@ -66,16 +56,27 @@ def apply(
     textures: Folder = None,
     **overrides: Any,
 ) -> Tensor:
-    """The shifted images: uint8 `[N, C', H, W]` from uint8 `[N, C, H, W]`, on the device they came from.
+    """Apply a shift to images, or to signals.
 
-    Shifts called `signal/...` take and give floating-point signals `[N, C, L]` instead.
-
-    Without `severity`, that of the published set is used. `textures` is the folder for shifts that need pictures
-    (see `shiftmend.shifts.textures`); without one they use stand-ins. `overrides` replace single parameters of
-    the severity, as in `apply("emnist-da/gaussian_blur", images, isotropic=True)`.
-
-    The same seed gives the same result for the same images on the same kind of device. One image's random numbers
+    The same seed gives the same result for the same images on the same kind of device. The random numbers of an image
     depend on its place in the batch, so shift a whole set in one call.
+
+    Args:
+        name: A name from `SHIFTS`, e.g. "emnist-da/fog".
+        images: uint8 `[N, C, H, W]`; floating-point signals `[N, C, L]` for shifts called `signal/...`.
+        severity: From 1; by default that of the published set.
+        seed: Seed of the random draws.
+        textures: Folder of pictures for shifts that need some; see `shiftmend.shifts.textures`.
+        overrides: Single parameters that replace those of the severity, e.g. `isotropic=True`.
+
+    Returns:
+        The shifted images, uint8 `[N, C', H, W]` (or signals), on the device of `images`.
+
+    Raises:
+        DataError: If the shift, a parameter or the images are not what the shift takes.
+
+    >>> apply("emnist-da/inverse", torch.zeros(2, 1, 28, 28, dtype=torch.uint8)).unique()
+    tensor([255], dtype=torch.uint8)
     """
     shift = find(name)
     (check_signals if shift.domain == "signal" else check_images)(images)
@@ -85,36 +86,22 @@ def apply(
     _check_parameters(shift, overrides)
     check_seed(seed)
     place = images.device
-    if sum_dtype(place) != torch.float64:  # which most shifts reckon in
+    # Most shifts compute in float64, which some devices do not have.
+    if sum_dtype(place) != torch.float64:
         return apply(name, images.cpu(), severity=severity, seed=seed, textures=textures, **overrides).to(place)
     if shift.texture is not None:
         parameters["textures"] = [picture.to(place) for picture in load(shift.texture, textures)]
     generator = torch.Generator(place).manual_seed(int(seed))
-    portions = images.split(max(1, min(CHUNK, VALUES // max(1, images[0].numel()))))
+    portions = images.split(max(1, min(MAX_IMAGES, MAX_VALUES // max(1, images[0].numel()))))
     parts = [shift.function(portion, generator=generator, **parameters) for portion in portions]
-    for part, given in zip(parts, portions, strict=True):
-        _check_shifted(shift, part, given)
     return torch.cat(parts)
 
 
-def _check_shifted(shift: Shift, made: Any, given: Tensor) -> None:
-    """A shift of somebody's own may give anything; channels alone may change."""
-    if not isinstance(made, Tensor):
-        raise DataError(f"shift {shift.name} gave {kind(made)}, expected a tensor")
-    kept = (made.is_floating_point() if shift.domain == "signal" else made.dtype == given.dtype) and (
-        made.ndim == given.ndim and len(made) == len(given) and made.shape[2:] == given.shape[2:]
-    )
-    if not kept:
-        ours, theirs = (f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for one in (made, given))
-        raise DataError(f"shift {shift.name} made {ours} of {theirs}, expected the same type, number and size")
-
-
 def _check_parameters(shift: Shift, overrides: dict[str, Any]) -> None:
+    """Refuse parameters that the shift does not have."""
     known = set(inspect.signature(shift.function).parameters) - {"images", "signals", "generator", "textures"}
     if unknown := sorted(set(overrides) - known):
         accepted = f"it has {', '.join(sorted(known))}" if known else "it has none"
         raise DataError(f"shift {shift.name} has no parameter {', '.join(unknown)}: {accepted}")
-    if shift.severities is sensor.STRENGTHS and "strength" in overrides:
-        strength = overrides["strength"]
-        if isinstance(strength, bool) or not isinstance(strength, int | float | np.floating) or not 0 <= strength <= 1:
-            raise DataError(f"shift {shift.name} has a strength from 0 to 1, got {brief(strength)}")
+    if shift.severities is sensor.STRENGTHS and not 0 <= overrides.get("strength", 0) <= 1:
+        raise DataError(f"shift {shift.name} has a strength from 0 to 1, got {brief(overrides['strength'])}")

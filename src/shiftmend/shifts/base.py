@@ -1,4 +1,4 @@
-"""What a shift is: a named, seeded function over a whole batch of uint8 images."""
+"""The class of all shifts, and the checks of what they are applied to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shiftmend.utils.checks import brief, is_whole, kind
 
 @dataclass(frozen=True)
 class Shift:
-    """One way a measuring device can change its images (or its signals, where `domain` says so).
+    """A named, seeded change of images, or of signals where `domain` says so, as another device would make it.
 
     `function(images, generator=..., **parameters)` takes uint8 `[N, C, H, W]` on any device and returns
     uint8 `[N, C', H, W]`; the generator lives on the device of the images. `severities[s - 1]` holds the
@@ -33,7 +33,7 @@ class Shift:
     domain: Literal["image", "signal"] = "image"
 
     def parameters(self, severity: int | None = None) -> Mapping[str, Any]:
-        """The keyword arguments of one severity (the default one if none is named)."""
+        """Return the keyword arguments of a severity, by default of the published one."""
         level = self.default if severity is None else severity
         if not is_whole(level) or not 1 <= level <= len(self.severities):
             raise DataError(f"shift {self.name} has severities 1 to {len(self.severities)}, got {brief(level)}")
@@ -41,7 +41,7 @@ class Shift:
 
 
 def check_signals(signals: Tensor) -> None:
-    """Refuse what is no batch of one-dimensional signals."""
+    """Refuse anything but a batch of one-dimensional signals."""
     _check_tensor(signals)
     if not signals.is_floating_point() or signals.ndim != 3 or signals.shape[-1] < 2:
         dtype = str(signals.dtype).removeprefix("torch.")
@@ -51,7 +51,7 @@ def check_signals(signals: Tensor) -> None:
 
 
 def check_images(images: Tensor) -> None:
-    """Refuse what is no batch of 8-bit images, before any arithmetic."""
+    """Refuse anything but a batch of 8-bit images."""
     _check_tensor(images)
     if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3) or 0 in images.shape[2:]:
         raise DataError(

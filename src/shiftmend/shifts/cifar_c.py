@@ -1,8 +1,8 @@
 """The 19 corruptions of CIFAR-10-C and CIFAR-100-C at 5 severities, regenerated as batched tensor functions.
 
-They follow the published generator of Hendrycks and Dietterich (2019) in its distribution, not in its random
-numbers, which were never seeded: results are "CIFAR-C style", not the official files. Lengths are in pixels
-of 32 x 32 images.
+They follow the published generator of Hendrycks and Dietterich (2019) in distribution. Its random numbers were never
+seeded, so results are "CIFAR-C style" and not the official files. Lengths are in pixels of 32 x 32 images. The order is
+noise, blur, weather, colour and geometry, then the table of severities.
 """
 
 from __future__ import annotations
@@ -35,53 +35,40 @@ from shiftmend.shifts.primitives import (
 )
 from shiftmend.shifts.textures import crop
 
+LIQUIDS = {"water": (175, 238, 238), "mud": (63, 42, 20)}
 
-def check_colour(images: Tensor) -> None:
-    """Refuse what is no batch of 8-bit colour images."""
+# Gradients that count as a weak and as a strong edge of a drop; the distance beyond which no edge matters.
+WEAK_EDGE, STRONG_EDGE = 50, 150
+FARTHEST = 20.0
+EMBOSS = ((-2.0, -1.0, 0.0), (-1.0, 1.0, 1.0), (0.0, 1.0, 2.0))
+FROST_TEXTURES = 5
+
+
+def gaussian_noise(images: Tensor, *, generator: torch.Generator, deviation: float) -> Tensor:
+    """Add normal noise."""
     check_images(images)
-    if images.shape[1] != 3:
-        raise DataError(
-            f"this shift changes colours and takes 3 channels, got {images.shape[1]}; "
-            "repeat a grey channel three times first"
-        )
+    return finish(normal(tuple(images.shape), 0, deviation, generator).add_(to_unit(images)))
 
 
-def luminance(unit: Tensor) -> Tensor:
-    """The grey value `[N, 1, H, W]` of `[N, 3, H, W]`, with the weights of analogue television."""
-    return 0.299 * unit[:, 0:1] + 0.587 * unit[:, 1:2] + 0.114 * unit[:, 2:3]
-
-
-def to_hsv(unit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Hue in [0, 1), saturation and value, each `[N, H, W]`. Grey has hue 0 and saturation 0."""
-    red, green, blue = unit.unbind(1)
-    value = unit.amax(dim=1)
-    spread = value - unit.amin(dim=1)
-    grey = spread == 0
-    divisor = torch.where(grey, 1, spread)
-    sixths = torch.where(
-        value == blue,
-        4 + (red - green) / divisor,
-        torch.where(value == green, 2 + (blue - red) / divisor, (green - blue) / divisor),
-    )
+def shot_noise(images: Tensor, *, generator: torch.Generator, photons: float) -> Tensor:
+    """Count photons: white is `photons` of them on average, and counts are Poisson distributed."""
+    check_images(images)
+    counts = torch.poisson(to_unit(images).mul_(photons), generator=generator)
     # A tensor as divisor, for the same bits on every device (see `to_unit`).
-    hue = (sixths / sixths.new_tensor(6)).remainder_(1).masked_fill_(grey, 0)
-    saturation = (spread / torch.where(grey, 1, value)).masked_fill_(grey, 0)
-    return hue, saturation, value
+    return finish(counts.div_(counts.new_tensor(photons)))
 
 
-def from_hsv(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
-    """Back to `[N, 3, H, W]`: in each sixth of the hue circle one channel leads, one trails."""
-    sextant = torch.floor(hue * 6)
-    along = hue * 6 - sextant
-    lowest = value * (1 - saturation)
-    falling = value * (1 - along * saturation)
-    rising = value * (1 - (1 - along) * saturation)
-    levels = torch.stack((value, falling, lowest, rising), dim=1)
-    # Which of the four levels red takes in each sextant; green runs two sextants behind and blue four.
-    red = torch.tensor((0, 1, 2, 2, 3, 0), device=hue.device)
-    order = torch.stack((red, red.roll(2), red.roll(4)), dim=1)
-    choice = order[sextant.long().remainder_(6)].movedim(-1, 1)
-    return levels.gather(1, choice)
+def impulse_noise(images: Tensor, *, generator: torch.Generator, amount: float) -> Tensor:
+    """Turn single values black or white, half of each, so that specks are coloured."""
+    check_images(images)
+    draw = torch.rand(images.shape, generator=generator, device=images.device)
+    return images.masked_fill(draw < amount, 255).masked_fill_(draw < amount / 2, 0)
+
+
+def speckle_noise(images: Tensor, *, generator: torch.Generator, deviation: float) -> Tensor:
+    """Add normal noise in proportion to the brightness."""
+    check_images(images)
+    return finish(normal(tuple(images.shape), 1, deviation, generator).mul_(to_unit(images)))
 
 
 def gaussian_blur(images: Tensor, *, generator: torch.Generator | None = None, sigma: float) -> Tensor:
@@ -113,8 +100,16 @@ def glass_blur(images: Tensor, *, generator: torch.Generator, sigma: float, pass
     return gaussian_blur(pixels, sigma=sigma)
 
 
+def defocus_blur(images: Tensor, *, generator: torch.Generator | None = None, radius: float, sigma: float) -> Tensor:
+    """Blur with a softened disk. Draws nothing."""
+    check_images(images)
+    # The float32 weights do not quite sum to one; in flat areas, this decides what truncation does.
+    kernel = defocus_kernel(radius, sigma)
+    return finish(correlate(to_unit(images, torch.float64), kernel, "mirror"))
+
+
 def defocus_kernel(radius: float, sigma: float) -> Tensor:
-    """A disk whose edge is softened by a 3-tap Gaussian; float32, side `2 * int(radius) + 3`."""
+    """Make a disk whose edge is softened by a 3-tap Gaussian; float32, side `2 * int(radius) + 3`."""
     reach = int(radius)
     steps = torch.arange(-reach - 1, reach + 2)
     disk = (steps[:, None] ** 2 + steps[None, :] ** 2 <= radius**2).float()
@@ -130,45 +125,11 @@ def defocus_kernel(radius: float, sigma: float) -> Tensor:
     return disk
 
 
-def defocus_blur(images: Tensor, *, generator: torch.Generator | None = None, radius: float, sigma: float) -> Tensor:
-    """Blur with a softened disk. Draws nothing."""
-    check_images(images)
-    # The float32 weights do not quite sum to one; in flat areas, this decides what truncation does.
-    kernel = defocus_kernel(radius, sigma)
-    return finish(correlate(to_unit(images, torch.float64), kernel, "mirror"))
-
-
 def motion_blur(images: Tensor, *, generator: torch.Generator, radius: int, sigma: float) -> Tensor:
     """Drag each picture to the left, up to 45 degrees up or down."""
     check_images(images)
     angles = uniform((images.shape[0],), -45, 45, generator)
     return primitives.motion_blur(images, radius, sigma, angles)
-
-
-def zoom_geometry(side: int, factor: float) -> tuple[int, int, int]:
-    """How a side is enlarged: start and length of the crop, and the length it is resized to."""
-    crop = math.ceil(side / factor)
-    return (side - crop) // 2, crop, round(crop * factor)
-
-
-def zoom_matrix(side: int, factor: float) -> Tensor:
-    """Enlarging one axis as a float64 matrix: crop, linear resize with aligned ends, cut back to `side`."""
-    start, crop, resized = zoom_geometry(side, factor)
-    first = (resized - side) // 2
-    positions = torch.arange(first, first + side, dtype=torch.float64) * (crop - 1) / max(resized - 1, 1)
-    low = positions.floor().clamp_(max=crop - 1)
-    matrix = torch.zeros(side, side, dtype=torch.float64)
-    output = torch.arange(side)
-    matrix[output, start + low.long()] = 1 - (positions - low)
-    matrix[output, start + (low.long() + 1).clamp_(max=crop - 1)] += positions - low
-    return matrix
-
-
-def zoom(values: Tensor, factor: float) -> Tensor:
-    """Enlarge `[..., H, W]` about its middle by `factor`, keeping the size; float64 inside."""
-    rows = zoom_matrix(values.shape[-2], factor).to(values.device)
-    columns = zoom_matrix(values.shape[-1], factor).to(values.device)
-    return (rows @ values.double() @ columns.T).to(values.dtype)
 
 
 def zoom_blur(images: Tensor, *, generator: torch.Generator | None = None, copies: int) -> Tensor:
@@ -188,159 +149,88 @@ def zoom_blur(images: Tensor, *, generator: torch.Generator | None = None, copie
     return finish(total.add_(unit).div_(total.new_tensor(copies + 1)))
 
 
-def contrast(images: Tensor, *, generator: torch.Generator | None = None, factor: float) -> Tensor:
-    """Pull every channel towards its own mean over the picture. Draws nothing."""
-    check_images(images)
-    mean = to_unit(images.double().mean(dim=(-2, -1), keepdim=True), torch.float64)
-    return finish((to_unit(images, torch.float64) - mean).mul_(factor).add_(mean))
+def zoom(values: Tensor, factor: float) -> Tensor:
+    """Enlarge `[..., H, W]` about its middle by `factor`, keeping the size; float64 inside."""
+    rows = zoom_matrix(values.shape[-2], factor).to(values.device)
+    columns = zoom_matrix(values.shape[-1], factor).to(values.device)
+    return (rows @ values.double() @ columns.T).to(values.dtype)
 
 
-def brightness(images: Tensor, *, generator: torch.Generator | None = None, shift: float) -> Tensor:
-    """Raise the value of hue, saturation and value. Draws nothing."""
-    check_colour(images)
-    hue, saturation, value = to_hsv(to_unit(images, torch.float64))
-    return finish(from_hsv(hue, saturation, (value + shift).clamp_(0, 1)))
+def zoom_matrix(side: int, factor: float) -> Tensor:
+    """Make the float64 matrix that enlarges one axis: crop, linear resize with aligned ends, cut back to `side`."""
+    start, crop, resized = zoom_geometry(side, factor)
+    first = (resized - side) // 2
+    positions = torch.arange(first, first + side, dtype=torch.float64) * (crop - 1) / max(resized - 1, 1)
+    low = positions.floor().clamp_(max=crop - 1)
+    matrix = torch.zeros(side, side, dtype=torch.float64)
+    output = torch.arange(side)
+    matrix[output, start + low.long()] = 1 - (positions - low)
+    matrix[output, start + (low.long() + 1).clamp_(max=crop - 1)] += positions - low
+    return matrix
 
 
-def saturate(images: Tensor, *, generator: torch.Generator | None = None, factor: float, shift: float) -> Tensor:
-    """Scale and raise the saturation; a raise turns grey reddish, as grey has hue 0. Draws nothing."""
-    check_colour(images)
-    hue, saturation, value = to_hsv(to_unit(images, torch.float64))
-    return finish(from_hsv(hue, (saturation * factor + shift).clamp_(0, 1), value))
+def zoom_geometry(side: int, factor: float) -> tuple[int, int, int]:
+    """Compute how a side is enlarged: start and length of the crop, and the length after resizing."""
+    crop = math.ceil(side / factor)
+    return (side - crop) // 2, crop, round(crop * factor)
 
 
-def jpeg_compression(images: Tensor, *, generator: torch.Generator | None = None, quality: int) -> Tensor:
-    """Write and read back as JPEG with Pillow's defaults (bits depend on its libjpeg). Draws nothing."""
-    check_images(images)
-    from PIL import Image
-
-    mode = "RGB" if images.shape[1] == 3 else "L"
-
-    def round_trip(picture: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        buffer = io.BytesIO()
-        Image.fromarray(picture if mode == "RGB" else picture[..., 0]).save(buffer, "JPEG", quality=quality)
-        return np.asarray(Image.open(buffer)).reshape(picture.shape)
-
-    pictures = images.movedim(1, -1).contiguous().cpu().numpy()
-    compressed = np.empty_like(pictures)
-    # Pillow lets other threads run while it encodes and decodes.
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        for number, picture in enumerate(pool.map(round_trip, pictures)):
-            compressed[number] = picture
-    return torch.from_numpy(compressed).movedim(-1, 1).contiguous().to(images.device)
-
-
-def pixelate(images: Tensor, *, generator: torch.Generator | None = None, factor: float) -> Tensor:
-    """Shrink the sides to `int(factor * side)` and enlarge them again into blocks. Draws nothing.
-
-    Shrinking averages whole pixels without weights and rounds after each axis, as Pillow's box filter does.
-    """
-    check_images(images)
-    values = images.float()
-    for axis in (-1, -2):
-        values = _shrink(values.transpose(axis, -1), factor).transpose(axis, -1)
-    for axis in (-1, -2):
-        small, side = values.shape[axis], images.shape[axis]
-        source = (torch.arange(side, device=images.device) * 2 + 1) * small // (2 * side)
-        values = values.index_select(axis, source)
-    return values.to(torch.uint8).contiguous()
-
-
-def _shrink(values: Tensor, factor: float) -> Tensor:
-    """Average boxes of the last axis and round half up."""
-    side = values.shape[-1]
-    small = max(int(side * factor), 1)
-    edges = [int(position * side / small + 0.5) for position in range(small + 1)]
-    boxes = torch.zeros(side, small)
-    for box, (start, end) in enumerate(itertools.pairwise(edges)):
-        boxes[start:end, box] = 1
-    boxes = boxes.to(values.device)
-    return (values @ boxes / boxes.sum(dim=0) + 0.5).floor_()
-
-
-def elastic_transform(
-    images: Tensor, *, generator: torch.Generator, alpha: float, sigma: float, jitter: float
+def snow(
+    images: Tensor,
+    *,
+    generator: torch.Generator,
+    mean: float,
+    deviation: float,
+    zoom_factor: float,
+    threshold: float,
+    radius: int,
+    sigma: float,
+    keep: float,
 ) -> Tensor:
-    """A random affine map, then a random displacement of every pixel, each with its own interpolation.
+    """Whiten the picture and add smeared flakes twice, the second time turned by 180 degrees."""
+    check_colour(images)
+    count, _, height, width = images.shape
+    flakes = zoom(normal((count, 1, height, width), mean, deviation, generator), zoom_factor)
+    flakes = flakes.masked_fill_(flakes < threshold, 0)
+    angles = uniform((count,), -135, -45, generator)
+    streaks = to_unit(primitives.motion_blur(finish(flakes), radius, sigma, angles))
+    unit = to_unit(images)
+    pale = torch.maximum(unit, luminance(unit).mul_(1.5).add_(0.5))
+    unit = unit.mul_(keep).add_(pale, alpha=1 - keep)
+    return finish(unit + (streaks + streaks.rot90(2, (-2, -1))))
 
-    `jitter` moves three anchor points by up to so many pixels; `alpha` scales a displacement field that was
-    smoothed with `sigma`. Severity 1 has the largest jitter, so the change shrinks with severity.
+
+def frost(
+    images: Tensor,
+    *,
+    generator: torch.Generator,
+    image_weight: float,
+    frost_weight: float,
+    textures: Sequence[Tensor],
+) -> Tensor:
+    """Mix in a random window of one of the first five `textures` (uint8 `[3, h, w]`, larger than the images).
+
+    The published generator has six textures and never reaches the sixth.
     """
+    check_colour(images)
+    if not textures:
+        raise DataError("frost needs at least one texture, got none: pass textures=shifts.textures.frost()")
+    count, _, height, width = images.shape
+    windows = crop(textures[:FROST_TEXTURES], count, height, width, generator)
+    # Float64, since whole results are frequent here and truncation would turn 8.9999999 into 8.
+    mixed = images.double().mul_(image_weight).add_(windows.double().mul_(frost_weight))
+    return mixed.clamp_(0, 255).to(torch.uint8)
+
+
+def fog(images: Tensor, *, generator: torch.Generator, strength: float, decay: float) -> Tensor:
+    """Add a cloud texture, then darken so that the brightest value of the picture could be reached again."""
     check_images(images)
     count, _, height, width = images.shape
-    columns, rows = affine_positions(count, height, width, jitter, generator)
-    bent = sample_bilinear(to_unit(images), rows, columns, "mirror")
-    move = uniform((2, count, height, width), -1, 1, generator)
-    move = primitives.gaussian_blur(move, sigma, truncate=3.0, mode="reflect").mul_(alpha)
-    row_grid = torch.arange(height, device=images.device)[:, None]
-    column_grid = torch.arange(width, device=images.device)
-    return finish(sample_bilinear(bent, row_grid + move[1], column_grid + move[0], "reflect"))
-
-
-def affine_positions(
-    count: int, height: int, width: int, jitter: float, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Columns and rows `[count, H, W]` that each output pixel reads under a random affine map.
-
-    The map takes three fixed points to jittered ones; an output pixel reads where its inverse takes it.
-    """
-    device = generator.device
-    middle = torch.tensor((width // 2, height // 2), dtype=torch.float64, device=device)
-    corners = torch.tensor(((1, 1), (1, -1), (-1, -1)), dtype=torch.float64, device=device)
-    source = middle + corners * (min(height, width) // 3)
-    target = source + uniform((count, 3, 2), -jitter, jitter, generator).double()
-    homogeneous = torch.cat((target, torch.ones_like(target[..., :1])), dim=-1)
-    inverse = torch.linalg.solve(homogeneous, source.expand(count, 3, 2))
-    grid = torch.stack(
-        (
-            torch.arange(width, dtype=torch.float64, device=device).expand(height, width),
-            torch.arange(height, dtype=torch.float64, device=device)[:, None].expand(height, width),
-            torch.ones(height, width, dtype=torch.float64, device=device),
-        ),
-        dim=-1,
-    )
-    positions = torch.einsum("hwk,nkd->dnhw", grid, inverse)
-    return positions[0], positions[1]
-
-
-def gaussian_noise(images: Tensor, *, generator: torch.Generator, deviation: float) -> Tensor:
-    """Add normal noise."""
-    check_images(images)
-    return finish(normal(tuple(images.shape), 0, deviation, generator).add_(to_unit(images)))
-
-
-def shot_noise(images: Tensor, *, generator: torch.Generator, photons: float) -> Tensor:
-    """Count photons: white is `photons` of them on average, and counts are Poisson distributed."""
-    check_images(images)
-    counts = torch.poisson(to_unit(images).mul_(photons), generator=generator)
-    # A tensor as divisor, for the same bits on every device (see `to_unit`).
-    return finish(counts.div_(counts.new_tensor(photons)))
-
-
-def impulse_noise(images: Tensor, *, generator: torch.Generator, amount: float) -> Tensor:
-    """Turn single values black or white, half of each, so that specks are coloured."""
-    check_images(images)
-    draw = torch.rand(images.shape, generator=generator, device=images.device)
-    return images.masked_fill(draw < amount, 255).masked_fill_(draw < amount / 2, 0)
-
-
-def speckle_noise(images: Tensor, *, generator: torch.Generator, deviation: float) -> Tensor:
-    """Add normal noise in proportion to the brightness."""
-    check_images(images)
-    return finish(normal(tuple(images.shape), 1, deviation, generator).mul_(to_unit(images)))
-
-
-LIQUIDS = {"water": (175, 238, 238), "mud": (63, 42, 20)}
-
-
-# Gradients that count as a weak and as a strong edge of a drop; the distance beyond which no edge matters.
-WEAK_EDGE, STRONG_EDGE = 50, 150
-
-
-FARTHEST = 20.0
-
-
-EMBOSS = ((-2.0, -1.0, 0.0), (-1.0, 1.0, 1.0), (0.0, 1.0, 2.0))
+    size = 1 << (max(height, width, 2) - 1).bit_length()
+    cloud = plasma(count, size, decay, generator)[:, None, :height, :width]
+    unit = to_unit(images)
+    brightest = unit.amax(dim=(1, 2, 3), keepdim=True)
+    return finish((unit + strength * cloud) * (brightest / (brightest + strength)))
 
 
 def spatter(
@@ -374,7 +264,7 @@ def spatter(
 
 
 def shine(drops: Tensor) -> Tensor:
-    """Where water drops `[N, H, W]` reflect light: zero to one, most along their lower right rims."""
+    """Compute how water drops `[N, H, W]` reflect light: zero to one, most along their lower right rims."""
     # An eight-bit picture of the drops; values above one wrap around, as they do in the published generator.
     levels = (drops * 255).to(torch.int32) & 255
     distance = chamfer(canny(levels)).clamp_(max=FARTHEST)
@@ -386,7 +276,7 @@ def shine(drops: Tensor) -> Tensor:
 
 
 def canny(levels: Tensor) -> Tensor:
-    """Edges of integer pictures `[N, H, W]` with values 0 to 255, boolean.
+    """Find the edges of integer pictures `[N, H, W]` with values 0 to 255 as OpenCV does, boolean.
 
     Whole-number gradients (3 x 3, edge repeated), their length as |x| + |y|, thinned across the edge in one
     of four directions, then traced from strong pixels through weak ones.
@@ -427,7 +317,7 @@ def canny(levels: Tensor) -> Tensor:
 
 
 def box_mean(values: Tensor) -> Tensor:
-    """Mean over 3 x 3 pixels of float `[N, H, W]`, mirrored at the border."""
+    """Average 3 x 3 pixels of float `[N, H, W]`, mirrored at the border."""
     return correlate(values, torch.ones(3, 3), "mirror").div_(values.new_tensor(9))
 
 
@@ -442,68 +332,167 @@ def equalise(levels: Tensor) -> Tensor:
     return torch.where(others > 0, levels_after, flat.float()).to(torch.uint8).view_as(levels)
 
 
-FROST_TEXTURES = 5
+def brightness(images: Tensor, *, generator: torch.Generator | None = None, shift: float) -> Tensor:
+    """Raise the value of hue, saturation and value. Draws nothing."""
+    check_colour(images)
+    hue, saturation, value = to_hsv(to_unit(images, torch.float64))
+    return finish(from_hsv(hue, saturation, (value + shift).clamp_(0, 1)))
 
 
-def fog(images: Tensor, *, generator: torch.Generator, strength: float, decay: float) -> Tensor:
-    """Add a cloud texture, then darken so that the brightest value of the picture could be reached again."""
+def saturate(images: Tensor, *, generator: torch.Generator | None = None, factor: float, shift: float) -> Tensor:
+    """Scale and raise the saturation; a raise turns grey reddish, as grey has hue 0. Draws nothing."""
+    check_colour(images)
+    hue, saturation, value = to_hsv(to_unit(images, torch.float64))
+    return finish(from_hsv(hue, (saturation * factor + shift).clamp_(0, 1), value))
+
+
+def contrast(images: Tensor, *, generator: torch.Generator | None = None, factor: float) -> Tensor:
+    """Pull every channel towards its own mean over the picture. Draws nothing."""
+    check_images(images)
+    mean = to_unit(images.double().mean(dim=(-2, -1), keepdim=True), torch.float64)
+    return finish((to_unit(images, torch.float64) - mean).mul_(factor).add_(mean))
+
+
+def elastic_transform(
+    images: Tensor, *, generator: torch.Generator, alpha: float, sigma: float, jitter: float
+) -> Tensor:
+    """Apply a random affine map, then displace every pixel at random, each with its own interpolation.
+
+    `jitter` moves three anchor points by up to so many pixels; `alpha` scales a displacement field that was
+    smoothed with `sigma`. Severity 1 has the largest jitter, so the change shrinks with severity.
+    """
     check_images(images)
     count, _, height, width = images.shape
-    size = 1 << (max(height, width, 2) - 1).bit_length()
-    cloud = plasma(count, size, decay, generator)[:, None, :height, :width]
-    unit = to_unit(images)
-    brightest = unit.amax(dim=(1, 2, 3), keepdim=True)
-    return finish((unit + strength * cloud) * (brightest / (brightest + strength)))
+    columns, rows = affine_positions(count, height, width, jitter, generator)
+    bent = sample_bilinear(to_unit(images), rows, columns, "mirror")
+    move = uniform((2, count, height, width), -1, 1, generator)
+    move = primitives.gaussian_blur(move, sigma, truncate=3.0, mode="reflect").mul_(alpha)
+    row_grid = torch.arange(height, device=images.device)[:, None]
+    column_grid = torch.arange(width, device=images.device)
+    return finish(sample_bilinear(bent, row_grid + move[1], column_grid + move[0], "reflect"))
 
 
-def frost(
-    images: Tensor,
-    *,
-    generator: torch.Generator,
-    image_weight: float,
-    frost_weight: float,
-    textures: Sequence[Tensor],
-) -> Tensor:
-    """Mix in a random window of one of the first five `textures` (uint8 `[3, h, w]`, larger than the images).
+def affine_positions(
+    count: int, height: int, width: int, jitter: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Draw random affine maps; return the columns and rows `[count, H, W]` that each output pixel reads.
 
-    The published generator has six textures and never reaches the sixth.
+    The map takes three fixed points to jittered ones; an output pixel reads where its inverse takes it.
     """
-    check_colour(images)
-    if not textures:
-        raise DataError("frost needs at least one texture, got none: pass textures=shifts.textures.frost()")
-    count, _, height, width = images.shape
-    windows = crop(textures[:FROST_TEXTURES], count, height, width, generator)
-    # Float64, since whole results are frequent here and truncation would turn 8.9999999 into 8.
-    mixed = images.double().mul_(image_weight).add_(windows.double().mul_(frost_weight))
-    return mixed.clamp_(0, 255).to(torch.uint8)
+    device = generator.device
+    middle = torch.tensor((width // 2, height // 2), dtype=torch.float64, device=device)
+    corners = torch.tensor(((1, 1), (1, -1), (-1, -1)), dtype=torch.float64, device=device)
+    source = middle + corners * (min(height, width) // 3)
+    target = source + uniform((count, 3, 2), -jitter, jitter, generator).double()
+    homogeneous = torch.cat((target, torch.ones_like(target[..., :1])), dim=-1)
+    inverse = torch.linalg.solve(homogeneous, source.expand(count, 3, 2))
+    grid = torch.stack(
+        (
+            torch.arange(width, dtype=torch.float64, device=device).expand(height, width),
+            torch.arange(height, dtype=torch.float64, device=device)[:, None].expand(height, width),
+            torch.ones(height, width, dtype=torch.float64, device=device),
+        ),
+        dim=-1,
+    )
+    positions = torch.einsum("hwk,nkd->dnhw", grid, inverse)
+    return positions[0], positions[1]
 
 
-def snow(
-    images: Tensor,
-    *,
-    generator: torch.Generator,
-    mean: float,
-    deviation: float,
-    zoom_factor: float,
-    threshold: float,
-    radius: int,
-    sigma: float,
-    keep: float,
-) -> Tensor:
-    """Whiten the picture and add smeared flakes twice, the second time turned by 180 degrees."""
-    check_colour(images)
-    count, _, height, width = images.shape
-    flakes = zoom(normal((count, 1, height, width), mean, deviation, generator), zoom_factor)
-    flakes = flakes.masked_fill_(flakes < threshold, 0)
-    angles = uniform((count,), -135, -45, generator)
-    streaks = to_unit(primitives.motion_blur(finish(flakes), radius, sigma, angles))
-    unit = to_unit(images)
-    pale = torch.maximum(unit, luminance(unit).mul_(1.5).add_(0.5))
-    unit = unit.mul_(keep).add_(pale, alpha=1 - keep)
-    return finish(unit + (streaks + streaks.rot90(2, (-2, -1))))
+def pixelate(images: Tensor, *, generator: torch.Generator | None = None, factor: float) -> Tensor:
+    """Shrink the sides to `int(factor * side)` and enlarge them again into blocks. Draws nothing.
+
+    Shrinking averages whole pixels without weights and rounds after each axis, as Pillow's box filter does.
+    """
+    check_images(images)
+    values = images.float()
+    for axis in (-1, -2):
+        values = _shrink(values.transpose(axis, -1), factor).transpose(axis, -1)
+    for axis in (-1, -2):
+        small, side = values.shape[axis], images.shape[axis]
+        source = (torch.arange(side, device=images.device) * 2 + 1) * small // (2 * side)
+        values = values.index_select(axis, source)
+    return values.to(torch.uint8).contiguous()
 
 
-__all__ = ["SHIFTS"]
+def _shrink(values: Tensor, factor: float) -> Tensor:
+    """Average boxes of the last axis and round half up."""
+    side = values.shape[-1]
+    small = max(int(side * factor), 1)
+    edges = [int(position * side / small + 0.5) for position in range(small + 1)]
+    boxes = torch.zeros(side, small)
+    for box, (start, end) in enumerate(itertools.pairwise(edges)):
+        boxes[start:end, box] = 1
+    boxes = boxes.to(values.device)
+    return (values @ boxes / boxes.sum(dim=0) + 0.5).floor_()
+
+
+def jpeg_compression(images: Tensor, *, generator: torch.Generator | None = None, quality: int) -> Tensor:
+    """Write and read back as JPEG with Pillow's defaults (bits depend on its libjpeg). Draws nothing."""
+    check_images(images)
+    from PIL import Image
+
+    mode = "RGB" if images.shape[1] == 3 else "L"
+
+    def round_trip(picture: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        buffer = io.BytesIO()
+        Image.fromarray(picture if mode == "RGB" else picture[..., 0]).save(buffer, "JPEG", quality=quality)
+        return np.asarray(Image.open(buffer)).reshape(picture.shape)
+
+    pictures = images.movedim(1, -1).contiguous().cpu().numpy()
+    compressed = np.empty_like(pictures)
+    # Pillow lets other threads run while it encodes and decodes.
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        for number, picture in enumerate(pool.map(round_trip, pictures)):
+            compressed[number] = picture
+    return torch.from_numpy(compressed).movedim(-1, 1).contiguous().to(images.device)
+
+
+def check_colour(images: Tensor) -> None:
+    """Refuse anything but a batch of 8-bit colour images."""
+    check_images(images)
+    if images.shape[1] != 3:
+        raise DataError(
+            f"this shift changes colours and takes 3 channels, got {images.shape[1]}; "
+            "repeat a grey channel three times first"
+        )
+
+
+def luminance(unit: Tensor) -> Tensor:
+    """Turn colour `[N, 3, H, W]` into grey `[N, 1, H, W]`, with the weights of analogue television."""
+    return 0.299 * unit[:, 0:1] + 0.587 * unit[:, 1:2] + 0.114 * unit[:, 2:3]
+
+
+def to_hsv(unit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Split colour into hue in [0, 1), saturation and value, each `[N, H, W]`. Grey has hue 0 and saturation 0."""
+    red, green, blue = unit.unbind(1)
+    value = unit.amax(dim=1)
+    spread = value - unit.amin(dim=1)
+    grey = spread == 0
+    divisor = torch.where(grey, 1, spread)
+    sixths = torch.where(
+        value == blue,
+        4 + (red - green) / divisor,
+        torch.where(value == green, 2 + (blue - red) / divisor, (green - blue) / divisor),
+    )
+    # A tensor as divisor, for the same bits on every device (see `to_unit`).
+    hue = (sixths / sixths.new_tensor(6)).remainder_(1).masked_fill_(grey, 0)
+    saturation = (spread / torch.where(grey, 1, value)).masked_fill_(grey, 0)
+    return hue, saturation, value
+
+
+def from_hsv(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
+    """Join hue, saturation and value to `[N, 3, H, W]`: one channel leads in each sixth of the circle, one trails."""
+    sextant = torch.floor(hue * 6)
+    along = hue * 6 - sextant
+    lowest = value * (1 - saturation)
+    falling = value * (1 - along * saturation)
+    rising = value * (1 - (1 - along) * saturation)
+    levels = torch.stack((value, falling, lowest, rising), dim=1)
+    # Which of the four levels red takes in each sextant; green runs two sextants behind and blue four.
+    red = torch.tensor((0, 1, 2, 2, 3, 0), device=hue.device)
+    order = torch.stack((red, red.roll(2), red.roll(4)), dim=1)
+    choice = order[sextant.long().remainder_(6)].movedim(-1, 1)
+    return levels.gather(1, choice)
 
 
 def _shift(
@@ -659,6 +648,5 @@ _ALL = (
         random=False,
     ),
 )
-
 
 SHIFTS: dict[str, Shift] = {shift.name: shift for shift in _ALL}

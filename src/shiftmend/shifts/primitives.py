@@ -15,19 +15,17 @@ from shiftmend.errors import DataError
 
 # Cost of one step to a neighbour in 1/65536 pixel: sideways, diagonal, and a knight's move.
 CHAMFER_UNIT = 65536
-
-
 CHAMFER_SIDE, CHAMFER_DIAGONAL, CHAMFER_KNIGHT = 65536, 91750, 143976
 
 
 def to_unit(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Grey levels 0 to 255 as numbers from 0 to 1."""
+    """Scale grey levels 0 to 255 to numbers from 0 to 1."""
     # A tensor as divisor: CUDA may multiply by the rounded reciprocal of a Python number, which is not the same.
     return images.to(dtype) / torch.full((), 255, dtype=dtype, device=images.device)
 
 
 def finish(unit: Tensor) -> Tensor:
-    """Numbers from 0 to 1 as grey levels: clipped, then truncated (not rounded), as the official files are.
+    """Turn numbers from 0 to 1 into grey levels: clip, then truncate (not round), as the official files do.
 
     `finish(to_unit(images))` gives back `images` exactly.
     """
@@ -35,7 +33,7 @@ def finish(unit: Tensor) -> Tensor:
 
 
 def border_index(index: Tensor, length: int, mode: str) -> Tensor:
-    """The position inside `0..length-1` that the border rule reads for any integer position."""
+    """Map any integer position to the position inside `0..length-1` that the border rule reads."""
     if mode == "nearest":
         return index.clamp(0, length - 1)
     if mode == "reflect":
@@ -49,14 +47,14 @@ def border_index(index: Tensor, length: int, mode: str) -> Tensor:
 
 
 def pad(values: Tensor, amount: int, dim: int, mode: str) -> Tensor:
-    """`values` with `amount` more positions on both sides of one axis, which may itself be shorter."""
+    """Add `amount` positions on both sides of an axis, which may itself be shorter."""
     length = values.shape[dim]
     positions = torch.arange(-amount, length + amount, device=values.device)
     return values.index_select(dim, border_index(positions, length, mode))
 
 
 def gaussian_kernel(sigma: float, truncate: float = 4.0) -> Tensor:
-    """The sampled Gaussian of radius `int(truncate * sigma + 0.5)`, float64, summing to one."""
+    """Sample a Gaussian of radius `int(truncate * sigma + 0.5)`, float64, summing to one."""
     radius = int(truncate * sigma + 0.5)
     if radius == 0:
         return torch.ones(1, dtype=torch.float64)
@@ -110,7 +108,7 @@ def correlate(values: Tensor, kernel: Tensor, mode: str) -> Tensor:
 
 
 def plasma(count: int, size: int, decay: float, generator: torch.Generator, *, window: int | None = None) -> Tensor:
-    """`count` cloud textures in [0, 1] by diamond-square on a torus, float32 `[count, size, size]`.
+    """Draw `count` cloud textures in [0, 1] by diamond-square on a torus, float32 `[count, size, size]`.
 
     `size` is a power of two. With `window` only the top left `[count, window, window]` is kept of maps that
     were rescaled as a whole, and the work is done in portions, so that many large maps fit into memory.
@@ -216,7 +214,7 @@ def dilate(mask: Tensor) -> Tensor:
 
 
 def hysteresis(weak: Tensor, strong: Tensor) -> Tensor:
-    """Those 8-connected groups of `weak` pixels that touch a `strong` one; boolean `[N, H, W]`, batched.
+    """Keep the 8-connected groups of `weak` pixels that touch a `strong` one; boolean `[N, H, W]`.
 
     A pixel that is strong but not weak counts as neither.
     """
@@ -229,7 +227,7 @@ def hysteresis(weak: Tensor, strong: Tensor) -> Tensor:
 
 
 def chamfer(seeds: Tensor) -> Tensor:
-    """Distance of every pixel to the nearest True of `seeds` `[N, H, W]` by the 5 x 5 chamfer, float32.
+    """Measure the distance of every pixel to the nearest True of `seeds` `[N, H, W]` by the 5 x 5 chamfer, float32.
 
     Where an image has no seed at all the distance is 8192 pixels.
     """
@@ -260,10 +258,10 @@ def chamfer(seeds: Tensor) -> Tensor:
 
 
 def uniform(shape: tuple[int, ...], low: float, high: float, generator: torch.Generator) -> Tensor:
-    """Float32 numbers spread evenly over `[low, high)`, on the device of the generator."""
+    """Draw float32 numbers evenly from `[low, high)`, on the device of the generator."""
     return torch.rand(shape, generator=generator, device=generator.device).mul_(high - low).add_(low)
 
 
 def normal(shape: tuple[int, ...], mean: float, deviation: float, generator: torch.Generator) -> Tensor:
-    """Float32 normal numbers on the device of the generator."""
+    """Draw float32 normal numbers on the device of the generator."""
     return torch.randn(shape, generator=generator, device=generator.device).mul_(deviation).add_(mean)

@@ -19,15 +19,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
-
-
-MARGIN = 8
-
-
-GAP = 2
-
-
-TEXT_SIZE = 14
+MARGIN, GAP, TEXT_SIZE = 8, 2, 14
+"""Pixels."""
 
 
 def contact_sheet(
@@ -43,7 +36,7 @@ def contact_sheet(
 ) -> None:
     """Write the first `columns` of the images under each named shift to a PNG or JPEG file, `scale` times enlarged.
 
-    Begin `names` with an identity shift to have the originals on top. Shifts without severities pass `severity` over.
+    Begin `names` with an identity shift to have the originals on top. Shifts without severities ignore `severity`.
     """
     target = Path(path)
     if target.suffix.lower() not in FORMATS:
@@ -67,7 +60,7 @@ def contact_sheet(
 
 
 def draw_sheet(rows: Sequence[Tensor], labels: Sequence[str], scale: int = 2) -> Image.Image:
-    """Rows of uint8 images `[N, 1 or 3, H, W]`, each with its label to the left, as one Pillow image."""
+    """Draw rows of uint8 images `[N, 1 or 3, H, W]`, each with its label to the left, as one Pillow image."""
     from PIL import Image, ImageDraw, ImageFont
 
     height, width = (side * scale for side in rows[0].shape[-2:])

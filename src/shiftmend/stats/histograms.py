@@ -33,7 +33,7 @@ from shiftmend.stats.divergences import EPSILON, divergence
 from shiftmend.stats.gaussians import MarginalGaussian
 from shiftmend.stats.statistics import LIKE_HINT, Frame, read_whole_number, register
 from shiftmend.utils.checks import brief, check_known, is_real, is_whole
-from shiftmend.utils.devices import in_parts, sum_dtype
+from shiftmend.utils.devices import split_rows, sum_dtype
 
 Layout = Literal["reference", "paper"]
 
@@ -437,7 +437,7 @@ class RangeTracker:
 
     def update(self, values: Tensor) -> None:
         """Take in a batch of values `[N, D]`."""
-        for part in in_parts(values.detach()):
+        for part in split_rows(values.detach()):
             self._update(part)
 
     def _update(self, values: Tensor) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from shiftmend.errors import ProfileError
 from shiftmend.stats.histograms import SHARP_TEMPERATURE, Bins, Histogram
 from shiftmend.stats.statistics import LIKE_HINT, Frame, read_whole_number, register
-from shiftmend.utils.devices import in_parts
+from shiftmend.utils.devices import split_rows
 
 MAX_WEIGHTS = 1 << 26
 """Weights that the directions of slices may have. They are rebuilt from a seed, with up to 16 bytes each in between,
@@ -56,7 +56,7 @@ class Projector:
 
     def project_in_parts(self, values: Tensor) -> Iterator[Tensor]:
         """Project some rows at a time: a feature map has many times more slices than units."""
-        return map(self, in_parts(values, len(self.weight)))
+        return map(self, split_rows(values, len(self.weight)))
 
 
 def bins_of_slices(name: str, bins: Bins) -> Bins:
@@ -130,7 +130,7 @@ def random_directions(count: int, units: int, seed: int) -> Tensor:
     """
     directions = torch.empty(count, units, dtype=torch.float32, device="cpu")
     done = 0
-    for part in in_parts(directions):
+    for part in split_rows(directions):
         index = np.arange(done, done + part.numel(), dtype=np.uint64)
         radius, angle = _uniform(index, seed), _uniform(index + np.uint64(count * units), seed)
         normal = np.sqrt(-2 * np.log(radius)) * np.cos(2 * np.pi * angle)

@@ -1,18 +1,20 @@
-"""Checks of what a caller passed, shared so that the same mistake gets the same sentence everywhere."""
+"""Check arguments, so that the same mistake gets the same sentence everywhere."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from importlib import import_module
 from numbers import Integral, Real
+from types import ModuleType
 from typing import Any
 
 from shiftmend.errors import DataError, ShiftmendError, TapError
 
-_SHORT = 60
+_MAX_CHARACTERS = 60
 
 
 def kind(value: Any) -> str:
-    """What sort of thing a value is, as part of a sentence: "a Tensor", "None", "the class Linear"."""
+    """Name the type of a value as part of a sentence: "a Tensor", "None", "the class Linear"."""
     if value is None:
         return "None"
     if isinstance(value, type):
@@ -22,42 +24,43 @@ def kind(value: Any) -> str:
 
 
 def brief(value: Any) -> str:
-    """A value as Python writes it, or what kind it is where that would not fit into a sentence."""
-    if isinstance(value, type) or getattr(value, "ndim", None):  # a tensor or an array, and no single number
+    """Write a value as Python does, or name its type where that would not fit into a sentence."""
+    # Tensors and arrays are named by their type, single numbers are not.
+    if isinstance(value, type) or getattr(value, "ndim", None):
         return kind(value)
     text = repr(value)
-    return text if len(text) <= _SHORT and "\n" not in text else kind(value)
+    return text if len(text) <= _MAX_CHARACTERS and "\n" not in text else kind(value)
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """So many of something, as part of a sentence: "1 sample", "1,200 samples", "3 entries"."""
+    """Write a number with its noun, as part of a sentence: "1 sample", "1,200 samples", "3 entries"."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def is_whole(value: Any) -> bool:
-    """A whole number of Python or numpy; Python would take True for one, too."""
+    """Tell whether a value is an integer of Python or numpy; True and False are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_real(value: Any) -> bool:
-    """A number of Python or numpy, and no bool; it may be infinite or NaN."""
+    """Tell whether a value is a number of Python or numpy, perhaps infinite or NaN; True and False are not."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_known(given: Any, known: Collection[str], what: str, error: type[ShiftmendError] = ShiftmendError) -> None:
-    """Refuse what is not one of the known names."""
+    """Refuse a name that is not known."""
     if not isinstance(given, str) or given not in known:
         raise error(f"unknown {what} {brief(given)}, expected one of {', '.join(known)}")
 
 
 def check_seed(seed: Any) -> None:
-    """Refuse what a generator of torch takes no seed from."""
+    """Refuse a seed that generators of torch do not take."""
     if not is_whole(seed) or not -(2**63) <= seed < 2**64:
         raise DataError(f"a seed is a whole number of at most 64 bits, got {brief(seed)}")
 
 
 def check_classes(named: int, known: int) -> None:
-    """Refuse data with more or fewer classes than the model: a label is a place among the folders, or the names."""
+    """Refuse data with more or fewer classes than the model: labels number the names, or the folders."""
     if named != known:
         raise DataError(
             f"the data names {named} classes, and the model knows {known}; expected one name, or one folder, for each, "
@@ -67,14 +70,35 @@ def check_classes(named: int, known: int) -> None:
 
 
 def check_function(given: Any, what: str, takes: str) -> None:
-    """Refuse what cannot be called, before anything is done with it; `takes`: how it will be called."""
+    """Refuse a callback that cannot be called; `takes` says with which arguments it will be."""
     if given is not None and not callable(given):
         raise DataError(f"{what} is {brief(given)}, expected a function: {what}({takes})")
 
 
 def check_axis(axis: Any, what: str) -> None:
-    """Refuse what cannot be the axis of the units; a sample `[C, H, W]` has them on axis 1 of its batch."""
+    """Refuse an axis that cannot be that of the units; images `[N, C, H, W]` have their units on axis 1."""
     if not is_whole(axis):
         raise TapError(f"{what} counts units on axis {brief(axis)}, expected a whole number: 1, or -1 for the last")
     if axis == 0:
         raise TapError(f"{what} counts units on axis 0, which is that of the samples; expected 1, or -1 for the last")
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import a package that only an extra of shiftmend brings.
+
+    Args:
+        module: The package or module to import, e.g. "scipy.special".
+        extra: The extra to install, e.g. "research".
+
+    Raises:
+        ShiftmendError: If the package is not installed.
+    """
+    package = module.partition(".")[0]
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        raise ShiftmendError(
+            f"expected the package {package}, which is not installed. Try pip install 'shiftmend[{extra}]'"
+        ) from error

@@ -1,12 +1,10 @@
-"""How much memory of the machine is left to this process."""
+"""Devices: where to compute, what a device supports, and how much of its memory is free."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,22 +14,32 @@ from shiftmend.utils.checks import brief
 from shiftmend.utils.processes import world_size
 
 WITHOUT_FLOAT64 = {"mps"}
+"""Types of devices that have no float64."""
 
+VALUES_PER_PART = {"cpu": 1 << 20, "other": 1 << 24}
+"""Numbers to work on together: about the caches of a CPU core, and enough to keep a GPU busy."""
 
-AT_ONCE = {"cpu": 1 << 20, "other": 1 << 24}
-"""Numbers that are worked on together: near the caches of a core; enough for a GPU."""
+RESIDENT_FRACTION = 0.4
+"""Part of the free memory that data may take; the rest is for the model and its activations."""
+
+DEFAULT_RESIDENT_BYTES = 4 << 30
+"""Room for data on a device whose free memory is unknown."""
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model lies (the CPU if it has no parameters)."""
+    """Return the device of the first parameter, or the CPU for a model without parameters."""
     parameter = next(model.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
 
 
 def resolve_device(device: str | torch.device | None, model: nn.Module | None = None) -> torch.device:
-    """A device by name; `auto`, or None, is the accelerator the model lies on, else CUDA if there is one, else the CPU.
+    """Turn the name of a device into a device.
 
-    Of several processes that work together, each takes a GPU of its own, if there are as many.
+    `"auto"` and None mean the accelerator that `model` lies on, else CUDA where there is a GPU, else the CPU. Each of
+    several processes gets a GPU of its own if the machine has that many.
+
+    Raises:
+        ShiftmendError: if this machine does not have the device.
     """
     if device is None or (isinstance(device, str) and device == "auto"):
         if model is not None and device_of(model).type != "cpu":
@@ -54,134 +62,112 @@ def _own_gpu() -> int:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """In which long sums stay exact; some devices have no float64."""
+    """Return the widest float of a device, in which long sums stay accurate."""
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
-def in_background(device: torch.device) -> bool:
-    """Whether a copy from the host may go on by itself: on `mps` it would read memory that may be freed by then."""
+def supports_async_copies(device: torch.device) -> bool:
+    """Tell whether a copy from the host may run in the background.
+
+    Such a copy to `mps` reads memory of the host that may be freed by then.
+    """
     return device.type == "cuda"
 
 
-def narrowed(values: Tensor, device: torch.device) -> Tensor:
-    """Float64, which is numpy's usual, as float32 where the device has none."""
-    return values.to(sum_dtype(device)) if values.dtype == torch.float64 else values
-
-
-def sent(values: Tensor, device: torch.device) -> Tensor:
-    """A batch, brought to the device."""
-    return narrowed(values, device).to(device, non_blocking=in_background(device))
-
-
-def layout_on(device: torch.device) -> torch.memory_format:
-    """Where the channels of maps lie best. With channels innermost, gradients of BatchNorm are wrong on `mps`."""
+def preferred_memory_format(device: torch.device) -> torch.memory_format:
+    """Return the fastest memory format for images. `mps` computes wrong BatchNorm gradients with channels last."""
     return torch.contiguous_format if device.type == "mps" else torch.channels_last
 
 
-def in_parts(values: Tensor, width: int | None = None) -> tuple[Tensor, ...]:
-    """Some rows at a time, for work that writes down `width` numbers for each, or as many as a row has.
+def narrow_float64(values: Tensor, device: torch.device) -> Tensor:
+    """Convert float64, the default of numpy, to float32 where the device has no float64."""
+    return values.to(sum_dtype(device)) if values.dtype == torch.float64 else values
 
-    Done to all of them at once, it would need several times the memory of what it looks at: a file mapped into memory,
-    or the maps of a dense output.
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Move a batch to a device, in the background where that is safe."""
+    return narrow_float64(values, device).to(device, non_blocking=supports_async_copies(device))
+
+
+def split_rows(values: Tensor, width: int | None = None) -> tuple[Tensor, ...]:
+    """Split a tensor along its first axis into parts for work that needs several times their memory.
+
+    Args:
+        values: a tensor `[N, ...]`, perhaps a file that is mapped into memory.
+        width: numbers that the work writes for each row; by default as many as a row has.
     """
-    numbers = AT_ONCE["cpu" if values.device.type == "cpu" else "other"]
+    numbers = VALUES_PER_PART["cpu" if values.device.type == "cpu" else "other"]
     parts: tuple[Tensor, ...] = values.split(max(1, numbers // max(1, width or values[:1].numel())))
     return parts
 
 
-def room_on(device: torch.device) -> int:
-    """How much data may stay on the device: part of what is free there, shared by the processes of a machine."""
+def max_resident_bytes(device: torch.device) -> int:
+    """Return how many bytes of data may stay on a device, as a share of its free memory.
+
+    The processes of a machine share the memory of the host.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * 0.4)
-    left = available() if device.type in ("cpu", "mps") else None  # one memory, on a Mac
-    return 4 << 30 if left is None else int(left * 0.4) // _processes_here()
+        return int(free * RESIDENT_FRACTION)
+    # A Mac has one memory for its CPU and its GPU.
+    left = free_host_bytes() if device.type in ("cpu", "mps") else None
+    return DEFAULT_RESIDENT_BYTES if left is None else int(left * RESIDENT_FRACTION) // _processes_on_this_machine()
 
 
-def _processes_here() -> int:
+def _processes_on_this_machine() -> int:
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return min(int(local), world_size()) if local.isdigit() and int(local) > 0 else world_size()
 
 
-@contextmanager
-def placed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Move a model to a device for the length of the block; buffers that its forward changes are as before, too."""
-    home = device_of(model)
-    owned = [(module._buffers, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
-    kept = [buffer.detach().clone() if buffer is not None and is_writable(buffer) else None for _, _, buffer in owned]
+def free_host_bytes(root: Path = Path("/")) -> int | None:
+    """Return how many bytes of host memory this process may still use; None if the system does not tell.
+
+    On Linux each control group around the process may set a limit, as containers and batch systems do.
+    """
+    free = [_free_bytes_of_machine(root), *_free_bytes_of_cgroups(root)]
+    return min((max(0, found) for found in free if found is not None), default=None)
+
+
+def _free_bytes_of_machine(root: Path) -> int | None:
+    free_kilobytes = _read_fields(root / "proc/meminfo").get("MemAvailable:")
+    if free_kilobytes is not None:
+        return 1024 * free_kilobytes
     try:
-        if home != device:
-            model.to(device)
-        yield
-    finally:
-        if home != device:
-            model.to(home)
-        with torch.no_grad():
-            for (buffers, name, buffer), before in zip(owned, kept, strict=True):
-                buffers[name] = buffer
-                if buffer is not None and before is not None and not torch.equal(buffer, before):
-                    buffer.copy_(before)
-
-
-class _Groups(NamedTuple):
-    """Where a version of Linux control groups keeps what it says of memory; what it calls cache that can go."""
-
-    mount: str
-    limit: str
-    usage: str
-    cache: str
-
-
-_V1 = _Groups("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
-_V2 = _Groups("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
-
-
-def available(root: Path = Path("/")) -> int | None:
-    """Bytes that are free, or can be made so, here and in all control groups around; None where nobody can tell."""
-    found = [_of_machine(root), *_of_groups(root)]
-    return min((max(0, free) for free in found if free is not None), default=None)
-
-
-def _of_machine(root: Path) -> int | None:
-    free = _fields(root / "proc/meminfo").get("MemAvailable:")
-    if free is not None:
-        return 1024 * free
-    try:  # macOS tells how much there is, not how much of it is free: half, for want of better
+        # macOS tells its total memory only. Take half of that as free.
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (AttributeError, OSError, ValueError):  # nor that on Windows
+    except (AttributeError, OSError, ValueError):
+        # Windows tells neither.
         return None
 
 
-def _of_groups(root: Path) -> Iterator[int]:
-    """What each group that this process is in, and each around it, leaves of its limit, if it has one."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        number, kinds, path = (*line.split(":", 2), "", "")[:3]
-        if number != "0" and "memory" not in kinds.split(","):
+def _free_bytes_of_cgroups(root: Path) -> Iterator[int]:
+    """Yield what is left of the memory limit of this process's control group and of each group above it."""
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if number == "0":  # version 2
+            mount, limit, usage, cache = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):  # version 1
+            mount, cache = "sys/fs/cgroup/memory", "total_inactive_file"
+            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
             continue
-        groups = _V2 if number == "0" else _V1
-        names = [name for name in path.split("/") if name]
-        for depth in range(len(names) + 1):  # in a container, the outermost that is seen may be its own
-            folder = root.joinpath(groups.mount, *names[:depth])
-            limit, usage = (_text(folder / name).strip() for name in (groups.limit, groups.usage))
-            if limit.isdigit() and usage.isdigit():  # no limit is "max", or a number beyond all memory
-                yield int(limit) - int(usage) + _fields(folder / "memory.stat").get(groups.cache, 0)
+        group = (root / mount).joinpath(*(name for name in path.split("/") if name))
+        # Inside a container, /proc may name groups that only the host sees; the mount itself is then the own group.
+        for folder in (group, *group.parents):
+            most, used = _read_text(folder / limit).strip(), _read_text(folder / usage).strip()
+            # Version 2 writes "max" where there is no limit, version 1 a number beyond all memory.
+            if most.isdigit() and used.isdigit():
+                yield int(most) - int(used) + _read_fields(folder / "memory.stat").get(cache, 0)
 
 
-def _fields(path: Path) -> dict[str, int]:
-    rows = (line.split() for line in _text(path).splitlines())
+def _read_fields(path: Path) -> dict[str, int]:
+    rows = (line.split() for line in _read_text(path).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")  # groups may have any name
+        # The name of a group may hold any bytes.
+        return path.read_text(errors="replace")
     except OSError:
         return ""
-
-
-def is_writable(tensor: Tensor) -> bool:
-    """With values of its own, neither sparse nor one seen as many, as `expand` gives, nor made in inference mode."""
-    whole = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_inference()
-    return whole and all(stride > 0 or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""Writing files so that a reader never sees half of one."""
+"""Write files so that a reader never sees half of one."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from shiftmend.utils.checks import brief
 
 
 def as_path(given: Any, what: str, error: type[ShiftmendError] = ShiftmendError) -> Path:
-    """What a caller named, as a path; anything but a name is refused, an empty one (Python's for here) too."""
+    """Turn a name into a path; refuse anything else, also an empty name, which Python takes for the current folder."""
     if not isinstance(given, str | os.PathLike) or given == "":
         raise error(f"{what} is {brief(given)}, expected a name, as text or as a Path")
     return Path(given)
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Put `content` at `path` in one step, see `write_together`."""
+    """Put `content` at `path` in one step; see `write_together`."""
     write_together({Path(path): content})
 
 
 def write_together(contents: Mapping[Path, bytes]) -> None:
-    """Write files that belong together, see `replacing`. A device or a pipe, such as /dev/null, is written into."""
+    """Write files that belong together; see `replacing`. Write into a device or a pipe, such as /dev/null."""
     files = [path for path in contents if not is_special(path)]
     for path in contents.keys() - files:
         path.write_bytes(contents[path])
@@ -37,16 +37,16 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
 
 
 def is_special(path: Path) -> bool:
-    """Whether it is a device or a pipe, which must never be replaced by a file."""
+    """Tell whether a path is a device or a pipe, which must never be replaced by a file."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
 @contextmanager
 def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
-    """Temporary files to write, which are put at `paths` at the end of the block: none before all are on the disk.
+    """Give temporary files to write, and put them at `paths` at the end of the block, once all are on the disk.
 
-    An existing file keeps its permissions, and is untouched if anything fails before the last step. A link stays one:
-    the file that it leads to is replaced. Whatever writes a temporary file may replace that one in turn.
+    An existing file keeps its permissions, and is untouched if anything fails before the last step. A link stays a
+    link: the file that it leads to is replaced. Whatever writes a temporary file may replace that file in turn.
     """
     staged: dict[Path, Path] = {}
     try:
@@ -67,30 +67,29 @@ def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
                 os.fsync(handle.fileno())
         for temporary, target in staged.items():
             os.replace(temporary, target)
-    except BaseException:
+    finally:
         for temporary in staged:
             temporary.unlink(missing_ok=True)
-        raise
 
 
-_HELD: set[BinaryIO] = set()
+_LOCKS: set[BinaryIO] = set()
 
 
-def _let_go() -> None:
-    """A worker that outlives its process for some seconds would go on holding its locks."""
-    for handle in _HELD:
+def _release_locks() -> None:
+    """Release the locks of the parent: a worker that outlives its process would go on holding them."""
+    for handle in _LOCKS:
         handle.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_release_locks)
 
 
 @contextmanager
 def alone_with(path: Path) -> Iterator[bool]:
-    """Whether no other process is inside such a block for this file, as far as the system can tell.
+    """Lock a file; give whether no other process holds the lock, as far as the system can tell.
 
-    The lock of a process that is killed goes with it. Its file may stay, and in a shared folder be another user's.
+    The lock of a process that is killed goes with the process. The lock file may stay, and belong to another user.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f".{path.name}.lock")
@@ -102,32 +101,36 @@ def alone_with(path: Path) -> Iterator[bool]:
             "user's, wait for the end of that process or have the lock deleted, else choose another place"
         ) from error
     with handle:
-        alone = _locked(handle.fileno())
-        _HELD.add(handle)
+        alone = _lock(handle.fileno())
+        _LOCKS.add(handle)
         try:
             yield alone
         finally:
-            _HELD.discard(handle)
-            if alone and not handle.closed:  # it is in a forked process, whose lock this is not
-                with suppress(OSError):  # not every system deletes what is open
+            _LOCKS.discard(handle)
+            # The handle is closed in a forked process, which does not own the lock.
+            if alone and not handle.closed:
+                # Not every system deletes an open file.
+                with suppress(OSError):
                     lock.unlink()
 
 
-def _locked(descriptor: int) -> bool:
+def _lock(descriptor: int) -> bool:
+    """Try to lock an open file. Windows and some network drives have no locks: there the file counts as locked."""
     try:
-        import fcntl  # no such thing on Windows
+        import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.fstat(descriptor).st_nlink > 0  # else it has just been deleted: a third may have a new one
+        # A lock file that has just been deleted protects nothing: a third process may have made a new one.
+        return os.fstat(descriptor).st_nlink > 0
     except BlockingIOError:
         return False
-    except (ImportError, OSError):  # some network drives have no locks
+    except (ImportError, OSError):
         return True
 
 
 @contextmanager
 def said_where(target: Path) -> Iterator[None]:
-    """Say which result could not be written: what the system says may name a temporary file, or none at all."""
+    """Name the result that could not be written: the system's error may name a temporary file, or none at all."""
     try:
         yield
     except OSError as error:
@@ -135,11 +138,11 @@ def said_where(target: Path) -> Iterator[None]:
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
-    """Refuse a folder that nothing can be written into, before work is spent on what goes there; it need not exist."""
+    """Refuse a folder that cannot be written into, before work is spent on its contents. The folder need not exist."""
     place = as_path(folder, "the folder to write into")
     try:
         there = next(parent for parent in (place, *place.absolute().parents) if parent.exists())
-    except OSError as error:  # too long a name, or a folder around it that may not be looked into
+    except OSError as error:
         raise ShiftmendError(f"{place} cannot be written into ({error.strerror}); name another folder") from error
     if there == place and not place.is_dir():
         raise ShiftmendError(f"{place} is a file, expected a folder to write into; name another")
@@ -150,7 +153,7 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def _permissions(target: Path) -> int:
-    """Those of the file that is replaced, or what the umask gives to a new one."""
+    """Return the permissions of the file that is replaced, or what the umask gives to a new one."""
     try:
         return stat.S_IMODE(target.stat().st_mode)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Several runs in threads on one GPU: they take turns in everything but waiting for it.
+"""Share one GPU between the threads of a process: only one thread at a time launches work.
 
-A CUDA graph can only be captured while no other thread of the process starts work of its own. So a thread holds its
-turn while it launches, captures and frees, and gives it up only where it does nothing but replay and wait.
+A CUDA graph can be captured only while no other thread launches work. So a thread holds a lock while it launches,
+captures and frees, and releases the lock only while it replays a graph or waits for the GPU.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_turns = threading.local()
+_own = threading.local()
 
 
 @contextmanager
-def taking_turns(lock: threading.Lock) -> Iterator[None]:
-    """For the length of the block this thread runs only while it holds `lock`, which it may give up in between."""
+def share_gpu(lock: threading.Lock) -> Iterator[None]:
+    """Let this thread run the block only while it holds `lock`, which `release_gpu` gives up in between."""
     with lock:
-        _turns.lock = lock
+        _own.lock = lock
         try:
             yield
         finally:
-            del _turns.lock
+            del _own.lock
 
 
-def has_turns() -> bool:
-    """Whether this thread shares the device with others."""
-    return hasattr(_turns, "lock")
+def is_sharing_gpu() -> bool:
+    """Tell whether this thread is inside `share_gpu`."""
+    return hasattr(_own, "lock")
 
 
 @contextmanager
-def others_may_go() -> Iterator[None]:
-    """Inside, other threads may have their turn; on the device nothing but replaying and waiting may be done."""
-    lock: threading.Lock | None = getattr(_turns, "lock", None)
+def release_gpu() -> Iterator[None]:
+    """Let other threads launch work; inside the block this thread may only replay graphs and wait."""
+    lock: threading.Lock | None = getattr(_own, "lock", None)
     if lock is None:
         yield
         return

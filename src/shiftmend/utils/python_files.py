@@ -1,4 +1,4 @@
-"""Python files that a user names, of a model, a method or a benchmark: import them, and say what went wrong there."""
+"""Run a user's own Python: import the file of a model, a method or a benchmark, and say what went wrong there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +16,7 @@ from types import ModuleType
 def first_on_path(folder: Path) -> Iterator[None]:
     """Import from a folder before all others, as Python does for a script that lies there.
 
-    The folder stays, because a model may import more when it is called; an error takes it away again.
+    The folder stays on the path, because a model may import more when it is called. After an error it is removed.
     """
     before, first = list(sys.path), str(folder)
     sys.path[:] = [first, *(entry for entry in before if entry != first)]
@@ -29,14 +29,18 @@ def first_on_path(folder: Path) -> Iterator[None]:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Run a file as the module of its name, or of a longer one if another has that; a failed one is not kept."""
+    """Run a file as the module of its name, or of a longer name if another module has that; forget it if it fails."""
     held = sys.modules.get(path.stem)
-    ours = held is None or getattr(held, "__file__", None) == str(path.absolute())  # run before, and perhaps edited
+    # A module of the same file was run before, and the file may have been edited since.
+    ours = held is None or getattr(held, "__file__", None) == str(path.absolute())
     name = path.stem if ours else f"another_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # noqa: PT018 (true of every .py file)
+    # True of every .py file.
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where its dataclasses look themselves up
+    # Dataclasses look up their module here.
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -45,8 +49,17 @@ def import_file(path: Path) -> ModuleType:
     return module
 
 
-def reason(error: BaseException) -> str:
-    """What went wrong in somebody's code, and in which line of it, as one line."""
+@contextmanager
+def user_code(refuse: Callable[[BaseException], Exception]) -> Iterator[None]:
+    """Run a user's code inside: whatever it raises, and SystemExit, becomes the error that `refuse` makes of it."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise refuse(error) from error
+
+
+def describe_error(error: BaseException) -> str:
+    """Say in one line what went wrong in a user's code, and in which line of it."""
     text, places = str(error), [(frame.filename, frame.lineno) for frame in frames(error)]
     if isinstance(error, SyntaxError):
         text, places = error.msg or "", [(error.filename or "", error.lineno)]
@@ -58,7 +71,7 @@ def reason(error: BaseException) -> str:
 
 
 def frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Where an error passed through, without this package and the import system."""
+    """List where an error passed through, without this package and the import system."""
     passed = traceback.extract_tb(error.__traceback__)
     ours = (f"{Path(__file__).parents[1]}{os.sep}", importlib.__file__, "<frozen")
     return [frame for frame in passed if not frame.filename.startswith(ours)]

@@ -1,67 +1,66 @@
-"""Random numbers of one run, of dropout and of the model: the global generators have no part in them."""
+"""Random numbers that follow the seed of a run and leave the global generators as they were."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shiftmend.utils.gpu_sharing import has_turns
+from shiftmend.utils.gpu_sharing import is_sharing_gpu
 
-_rolled = threading.local()
+_isolated = threading.local()
 
 
-class Dice:
-    """A generator of random numbers on a device, which dropout draws from inside `for_dropout`.
+class DeviceGenerator:
+    """A generator of random numbers on a device, which dropout draws from inside `as_default`.
 
-    Functions such as `torch.rand` can be given the generator; dropout cannot, it draws from the global one of its
-    device. On CUDA that one is made to stand for ours for a while, and a step that is captured meanwhile draws from
-    ours ever after, whatever becomes of the global one and whichever thread replays the step. Elsewhere ours is the
-    global one of the CPU, whose state is put back at the end.
+    Functions such as `torch.rand` take a generator; dropout always draws from the global one of its device. On CUDA,
+    `as_default` makes the global generator share the state of this one. A step that is captured meanwhile goes on
+    drawing from this state, whichever thread replays the step. On other devices this is the global generator of the
+    CPU, whose state `as_default` restores.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, on_gpu = device, device.type == "cuda"
         if on_gpu:
-            torch.cuda.init()  # which makes the global generators
+            # The global generators do not exist before.
+            torch.cuda.init()
         self.generator = torch.Generator(device) if on_gpu else torch.default_generator
-        self._through = self.generator
+        self._seeded = self.generator
 
     def seed(self, seed: int) -> None:
+        """Start anew from a seed of any size."""
         number = seed % (1 << 63)
         if self.device.type in ("cpu", "cuda"):
-            self._through.manual_seed(number)
+            self._seeded.manual_seed(number)
         else:
-            torch.manual_seed(number)  # dropout draws from a generator of its own there, which this seeds as well
+            # Dropout on such a device draws from a generator of its own, which torch.manual_seed reaches.
+            torch.manual_seed(number)
 
     @contextmanager
-    def for_dropout(self) -> Iterator[None]:
-        """Inside, dropout draws from the generator. Threads must not be inside at the same time."""
+    def as_default(self) -> Iterator[None]:
+        """Let dropout draw from this generator; no two threads may be inside at the same time."""
         if self.device.type != "cuda":
-            with torch.random.fork_rng(devices=[]), _kept(self.device):
+            with torch.random.fork_rng(devices=[]), _restore_mps() if self.device.type == "mps" else nullcontext():
                 yield
             return
-        usual = torch.cuda.default_generators[self.generator.device.index]
-        before = usual.graphsafe_get_state()
-        usual.graphsafe_set_state(self.generator)
-        self._through = usual  # the same numbers; but recurrent layers only notice a new seed of the global one
+        default = torch.cuda.default_generators[self.generator.device.index]
+        before = default.graphsafe_get_state()
+        default.graphsafe_set_state(self.generator)
+        # Recurrent layers notice a new seed of the global generator only.
+        self._seeded = default
         try:
             yield
         finally:
-            self._through = self.generator
-            usual.graphsafe_set_state(before)
+            self._seeded = self.generator
+            default.graphsafe_set_state(before)
 
 
 @contextmanager
-def _kept(device: torch.device) -> Iterator[None]:
-    """The global generator of `mps`, which `fork_rng` cannot put back, is afterwards as it was."""
-    if device.type != "mps":
-        yield
-        return
+def _restore_mps() -> Iterator[None]:
+    """Restore the generator of `mps`, which `fork_rng` leaves out."""
     before = torch.mps.get_rng_state()
     try:
         yield
@@ -70,67 +69,51 @@ def _kept(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def rolled(device: torch.device, look: Callable[[], object]) -> Iterator[None]:
-    """Inside, what a model draws in eval mode (Monte Carlo dropout, a layer of noise), or `preprocess`, follows `roll`.
+def isolate_rng(device: torch.device, first_pass: Callable[[], object]) -> Iterator[None]:
+    """Let a model that draws random numbers in eval mode follow `reseed`, as Monte Carlo dropout does.
 
-    `look` runs them a first time. If nothing is drawn, the global generators are left alone, since other threads
-    may use them; else they are afterwards as they were. Threads that take turns on a GPU share its generator, which
-    cannot stand for several runs at once: there they are left alone, too.
+    The global generators stay untouched if nothing is drawn, since other threads may use them. Otherwise they have
+    their states of before at the end. Threads that share a GPU share its generator too; there nothing is isolated.
+
+    Args:
+        device: where the model runs.
+        first_pass: runs the model and `preprocess` once, which shows whether they draw.
     """
-    if not _moved(device, look) or has_turns():
+    if not _draws(device, first_pass) or is_sharing_gpu():
         yield
         return
-    around, dice = getattr(_rolled, "dice", None), Dice(device)  # `on_epoch` of a run may verify
+    # A callback of a run may verify, so blocks may be nested.
+    outer, generator = getattr(_isolated, "generator", None), DeviceGenerator(device)
     try:
-        with torch.random.fork_rng(devices=[]), dice.for_dropout():
-            _rolled.dice = dice
-            roll(0)
+        with torch.random.fork_rng(devices=[]), generator.as_default():
+            _isolated.generator = generator
+            reseed(0)
             yield
     finally:
-        _rolled.dice = around
+        _isolated.generator = outer
 
 
-def roll(seed: int) -> None:
-    """What they draw begins anew, as before each pass over the data; outside of `rolled` nothing is done."""
-    dice: Dice | None = getattr(_rolled, "dice", None)
-    if dice is not None:
-        torch.default_generator.manual_seed(seed % (1 << 63))  # a model on another device may draw on the host as well
-        dice.seed(seed)
+def reseed(seed: int) -> None:
+    """Start the generators of `isolate_rng` anew, as before each pass over the data; do nothing outside of it."""
+    generator: DeviceGenerator | None = getattr(_isolated, "generator", None)
+    if generator is not None:
+        # A model on another device may draw on the host as well.
+        torch.default_generator.manual_seed(seed % (1 << 63))
+        generator.seed(seed)
 
 
-def _moved(device: torch.device, look: Callable[[], object]) -> bool:
-    """Whether the look draws from global generators, which are put back; what other threads draw is left alone."""
+def _draws(device: torch.device, run: Callable[[], object]) -> bool:
+    """Run something, tell whether a global generator moved, and restore that generator."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
         generators.append(torch.cuda.default_generators[index])
     before = [generator.get_state() for generator in generators]
-    look()
-    moved = [not torch.equal(now.get_state(), then) for now, then in zip(generators, before, strict=True)]
-    if not any(moved) or not _draws(look):
-        return False
-    for generator, state, drew in zip(generators, before, moved, strict=True):
-        if drew:
+    run()
+    drew = False
+    for generator, state in zip(generators, before, strict=True):
+        if not torch.equal(generator.get_state(), state):
             generator.set_state(state)
-    return True
-
-
-class _Drawing(TorchDispatchMode):
-    """Notices operators of this thread that draw from a generator."""
-
-    seen = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
-
-
-def _draws(look: Callable[[], object]) -> bool:
-    drawing = _Drawing()
-    try:
-        with drawing:
-            look()
-    except Exception:  # some operators cannot be watched
-        return True
-    return drawing.seen
+            drew = True
+    return drew

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from shiftmend.inputs.feed import Feed, Preprocess
-from shiftmend.introspection.validate import check_takes_each, unwrap
+from shiftmend.introspection.model_state import on_device
+from shiftmend.introspection.validate import check_model, unwrap
 from shiftmend.passes.evaluation_pass import run_pass, without_labels
 from shiftmend.profiles.fingerprints import InputSummary
 from shiftmend.profiles.profile import Profile, as_profile
-from shiftmend.utils.devices import placed, resolve_device
+from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.progress import Progress, progress_bar
-from shiftmend.utils.rng import rolled
+from shiftmend.utils.rng import isolate_rng
 from shiftmend.verification.signals import VERIFIED, Tally
 from shiftmend.verification.verdict import Verification
 
@@ -64,12 +65,12 @@ def verify(
     place = resolve_device(device, model)
     feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
     with (
-        placed(model, place),
-        rolled(place, lambda: check_takes_each(model, feed.kinds(2))),
-        progress_bar(progress, "verify", feed.known) as bar,
+        on_device(model, place),
+        isolate_rng(place, lambda: check_model(model, feed.examples(2))),
+        progress_bar(progress, "verify", feed.known_samples) as bar,
     ):
         profile.check_inputs(InputSummary.from_batches(feed.batches()))
-        feed.heard = bar.advance
+        feed.on_batch = bar.advance
         tally = Tally(profile.to(place))
         taps = {name: profile.specs[name] for name in VERIFIED}
         run_pass(

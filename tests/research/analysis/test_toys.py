@@ -12,7 +12,7 @@ from scipy import stats
 import shiftmend
 from shiftmend import Adaptation, Bins, Profile
 from shiftmend.errors import DataError
-from shiftmend.introspection.taps import tapped
+from shiftmend.introspection.taps import attach_taps
 from shiftmend.research.analysis.toys import Toy, offset_toy, rotation_toy
 from shiftmend.stats.divergences import sampling_floor
 
@@ -93,7 +93,7 @@ def test_a_rotation_cannot_be_seen_and_is_not_restored(degrees: int) -> None:
     assert accuracy(toy) == pytest.approx(expected, abs=0.05)
     profile, result = adapted(toy)
     # before anything is done, both taps agree with the source as well as two samples of one distribution do
-    with torch.no_grad(), tapped(toy.model, profile.specs) as recorder:
+    with torch.no_grad(), attach_taps(toy.model, profile.specs) as recorder:
         toy.model(toy.target_inputs)
         activations = recorder.read()
     floor = sampling_floor(profile.bins, 2000, 2000)

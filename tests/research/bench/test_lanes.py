@@ -28,7 +28,7 @@ from shiftmend.research.bench.resources import Workshop
 from shiftmend.research.bench.run import preparations, run
 from shiftmend.research.bench.store import Store
 from shiftmend.research.bench.suite import find
-from shiftmend.utils.gpu_sharing import has_turns, others_may_go, taking_turns
+from shiftmend.utils.gpu_sharing import is_sharing_gpu, release_gpu, share_gpu
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 TINY = Path(__file__).parents[2] / "helpers" / "tiny.py"
@@ -45,17 +45,17 @@ def test_threads_run_one_at_a_time_but_where_they_wait() -> None:
             most_seen[0] = max(most_seen[0], now[0])
 
     def lane() -> None:
-        with taking_turns(lock):
-            assert has_turns()
+        with share_gpu(lock):
+            assert is_sharing_gpu()
             for _ in range(5):
                 count(inside, most, 1)
                 time.sleep(0.001)
                 count(inside, most, -1)
-                with others_may_go():
+                with release_gpu():
                     count(waiting, most_waiting, 1)
                     time.sleep(0.02)
                     count(waiting, most_waiting, -1)
-        assert not has_turns()
+        assert not is_sharing_gpu()
 
     threads = [threading.Thread(target=lane) for _ in range(4)]
     for thread in threads:
@@ -68,9 +68,9 @@ def test_threads_run_one_at_a_time_but_where_they_wait() -> None:
 
 
 def test_without_lanes_nothing_is_given_up() -> None:
-    assert not has_turns()
-    with others_may_go():
-        assert not has_turns()
+    assert not is_sharing_gpu()
+    with release_gpu():
+        assert not is_sharing_gpu()
 
 
 class NoStream:
@@ -124,13 +124,13 @@ def test_an_error_in_a_lane_ends_the_others(tmp_path: Path, monkeypatch: pytest.
 
     def work(job: Job, task: Task, advance: Advance, workshop: Workshop) -> None:
         if task.seed == 1:
-            with others_may_go():
+            with release_gpu():
                 assert others.wait(10)
             raise DataError("broken on purpose")
         for epoch in range(3000):
             advance(task, epoch, 0)
             others.set()
-            with others_may_go():
+            with release_gpu():
                 time.sleep(0.001)
         ended_by_themselves.append(task)
 
@@ -214,7 +214,7 @@ def test_what_the_caller_raises_is_the_caller_s_and_ends_the_lanes(
 
     def work(job: Job, task: Task, advance: Advance, workshop: Workshop) -> None:
         if task.seed > 1:
-            with others_may_go():
+            with release_gpu():
                 assert leaving.wait(10)
             advance(task, 1, 2)
             ended_by_themselves.append(task)
@@ -255,7 +255,7 @@ def test_what_a_task_leaves_behind_is_collected_in_the_end_however_long_it_ran(
             return
         kept = Cycle()
         left.append(weakref.ref(kept))
-        with others_may_go():
+        with release_gpu():
             for _ in range(4):
                 assert ended.acquire(timeout=10)
 

@@ -268,7 +268,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
         return adapt(model, data, *given, **named)
 
     def watched_score(scorer: Scorer) -> Any:
-        labels = torch.cat([labels for _, labels in scorer.feed.labelled()])
+        labels = torch.cat([labels for _, labels in scorer.feed.labelled_batches()])
         assert scorer.feed.inputs is not None
         seen.scored.append((scorer.feed.inputs, labels))
         return score(scorer)

@@ -27,8 +27,7 @@ from shiftmend.research.bench.recipes import AUGMENTATIONS, Recipe, untrained
 from shiftmend.research.bench.resources import identity
 from shiftmend.research.bench.suite import BENCHMARKS, faults, find, mnist_m
 from shiftmend.research.bench.suite.usps import enlarged
-from shiftmend.research.datasets.digits import emnist, mnist
-from shiftmend.research.datasets.shifted import EMNIST_SHIFTS
+from shiftmend.research.datasets.digits import EMNIST_SHIFTS, emnist, mnist
 
 PUBLISHED = [name for name in BENCHMARKS if name not in ("digits", "usps")]
 

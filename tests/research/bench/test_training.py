@@ -19,8 +19,7 @@ from shiftmend.research.bench import recipes, training
 from shiftmend.research.bench.recipes import Recipe, rate, untrained
 from shiftmend.research.bench.training import batches_of, train
 from shiftmend.research.datasets.streamed import ImageFiles
-from shiftmend.research.networks import MODELS
-from shiftmend.research.networks.digit_cnn import DigitCNN
+from shiftmend.research.networks import MODELS, DigitCNN
 
 TINY = {"classes": 3, "width": 4, "image_size": 12}
 

@@ -10,7 +10,7 @@ import pytest
 from data_layouts import python2_pickle, random_images
 
 from shiftmend.errors import DataError
-from shiftmend.research.datasets.cifar import CIFAR100_CLASSES, cifar10, cifar100
+from shiftmend.research.datasets.cifar import CIFAR100_CLASSES, cifar10, cifar10_c, cifar100, cifar100_c
 
 PIXELS = random_images(30, 3072)
 LABELS = np.arange(30, dtype=np.uint8) % 10
@@ -121,7 +121,7 @@ def test_a_pickled_batch_that_would_run_code_is_refused(tmp_path: Path) -> None:
     folder = lay_out_pickled(tmp_path)
     mark = tmp_path / "was-run"
     (folder / "test_batch").write_bytes(pickle.dumps({"data": RunMe(str(mark)), "labels": []}, 2))
-    with pytest.raises(DataError, match=r"test_batch was not read: it asks to run posix\.mkdir"):
+    with pytest.raises(DataError, match=r"test_batch was not read .it asks to run posix\.mkdir"):
         cifar10("test", tmp_path)
     assert not mark.exists()
 
@@ -149,3 +149,51 @@ def test_a_pickled_batch_of_another_form_is_refused(tmp_path: Path, batch: dict[
     (folder / "test_batch").write_bytes(python2_pickle(batch))
     with pytest.raises(DataError, match=sentence):
         cifar10("test", tmp_path)
+
+
+def lay_out_cifar_c(root: Path, folder: str = "CIFAR-10-C", per_severity: int = 4) -> np.ndarray:
+    base = root / folder
+    base.mkdir(parents=True)
+    images = random_images(5 * per_severity, 32, 32, 3)
+    np.save(base / "fog.npy", images)
+    np.save(base / "labels.npy", np.tile(np.arange(per_severity, dtype=np.uint8), 5))
+    return images
+
+
+@pytest.mark.parametrize("severity", [1, 3, 5])
+def test_cifar_c_reads_one_severity(tmp_path: Path, severity: int) -> None:
+    for folder, read in (("CIFAR-10-C", cifar10_c), ("CIFAR-100-C", cifar100_c)):
+        images = lay_out_cifar_c(tmp_path, folder)
+        split = read("fog", severity, tmp_path, per_severity=4)
+        expected = images[4 * (severity - 1) : 4 * severity].transpose(0, 3, 1, 2)
+        np.testing.assert_array_equal(split.images.numpy(), expected)
+        assert split.images.is_contiguous()
+        assert split.labels is not None
+        assert split.labels.tolist() == [0, 1, 2, 3]
+        assert split.name == f"{folder.lower()}-fog-{severity}"
+        assert read("fog", root=tmp_path, per_severity=4).name == f"{folder.lower()}-fog-5"
+
+
+def test_cifar_c_asserts_its_shape(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"CIFAR-10-C/fog\.npy is missing.*50000, 32, 32, 3.*fetch\(\"cifar-10-c\"\)"):
+        cifar10_c("fog", 5, tmp_path)
+    images = lay_out_cifar_c(tmp_path)
+    path = tmp_path / "CIFAR-10-C/fog.npy"
+    with pytest.raises(DataError, match=r"fog\.npy holds uint8 \[20, 32, 32, 3\]; expected uint8 \[50000, 32, 32, 3\]"):
+        cifar10_c("fog", 5, tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(DataError, match=r"fog\.npy is truncated"):
+        cifar10_c("fog", 5, tmp_path, per_severity=4)
+    np.save(path, images.astype(np.float32))
+    with pytest.raises(DataError, match=r"fog\.npy holds float32"):
+        cifar10_c("fog", 5, tmp_path, per_severity=4)
+    path.write_bytes(whole)
+    for labels, found in ((np.zeros(19, np.uint8), r"uint8 \[19\]"), (np.full(20, 0.5), r"float64 \[20\]")):
+        np.save(tmp_path / "CIFAR-10-C/labels.npy", labels)
+        with pytest.raises(DataError, match=rf"labels\.npy holds {found}; expected 20 integer labels"):
+            cifar10_c("fog", 5, tmp_path, per_severity=4)
+    with pytest.raises(DataError, match="severities 1 to 5, got 0"):
+        cifar10_c("fog", 0, tmp_path)
+    with pytest.raises(DataError, match="unknown shift of CIFAR-10-C 'rain', expected one of brightness"):
+        cifar10_c("rain", 5, tmp_path)

@@ -10,9 +10,9 @@ import torch
 
 from shiftmend.errors import DataError
 from shiftmend.inputs.images import Split
+from shiftmend.research.datasets.catalogue import verify
 from shiftmend.research.datasets.cifar import cifar10
 from shiftmend.research.datasets.digits import emnist, mnist, usps
-from shiftmend.research.datasets.integrity import verify
 from shiftmend.research.datasets.partitions import emnist_source
 
 pytestmark = [

@@ -12,6 +12,7 @@ import numpy as np
 from shiftmend.errors import DataError
 from shiftmend.research.bench.benchmark import Cell, Origin, Outcome, Result, Which
 from shiftmend.research.bench.store import DIGITS
+from shiftmend.utils.checks import require
 
 METRICS = tuple(field.name for field in fields(Outcome) if field.name != "epoch")
 
@@ -186,10 +187,9 @@ def _test(
     elif deviation <= _rounding(float(np.abs(values).max())):
         remark = "the difference is the same for every seed, which leaves a t-test nothing to go by"
     else:
-        from scipy.special import stdtr  # here, since importing shiftmend must stay quick
-
+        special = require("scipy.special", "research")
         t = difference / (deviation / math.sqrt(len(pairs)))
-        p = float(2 * stdtr(len(pairs) - 1, -abs(t)))
+        p = float(2 * special.stdtr(len(pairs) - 1, -abs(t)))
     return Comparison(*table, first, second, shift, len(pairs), difference, deviation, p, p, "", remark)
 
 

@@ -27,9 +27,9 @@ from shiftmend.evaluation.evaluate import Scorer
 from shiftmend.evaluation.restoration import RestorationDistance
 from shiftmend.inputs.feed import Feed
 from shiftmend.inputs.images import Split
-from shiftmend.introspection.model_state import put_back, tensors_of
-from shiftmend.introspection.modes import modes
-from shiftmend.introspection.taps import tapped
+from shiftmend.introspection.model_state import restore, snapshot
+from shiftmend.introspection.modes import preserve_modes
+from shiftmend.introspection.taps import attach_taps
 from shiftmend.methods import METHODS
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.profile import Profile
@@ -197,7 +197,7 @@ class Run:
                 self._scorer = self._scorer or self._scorer_of(model, capture=True)
                 self._score(self._scorer, row.epoch)
             if self.choice.consider(row):
-                self._unscored = {} if row.epoch in self.outcomes else tensors_of(model)
+                self._unscored = {} if row.epoch in self.outcomes else snapshot(model)
             tick(row.epoch, epochs)
 
         self.adaptation = shiftmend.adapt(
@@ -222,7 +222,7 @@ class Run:
             self._score(self._scorer_of(self.adaptation.model), self.adaptation.history[-1].epoch)
         if self.kept.epoch not in self.outcomes:
             model = copy.deepcopy(self.adaptation.model)
-            put_back(model, self._unscored)
+            restore(model, self._unscored)
             self._score(self._scorer_of(model), self.kept.epoch)
         self._unscored = {}
 
@@ -423,7 +423,7 @@ def _online(given: Given, result: Result, tick: Tick) -> Result:
     parts: list[float] = []
     feed = Feed(labelled(target.score), batch_size=protocol.batch_size, device=workshop.device, what="target data")
     steps = math.ceil(len(target.score) / protocol.batch_size)
-    for inputs, labels in feed.labelled():
+    for inputs, labels in feed.labelled_batches():
         logits = stream.step(inputs)
         whole.update(logits, labels)
         part = ClassificationMetrics(device=workshop.device)
@@ -470,10 +470,10 @@ def _restoration(given: Given, adapted: nn.Module, target: Target) -> float | No
     pairs = zip(*(given.feed(images, 1024).batches() for images in (clean, seen)), strict=True)
     with (
         torch.no_grad(),
-        modes(source),
-        modes(adapted),
-        tapped(source, taps) as at_home,
-        tapped(adapted, taps) as away,
+        preserve_modes(source),
+        preserve_modes(adapted),
+        attach_taps(source, taps) as at_home,
+        attach_taps(adapted, taps) as away,
     ):
         source.eval()
         adapted.eval()

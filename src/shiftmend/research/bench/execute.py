@@ -35,7 +35,7 @@ from shiftmend.research.bench.plan import settings_of
 from shiftmend.research.bench.resources import Shelf, Workshop
 from shiftmend.research.bench.suite import find
 from shiftmend.utils.files import write_atomically
-from shiftmend.utils.gpu_sharing import taking_turns
+from shiftmend.utils.gpu_sharing import share_gpu
 
 
 @dataclass(frozen=True)
@@ -463,7 +463,7 @@ def lanes(job: Job, advance: Advance, count: int) -> Iterator[Execute]:
         advance(task, done, total)
 
     def run(task: Task) -> Result | None:
-        with taking_turns(turn):
+        with share_gpu(turn):
             going_on(task, 0, 0)  # while this lane waited for its turn, another may have failed
             if not hasattr(own, "workshop"):
                 own.workshop = Workshop(benchmark, Path(job.home), root, job.device, data, job.compile)

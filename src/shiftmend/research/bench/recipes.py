@@ -14,7 +14,7 @@ from shiftmend.engine import checkpoint as checkpoints
 from shiftmend.errors import DataError
 from shiftmend.research.networks import MODELS, build
 from shiftmend.utils.checks import is_whole
-from shiftmend.utils.devices import sent
+from shiftmend.utils.devices import send
 
 Augmentation = Callable[[Tensor, Generator], Tensor]
 
@@ -56,7 +56,7 @@ def flip(images: Tensor, generator: Generator) -> Tensor:
 def _uniform(images: Tensor, generator: Generator) -> Tensor:
     """A number in [0, 1) for each image."""
     draws = torch.rand(len(images), generator=generator, device=generator.device)
-    return sent(draws, images.device)
+    return send(draws, images.device)
 
 
 def _fetch(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

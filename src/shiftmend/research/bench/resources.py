@@ -33,7 +33,7 @@ from shiftmend.stats.histograms import Bins
 from shiftmend.utils.checks import kind
 from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.files import said_where, write_atomically
-from shiftmend.utils.gpu_sharing import others_may_go
+from shiftmend.utils.gpu_sharing import release_gpu
 
 FORMAT = "shiftmend source model"
 
@@ -196,7 +196,7 @@ class Workshop:
 
     def target(self, shift: str) -> Target:
         """The data of a shift; images in memory lie on the device, so that no epoch has to bring them there."""
-        with others_may_go():  # reading files and making shifts again is work for the CPU alone
+        with release_gpu():  # reading files and making shifts again is work for the CPU alone
             load = self.benchmark.load_target
             loaded = self._data.keep("loaded", shift, lambda: _loaded(load, shift, self.root, Target))
         return self._data.keep("target", shift, lambda: self._on_device(loaded))

@@ -33,7 +33,7 @@ from shiftmend.research.bench.execute import (
 from shiftmend.research.bench.plan import plan
 from shiftmend.research.bench.store import Store
 from shiftmend.research.bench.suite import find
-from shiftmend.research.datasets.base import ROOT_VARIABLE
+from shiftmend.research.datasets.files import ROOT_VARIABLE
 from shiftmend.utils.progress import Progress
 
 

@@ -29,7 +29,7 @@ from shiftmend.research.bench.recipes import untrained
 from shiftmend.research.bench.rendering import for_markdown, render
 from shiftmend.research.bench.suite import find
 from shiftmend.research.bench.tables import Column, Row, Table
-from shiftmend.research.datasets.base import data_root
+from shiftmend.research.datasets.files import data_root
 
 MEASURED = ("mnist-c", "emnist-da", "cifar-10-c", "cifar-100-c", "camelyon17", "visda-c")
 """MNIST-M and USPS have MNIST's network."""

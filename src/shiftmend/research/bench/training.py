@@ -28,14 +28,14 @@ from shiftmend.engine import checkpoint as checkpoints
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.inputs.feed import Preprocess
 from shiftmend.inputs.images import PathLike, Split
-from shiftmend.introspection.model_state import held, put_back
-from shiftmend.introspection.validate import check_takes
+from shiftmend.introspection.model_state import named_tensors, restore
+from shiftmend.introspection.validate import check_model
 from shiftmend.research.bench.recipes import AUGMENTATIONS, Recipe, rate, untrained
-from shiftmend.research.datasets.base import data_root
+from shiftmend.research.datasets.files import data_root
 from shiftmend.research.datasets.streamed import ImageFiles
 from shiftmend.utils.checks import kind
-from shiftmend.utils.devices import in_background, layout_on, resolve_device, sent
-from shiftmend.utils.rng import Dice
+from shiftmend.utils.devices import preferred_memory_format, resolve_device, send, supports_async_copies
+from shiftmend.utils.rng import DeviceGenerator
 
 
 def load_pretrained(model: nn.Module, network: str, file: str, root: PathLike | None) -> None:
@@ -97,10 +97,10 @@ def batches_of(
                 drop_last=True,
                 generator=order,
                 num_workers=processes,
-                pin_memory=in_background(device),
+                pin_memory=supports_async_copies(device),
             )
             for batch, labels, _ in loader:
-                yield sent(batch, device), sent(labels, device)
+                yield send(batch, device), send(labels, device)
 
         return streamed
     return ResidentBatches(images, size, device, generator)
@@ -167,30 +167,30 @@ def train(
     if recipe.pretrained is not None:
         load_pretrained(model, recipe.network, recipe.pretrained, root)
     # on a GPU, ResNets are faster so, and small networks no slower
-    model = model.to(place, memory_format=layout_on(place))  # type: ignore[call-overload]
+    model = model.to(place, memory_format=preferred_memory_format(place))  # type: ignore[call-overload]
     taught, advance = _Taught(recipe, model, images, preprocess, place), tick or (lambda: None)
     run = recipe.digest({"seed": seed, "data": images.name, "number": len(images)})
     done = _resume(checkpoint, run, model, taught.optimiser) if checkpoint is not None else 0
     for _ in range(done):
         advance()
     written = time.monotonic()
-    dice = Dice(place)
-    batches, captured = batches_of(images, size, place, dice.generator, workers), None
+    random = DeviceGenerator(place)
+    batches, captured = batches_of(images, size, place, random.generator, workers), None
     if isinstance(images, Split):
-        check_takes(model, preprocess(images.images[:2].to(place)))
+        check_model(model, [preprocess(images.images[:2].to(place))], tapped=False)
     model.train()
     if isinstance(batches, ResidentBatches) and _can_be_captured(recipe, place):
-        with dice.for_dropout():
+        with random.as_default():
             captured = taught.captured(batches, compile)
-    with dice.for_dropout() if captured is None else nullcontext():
+    with random.as_default() if captured is None else nullcontext():
         for epoch in range(done, recipe.epochs):
             # anew for every epoch, so that a checkpoint between two needs no generator's state
-            dice.seed(seed * 1_000_003 + epoch + 1)
+            random.seed(seed * 1_000_003 + epoch + 1)
             if captured is not None and isinstance(batches, ResidentBatches):
                 taught.set_rate(epoch * captured.steps, captured.steps)
                 total = captured.run(batches.order())[0]["loss"]
             else:
-                total = taught.epoch(epoch, batches(), len(images) // size, dice.generator)
+                total = taught.epoch(epoch, batches(), len(images) // size, random.generator)
             if not _finite(total, model):
                 raise ShiftmendError(
                     f"training {recipe.network} on {images.name} with seed {seed} diverged in epoch {epoch + 1}: the "
@@ -264,7 +264,7 @@ class _Taught:
 
     def step(self, batch: Tensor, labels: Tensor, generator: Generator) -> Tensor:
         ready = self.preprocess(self.augment(batch, generator))
-        ready = ready.contiguous(memory_format=layout_on(ready.device)) if ready.ndim == 4 else ready
+        ready = ready.contiguous(memory_format=preferred_memory_format(ready.device)) if ready.ndim == 4 else ready
         with cast_at_once(self.model, self.device, torch.bfloat16) if self.half else nullcontext():
             logits: Any = self.model(ready)
         if not isinstance(logits, Tensor) or logits.ndim != 2:
@@ -300,12 +300,12 @@ def _resume(path: Path, run: str, model: nn.Module, optimiser: SGD) -> int:
     kept = checkpoints.load(path, run)
     if kept is None:
         return 0
-    saved, own = ({name: value.shape for name, value in state.items()} for state in (kept.model, held(model)))
+    saved, own = ({name: value.shape for name, value in state.items()} for state in (kept.model, named_tensors(model)))
     if saved != own:
         raise ShiftmendError(
             f"checkpoint {path} is of a network with other layers; delete it to start over, or name another file"
         )
-    put_back(model, kept.model)
+    restore(model, kept.model)
     checkpoints.restore_optimiser(optimiser, model, kept.optimiser)
     logger.info("going on from %s after epoch %d", path, kept.epoch)
     return kept.epoch

@@ -1,1 +1,1 @@
-"""Commands of a researcher: `bench`, `data`, `figure`."""
+"""Commands that only a researcher needs; `shiftmend.cli` loads them by name."""

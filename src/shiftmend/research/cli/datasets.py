@@ -15,6 +15,7 @@ data = typer.Typer(help="Data sets: what there is, get it, check it.", rich_mark
 
 
 def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
     app.add_typer(data, name="data")
 
 
@@ -27,7 +28,7 @@ def show_help(context: typer.Context) -> None:
 @data.command("list")
 def list_sets(as_json: Json = False) -> None:
     """Every data set shiftmend reads, its size, and whether it can be fetched."""
-    from shiftmend.research.datasets.integrity import listing
+    from shiftmend.research.datasets.catalogue import listing
 
     rows = listing()
     if as_json:
@@ -63,7 +64,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check what lies in the data root against what was published; exit code 1 if anything is damaged."""
-    from shiftmend.research.datasets.integrity import verify as verify_sets
+    from shiftmend.research.datasets.catalogue import verify as verify_sets
 
     rows = verify_sets(data_root, names or None, checksums=checksums)
     _show(rows, as_json)

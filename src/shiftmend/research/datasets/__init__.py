@@ -1,32 +1,44 @@
 """Datasets from their official files: read them, list them, fetch them, verify them.
 
-A set that fits in memory is a `Split`: one uint8 tensor of images and one of labels. CAMELYON17 and VisDA-C
-do not fit and are `ImageFiles`, a torch `Dataset` for a `DataLoader`. See docs/data.md for which file goes
-where.
+A set that fits in memory is a `Split`: one uint8 tensor of images and one of labels. CAMELYON17 and VisDA-C do not fit
+and are `ImageFiles`, a torch `Dataset` for a `DataLoader`. docs/data.md says which file goes where.
 """
 
 from __future__ import annotations
 
 from shiftmend.inputs.arrays import npz_file
+from shiftmend.inputs.digits import enlarged_digits
 from shiftmend.inputs.folders import image_folder
 from shiftmend.inputs.images import Split
-from shiftmend.research.datasets.base import data_root
-from shiftmend.research.datasets.catalogue import CATALOGUE, Content, Download, Entry, Unpack, find_entry
-from shiftmend.research.datasets.cifar import cifar10, cifar100
-from shiftmend.research.datasets.digits import emnist, enlarged_digits, fashion_mnist, kmnist, mnist, usps
-from shiftmend.research.datasets.download import fetch
-from shiftmend.research.datasets.integrity import ListingRow, Progress, VerifyRow, listing, verify
-from shiftmend.research.datasets.partitions import balanced, emnist_source, few_shot, fractions, held_out
-from shiftmend.research.datasets.shifted import (
-    CIFAR_CORRUPTIONS,
+from shiftmend.research.datasets.catalogue import (
+    CATALOGUE,
+    Content,
+    Download,
+    Entry,
+    ListingRow,
+    Progress,
+    Unpack,
+    VerifyRow,
+    find_entry,
+    listing,
+    verify,
+)
+from shiftmend.research.datasets.cifar import CIFAR_CORRUPTIONS, cifar10, cifar10_c, cifar100, cifar100_c
+from shiftmend.research.datasets.digits import (
     EMNIST_SHIFTS,
     MNIST_CORRUPTIONS,
-    cifar10_c,
-    cifar100_c,
+    emnist,
     emnist_da,
+    fashion_mnist,
+    kmnist,
+    mnist,
     mnist_c,
     mnist_m,
+    usps,
 )
+from shiftmend.research.datasets.download import fetch
+from shiftmend.research.datasets.files import data_root
+from shiftmend.research.datasets.partitions import balanced, emnist_source, few_shot, fractions, held_out
 from shiftmend.research.datasets.streamed import (
     HOSPITALS,
     SOURCE_HOSPITAL,

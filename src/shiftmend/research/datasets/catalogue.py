@@ -1,22 +1,333 @@
-"""Which datasets there are, where they come from, and what lies where once they are there.
+"""The known datasets: where they come from, which files lie where, and whether those are there and whole.
 
-A checksum stands here only if the publisher states it or several independent sources agree on it; None means
-that none is known, not that none is needed.
+A checksum stands here only if the publisher states it, or if several independent sources agree on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from shiftmend.errors import DataError
-from shiftmend.research.datasets.digits import EMNIST_COUNTS
-from shiftmend.research.datasets.shifted import CIFAR_CORRUPTIONS, EMNIST_SHIFTS, MNIST_CORRUPTIONS
+from shiftmend.inputs.arrays import map_npy, open_npz, read_member
+from shiftmend.inputs.folders import SUFFIXES
+from shiftmend.inputs.images import PathLike
+from shiftmend.research.datasets.cifar import CIFAR_CORRUPTIONS
+from shiftmend.research.datasets.digits import EMNIST_COUNTS, EMNIST_SHIFTS, MNIST_CORRUPTIONS, idx_places, read_idx
+from shiftmend.research.datasets.files import data_root, read_whole
+
+
+@dataclass(frozen=True)
+class Unpack:
+    """Instructions for an archive: members whose name begins with `only`, less their first `drop` folders."""
+
+    into: str = "."
+    only: str = ""
+    drop: int = 0
+
+
+@dataclass(frozen=True)
+class Download:
+    """A file to fetch: where it goes under the data root, where it can be had, how it is known to be whole."""
+
+    path: str
+    urls: tuple[str, ...]
+    md5: str | None = None
+    sha256: str | None = None
+    size: int | None = None
+    """Bytes, for progress alone: the checksum decides."""
+    unpack: Unpack | None = None
+
+
+@dataclass(frozen=True)
+class Content:
+    """A file or folder that the readers need, and what is known about it."""
+
+    path: str
+    md5: str | None = None
+    md5_unpacked: str | None = None
+    """Of the content of a .gz file: a file compressed anew is as good."""
+    size: int | None = None
+    shape: tuple[int, ...] | None = None
+    """Of an idx or .npy array."""
+    images: int | None = None
+    """Number of image files in a folder."""
+    exact_count: bool = True
+    """Whether another number of images means damage, or only another edition."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A dataset. Each of `layouts` is a list of contents that is enough on its own."""
+
+    name: str
+    summary: str
+    page: str
+    layouts: tuple[tuple[Content, ...], ...]
+    downloads: tuple[Download, ...] = ()
+    licence: str | None = None
+    arrangement: str = ""
+    """How the files are laid out, in words."""
+
+    def by_hand(self, root: Path) -> str:
+        """Say what to do where nothing can be fetched."""
+        if self.downloads:
+            places = ", ".join(str(root / download.path) for download in self.downloads)
+            return f"get the files from {self.page} in a browser, put them at {places} and run this again"
+        return f"get the set from {self.page} in a browser and unpack it so that there is {self.arrangement} in {root}"
+
+
+def find_entry(name: str, catalogue: Mapping[str, Entry] | None = None) -> Entry:
+    """Find a dataset by name; capitals, hyphens and underscores make no difference."""
+    entries = CATALOGUE if catalogue is None else catalogue
+    for key, entry in entries.items():
+        if _plain(key) == _plain(name):
+            return entry
+    raise DataError(f"there is no dataset called {name!r}; expected one of {', '.join(entries)}")
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
+
+
+State = Literal["complete", "missing", "damaged"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A step of a long job: `done` of `total` bytes or files (None if unknown), or something to say."""
+
+    dataset: str
+    file: str
+    done: int = 0
+    total: int | None = None
+    message: str = ""
+
+
+Report = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class VerifyRow:
+    """The state of a dataset, and why."""
+
+    dataset: str
+    state: State
+    detail: str
+
+
+@dataclass(frozen=True)
+class ListingRow:
+    """A dataset of the catalogue, and how it can be had."""
+
+    dataset: str
+    summary: str
+    download_bytes: int | None
+    fetchable: bool
+    licence: str | None
+    page: str
+    arrangement: str
+
+
+def listing(catalogue: Mapping[str, Entry] | None = None) -> list[ListingRow]:
+    """List every known dataset, whether or not it is there."""
+    rows = []
+    for entry in (CATALOGUE if catalogue is None else catalogue).values():
+        sizes = [download.size for download in entry.downloads]
+        known = [size for size in sizes if size is not None]
+        rows.append(
+            ListingRow(
+                entry.name,
+                entry.summary,
+                sum(known) if sizes and len(known) == len(sizes) else None,
+                any(download.urls for download in entry.downloads),
+                entry.licence,
+                entry.page,
+                entry.arrangement,
+            )
+        )
+    return rows
+
+
+def verify(
+    root: PathLike | None = None,
+    names: Iterable[str] | None = None,
+    *,
+    checksums: bool = True,
+    report: Report | None = None,
+    catalogue: Mapping[str, Entry] | None = None,
+) -> list[VerifyRow]:
+    """Check every dataset, or those named, in the order of the catalogue.
+
+    Without `checksums` only presence, sizes, shapes and counts are checked, which is quick even for large sets.
+    """
+    folder = data_root(root)
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}; expected the one that holds the datasets: is the name right?")
+    chosen = None if names is None else {find_entry(name, catalogue).name for name in names}
+    return [
+        verify_entry(entry, folder, checksums=checksums, report=report)
+        for entry in (CATALOGUE if catalogue is None else catalogue).values()
+        if chosen is None or entry.name in chosen
+    ]
+
+
+def verify_entry(entry: Entry, root: Path, *, checksums: bool = True, report: Report | None = None) -> VerifyRow:
+    """Check a dataset: complete if one of its layouts is, damaged if a file that is there is wrong, else missing."""
+    verdicts: list[tuple[int, int, VerifyRow]] = []
+    for contents in entry.layouts:
+        findings = []
+        for content in contents:
+            if report is not None:
+                report(Progress(entry.name, content.path))
+            findings.append((content, check_content(content, root, checksums=checksums)))
+        row = _verdict(entry, findings)
+        absent = sum(finding.state == "missing" for _, finding in findings)
+        verdicts.append((("complete", "damaged", "missing").index(row.state), absent, row))
+    return min(verdicts, key=lambda verdict: verdict[:2])[2]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The state of one file or folder."""
+
+    state: State
+    note: str = ""
+
+
+def check_content(content: Content, root: Path, *, checksums: bool = True) -> Finding:
+    """Check a file or folder: there, of the right form and, if a checksum is known and wanted, the published one."""
+    path: Path | None = root / content.path
+    try:
+        path = next((place for place in _places(content, root) if place.exists()), None)
+        if path is None:
+            return Finding("missing")
+        note = _check_folder(path, content) if path.is_dir() else _check_file(path, content, checksums)
+    except DataError as error:
+        return Finding("damaged", str(error))
+    except OSError as error:
+        return Finding("damaged", f"{path} cannot be read ({error}); look at its permissions")
+    return Finding("complete", note)
+
+
+def file_digest(path: Path, algorithm: str) -> str:
+    """Compute the checksum of a file, e.g. "md5", in hexadecimal digits."""
+    digest = hashlib.new(algorithm, usedforsecurity=False)
+    with path.open("rb") as handle:
+        while part := handle.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _verdict(entry: Entry, findings: list[tuple[Content, Finding]]) -> VerifyRow:
+    damaged = [finding.note for _, finding in findings if finding.state == "damaged"]
+    missing = [content.path for content, finding in findings if finding.state == "missing"]
+    if damaged:
+        more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
+        return VerifyRow(entry.name, "damaged", damaged[0] + more)
+    if missing:
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        return VerifyRow(entry.name, "missing", f"no {missing[0]}{others}; expected {entry.arrangement}")
+    notes = [finding.note for _, finding in findings if finding.note]
+    detail = f"{len(findings)} item{'s' if len(findings) > 1 else ''} in place"
+    return VerifyRow(entry.name, "complete", "; ".join([detail, *dict.fromkeys(notes)]))
+
+
+def _places(content: Content, root: Path) -> list[Path]:
+    path = root / content.path
+    if _is_idx(path):
+        return idx_places(path.parent.parent, path.name.removesuffix(".gz"))
+    return [path]
+
+
+def _is_idx(path: Path) -> bool:
+    return path.name.removesuffix(".gz").endswith("-ubyte")
+
+
+def _check_folder(path: Path, content: Content) -> str:
+    found = 0
+    for _, folders, names in os.walk(path):
+        # Hidden files are passed over, as the readers do.
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += sum(os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".") for name in names)
+    if found == 0 or (content.exact_count and content.images not in (None, found)):
+        raise DataError(
+            f"{path} holds {found:,} images; expected {content.images or 1:,}: unpack the set again, or "
+            "remove what does not belong there"
+        )
+    if content.images in (None, found):
+        return ""
+    return f"{path.name}: {found:,} images, the release has {content.images:,}"
+
+
+def _check_file(path: Path, content: Content, checksums: bool) -> str:
+    size = path.stat().st_size
+    if content.size not in (None, size):
+        raise DataError(f"{path} is {size:,} bytes long; expected {content.size:,}: delete it and fetch it again")
+    if size == 0:
+        raise DataError(f"{path} is empty; delete it and fetch it again")
+    if checksums and content.md5 is not None:
+        if file_digest(path, "md5") == content.md5:
+            return ""
+        if not _is_idx(path):
+            raise DataError(
+                f"{path} has not the published MD5 {content.md5}: it is damaged, or another edition; delete "
+                "it and fetch it again"
+            )
+    return _check_form(path, content, checksums)
+
+
+def _check_form(path: Path, content: Content, checksums: bool) -> str:
+    """Check what can be read off a file that no checksum vouches for."""
+    if _is_idx(path):
+        return _check_idx(path, content, checksums)
+    if path.suffix == ".npy":
+        array = map_npy(path, f"an array {list(content.shape or ())}", "delete it and fetch it again")
+        _compare_shape(path, array.shape, content)
+    elif path.suffix == ".npz":
+        with open_npz(path) as archive:
+            # Every member carries a checksum of its own.
+            for key in archive.files:
+                read_member(archive, path, key)
+    elif path.suffix == ".gz" and checksums:
+        # The file ends with a checksum of its own.
+        read_whole(path, "a whole gzip file", "fetch it again")
+    return ""
+
+
+def _check_idx(path: Path, content: Content, checksums: bool) -> str:
+    """Check the content, not the compression: many tools leave these files uncompressed or compress them anew."""
+    note = _compare_shape(path, read_idx(path).shape, content)
+    if not checksums or content.md5 is None:
+        return note
+    if content.md5_unpacked is None:
+        return f"{path.name}: not byte for byte the published file, but whole"
+    unpacked = read_whole(path, "an idx file", "fetch it again")
+    found = hashlib.md5(unpacked, usedforsecurity=False).hexdigest()
+    if found != content.md5_unpacked:
+        raise DataError(
+            f"{path} holds other data than the published file (unpacked MD5 {found} instead of "
+            f"{content.md5_unpacked}); delete it and fetch it again"
+        )
+    return note
+
+
+def _compare_shape(path: Path, shape: tuple[int, ...], content: Content) -> str:
+    expected = content.shape
+    if expected is None or shape == expected or (*shape, 1) == expected:
+        return ""
+    if content.exact_count or shape[1:] != expected[1:]:
+        raise DataError(f"{path} holds an array {list(shape)}; expected {list(expected)}: delete it and fetch it again")
+    return f"{path.name}: {shape[0]:,} entries, the release has {expected[0]:,}"
 
 
 class IdxFile(NamedTuple):
+    """A file of MNIST or a relative: MD5 as published and of its decompressed content, size in bytes."""
+
     name: str
     md5: str
     md5_unpacked: str | None
@@ -24,34 +335,25 @@ class IdxFile(NamedTuple):
 
 
 _IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
-
-
 MNIST = (
     IdxFile(f"train-{_IMAGES}", "f68b3c2dcbeaaa9fbdd348bbdeb94873", "6bbc9ace898e44ae57da46a324031adb", 9912422),
     IdxFile(f"train-{_LABELS}", "d53e105ee54ea40749a09fcbcd1e9432", "a25bea736e30d166cdddb491f175f624", 28881),
     IdxFile(f"t10k-{_IMAGES}", "9fb629c4189551a2d022fa330f9573f3", "2646ac647ad5339dbf082846283269ea", 1648877),
     IdxFile(f"t10k-{_LABELS}", "ec29112dd5afa0611ce80d1b7f02629c", "27ae3e4e09519cfbb04c329615203637", 4542),
 )
-
-
 FASHION_MNIST = (
     IdxFile(f"train-{_IMAGES}", "8d4fb7e6c68d591d4c3dfef9ec88bf0d", "f4a8712d7a061bf5bd6d2ca38dc4d50a", 26421880),
     IdxFile(f"train-{_LABELS}", "25c81989df183df01b3e8a0aad5dffbe", "9018921c3c673c538a1fc5bad174d6f9", 29515),
     IdxFile(f"t10k-{_IMAGES}", "bef4ecab320f06d8554ea6380940ec79", "8181f5470baa50b63fa0f6fddb340f0a", 4422102),
     IdxFile(f"t10k-{_LABELS}", "bb300cfdad3c16e7a12a480ee83cd310", "15d484375f8d13e6eb1aabb0c3f46965", 5148),
 )
-
-
 KMNIST = (
     IdxFile(f"train-{_IMAGES}", "bdb82020997e1d708af4cf47b453dcf7", None, 18165135),
     IdxFile(f"train-{_LABELS}", "e144d726b3acfaa3e44228e80efcd344", None, 29497),
     IdxFile(f"t10k-{_IMAGES}", "5c965bf0a639b31b8f53240b1b52f4d7", None, 3041136),
     IdxFile(f"t10k-{_LABELS}", "7320c461ea6c1c855c0b718fb2a4b134", None, 5120),
 )
-
-
 USPS = {"usps.bz2": "ec16c51db3855ca6c91edd34d0e9b197", "usps.t.bz2": "8ea070ee2aca1ac39742fdd1ef5ed118"}
-
 
 CIFAR10_BINARY = {
     "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
@@ -62,7 +364,6 @@ CIFAR10_BINARY = {
     "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
 }
 
-
 CIFAR10_PICKLED = {
     "data_batch_1": "c99cafc152244af753f735de768cd75f",
     "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
@@ -71,7 +372,6 @@ CIFAR10_PICKLED = {
     "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
     "test_batch": "40351d587109b95175f43aff81a1287e",
 }
-
 
 CIFAR10_C = {  # with .npy after each name
     "brightness": "0a81ef75e0b523c3383219c330a85d48",
@@ -95,7 +395,6 @@ CIFAR10_C = {  # with .npy after each name
     "speckle_noise": "ef00b87611792b00df09c0b0237a1e30",
     "zoom_blur": "6ea8e63f1c5cdee1517533840641641b",
 }
-
 
 CIFAR100_C = {  # with .npy after each name
     "brightness": "f22d7195aecd6abb541e27fca230c171",
@@ -121,73 +420,6 @@ CIFAR100_C = {  # with .npy after each name
 }
 
 
-@dataclass(frozen=True)
-class Unpack:
-    """What to do with an archive: members whose name begins with `only`, less their first `drop` folders."""
-
-    into: str = "."
-    only: str = ""
-    drop: int = 0
-
-
-@dataclass(frozen=True)
-class Download:
-    """One file to fetch: where it goes under the data root, where it can be had, how it is known to be whole."""
-
-    path: str
-    urls: tuple[str, ...]
-    md5: str | None = None
-    sha256: str | None = None
-    size: int | None = None  # bytes, for progress and planning; the checksum is what decides
-    unpack: Unpack | None = None
-
-
-@dataclass(frozen=True)
-class Content:
-    """One file or folder that has to be there for the readers, and what is known about it."""
-
-    path: str
-    md5: str | None = None
-    md5_unpacked: str | None = None  # of what a .gz file contains: a file compressed anew is as good
-    size: int | None = None
-    shape: tuple[int, ...] | None = None  # of an idx or .npy array
-    images: int | None = None  # number of image files in a folder
-    exact_count: bool = True  # whether another number of images means damage, or only another edition
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A dataset. Each of `layouts` is a set of contents that is enough on its own."""
-
-    name: str
-    summary: str
-    page: str
-    layouts: tuple[tuple[Content, ...], ...]
-    downloads: tuple[Download, ...] = ()
-    licence: str | None = None
-    arrangement: str = ""  # how the files are laid out, in words
-
-    def by_hand(self, root: Path) -> str:
-        """What to do where nothing can be fetched."""
-        if self.downloads:
-            places = ", ".join(str(root / download.path) for download in self.downloads)
-            return f"get the files from {self.page} in a browser, put them at {places} and run this again"
-        return f"get the set from {self.page} in a browser and unpack it so that there is {self.arrangement} in {root}"
-
-
-def find_entry(name: str, catalogue: Mapping[str, Entry] | None = None) -> Entry:
-    """By name; capitals, hyphens and underscores make no difference."""
-    entries = CATALOGUE if catalogue is None else catalogue
-    for key, entry in entries.items():
-        if _plain(key) == _plain(name):
-            return entry
-    raise DataError(f"there is no dataset called {name!r}; expected one of {', '.join(entries)}")
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "")
-
-
 def _like_mnist(
     name: str,
     summary: str,
@@ -197,7 +429,7 @@ def _like_mnist(
     *mirrors: str,
     licence: str | None = None,
 ) -> Entry:
-    """MNIST and its relatives: four files."""
+    """Describe MNIST or a relative: four files."""
     downloads, contents = [], []
     for file in files:
         path = f"{folder}/raw/{file.name}.gz"
@@ -218,7 +450,7 @@ def _like_mnist(
 
 
 def _emnist_contents() -> tuple[Content, ...]:
-    """The publisher states a checksum of the whole archive only, and rebuilt sets of other sizes are in use."""
+    """List the files of EMNIST, of which no checksums are published and rebuilt sets of other sizes are in use."""
     contents = []
     for split, count in EMNIST_COUNTS.items():
         stem = f"EMNIST/raw/emnist-balanced-{split}"
@@ -238,7 +470,7 @@ def _mnist_c_contents() -> tuple[Content, ...]:
 
 
 def _zenodo(record: int, file: str) -> tuple[str, str]:
-    """A file of a record, at the address of today and at the one before."""
+    """Give the addresses of a file of a record: that of today and the one before."""
     return (
         f"https://zenodo.org/records/{record}/files/{file}?download=1",
         f"https://zenodo.org/record/{record}/files/{file}",
@@ -252,7 +484,7 @@ def _cifar_archive(classes: int, folder: str, md5: str, size: int) -> Download:
 
 
 def _cifar_c(classes: int, record: int, md5: str, size: int, sums: Mapping[str, str]) -> Entry:
-    """One array per corruption, and the labels they share."""
+    """Describe CIFAR-10-C or CIFAR-100-C: one array per corruption, and the labels they share."""
     folder = f"CIFAR-{classes}-C"
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(CIFAR_CORRUPTIONS, (50_000, 32, 32, 3))
     shapes["labels"] = (50_000,)
@@ -271,10 +503,7 @@ def _cifar_c(classes: int, record: int, md5: str, size: int, sums: Mapping[str, 
 
 
 _LIBSVM = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass"
-
-
 _CIFAR_LICENCE = "none stated; the authors ask for a citation of their technical report"
-
 
 _ENTRIES = (
     _like_mnist(
@@ -461,6 +690,5 @@ _ENTRIES = (
         arrangement="BSDS500/images/train/*.jpg",
     ),
 )
-
 
 CATALOGUE: dict[str, Entry] = {entry.name: entry for entry in _ENTRIES}

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100, from the binary release or from the pickled one (read without unpickling)."""
+"""CIFAR-10, CIFAR-100 and their corrupted versions, from the binary release or from the pickled one."""
 
 from __future__ import annotations
 
@@ -9,50 +9,47 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shiftmend.errors import DataError
+from shiftmend.inputs.arrays import map_npy
 from shiftmend.inputs.images import PathLike, Split, as_images, as_labels
-from shiftmend.research.datasets.base import check_split, data_root, fetch_hint, first_existing, read_whole
-from shiftmend.research.datasets.pickles import read_pickled_arrays
+from shiftmend.research.datasets.files import (
+    check_split,
+    data_root,
+    fetch_hint,
+    first_existing,
+    read_pickled_arrays,
+    read_whole,
+    wrong_array,
+)
+from shiftmend.utils.checks import check_known
 
 SHAPE = (3, 32, 32)
-
-
 PIXELS = 3 * 32 * 32
+SEVERITIES = 5
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
-
-CIFAR10_CLASSES = (
-    "airplane",
-    "automobile",
-    "bird",
-    "cat",
-    "deer",
-    "dog",
-    "frog",
-    "horse",
-    "ship",
-    "truck",
+_CIFAR100_CLASSES_TEXT = (
+    "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can "
+    "castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin "
+    "elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard "
+    "lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear "
+    "pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark "
+    "shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone "
+    "television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm"
 )
 
-
-CIFAR100_NAMES = (
-    "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly "
-    "camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup "
-    "dinosaur dolphin elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower "
-    "leopard lion lizard lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid "
-    "otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray "
-    "road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar "
-    "sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle "
-    "wardrobe whale willow_tree wolf woman worm "
+CIFAR100_CLASSES = tuple(_CIFAR100_CLASSES_TEXT.split())
+_CIFAR_CORRUPTIONS_TEXT = (
+    "brightness contrast defocus_blur elastic_transform fog frost gaussian_blur gaussian_noise glass_blur "
+    "impulse_noise jpeg_compression motion_blur pixelate saturate shot_noise snow spatter speckle_noise zoom_blur"
 )
-
-
-CIFAR100_CLASSES = tuple(CIFAR100_NAMES.split())
+CIFAR_CORRUPTIONS = tuple(_CIFAR_CORRUPTIONS_TEXT.split())
 
 
 def cifar10(split: str = "train", root: PathLike | None = None) -> Split:
-    """50,000 small photographs to train with and 10,000 to test with, 32 x 32 in colour, 10 classes."""
+    """Load CIFAR-10: 50,000 small photographs to train with and 10,000 to test with, 32 x 32, 10 classes."""
     check_split(split, ("train", "test"), "CIFAR-10")
     batches = [f"data_batch_{number}" for number in range(1, 6)] if split == "train" else ["test_batch"]
-    folder = _release(root, "cifar-10", "cifar-10-batches-bin", "cifar-10-batches-py")
+    folder = _find_release(root, "cifar-10", "cifar-10-batches-bin", "cifar-10-batches-py")
     if folder.name.endswith("-bin"):
         parts = [_read_binary(folder / f"{batch}.bin", 1, "cifar-10") for batch in batches]
     else:
@@ -62,15 +59,15 @@ def cifar10(split: str = "train", root: PathLike | None = None) -> Split:
         odd = batches[int(np.argmin(sizes))]
         raise DataError(
             f"{folder / odd} holds {min(sizes):,} images where another batch holds {max(sizes):,}; expected "
-            "equal batches: it is truncated, delete it and fetch the set again"
+            "equal batches: delete the file and fetch the set again"
         )
     return _assemble(parts, folder, f"cifar-10-{split}", CIFAR10_CLASSES)
 
 
 def cifar100(split: str = "train", root: PathLike | None = None) -> Split:
-    """As CIFAR-10 with 100 classes: the fine labels, not the 20 coarse ones stored beside them."""
+    """Load CIFAR-100 with its 100 fine labels; the 20 coarse ones stored beside them are passed over."""
     check_split(split, ("train", "test"), "CIFAR-100")
-    folder = _release(root, "cifar-100", "cifar-100-binary", "cifar-100-python")
+    folder = _find_release(root, "cifar-100", "cifar-100-binary", "cifar-100-python")
     if folder.name.endswith("-binary"):
         part = _read_binary(folder / f"{split}.bin", 2, "cifar-100")
     else:
@@ -78,16 +75,28 @@ def cifar100(split: str = "train", root: PathLike | None = None) -> Split:
     return _assemble([part], folder, f"cifar-100-{split}", CIFAR100_CLASSES)
 
 
+def cifar10_c(corruption: str, severity: int = 5, root: PathLike | None = None, *, per_severity: int = 10_000) -> Split:
+    """Load the CIFAR-10 test images under one corruption; only the severity asked for is read from the disk."""
+    return _read_corrupted("cifar-10-c", "CIFAR-10-C", corruption, severity, root, per_severity, CIFAR10_CLASSES)
+
+
+def cifar100_c(
+    corruption: str, severity: int = 5, root: PathLike | None = None, *, per_severity: int = 10_000
+) -> Split:
+    """Load the CIFAR-100 test images under one corruption; see `cifar10_c`."""
+    return _read_corrupted("cifar-100-c", "CIFAR-100-C", corruption, severity, root, per_severity, CIFAR100_CLASSES)
+
+
 _Part = tuple[NDArray[np.uint8], NDArray[np.int64]]
 
 
-def _release(root: PathLike | None, dataset: str, binary: str, pickled: str) -> Path:
+def _find_release(root: PathLike | None, dataset: str, binary: str, pickled: str) -> Path:
     base = data_root(root)
     return first_existing((base / binary, base / pickled), f"the binary release (or {pickled})", fetch_hint(dataset))
 
 
 def _read_binary(path: Path, label_bytes: int, dataset: str) -> _Part:
-    """Records of a label byte (CIFAR-100: coarse, then fine) and 3072 bytes: red, green, blue, row by row."""
+    """Read records of label bytes (CIFAR-100: coarse, then fine) and 3072 pixels: red, green, blue, row by row."""
     record = label_bytes + PIXELS
     content = np.frombuffer(read_whole(path, f"images of {dataset}", fetch_hint(dataset)), np.uint8)
     if len(content) == 0 or len(content) % record:
@@ -124,3 +133,30 @@ def _assemble(parts: list[_Part], folder: Path, name: str, classes: tuple[str, .
             "a file in it belongs to another set or is damaged"
         )
     return Split(as_images(images.reshape(-1, *SHAPE)), as_labels(labels), name, classes)
+
+
+def _read_corrupted(
+    dataset: str,
+    folder: str,
+    corruption: str,
+    severity: int,
+    root: PathLike | None,
+    per_severity: int,
+    classes: tuple[str, ...],
+) -> Split:
+    check_known(corruption, CIFAR_CORRUPTIONS, f"shift of {folder}", DataError)
+    if not 1 <= severity <= SEVERITIES:
+        raise DataError(f"{folder} has severities 1 to {SEVERITIES}, got {severity}")
+    base = data_root(root) / folder
+    rows = SEVERITIES * per_severity
+    images_path, labels_path = base / f"{corruption}.npy", base / "labels.npy"
+    images = map_npy(images_path, f"uint8 images [{rows}, 32, 32, 3]", fetch_hint(dataset))
+    labels = map_npy(labels_path, f"{rows} labels", fetch_hint(dataset))
+    if images.shape != (rows, 32, 32, 3) or images.dtype != np.uint8:
+        raise wrong_array(images_path, images, f"uint8 [{rows}, 32, 32, 3]", dataset)
+    if labels.shape != (rows,) or not np.issubdtype(labels.dtype, np.integer):
+        raise wrong_array(labels_path, labels, f"{rows} integer labels", dataset)
+    # The file holds severity 1 first, and each severity in the order of the test images.
+    part = slice((severity - 1) * per_severity, severity * per_severity)
+    pictures = as_images(images[part].transpose(0, 3, 1, 2))
+    return Split(pictures, as_labels(labels[part]), f"{dataset}-{corruption}-{severity}", classes)

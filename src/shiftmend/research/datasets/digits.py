@@ -1,26 +1,36 @@
-"""MNIST and its relatives: the idx files they are all published in, and the three forms of USPS."""
+"""MNIST and its relatives, their shifted versions, and the forms in which they are published."""
 
 from __future__ import annotations
 
 import math
 import struct
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from shiftmend.errors import DataError
-from shiftmend.inputs.arrays import open_npz, read_member
+from shiftmend.inputs.arrays import map_npy, open_npz, read_member
+from shiftmend.inputs.digits import DIGITS
+from shiftmend.inputs.folders import image_folder
 from shiftmend.inputs.images import PathLike, Split, as_images, as_labels
-from shiftmend.research.datasets.base import check_split, data_root, fetch_hint, first_existing, read_whole
+from shiftmend.research.datasets.files import (
+    check_split,
+    data_root,
+    fetch_hint,
+    first_existing,
+    read_pickled_arrays,
+    read_whole,
+    wrong_array,
+)
+from shiftmend.utils.checks import check_known
 
-DIGITS = tuple("0123456789")
-
-
-# upper case, then those lower-case letters that do not look like their capital
+# Upper case, then those lower-case letters that do not look like their capital.
 EMNIST_CLASSES = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghnqrt")
-
+EMNIST_COUNTS = {"train": 112_800, "test": 18_800}
+"""Images in the official Balanced split."""
 
 FASHION_CLASSES = (
     "T-shirt/top",
@@ -35,50 +45,49 @@ FASHION_CLASSES = (
     "Ankle boot",
 )
 
-
 KMNIST_CLASSES = ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo")
-
-
-EMNIST_COUNTS = {"train": 112_800, "test": 18_800}
-"""Of the official Balanced split."""
-
-
+_MNIST_CORRUPTIONS_TEXT = (
+    "brightness canny_edges dotted_line fog glass_blur impulse_noise motion_blur rotate scale shear shot_noise "
+    "spatter stripe translate zigzag"
+)
+MNIST_CORRUPTIONS = tuple(_MNIST_CORRUPTIONS_TEXT.split())
+_EMNIST_SHIFTS_TEXT = (
+    "bricks crystals dotted_line fog gaussian_blur grass impulse_noise inverse oranges shot_noise sky stripe zigzag"
+)
+EMNIST_SHIFTS = tuple(_EMNIST_SHIFTS_TEXT.split())
 UNSIGNED_BYTE = 0x08
-
-
 USPS_SIDE = 16
 
 
 def mnist(split: str = "train", root: PathLike | None = None) -> Split:
-    """Handwritten digits: 60,000 to train with, 10,000 to test with, 28 x 28 grey."""
-    return _idx_pair(root, "mnist", "MNIST", split, {"train": "train", "test": "t10k"}, DIGITS)
+    """Load MNIST: 60,000 handwritten digits to train with and 10,000 to test with, 28 x 28 grey."""
+    return _read_idx_pair(root, "mnist", "MNIST", split, {"train": "train", "test": "t10k"}, DIGITS)
 
 
 def fashion_mnist(split: str = "train", root: PathLike | None = None) -> Split:
-    """Pictures of clothes in the form of MNIST."""
+    """Load Fashion-MNIST: pictures of clothes in the form of MNIST."""
     names = {"train": "train", "test": "t10k"}
-    return _idx_pair(root, "fashion-mnist", "FashionMNIST", split, names, FASHION_CLASSES)
+    return _read_idx_pair(root, "fashion-mnist", "FashionMNIST", split, names, FASHION_CLASSES)
 
 
 def kmnist(split: str = "train", root: PathLike | None = None) -> Split:
-    """Old Japanese cursive characters in the form of MNIST."""
-    return _idx_pair(root, "kmnist", "KMNIST", split, {"train": "train", "test": "t10k"}, KMNIST_CLASSES)
+    """Load KMNIST: old Japanese cursive characters in the form of MNIST."""
+    return _read_idx_pair(root, "kmnist", "KMNIST", split, {"train": "train", "test": "t10k"}, KMNIST_CLASSES)
 
 
 def emnist(split: str = "train", root: PathLike | None = None) -> Split:
-    """EMNIST Balanced: digits and letters, 47 classes. Stored lying on their side, returned upright."""
+    """Load EMNIST Balanced: digits and letters, 47 classes. The files hold them lying on their side; turn them up."""
     names = {"train": "emnist-balanced-train", "test": "emnist-balanced-test"}
-    stored = _idx_pair(root, "emnist", "EMNIST", split, names, EMNIST_CLASSES)
-    upright = stored.images.transpose(2, 3).contiguous()
-    return Split(upright, stored.labels, stored.name, stored.classes)
+    stored = _read_idx_pair(root, "emnist", "EMNIST", split, names, EMNIST_CLASSES)
+    return replace(stored, images=stored.images.transpose(2, 3).contiguous())
 
 
 def emnist_edition(root: PathLike | None = None) -> str:
-    """What sets the images that are there apart from the official Balanced split; empty if their numbers do not."""
+    """Describe how the EMNIST files differ in number from the official Balanced split; empty if they do not."""
     try:
         folder = data_root(root) / "EMNIST"
         counts = {
-            split: read_idx(_idx_file(folder, f"emnist-balanced-{split}-labels-idx1-ubyte", "labels", "emnist")).size
+            split: read_idx(_find_idx(folder, f"emnist-balanced-{split}-labels-idx1-ubyte", "labels", "emnist")).size
             for split in EMNIST_COUNTS
         }
     except DataError:
@@ -92,10 +101,10 @@ def emnist_edition(root: PathLike | None = None) -> str:
 
 
 def usps(split: str = "train", root: PathLike | None = None) -> Split:
-    """Digits from envelopes, 16 x 16 grey: `usps.npz`, or the LIBSVM files `usps.bz2` and `usps.t.bz2`.
+    """Load USPS: digits from envelopes, 16 x 16 grey, from `usps.npz` or the LIBSVM files `usps.bz2`, `usps.t.bz2`.
 
-    The npz holds x_train, y_train, x_test, y_test. The LIBSVM files hold grey levels from -1 to 1, rounded
-    here to 8 bits, and classes from 1 to 10, of which 10 is the digit 9.
+    The npz holds x_train, y_train, x_test, y_test. The LIBSVM files hold grey levels from -1 to 1, rounded here to
+    8 bits, and classes from 1 to 10 for the digits 0 to 9.
     """
     check_split(split, ("train", "test"), "USPS")
     folder = data_root(root) / "USPS"
@@ -117,10 +126,76 @@ def usps(split: str = "train", root: PathLike | None = None) -> Split:
     return Split(as_images(images[:, None]), as_labels(labels), f"usps-{split}", DIGITS)
 
 
-def read_idx(path: PathLike) -> NDArray[np.uint8]:
-    """One idx file of unsigned bytes, gzip-compressed (`.gz`) or not: two zero bytes, a type, a rank, the
-    sizes.
+def mnist_c(corruption: str, split: str = "test", root: PathLike | None = None) -> Split:
+    """Load MNIST under one of 15 corruptions (or `identity`), in MNIST's own order."""
+    check_split(split, ("train", "test"), "MNIST-C")
+    check_known(corruption, (*MNIST_CORRUPTIONS, "identity"), "shift of MNIST-C", DataError)
+    folder = data_root(root) / "mnist_c" / corruption
+    images_path, labels_path = folder / f"{split}_images.npy", folder / f"{split}_labels.npy"
+    images = map_npy(images_path, "uint8 images [N, 28, 28, 1]", fetch_hint("mnist-c"))
+    labels = map_npy(labels_path, "one label an image", fetch_hint("mnist-c"))
+    grey = images[..., 0] if images.ndim == 4 and images.shape[-1] == 1 else images
+    if grey.dtype != np.uint8 or grey.shape[1:] != (28, 28):
+        raise wrong_array(images_path, images, "uint8 [N, 28, 28, 1]", "mnist-c")
+    if labels.shape != grey.shape[:1] or not np.issubdtype(labels.dtype, np.integer):
+        raise wrong_array(labels_path, labels, f"{len(grey):,} integer labels", "mnist-c")
+    return Split(as_images(grey[:, None]), as_labels(labels), f"mnist-c-{corruption}-{split}", DIGITS)
+
+
+def mnist_m(split: str = "test", root: PathLike | None = None) -> Split:
+    """Load MNIST-M, digits blended with photographs: the released archive, or `train/` and `test/` image folders.
+
+    The archive `keras_mnistm.pkl.gz` holds no labels. They are MNIST's, whose files are needed as well.
     """
+    check_split(split, ("train", "test"), "MNIST-M")
+    folder = data_root(root) / "MNISTM"
+    path = first_existing(
+        (folder / "keras_mnistm.pkl.gz", folder / "keras_mnistm.pkl", folder / split),
+        f"the released archive (or a folder {split}/ with one folder of images per digit)",
+        fetch_hint("mnist-m"),
+    )
+    if path.is_dir():
+        return image_folder(path, channels=3, name=f"mnist-m-{split}", cache=folder, classes=DIGITS)
+    content = read_whole(path, "a gzip-compressed pickle of arrays", fetch_hint("mnist-m"))
+    images: Any = read_pickled_arrays(content, path).get(split)
+    if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (28, 28, 3):
+        raise DataError(f"{path} lacks uint8 images [N, 28, 28, 3] under {split!r}; {fetch_hint('mnist-m')}")
+    labels = mnist(split, root).labels
+    if labels is None or len(labels) != len(images):
+        raise DataError(
+            f"{path} holds {len(images):,} images under {split!r}, but MNIST beside it has "
+            f"{0 if labels is None else len(labels):,} labels; expected as many: one of the two is incomplete"
+        )
+    return Split(as_images(images.transpose(0, 3, 1, 2)), labels, f"mnist-m-{split}", DIGITS)
+
+
+def emnist_da(
+    shift: str,
+    split: str = "test",
+    root: PathLike | None = None,
+    *,
+    cache: PathLike | None = None,
+    classes: tuple[str, ...] = EMNIST_CLASSES,
+) -> Split:
+    """Load EMNIST-DA from one folder of PNG files per class number; only the folder of this split has to be there.
+
+    The decoded images are kept as one array in the folder of the shift, or in `cache`, until a PNG changes.
+    """
+    check_split(split, ("train", "valid", "test"), "EMNIST-DA")
+    check_known(shift, (*EMNIST_SHIFTS, "identity"), "shift of EMNIST-DA", DataError)
+    base = data_root(root) / "EMNIST" / shift
+    folder = first_existing((base / split,), "the folders 0 to 46 of PNG images", fetch_hint("emnist-da"))
+    read = image_folder(
+        folder,
+        name=f"emnist-da-{shift}-{split}",
+        cache=base if cache is None else cache,
+        classes=tuple(str(number) for number in range(len(classes))),
+    )
+    return replace(read, classes=classes)
+
+
+def read_idx(path: PathLike) -> NDArray[np.uint8]:
+    """Read an idx file of unsigned bytes, compressed (`.gz`) or not: two zero bytes, a type, a rank, the sizes."""
     file = Path(path)
     content = read_whole(file, "an idx file", "put the published one there")
     if len(content) < 4 or content[0] or content[1] or content[2] != UNSIGNED_BYTE:
@@ -137,7 +212,12 @@ def read_idx(path: PathLike) -> NDArray[np.uint8]:
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
-def _idx_pair(
+def idx_places(folder: Path, name: str) -> list[Path]:
+    """List where an idx file may lie: compressed or not, in `raw/` as published tools leave it, or in the folder."""
+    return [base / file for base in (folder / "raw", folder) for file in (f"{name}.gz", name)]
+
+
+def _read_idx_pair(
     root: PathLike | None,
     dataset: str,
     folder: str,
@@ -148,8 +228,8 @@ def _idx_pair(
     check_split(split, prefixes, dataset)
     base = data_root(root) / folder
     stem = prefixes[split]
-    images_path = _idx_file(base, f"{stem}-images-idx3-ubyte", "gzip-compressed images", dataset)
-    labels_path = _idx_file(base, f"{stem}-labels-idx1-ubyte", "gzip-compressed labels", dataset)
+    images_path = _find_idx(base, f"{stem}-images-idx3-ubyte", "gzip-compressed images", dataset)
+    labels_path = _find_idx(base, f"{stem}-labels-idx1-ubyte", "gzip-compressed labels", dataset)
     images, labels = read_idx(images_path), read_idx(labels_path)
     if images.shape[1:] != (28, 28) or len(images) == 0:
         raise DataError(
@@ -169,18 +249,13 @@ def _idx_pair(
     return Split(as_images(images[:, None]), as_labels(labels), f"{dataset}-{split}", classes)
 
 
-def idx_places(folder: Path, name: str) -> list[Path]:
-    """Compressed or not, in `raw/` as published tools leave it or straight in the folder of the set."""
-    return [base / file for base in (folder / "raw", folder) for file in (f"{name}.gz", name)]
-
-
-def _idx_file(folder: Path, name: str, what: str, dataset: str) -> Path:
+def _find_idx(folder: Path, name: str, what: str, dataset: str) -> Path:
     expected = f"the {what} of {dataset} (or the same without .gz)"
     return first_existing(idx_places(folder, name), expected, fetch_hint(dataset))
 
 
 def _read_libsvm(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Lines of `class index:value ...`; an index that is left out has the value 0, as the format demands."""
+    """Read lines of `class index:value ...`; an index that is left out has the value 0, as the format demands."""
     text = read_whole(path, "bz2-compressed lines of `class index:value`", fetch_hint("usps"))
     try:
         lines = text.decode("ascii").splitlines()
@@ -203,14 +278,3 @@ def _read_libsvm(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         raise DataError(f"{path} is no USPS file: expected classes 1 to 10 and values from -1 to 1; replace the file")
     grey = np.rint((values + 1) * 127.5).astype(np.uint8)
     return grey.reshape(-1, USPS_SIDE, USPS_SIDE), labels
-
-
-def enlarged_digits(size: int = 28) -> Split:
-    """scikit-learn's 1,797 handwritten digits as uint8 `[1797, 1, size, size]`, enlarged from 8 x 8: no file needed."""
-    from sklearn.datasets import load_digits
-
-    raw = load_digits()
-    grey = torch.from_numpy(raw.images).float().unsqueeze(1) / 16
-    large = torch.nn.functional.interpolate(grey, size=size, mode="bicubic").clamp(0, 1)
-    large = large.where(large > 0.3, 0.0)  # enlarging smears ink over the paper, which has to be plain black again
-    return Split((large * 255).to(torch.uint8), torch.from_numpy(raw.target).long(), "digits", DIGITS)

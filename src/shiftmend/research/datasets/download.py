@@ -1,4 +1,4 @@
-"""Fetching datasets: several mirrors, resuming, checksums, and nothing in place until it is whole."""
+"""Fetch datasets: from several mirrors, resuming, with checksums, and nothing in place until it is whole."""
 
 from __future__ import annotations
 
@@ -22,9 +22,19 @@ from urllib.parse import urlsplit
 from shiftmend.__about__ import __version__
 from shiftmend.errors import DataError
 from shiftmend.inputs.images import PathLike
-from shiftmend.research.datasets.base import data_root
-from shiftmend.research.datasets.catalogue import Download, Entry, Unpack, find_entry
-from shiftmend.research.datasets.integrity import Progress, Report, VerifyRow, check_content, file_digest, verify_entry
+from shiftmend.research.datasets.catalogue import (
+    Download,
+    Entry,
+    Progress,
+    Report,
+    Unpack,
+    VerifyRow,
+    check_content,
+    file_digest,
+    find_entry,
+    verify_entry,
+)
+from shiftmend.research.datasets.files import data_root
 from shiftmend.utils.files import alone_with
 
 _DAMAGE = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, NotImplementedError)
@@ -40,10 +50,9 @@ def unpack(
 ) -> int:
     """Unpack a zip or tar archive and return the number of files.
 
-    Members whose name begins with `only` are taken, less their first `drop` folders. Each file is put in
-    place in one step, so an interruption leaves whole files, and unpacking again completes them. A link, a
-    device, or a name that leads out of `destination` is an error: a dataset has none. `report` is told the
-    number of files so far.
+    Members whose name begins with `only` are taken, less their first `drop` folders. Each file is put in place in one
+    step, so an interruption leaves whole files, and unpacking again completes the set. A link, a device, or a name that
+    leads out of `destination` is an error: a dataset has none. `report` gets the number of files so far.
     """
     count = 0
     members = _zip_members(archive) if zipfile.is_zipfile(archive) else _tar_members(archive)
@@ -94,7 +103,8 @@ def _tar_members(path: Path) -> Iterator[_Member]:
 
 def _tar_file(archive: tarfile.TarFile, info: tarfile.TarInfo) -> IO[bytes]:
     source = archive.extractfile(info)
-    assert source is not None  # a regular file
+    # Only members that are no regular files have no content.
+    assert source is not None
     return source
 
 
@@ -120,19 +130,15 @@ def _put(source: IO[bytes], target: Path) -> None:
         with partial.open("wb") as handle:
             shutil.copyfileobj(source, handle, 1 << 20)
         os.replace(partial, target)
-    except BaseException:
+    finally:
         partial.unlink(missing_ok=True)
-        raise
 
 
-CHUNK = 1 << 18
+CHUNK_BYTES = 1 << 18
 
-
-# some publishers turn the default name of Python's client away
-AGENT = f"shiftmend/{__version__}"
-
-
-TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
+# Some publishers turn the default name of Python's client away.
+USER_AGENT = f"shiftmend/{__version__}"
+TEMPORARY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 def fetch(
@@ -146,13 +152,27 @@ def fetch(
     keep_archives: bool = False,
     catalogue: Mapping[str, Entry] | None = None,
 ) -> VerifyRow:
-    """Get what is missing of a dataset, unpack it, and say in what state it is then.
+    """Get what is missing of a dataset, unpack it, and check it.
 
-    Files that are there and whole are not fetched again, and an archive that was put in its place by hand is
-    used as if it had been fetched. A download goes to `<file>.partial` and continues there after an
-    interruption; another process that wants the same file meanwhile is refused. `attempts` counts rounds
-    through all mirrors in which nothing was gained; between them it waits `pause` seconds, twice as long each
-    time. An archive fetched here is deleted once it is unpacked, unless `keep_archives`.
+    Files that are there and whole are not fetched again, and an archive that was put in its place by hand is used. A
+    download goes to `<file>.partial` and continues there after an interruption. Another process that wants the same
+    file meanwhile is refused.
+
+    Args:
+        name: A name from the catalogue, e.g. "mnist".
+        root: The data folder; by default that of the environment variable SHIFTMEND_DATA.
+        report: Called with each `Progress`.
+        attempts: Rounds through all mirrors in which nothing was gained, before giving up.
+        pause: Seconds between two rounds, twice as long each time.
+        timeout: Seconds to wait for an answer.
+        keep_archives: Keep an archive after it was unpacked.
+        catalogue: Other datasets than the known ones.
+
+    Returns:
+        The state of the dataset, which is complete.
+
+    Raises:
+        DataError: If the set cannot be fetched, or is not whole afterwards.
     """
     entry = find_entry(name, catalogue)
     folder = data_root(root)
@@ -182,7 +202,7 @@ def fetch(
 
 @dataclass(frozen=True)
 class _Transfer:
-    """One file on its way: what it is, where it goes, whom to tell, how long to try."""
+    """A file on its way: what it is, where it goes, whom to tell, how long to try."""
 
     entry: Entry
     download: Download
@@ -211,17 +231,17 @@ class _Transfer:
 
 
 class _Interrupted(Exception):
-    """This time it did not work; another time it may."""
+    """A failure that may not happen again."""
 
 
 class _Refused(Exception):
-    """This mirror does not have the file."""
+    """A mirror that does not have the file."""
 
 
 def _provide(transfer: _Transfer, keep_archive: bool) -> None:
-    """One file of the set, in place and unpacked."""
+    """Put one file of the set in place, unpacked."""
     download, target = transfer.download, transfer.target
-    if _already_there(transfer):
+    if _is_there(transfer):
         return
     by_hand = target.is_file() and _difference(target, download) is None
     if not by_hand:
@@ -233,7 +253,7 @@ def _provide(transfer: _Transfer, keep_archive: bool) -> None:
 
 
 def _obtain(transfer: _Transfer) -> None:
-    """Go round the mirrors until the file is whole, the mirrors are used up or nothing moves any more."""
+    """Try the mirrors in turn until the file is whole, the mirrors are used up or nothing moves any more."""
     mirrors = list(transfer.download.urls)
     failures: dict[str, str] = {}
     idle = 0
@@ -257,7 +277,8 @@ def _obtain(transfer: _Transfer) -> None:
                 failures[url] = str(error)
             transfer.say(f"{_host(url)}: {failures[url]}", transfer.received())
             if len(transfer.download.urls) > 1 and not _known_by_checksum(transfer.download):
-                transfer.partial.unlink(missing_ok=True)  # nothing would show that two mirrors' halves do not match
+                # Nothing would show that the halves of two mirrors do not match.
+                transfer.partial.unlink(missing_ok=True)
         idle = 0 if gained else idle + 1
     reasons = "; ".join(f"{url}: {reason}" for url, reason in failures.items())
     raise DataError(
@@ -267,11 +288,11 @@ def _obtain(transfer: _Transfer) -> None:
 
 
 def _transfer_from(url: str, transfer: _Transfer) -> bool:
-    """Receive what is missing; returns whether it was added to what was there before."""
+    """Receive what is missing; return whether it was added to what was there before."""
     if urlsplit(url).scheme not in ("http", "https"):
         raise _Refused("is no http address")
     start = transfer.received()
-    headers = {"User-Agent": AGENT, "Accept-Encoding": "identity"}
+    headers = {"User-Agent": USER_AGENT, "Accept-Encoding": "identity"}
     if start:
         headers["Range"] = f"bytes={start}-"
     try:
@@ -280,23 +301,24 @@ def _transfer_from(url: str, transfer: _Transfer) -> bool:
         with error:
             if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and start:
                 if error.headers.get("Content-Range") == f"bytes */{start}":
-                    return True  # it was whole already
+                    # The file was whole already.
+                    return True
                 transfer.partial.unlink(missing_ok=True)
                 raise _Interrupted("does not continue where it stopped") from None
-            kind = _Interrupted if error.code in TEMPORARY else _Refused
+            kind = _Interrupted if error.code in TEMPORARY_STATUSES else _Refused
             raise kind(f"answered {error.code} {error.reason}") from None
-    except (OSError, http.client.HTTPException) as error:  # no connection, no name, no time left
+    except (OSError, http.client.HTTPException) as error:
         raise _Interrupted(str(getattr(error, "reason", error)) or type(error).__name__) from None
     with response:
-        resumed = start > 0 and _honoured(response, start, transfer)
+        resumed = start > 0 and _is_resumed(response, start, transfer)
         if start and not resumed:
             transfer.say(f"{_host(url)} cannot continue a download; starting over")
         _receive(response, transfer, start if resumed else 0)
     return resumed
 
 
-def _honoured(response: http.client.HTTPResponse, start: int, transfer: _Transfer) -> bool:
-    """Whether the answer begins where we asked: a server may ignore the question and send everything."""
+def _is_resumed(response: http.client.HTTPResponse, start: int, transfer: _Transfer) -> bool:
+    """Tell whether the answer begins where asked: a server may ignore the question and send everything."""
     if response.status != http.client.PARTIAL_CONTENT:
         return False
     place = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
@@ -313,7 +335,7 @@ def _receive(response: http.client.HTTPResponse, transfer: _Transfer, start: int
     with transfer.partial.open("ab" if start else "wb") as handle:
         while True:
             try:
-                part = response.read(CHUNK)
+                part = response.read(CHUNK_BYTES)
             except (OSError, http.client.HTTPException) as error:
                 raise _Interrupted(f"broke off after {done:,} bytes ({error})") from None
             if not part:
@@ -333,13 +355,14 @@ def _put_in_place(transfer: _Transfer, resumed: bool) -> None:
         os.replace(transfer.partial, transfer.target)
         return
     transfer.partial.unlink(missing_ok=True)
-    if resumed:  # the first part may have been another file's: once more from the beginning
+    if resumed:
+        # The first part may have been another file's: once more from the beginning.
         raise _Interrupted(f"the continued download has {difference}")
     raise _Refused(f"sent a file with {difference}")
 
 
 def _difference(path: Path, download: Download) -> str | None:
-    """How a file differs from the published one, or None if nothing speaks against it."""
+    """Describe how a file differs from the published one; None if nothing speaks against it."""
     for algorithm, expected in (("sha256", download.sha256), ("md5", download.md5)):
         if expected is not None:
             found = file_digest(path, algorithm)
@@ -351,8 +374,8 @@ def _known_by_checksum(download: Download) -> bool:
     return download.md5 is not None or download.sha256 is not None
 
 
-def _already_there(transfer: _Transfer) -> bool:
-    """A file that needs no unpacking, lies where the readers look, and is good."""
+def _is_there(transfer: _Transfer) -> bool:
+    """Tell whether a file needs no unpacking, lies where the readers look, and is good."""
     path = transfer.download.path
     contents = [content for layout in transfer.entry.layouts for content in layout if content.path == path]
     good = any(check_content(content, transfer.root).state == "complete" for content in contents)
@@ -360,12 +383,12 @@ def _already_there(transfer: _Transfer) -> bool:
 
 
 def _unpack(transfer: _Transfer, how: Unpack) -> None:
-    def told(count: int) -> None:
+    def tell(count: int) -> None:
         if count % 1000 == 0:
             transfer.report(Progress(transfer.entry.name, transfer.download.path, count, None, "unpacking"))
 
-    told(0)
-    unpack(transfer.target, transfer.root / how.into, only=how.only, drop=how.drop, report=told)
+    tell(0)
+    unpack(transfer.target, transfer.root / how.into, only=how.only, drop=how.drop, report=tell)
 
 
 def _host(url: str) -> str:
@@ -373,4 +396,4 @@ def _host(url: str) -> str:
 
 
 def _ignore(progress: Progress) -> None:
-    """Nobody wants to know."""
+    """Report to nobody."""

@@ -1,4 +1,4 @@
-"""The parts the benchmarks divide their data into, as indices that depend on a seed and nothing else."""
+"""Divide data for the benchmarks, by indices that depend on a seed and nothing else."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from shiftmend.errors import DataError
 from shiftmend.utils.checks import counted
 
 MNIST_VALIDATION = 6_000
-
-
 MNIST_SEED = 12345
 
 
 def held_out(count: int, validation: int = MNIST_VALIDATION, seed: int = MNIST_SEED) -> tuple[Tensor, Tensor]:
-    """Training and validation indices; the defaults make 54,000 + 6,000 of MNIST's 60,000.
+    """Draw training and validation indices; the defaults divide MNIST's 60,000 into 54,000 and 6,000.
 
-    Every shifted version of MNIST keeps MNIST's order, so the same call selects the same digits in each of
-    them.
+    Every shifted version of MNIST keeps MNIST's order, so the same call selects the same digits in each version.
     """
     if not 0 < validation < count:
         raise DataError(f"cannot hold {validation} of {count} samples out; expected between 1 and {count - 1}")
@@ -29,10 +26,9 @@ def held_out(count: int, validation: int = MNIST_VALIDATION, seed: int = MNIST_S
 
 
 def emnist_source(labels: Tensor, train: int = 2_000, validation: int = 400) -> tuple[Tensor, Tensor | None]:
-    """The first `train` and the last `validation` of each class, in file order; no validation if there are
-    too few.
+    """Take the first `train` and the last `validation` of each class, in file order; None if too few are left.
 
-    EMNIST Balanced has 2,400 a class, of which 2,000 train the source model and 400 validate it.
+    EMNIST Balanced has 2,400 a class: 2,000 train the source model and 400 validate it.
     """
     groups = _by_class(labels)
     smallest = min(groups, key=len)
@@ -48,7 +44,7 @@ def emnist_source(labels: Tensor, train: int = 2_000, validation: int = 400) -> 
 
 
 def fractions(count: int, parts: Sequence[float] = (0.8, 0.1, 0.1), seed: int = 0) -> tuple[Tensor, ...]:
-    """Random disjoint parts that cover everything; what rounding leaves over goes to the last."""
+    """Draw random disjoint parts that cover everything; what rounding leaves over goes to the last."""
     if min(parts, default=0.0) <= 0 or abs(sum(parts) - 1) > 1e-9:
         raise DataError(f"cannot split by {list(parts)}; expected positive fractions that add up to 1")
     sizes = [int(count * part + 1e-9) for part in parts[:-1]]
@@ -60,7 +56,7 @@ def fractions(count: int, parts: Sequence[float] = (0.8, 0.1, 0.1), seed: int = 
 
 
 def few_shot(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
-    """`per_class` samples of each class, drawn without replacement."""
+    """Draw `per_class` samples of each class without replacement."""
     if per_class < 1:
         raise DataError(f"expected at least one sample per class, got {per_class}")
     generator = _generator(seed)
@@ -76,8 +72,7 @@ def few_shot(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
 
 
 def balanced(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
-    """Exactly `per_class` indices of each class: some dropped where there are more, some repeated where
-    fewer.
+    """Draw exactly `per_class` indices of each class: drop some where there are more, repeat some where fewer.
 
     Within a class no sample appears more than once more often than another, so as many as possible are kept.
     """
@@ -93,7 +88,7 @@ def balanced(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
 
 
 def _by_class(labels: Tensor) -> list[Tensor]:
-    """The indices of each class that occurs, in file order."""
+    """Group the indices by class, in file order; only classes that occur."""
     if labels.ndim != 1 or len(labels) == 0:
         raise DataError(f"expected a vector of at least one label, got {list(labels.shape)}")
     if int(labels.min()) < 0:

@@ -1,6 +1,4 @@
-"""Sets that do not fit in memory: images are decoded when they are asked for, by the workers of a
-`DataLoader`.
-"""
+"""Datasets that do not fit in memory: the workers of a `DataLoader` decode an image when it is asked for."""
 
 from __future__ import annotations
 
@@ -17,23 +15,14 @@ from torch.utils.data import Dataset
 from shiftmend.errors import DataError
 from shiftmend.inputs.folders import decode_image
 from shiftmend.inputs.images import PathLike
-from shiftmend.research.datasets.base import check_split, data_root, fetch_hint, first_existing
+from shiftmend.research.datasets.files import check_split, data_root, fetch_hint, first_existing
 from shiftmend.research.datasets.partitions import balanced
 
 Transform = Callable[[Tensor], Tensor]
-
-
 HOSPITALS = (0, 1, 2, 3, 4)
-
-
 SOURCE_HOSPITAL = 3
-
-
 PATCH = (96, 96)
-
-
 TISSUE_CLASSES = ("normal", "tumour")
-
 
 VISDA_CLASSES = (
     "aeroplane",
@@ -50,17 +39,16 @@ VISDA_CLASSES = (
     "truck",
 )
 
-
-# how many of each class the paper keeps when it takes the label shift out (appendix on common benchmarks)
+# Images of each class that the paper keeps when it removes the label shift (appendix on common benchmarks).
 VISDA_PER_CLASS = {"train": 11_000, "validation": 3_500}
 
 
 class ImageFiles(Dataset[tuple[Tensor, int, int]]):
-    """Image files with labels. An item is (uint8 image [3, H, W], label, its own index).
+    """Image files with labels. An item is (uint8 image [3, H, W], label, index).
 
-    An image that has not the `size` given (height, width) is scaled to it or, with `scale=False`, refused;
-    then it is handed to `transform`, if there is one. File names are held as one array of bytes, not as
-    Python strings, so that the workers of a loader share it instead of copying it.
+    An image of another `size` (height, width) is scaled or, with `scale=False`, refused. Then `transform` is applied,
+    if there is one. File names are held as one array of bytes, not as Python strings, so that the workers of a loader
+    share the array instead of copying it.
     """
 
     def __init__(
@@ -106,11 +94,11 @@ class ImageFiles(Dataset[tuple[Tensor, int, int]]):
         return image, int(self.labels[index]), index
 
     def path(self, index: int) -> Path:
-        """Where the image of one index lies."""
+        """Return the path of an image."""
         return self.folder / os.fsdecode(bytes(self._files[index]))
 
     def take(self, indices: Tensor, name: str | None = None) -> ImageFiles:
-        """Those at `indices`, in that order, an index named twice appearing twice."""
+        """Take the images at `indices`, in that order; an index named twice appears twice."""
         files = [os.fsdecode(bytes(file)) for file in self._files[indices.numpy()]]
         return ImageFiles(
             self.folder,
@@ -125,9 +113,9 @@ class ImageFiles(Dataset[tuple[Tensor, int, int]]):
 
 
 def camelyon17(hospital: int, root: PathLike | None = None, *, transform: Transform | None = None) -> ImageFiles:
-    """Patches of lymph-node tissue, 96 x 96, from one of five hospitals, as WILDS released them (v1.0).
+    """Load CAMELYON17: patches of lymph-node tissue, 96 x 96, of one of five hospitals, as WILDS released them (v1.0).
 
-    Grouped by the column `center` of the metadata alone; the splits of WILDS play no part. Hospital 3 is the source.
+    The column `center` of the metadata names the hospital; the splits of WILDS play no part. Hospital 3 is the source.
     """
     if hospital not in HOSPITALS:
         raise DataError(f"CAMELYON17 has hospitals {HOSPITALS[0]} to {HOSPITALS[-1]}, got {hospital}")
@@ -153,7 +141,7 @@ def camelyon17(hospital: int, root: PathLike | None = None, *, transform: Transf
 
 
 def _read_metadata(table: Path, hospital: int) -> tuple[list[str], list[int]]:
-    """The patches of one hospital, and whether they show a tumour."""
+    """Read which patches a hospital has, and whether they show a tumour."""
     wanted = ("patient", "node", "x_coord", "y_coord", "tumor", "center")
     files: list[str] = []
     labels: list[int] = []
@@ -171,7 +159,7 @@ def _read_metadata(table: Path, hospital: int) -> tuple[list[str], list[int]]:
                 line += 1
                 patient, node, x, y, tumour, center = (row[column] for column in columns)
                 if int(float(center)) == hospital:
-                    # patient numbers have leading zeros in the release, which a spreadsheet may have removed
+                    # Patient numbers have leading zeros in the release, which a spreadsheet may have removed.
                     slide = f"patient_{patient.zfill(3)}_node_{node}"
                     files.append(f"patches/{slide}/patch_{slide}_x_{x}_y_{y}.png")
                     labels.append(int(float(tumour)))
@@ -191,10 +179,10 @@ def visda_c(
     size: tuple[int, int] | None = (256, 256),
     transform: Transform | None = None,
 ) -> ImageFiles:
-    """VisDA-C: rendered objects (`train`) and photographs of them (`validation`), 12 classes, of any size.
+    """Load VisDA-C: rendered objects (`train`) and photographs of them (`validation`), 12 classes, of any size.
 
-    `per_class` takes the label shift between the two out: so many of each class, by dropping some and
-    repeating others. The paper's numbers are in `VISDA_PER_CLASS`.
+    `per_class` removes the label shift between the two: so many of each class, by dropping some and repeating others.
+    The paper's numbers are in `VISDA_PER_CLASS`.
     """
     check_split(split, VISDA_PER_CLASS, "VisDA-C")
     base = data_root(root)

@@ -12,11 +12,12 @@ from torch import nn
 
 from shiftmend.errors import DataError, ProfileError
 from shiftmend.inputs.feed import Feed, Preprocess
+from shiftmend.introspection.model_state import on_device
 from shiftmend.introspection.validate import unwrap
 from shiftmend.profiles.profile import Profile
 from shiftmend.research.figures import style
 from shiftmend.research.figures.measuring import per_unit, running_order, shares
-from shiftmend.utils.devices import placed, resolve_device
+from shiftmend.utils.devices import resolve_device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +45,7 @@ def divergences(
     names = tuple(layers) if layers is not None else tuple(profile.taps)
     tables = shares(plain, target, profile, names, batch_size=batch_size, preprocess=preprocess, device=device)
     place = resolve_device(device, plain)
-    with placed(plain, place):
+    with on_device(plain, place):
         sample = Feed(target, device=place, preprocess=preprocess, what="target data").first(2)
         order = running_order(plain, sample, {name: profile.specs[name] for name in names})
     return {name: per_unit(profile, name, tables[name]).double().numpy() for name in order}

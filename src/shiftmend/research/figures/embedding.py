@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from shiftmend.errors import DataError
 from shiftmend.inputs.feed import Feed, Preprocess
-from shiftmend.introspection.validate import check_takes, unwrap
+from shiftmend.introspection.model_state import on_device
+from shiftmend.introspection.validate import check_model, unwrap
 from shiftmend.profiles.profile import Profile
 from shiftmend.research.figures import style
 from shiftmend.research.figures.measuring import watched
-from shiftmend.utils.devices import placed, resolve_device
+from shiftmend.utils.checks import require
+from shiftmend.utils.devices import resolve_device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -100,13 +102,13 @@ def features(
     profile.check_architecture(unwrap(model))
     kept: list[Tensor] = []
     hits = scored = seen = 0
-    with placed(unwrap(model), feed.device):
-        check_takes(unwrap(model), feed.first(2))
+    with on_device(unwrap(model), feed.device):
+        check_model(unwrap(model), [feed.first(2)])
     with watched(model, feed.device, {name: profile.specs[name] for name in ("features", "logits")}) as (
         running,
         recorder,
     ):
-        for inputs, labels in feed.labelled():
+        for inputs, labels in feed.labelled_batches():
             here = (chosen[(chosen >= seen) & (chosen < seen + len(inputs))] - seen).to(feed.device)
             seen += len(inputs)
             if not all_scored:
@@ -134,7 +136,7 @@ def embed(source: NDArray[np.float64], target: NDArray[np.float64], seed: int = 
     Every panel starts from the source's own principal plane, so that its clusters lie alike in all of them. For few
     points the perplexity is a third of their number.
     """
-    from sklearn.manifold import TSNE
+    manifold = require("sklearn.manifold", "research")
 
     everything = np.concatenate([source, target])
     if not np.isfinite(everything).all():
@@ -145,7 +147,8 @@ def embed(source: NDArray[np.float64], target: NDArray[np.float64], seed: int = 
     plane = (everything - centre) @ axes[:2].T
     start[:, : plane.shape[1]] = 1e-4 * plane / max(float(plane[:, 0].std()), 1e-12)
     perplexity = min(PERPLEXITY, (len(everything) - 1) / 3)
-    places: NDArray[np.float64] = TSNE(perplexity=perplexity, init=start, random_state=seed).fit_transform(everything)
+    tsne = manifold.TSNE(perplexity=perplexity, init=start, random_state=seed)
+    places: NDArray[np.float64] = tsne.fit_transform(everything)
     return places
 
 
@@ -156,7 +159,7 @@ def light(ink: str) -> tuple[float, float, float]:
 
 
 def _labels(feed: Feed) -> Tensor:
-    labels = torch.cat([labels for _, labels in feed.labelled()]).cpu()
+    labels = torch.cat([labels for _, labels in feed.labelled_batches()]).cpu()
     if labels.ndim != 1 or labels.is_floating_point():
         raise DataError(f"the {feed.what} must have one class number a sample; other labels have no colours to show")
     return labels.long()

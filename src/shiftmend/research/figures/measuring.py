@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from shiftmend.errors import DataError, ProfileError, TapError
 from shiftmend.inputs.feed import Feed, Preprocess
-from shiftmend.introspection.modes import eager, modes
-from shiftmend.introspection.taps import Recorder, Tap, tapped
+from shiftmend.introspection.model_state import on_device
+from shiftmend.introspection.modes import force_eager, preserve_modes
+from shiftmend.introspection.taps import Recorder, Tap, attach_taps
 from shiftmend.introspection.trace import trace
-from shiftmend.introspection.validate import check_takes, unwrap
+from shiftmend.introspection.validate import check_model, unwrap
 from shiftmend.profiles.profile import Profile
-from shiftmend.utils.devices import placed, resolve_device
+from shiftmend.utils.devices import resolve_device
 
 _KERNELS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -28,7 +29,7 @@ _NORMALISATION = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
 def watched(model: nn.Module, device: torch.device, taps: dict[str, Tap]) -> Iterator[tuple[nn.Module, Recorder]]:
     """The model in eval mode, on a device, with taps on it; all of that is undone at the end."""
     plain = unwrap(model)
-    with placed(plain, device), modes(plain), torch.no_grad(), tapped(plain, taps) as recorder:
+    with on_device(plain, device), preserve_modes(plain), torch.no_grad(), attach_taps(plain, taps) as recorder:
         plain.eval()
         yield plain, recorder
 
@@ -54,8 +55,8 @@ def shares(
     feed = Feed(data, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
     homes = {name: profile.taps[name].to(place) for name in names}
     counters = {name: home.new_tracker() for name, home in homes.items()}
-    with placed(plain, place):
-        check_takes(plain, feed.first(2))
+    with on_device(plain, place):
+        check_model(plain, [feed.first(2)])
     with watched(plain, place, {name: profile.specs[name] for name in names}) as (running, recorder):
         for batch in feed.batches():
             running(batch)
@@ -109,7 +110,7 @@ def running_order(model: nn.Module, sample: Tensor, taps: dict[str, Tap]) -> lis
     modules = dict(plain.named_modules())
     seen: list[str] = []
     with ExitStack() as stack:
-        for context in (torch.no_grad(), modes(plain), eager(plain)):
+        for context in (torch.no_grad(), preserve_modes(plain), force_eager(plain)):
             stack.enter_context(context)
         plain.eval()
         for name, tap in taps.items():
@@ -125,7 +126,7 @@ def _runs(model: nn.Module, sample: Tensor, names: Iterable[str]) -> dict[str, i
     modules = dict(model.named_modules())
     seen: list[str] = []
     with ExitStack() as stack:
-        for context in (torch.no_grad(), modes(model), eager(model)):
+        for context in (torch.no_grad(), preserve_modes(model), force_eager(model)):
             stack.enter_context(context)
         model.eval()
         for name in names:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shiftmend.errors import DataError
-from shiftmend.introspection.blocks import split
-from shiftmend.introspection.trace import owners, trace
+from shiftmend.introspection.blocks import split_blocks
+from shiftmend.introspection.model_state import find_owners
+from shiftmend.introspection.trace import trace
 from shiftmend.introspection.validate import unwrap
 from shiftmend.research.figures import style
 
@@ -30,7 +31,7 @@ def layers(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Every layer with a weight matrix or kernel as a group of its own, in the order of definition."""
     plain = unwrap(model)
     modules = dict(plain.named_modules())
-    found: dict[str, tuple[str, ...]] = {name: (name,) for name in owners(plain) if _has_kernel(modules[name])}
+    found: dict[str, tuple[str, ...]] = {name: (name,) for name in find_owners(plain) if _has_kernel(modules[name])}
     if not found:
         raise DataError("the model has no layer with a weight matrix, so there is no distance to draw")
     return found
@@ -41,7 +42,7 @@ def bottom_up(model: nn.Module, sample: Tensor) -> dict[str, tuple[str, ...]]:
     plain = unwrap(model)
     modules = dict(plain.named_modules())
     groups = {}
-    for block in split(plain, trace(plain, sample)):
+    for block in split_blocks(plain, trace(plain, sample)):
         inside = tuple(name for name in block.modules if _has_kernel(modules[name]))
         # "conv1 + bn1" is conv1 to a reader, once only the kernel is measured
         groups[inside[0] if len(inside) == 1 else block.name] = inside or block.modules

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from shiftmend.errors import DataError
 from shiftmend.inputs.feed import Feed, Preprocess
+from shiftmend.introspection.model_state import on_device
 from shiftmend.introspection.taps import Tap
-from shiftmend.introspection.validate import check_takes, unwrap
+from shiftmend.introspection.validate import check_model, unwrap
 from shiftmend.research.figures import style
 from shiftmend.research.figures.measuring import watched
 from shiftmend.research.figures.receptive_fields import Field, first_convolution, receptive_field
 from shiftmend.stats.histograms import Bins, Histogram, soft_histogram
-from shiftmend.utils.devices import placed, resolve_device
+from shiftmend.utils.devices import resolve_device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,8 +72,8 @@ def strongest(
     first = feed.first(2)
     if ready(first).ndim != 4:
         raise DataError(f"patches are cut from images [N, channels, height, width], got {list(ready(first).shape)}")
-    with placed(unwrap(model), feed.device):
-        check_takes(unwrap(model), ready(first))
+    with on_device(unwrap(model), feed.device):
+        check_model(unwrap(model), [ready(first)])
         field = receptive_field(model, layer, ready(first))
     with watched(model, feed.device, {layer: Tap(layer, layer)}) as (running, recorder):
         for raw in feed.subset(samples, seed):
@@ -141,7 +142,7 @@ def draw(
         raise DataError(f"the {few.what} has {few.samples} images, too few for {count} patches, one an image")
     if layer is None:
         sample = feeds[0].first(2)
-        with placed(unwrap(model), place):
+        with on_device(unwrap(model), place):
             layer = first_convolution(model, sample if preprocess is None else preprocess(sample))
     columns = [("source", model, feeds[0], style.SOURCE), ("target before adapting", model, feeds[1], style.TARGET)]
     if adapted is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.errors import TapError
-from shiftmend.introspection.modes import eager, modes
+from shiftmend.introspection.modes import force_eager, preserve_modes
 from shiftmend.introspection.validate import unwrap
 
 
@@ -80,7 +80,7 @@ def _events(model: nn.Module, sample: Tensor) -> list[tuple[str, nn.Module, torc
         return hook
 
     with ExitStack() as stack:
-        for context in (torch.no_grad(), modes(model), eager(model)):
+        for context in (torch.no_grad(), preserve_modes(model), force_eager(model)):
             stack.enter_context(context)
         model.eval()
         for name, module in model.named_modules():

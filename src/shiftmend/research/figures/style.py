@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shiftmend.errors import DataError
+from shiftmend.utils.checks import require
 from shiftmend.utils.files import write_atomically
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def canvas(
     rows: int = 1, columns: int = 1, *, width: float = 4.0, height: float = 3.0, **options: Any
 ) -> tuple[Figure, Any]:
     """A figure and its axes `[rows, columns]`, each of so many inches; no window, no global state."""
+    require("matplotlib", "research")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -17,7 +17,7 @@ from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Protocol, Setti
 from shiftmend.research.bench.grids import SUPERVISED
 from shiftmend.research.bench.recipes import Recipe
 from shiftmend.utils.checks import brief, is_whole
-from shiftmend.utils.python_files import first_on_path, import_file, reason
+from shiftmend.utils.python_files import describe_error, first_on_path, import_file, user_code
 
 BENCHMARKS = ("digits", "mnist-c", "mnist-m", "usps", "emnist-da", "cifar-10-c", "cifar-100-c", "camelyon17", "visda-c")
 
@@ -40,10 +40,8 @@ def _from_file(file: Path, attribute: str) -> Benchmark:
     if not file.is_file():
         raise DataError(f"{file} is missing: expected a Python file that defines the benchmark {attribute}")
     with first_on_path(file.resolve().parent):
-        try:
+        with user_code(lambda error: DataError(f"{file} could not be run: {describe_error(error)}")):
             found = getattr(import_file(file), attribute, None)
-        except (Exception, SystemExit) as error:
-            raise DataError(f"{file} could not be run: {reason(error)}") from error
         if not isinstance(found, Benchmark):
             raise DataError(
                 f"{file} defines no benchmark called {attribute or '(nothing)'}; expected a "

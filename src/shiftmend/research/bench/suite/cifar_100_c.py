@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from shiftmend.research.bench.benchmark import Setting
 from shiftmend.research.bench.suite.cifar_c import benchmark
-from shiftmend.research.datasets.cifar import cifar100
-from shiftmend.research.datasets.shifted import cifar100_c
+from shiftmend.research.datasets.cifar import cifar100, cifar100_c
 
 BENCHMARK = benchmark(
     "cifar-100-c",

@@ -14,7 +14,7 @@ from shiftmend.inputs.images import Split, standardised
 from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Offline, Online, Origin, Root, Setting, Source, Target
 from shiftmend.research.bench.recipes import AUGMENTATIONS, Recipe
 from shiftmend.research.bench.suite import made
-from shiftmend.research.datasets.shifted import CIFAR_CORRUPTIONS
+from shiftmend.research.datasets.cifar import CIFAR_CORRUPTIONS
 
 SEVERITY = 5
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from shiftmend import shifts
+from shiftmend.inputs.digits import enlarged_digits
 from shiftmend.inputs.images import Split, signed
 from shiftmend.research.bench.benchmark import (
     CLEAN,
@@ -25,7 +26,6 @@ from shiftmend.research.bench.benchmark import (
     Target,
 )
 from shiftmend.research.bench.recipes import Recipe
-from shiftmend.research.datasets.digits import enlarged_digits
 
 SHIFTS = {"brightness": "mnist-c/brightness", "stripe": "emnist-da/stripe", "oranges": "emnist-da/oranges"}
 

@@ -11,9 +11,8 @@ from shiftmend.inputs.images import signed
 from shiftmend.research.bench.benchmark import CLEAN, Benchmark, FewShot, Offline, Origin, Root, Setting, Source, Target
 from shiftmend.research.bench.recipes import Recipe
 from shiftmend.research.bench.suite import made
-from shiftmend.research.datasets.digits import emnist, emnist_edition
+from shiftmend.research.datasets.digits import EMNIST_SHIFTS, emnist, emnist_da, emnist_edition
 from shiftmend.research.datasets.partitions import emnist_source
-from shiftmend.research.datasets.shifted import EMNIST_SHIFTS, emnist_da
 
 BACKGROUNDS = ("bricks", "crystals", "grass", "oranges", "sky")
 

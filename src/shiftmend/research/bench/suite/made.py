@@ -8,7 +8,7 @@ from shiftmend import shifts
 from shiftmend.errors import DataError
 from shiftmend.inputs.images import Split
 from shiftmend.research.bench.benchmark import Origin, Root
-from shiftmend.research.datasets.base import data_root
+from shiftmend.research.datasets.files import data_root
 
 SEED = 2022
 """A published set is one fixed draw of its noise, whatever the seed of a run; so is what is made again."""

@@ -10,9 +10,8 @@ from shiftmend.inputs.images import Split, signed
 from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Offline, Origin, Root, Setting, Source, Target
 from shiftmend.research.bench.recipes import Recipe
 from shiftmend.research.bench.suite import made
-from shiftmend.research.datasets.digits import mnist
+from shiftmend.research.datasets.digits import MNIST_CORRUPTIONS, mnist, mnist_c
 from shiftmend.research.datasets.partitions import held_out
-from shiftmend.research.datasets.shifted import MNIST_CORRUPTIONS, mnist_c
 
 SETTINGS = {
     "source-only": Setting("source-only"),

@@ -13,8 +13,7 @@ from shiftmend.inputs.images import signed
 from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Origin, Root, Setting, Target
 from shiftmend.research.bench.suite import made
 from shiftmend.research.bench.suite.mnist_c import OFFLINE, SETTINGS, SOURCES, load_source, source_part
-from shiftmend.research.datasets.digits import mnist
-from shiftmend.research.datasets.shifted import mnist_m
+from shiftmend.research.datasets.digits import mnist, mnist_m
 from shiftmend.shifts.textures import photograph_files
 
 SHIFT = "mnist-m"

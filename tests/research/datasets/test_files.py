@@ -1,9 +1,13 @@
+"""Where files are looked for, and pickles that must run nothing."""
+
 from __future__ import annotations
 
 import contextlib
 import io
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shiftmend.errors import DataError
-from shiftmend.research.datasets.pickles import read_pickled_arrays
+from shiftmend.research.datasets.files import data_root, read_pickled_arrays
 
 PATH = Path("data_batch_1")
+
+
+def test_root_is_the_argument_then_the_environment_then_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SHIFTMEND_DATA", str(tmp_path))
+    assert data_root() == tmp_path
+    assert data_root("/elsewhere") == Path("/elsewhere")
+    assert data_root("~/sets") == Path.home() / "sets"
+    for empty in ("", None):
+        if empty is None:
+            monkeypatch.delenv("SHIFTMEND_DATA")
+        else:
+            monkeypatch.setenv("SHIFTMEND_DATA", empty)
+        with pytest.raises(DataError, match="export SHIFTMEND_DATA="):
+            data_root()
+
+
+def test_pillow_is_not_imported_with_the_package() -> None:
+    code = "import sys, shiftmend.research.datasets; sys.exit('PIL' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("kind", ["u1", "<i2", ">i4", "<f4", "<f8", "<u8"])
@@ -57,7 +82,7 @@ def test_every_protocol_builds_what_python_builds(protocol: int) -> None:
 def test_a_dictionary_written_all_at_once() -> None:
     content = b"(S'a'\nI1\nS'b'\n(I2\nI3\nld."
     assert read_pickled_arrays(content, PATH) == pickle.loads(content) == {"a": 1, "b": [2, 3]}
-    with pytest.raises(DataError, match="is truncated or damaged"):
+    with pytest.raises(DataError, match="was not read"):
         read_pickled_arrays(b"(S'a'\nI1\nS'b'\nd.", PATH)
 
 
@@ -83,7 +108,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, protocol: int
         {"data": Malicious(eval, f"__import__('os').mkdir({str(mark)!r})")},
     ):
         content = pickle.dumps(payload, protocol)
-        with pytest.raises(DataError, match=r"data_batch_1 was not read: it (asks to run|uses the instruction)"):
+        with pytest.raises(DataError, match=r"data_batch_1 was not read \(it (asks to run|uses the instruction)"):
             read_pickled_arrays(content, PATH)
         assert not mark.exists()
         pickle.loads(content)  # the payload works where pickles are trusted
@@ -103,6 +128,11 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, protocol: int
         b"\x80\x02cnumpy\nndarray\n)\x81.",  # NEWOBJ
         b"\x80\x02\x82\x01.",  # EXT1
         b"P1\n.",  # a persistent object
+        b"\x80\x04\x96\xff\xff\xff\xff\xff\x00\x00\x00.",  # BYTEARRAY8, of a terabyte
+        b"\x80\x02}r\xff\xff\xff\x7f.",  # the two thousand millionth object: its table would take 32 GB
+        b"p999999999999\n.",
+        b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n}(U\x01aK\x01ub.",  # altering the function
+        b"\x80\x02cnumpy\ndtype\nU\x01O\x85RU\x01O\x85b.",  # a type of objects, with a short state
     ],
 )
 def test_instructions_beyond_arrays_are_refused(content: bytes) -> None:
@@ -115,7 +145,7 @@ def test_keys_may_be_bytes() -> None:
 
 
 def test_arrays_of_objects_or_text_are_refused() -> None:
-    with pytest.raises(DataError, match=r"was not read: it holds an array of type \|S3"):
+    with pytest.raises(DataError, match=r"was not read \(it holds an array of type \|S3"):
         read_pickled_arrays(python2_pickle({"data": np.array([b"abc"])}), PATH)
     with pytest.raises(DataError, match="was not read"):
         read_pickled_arrays(pickle.dumps({"data": np.array([{}, []], dtype=object)}, 2), PATH)

@@ -1,4 +1,4 @@
-"""From 8-bit images to the inputs of a network."""
+"""Sets of 8-bit images, and how they become the inputs of a network."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 import shiftmend
-from shiftmend.cli.data import Normalisation
-from shiftmend.inputs.images import per_channel, signed, standardised
+from shiftmend.cli.loading import Normalisation
+from shiftmend.errors import DataError
+from shiftmend.inputs.images import Split, per_channel, signed, standardised
 from shiftmend.research.networks import build
 
+IMAGES = torch.zeros(4, 1, 2, 2, dtype=torch.uint8)
 MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)
 
 
@@ -60,3 +62,40 @@ def test_nothing_is_brought_to_a_gpu_batch_by_batch(caplog: pytest.LogCaptureFix
             model, images, profile, "fr", epochs=1, batch_size=200, preprocess=preprocess, device="cuda", progress=False
         )
     assert "not captured" not in caplog.text
+
+
+def test_take_keeps_order_and_names() -> None:
+    images = torch.arange(4, dtype=torch.uint8).reshape(4, 1, 1, 1)
+    split = Split(images, torch.tensor([0, 1, 2, 1]), "set", ("a", "b", "c"))
+    part = split.take(torch.tensor([3, 0, 3]), "part")
+    assert part.images.flatten().tolist() == [3, 0, 3]
+    assert part.labels is not None
+    assert part.labels.tolist() == [1, 0, 1]
+    assert (part.name, part.classes, len(part)) == ("part", ("a", "b", "c"), 3)
+    assert repr(split).endswith(", 3 classes")
+    rest = Split(images, None, "unlabelled").take(torch.tensor([1]))
+    assert repr(rest) == f"unlabelled: 1 image {list(images.shape[1:])}, without labels"
+    assert (rest.labels, rest.name) == (None, "unlabelled")
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (IMAGES.float(), None, "uint8"),
+        (IMAGES[:, 0], None, r"\[N, C, H, W\]"),
+        (IMAGES[:0], None, "at least one image"),
+        (IMAGES, torch.zeros(3, dtype=torch.int64), "4 images"),
+        (IMAGES, torch.zeros(4), "int64"),
+        (IMAGES, torch.tensor([0, 1, 2, 0]), "expected 0 to 1"),
+        (IMAGES, torch.tensor([0, -1, 1, 0]), "expected 0 to 1"),
+    ],
+)
+def test_what_is_no_set_of_images_is_refused(images: torch.Tensor, labels: torch.Tensor | None, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Split(images, labels, "set", ("a", "b"))
+
+
+def test_labels_of_a_set_without_class_names_are_any_class_numbers() -> None:
+    assert len(Split(IMAGES, torch.tensor([0, 1, 8, 0]), "set")) == 4
+    with pytest.raises(DataError, match="labels from -1 to 8; expected class numbers from 0: "):
+        Split(IMAGES, torch.tensor([0, -1, 8, 0]), "set")

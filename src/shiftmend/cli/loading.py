@@ -1,0 +1,371 @@
+"""Turn what stands on the command line into a model, a method, data, and the normalisation of images."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import pickle
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+import safetensors.torch
+import torch
+from numpy.lib.npyio import NpzFile
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shiftmend.cli.options import whole_or_text
+from shiftmend.errors import DataError, ShiftmendError
+from shiftmend.evaluation.evaluate import metrics_for
+from shiftmend.inputs.arrays import holds_objects, npz_file, open_npz, read_member
+from shiftmend.inputs.folders import image_folder
+from shiftmend.inputs.images import as_labels, per_channel
+from shiftmend.methods import METHODS
+from shiftmend.utils.checks import counted
+from shiftmend.utils.python_files import describe_error, first_on_path, frames, import_file, user_code
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(name: str, weights: Path | None, options: list[str], allow_pickle: bool = False) -> nn.Module:
+    """Make a built-in network by name, or call `package.module:factory` or `file.py:factory`; load its weights.
+
+    Built-in networks belong to `research`, which no import statement of the command line may name.
+    """
+    networks = importlib.import_module("shiftmend.research.networks")
+    settings = dict(_parse_option(text) for text in options)
+    model: nn.Module
+    if name in networks.MODELS:
+        model = networks.build(name, **settings)
+    else:
+        model = _call_factory(name, settings, networks.MODELS)
+    if weights is not None:
+        _load_weights(model, weights, allow_pickle)
+    return model.eval()
+
+
+def load_method(name: str) -> Any:
+    """Return the name of a built-in method as it is, or the class that `module:Class` or `file.py:Class` names."""
+    if ":" not in name:
+        return name
+    with _import_named("method", name, METHODS, "Class") as found:
+        return found
+
+
+def _parse_option(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ShiftmendError(f"model option {text!r} should read name=value, e.g. classes=10")
+    return key, whole_or_text(value)
+
+
+def _call_factory(name: str, settings: dict[str, Any], known: Iterable[str]) -> nn.Module:
+    def refuse(error: BaseException) -> ShiftmendError:
+        given = settings or "no options"
+        # Without a frame of the factory's own, the call itself failed and not what it ran.
+        if isinstance(error, TypeError) and not frames(error):
+            return ShiftmendError(f"{name} could not be called with {given}: {error}")
+        return ShiftmendError(
+            f"{name} could not make the model with {given}: {describe_error(error)}; expected it to return a "
+            "torch.nn.Module: mend it there, or pass other --model-option"
+        )
+
+    with _import_named("model", name, known, "factory") as factory:
+        with user_code(refuse):
+            model = factory(**settings)
+        if not isinstance(model, nn.Module):
+            raise ShiftmendError(f"{name} gave a {type(model).__name__}, expected a torch.nn.Module")
+    return model
+
+
+@contextmanager
+def _import_named(what: str, name: str, known: Iterable[str], attributes: str) -> Iterator[Any]:
+    """Import what `package.module:attribute` or `file.py:attribute` names; inside, imports find what lies beside it.
+
+    What the code prints goes to standard error: on standard output it would stand before the JSON.
+    """
+    where, colon, attribute = name.rpartition(":")
+    if not colon or not where:
+        raise ShiftmendError(
+            f"{what} {name!r} is neither built in ({', '.join(known)}) nor of the form package.module:{attributes} or "
+            f"file.py:{attributes}"
+        )
+    is_file = where.endswith(".py")
+    if is_file and not Path(where).is_file():
+        raise ShiftmendError(f"{what} {name!r} could not be found: there is no file {where}")
+    with redirect_stdout(sys.stderr), first_on_path(Path(where).resolve().parent if is_file else Path.cwd()):
+        module = _import(f"{what} {name!r}", where, is_file, what)
+        if not hasattr(module, attribute):
+            raise ShiftmendError(f"{what} {name!r} could not be found: {where} has no {attribute!r}")
+        yield getattr(module, attribute)
+
+
+def _import(named: str, where: str, is_file: bool, what: str) -> ModuleType:
+    def refuse(error: BaseException) -> ShiftmendError:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and not is_file and f"{where}.".startswith(f"{missing}."):
+            return ShiftmendError(
+                f"{named} could not be found: {error}; expected a module that is installed or in the current folder"
+            )
+        remedy = f"install it, or put it beside the {what}" if missing else "mend it there"
+        return ShiftmendError(f"{named} could not be imported: {describe_error(error)}; {remedy}")
+
+    with user_code(refuse):
+        return import_file(Path(where)) if is_file else importlib.import_module(where)
+
+
+def _load_weights(model: nn.Module, path: Path, allow_pickle: bool) -> None:
+    own, state = model.state_dict(), _read_weights(path, allow_pickle)
+    state = _unwrap(state, own)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        lacking, strange = [name for name in own if name not in state], [name for name in state if name not in own]
+        differ = [f"the file lacks {_summarise(lacking)}"] if lacking else []
+        differ += [f"the model lacks {_summarise(strange)}"] if strange else []
+        first = next((line.strip() for line in str(error).splitlines()[1:] if line.strip()), str(error))
+        raise DataError(f"the weights in {path} do not fit the model: {' and '.join(differ) or first[:200]}") from error
+
+
+def _read_weights(path: Path, allow_pickle: bool) -> Mapping[str, Any]:
+    if not path.is_file():
+        raise DataError(f"there is no weights file {path}; expected a safetensors file")
+    if path.suffix in (".pt", ".pth", ".bin", ".ckpt") and not allow_pickle:
+        raise DataError(
+            f"{path} is a pickle, which can run code when read; convert it to safetensors, or pass --allow-pickle if "
+            "you trust where it comes from"
+        )
+    try:
+        if allow_pickle and path.suffix != ".safetensors":
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        else:
+            state = safetensors.torch.load_file(path)
+    except pickle.UnpicklingError as error:
+        raise DataError(
+            f"{path} could not be read as weights: it is damaged or holds more than tensors, such as a whole model; "
+            "expected what torch.save(model.state_dict(), file) writes"
+        ) from error
+    except (
+        SafetensorError,
+        AttributeError,
+        EOFError,
+        LookupError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise DataError(f"{path} could not be read as weights: {error}") from error
+    if not _has_names(state):
+        raise DataError(
+            f"{path} holds a {type(state).__name__} without names of weights, expected what "
+            "torch.save(model.state_dict(), file) writes"
+        )
+    return state
+
+
+def _unwrap(state: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Find the weights in a checkpoint, by the names that the model has for them.
+
+    A training loop keeps weights beside its own state, and `DataParallel`, `torch.compile` and trainers write a prefix
+    before each name.
+    """
+    kept = (state.get(key) for key in ("state_dict", "model_state_dict", "model"))
+    state = next((found for found in kept if _has_names(found)), state)
+    first = next(iter(own), "")
+    for prefix in {name.removesuffix(first) for name in state if name.endswith(f".{first}")}:
+        if {f"{prefix}{name}" for name in own} == set(state):
+            return {name: state[f"{prefix}{name}"] for name in own}
+    return state
+
+
+def _has_names(found: Any) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(found, Mapping) and all(isinstance(name, str) for name in found)
+
+
+def _summarise(names: list[str]) -> str:
+    return f"{names[0]!r}" + (f" ({len(names) - 1} more)" if len(names) > 1 else "")
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """Preprocessing of 8-bit images: x / 255, less the mean, over the deviation, per channel."""
+
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+    channels: int | None = None
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if self.channels is not None:
+            images = _set_channels(images, self.channels)
+        if images.dtype != torch.uint8:
+            return images
+        present, means, deviations = images.shape[1], len(self.mean), len(self.deviation)
+        if len({present, means, deviations} - {1}) > 1:
+            raise DataError(
+                f"--mean names {counted(means, 'number')} and --std {deviations}, and the images have "
+                f"{counted(present, 'channel')}; expected one number, or one per channel"
+            )
+        values = images.float().div_(255)
+        return (values - per_channel(self.mean, values)) / per_channel(self.deviation, values)
+
+
+def _set_channels(images: Tensor, channels: int) -> Tensor:
+    if images.dtype != torch.uint8 or images.ndim != 4:
+        kind = str(images.dtype).removeprefix("torch.")
+        raise DataError(
+            f"--channels {channels} is for 8-bit images, and the inputs are {kind} {list(images.shape[1:])}: "
+            "leave it out"
+        )
+    present = images.shape[1]
+    if present == channels:
+        return images
+    if present == 1:
+        return images.expand(-1, channels, -1, -1)
+    if (present, channels) == (3, 1):
+        # Grey as Pillow rounds it: the same as image_folder(channels=1) reads.
+        red, green, blue = images.int().unbind(1)
+        return ((19595 * red + 38470 * green + 7471 * blue + 32768) >> 16).to(torch.uint8).unsqueeze(1)
+    raise DataError(
+        f"the images have {present} channels, which --channels {channels} cannot make of them; expected grey images to "
+        "repeat, or colour and --channels 1"
+    )
+
+
+def parse_normalisation(mean: str, deviation: str, channels: int | None) -> Normalisation:
+    """Read the text of the options, e.g. `0.485,0.456,0.406`."""
+
+    def numbers(text: str, what: str) -> tuple[float, ...]:
+        try:
+            values = tuple(float(part) for part in text.split(","))
+        except ValueError as error:
+            raise ShiftmendError(f"--{what} {text!r} should be one number, or one per channel with commas") from error
+        if not all(map(math.isfinite, values)):
+            raise ShiftmendError(f"--{what} {text!r} should be finite")
+        if what == "std" and any(value <= 0 for value in values):
+            raise ShiftmendError(f"--std {text!r} should be positive")
+        return values
+
+    if channels is not None and channels < 1:
+        raise ShiftmendError(f"--channels {channels} should be at least 1")
+    return Normalisation(numbers(mean, "mean"), numbers(deviation, "std"), channels)
+
+
+class Data(NamedTuple):
+    """Inputs of a model, with their labels where there are any."""
+
+    inputs: Tensor
+    labels: Tensor | None
+    classes: tuple[str, ...] | None = None
+    """Names of the classes, where there is one folder for each."""
+
+
+def load_data(path: Path, size: int | None) -> Data:
+    """Read a folder of images, or an `.npz` of images or of any other inputs."""
+    if size is not None and size < 1:
+        raise DataError(f"--size {size} should be at least 1 pixel")
+    if path.is_dir():
+        folder = image_folder(path, size=size)
+        return Data(folder.images, folder.labels, folder.classes or None)
+    check_npz(path)
+    with open_npz(path) as archive:
+        if "inputs" in archive.files:
+            inputs = _read_other_inputs(archive, path, size)
+        elif "images" in archive.files:
+            inputs = _read_images(archive, path, size)
+        else:
+            raise DataError(
+                f"{path} holds {', '.join(archive.files) or 'nothing'}; expected an array 'images' (uint8), or "
+                "'inputs' for anything else"
+            )
+        return Data(inputs, _read_labels(archive, path, len(inputs)))
+
+
+def check_npz(path: Path) -> None:
+    """Refuse a path that is neither a folder nor an .npz file."""
+    if not path.exists():
+        raise DataError(f"there is no {path}; expected a folder of images or an .npz file")
+    if path.suffix != ".npz":
+        raise DataError(f"{path} is neither a folder of images nor an .npz file")
+
+
+def _read_images(archive: NpzFile, path: Path, size: int | None) -> Tensor:
+    try:
+        # Labels are read apart: not every command needs them.
+        images = npz_file(path, labels="").images
+    except DataError as error:
+        if read_member(archive, path, "images").dtype == np.uint8:
+            raise
+        raise DataError(f"{error}, or name the array 'inputs' if the model takes these numbers as they are") from error
+    return scale_images(images, size)
+
+
+def scale_images(images: Tensor, size: int | None) -> Tensor:
+    """Scale 8-bit images `[N, C, H, W]` to a height and width, as Pillow scales those of a folder."""
+    if size is None or images.shape[2:] == (size, size):
+        return images
+    return functional.interpolate(images, (size, size), mode="bilinear", antialias=True)
+
+
+def _read_other_inputs(archive: NpzFile, path: Path, size: int | None) -> Tensor:
+    """Read tables, signals or tokens from the array `inputs`; whole numbers stay whole, since they may be tokens."""
+    if size is not None:
+        raise DataError(f"--size {size} is for images, and {path} holds 'inputs', which are not scaled: leave it out")
+    inputs = np.asarray(read_member(archive, path, "inputs"))
+    whole, real = np.issubdtype(inputs.dtype, np.integer), np.issubdtype(inputs.dtype, np.floating)
+    if inputs.ndim < 2 or 0 in inputs.shape or not (whole or real):
+        raise DataError(f"{path} holds {inputs.dtype} {list(inputs.shape)} under 'inputs'; expected numbers [N, ...]")
+    if inputs.dtype == np.uint8 and inputs.ndim != 4:
+        raise DataError(
+            f"{path} holds uint8 {list(inputs.shape)} under 'inputs', but 8-bit inputs are images [N, C, H, W]; store "
+            "tokens as int64 and measurements as float32"
+        )
+    kind = np.uint8 if inputs.dtype == np.uint8 else np.int64 if whole else np.float32
+    return torch.from_numpy(np.array(inputs, dtype=kind, order="C"))
+
+
+def _read_labels(archive: NpzFile, path: Path, count: int) -> Tensor | None:
+    """Read class numbers or fractions, at least one an input; warn and return None where they are text or objects."""
+    if "labels" not in archive.files:
+        return None
+    objects = holds_objects(archive, "labels")
+    labels = np.empty(count, dtype=object) if objects else np.asarray(read_member(archive, path, "labels"))
+    fractions = np.issubdtype(labels.dtype, np.floating)
+    if not (fractions or np.issubdtype(labels.dtype, np.integer)):
+        logger.warning(
+            "the labels in %s are %s and are not used; expected class numbers from 0, or fractions for a model that "
+            "predicts a quantity",
+            path,
+            labels.dtype,
+        )
+        return None
+    if labels.shape[:1] != (count,) or 0 in labels.shape:
+        raise DataError(
+            f"{path} has {count} inputs but labels {list(labels.shape)}; expected one label an input [N], or one for "
+            "each position of an output [N, ...]"
+        )
+    labels = labels.reshape(count) if labels.size == count else labels
+    # Class numbers are not checked here: one that is none may be the --ignore-label.
+    return torch.from_numpy(labels.astype(np.float32)) if fractions else as_labels(labels)
+
+
+def pick_telling_rows(labels: Tensor, ignore_label: int | None) -> list[int]:
+    """Pick the inputs with the lowest and the highest label that counts, and with most that are neither 0 nor 1.
+
+    Scoring these few shows what is wrong with the labels before the work is done.
+    """
+    # Refuses what could be no label.
+    metrics_for(labels, ignore_label=ignore_label)
+    rows = labels.reshape(len(labels), -1)
+    left_out = torch.zeros_like(rows, dtype=torch.bool) if ignore_label is None else rows == ignore_label
+    low, high = rows.masked_fill(left_out, rows.max()), rows.masked_fill(left_out, rows.min())
+    others = ((rows != 0) & (rows != 1)).sum(1)
+    return [int(low.amin(1).argmin()), int(high.amax(1).argmax()), int(others.argmax())]
