@@ -87,11 +87,11 @@ def test_save_load_round_trip_and_summary(tmp_path) -> None:  # type: ignore[no-
     ("made", "undone"), [(torch.log, torch.exp), (lambda inputs: inputs * 1e300, lambda inputs: inputs / 1e300)]
 )
 def test_infinite_and_enormous_inputs_come_back_from_a_file(
-    tmp_path: Path, made: Callable[[Tensor], Tensor], undo_steps: Callable[[Tensor], Tensor]
+    tmp_path: Path, made: Callable[[Tensor], Tensor], undone: Callable[[Tensor], Tensor]
 ) -> None:
     class Undoing(torch.nn.Sequential):
         def forward(self, inputs: Tensor) -> Tensor:
-            return super().forward(undo_steps(inputs))
+            return super().forward(undone(inputs))
 
     model = Undoing(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).double()
     profile = shiftmend.profile(model, torch.randn(20, 3, dtype=torch.float64).relu(), preprocess=made)

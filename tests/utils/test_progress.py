@@ -10,7 +10,8 @@ from torch import nn
 from worlds import sensors
 
 import shiftmend
-from shiftmend.engine import trainer as loop
+from shiftmend.adaptation import adapt as adaptation
+from shiftmend.engine import trainer
 from shiftmend.evaluation import evaluate as evaluation
 from shiftmend.profiles import collect as profiling
 from shiftmend.utils.progress import Bar, PassProgress, progress_bar
@@ -103,7 +104,7 @@ def test_a_pass_says_how_far_it_is(whole: int | None, amount: str) -> None:
 
 def test_every_pass_over_the_data_is_shown_from_the_first_batch_on(monkeypatch: pytest.MonkeyPatch) -> None:
     notes = Notes()
-    for module in (loop, profiling):
+    for module in (adaptation, profiling):
         monkeypatch.setattr(module, "progress_bar", lambda *_: nullcontext(notes))
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
     inputs = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
@@ -124,8 +125,9 @@ def test_a_pass_that_a_method_makes_is_shown_as_its_own_and_a_partial_one_as_par
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     notes = Notes()
-    monkeypatch.setattr(loop, "progress_bar", lambda *_: nullcontext(notes))
-    monkeypatch.setattr(loop, "VERIFIED_PER_EPOCH", 30)
+    monkeypatch.setattr(adaptation, "progress_bar", lambda *_: nullcontext(notes))
+    for module in (adaptation, trainer):
+        monkeypatch.setattr(module, "VERIFIED_PER_EPOCH", 30)
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
     inputs = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
     shiftmend.adapt(model, inputs, shiftmend.profile(model, inputs), "shot", epochs=1, batch_size=20)
