@@ -115,6 +115,10 @@ class Method:
     """Whether dropout is on while it trains; on a stream it never is."""
     minimises_entropy: ClassVar[bool] = False
     """Whether it makes predictions certain by itself, so that their certainty says nothing about its success."""
+    aligns_mixtures: ClassVar[bool] = False
+    """True if it aligns mixtures of features, which the verification judges by."""
+    bottom_up: ClassVar[bool] = False
+    """True if it restores the lowest layers first."""
 
     def __post_init__(self) -> None:
         """Numbers of numpy are as good as Python's, but cannot be written into a manifest."""
