@@ -23,7 +23,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With texts that would act up if any of them became markup, and a class name longer than a phone is wide."""
     world, profile, result = mended()
     classes = ["<img src=x onerror=alert(1)>", "<script>console.log('ran')</script>", "long" * 60]
-    found = report.facts(world.model, world.target, profile, result, labels=world.labels, classes=classes)
+    found = report.gather(world.model, world.target, profile, result, labels=world.labels, classes=classes)
     path = tmp_path_factory.mktemp("page") / "report.html"
     report.write(replace(found, cautions=("A caution <b>with</b> markup.",)), path)
     return path

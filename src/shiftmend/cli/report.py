@@ -64,13 +64,13 @@ def report(
 
     Labels are used for scores alone, where the data has any.
     """
-    from shiftmend.report.facts import facts
+    from shiftmend.report.facts import gather as gather_facts
     from shiftmend.report.page import write
-    from shiftmend.report.verdicts import state
+    from shiftmend.report.verdicts import state_verdict
 
     _check_place(out)
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
-    found = facts(
+    found = gather_facts(
         net,
         given.inputs,
         profile,
@@ -87,14 +87,14 @@ def report(
         title=title,
     )
     write(found, out)
-    said = state(found)
+    statement = state_verdict(found)
     if as_json:
         checks = {"before": found.before, "after": found.after}
         values = {name: asdict(one) | {"verdict": one.verdict} for name, one in checks.items() if one is not None}
-        print(dumps({"report": str(out), "verdict": said.headline.lower(), "cautions": found.cautions, **values}))
+        print(dumps({"report": str(out), "verdict": statement.headline.lower(), "cautions": found.cautions, **values}))
     else:
-        sentence = said.sentence.translate({ord("’"): "'", ord("\u00a0"): " "})  # what every terminal can show
-        say(f"{said.headline}. {sentence}\nwritten to {out}")
+        sentence = statement.sentence.translate({ord("’"): "'", ord("\u00a0"): " "})  # what every terminal can show
+        say(f"{statement.headline}. {sentence}\nwritten to {out}")
 
 
 def _check_place(out: Path) -> None:
