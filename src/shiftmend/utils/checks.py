@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from importlib import import_module
 from numbers import Integral, Real
+from types import ModuleType
 from typing import Any
 
 from shiftmend.errors import DataError, ShiftmendError, TapError
@@ -78,3 +80,24 @@ def check_axis(axis: Any, what: str) -> None:
         raise TapError(f"{what} counts units on axis {brief(axis)}, expected a whole number: 1, or -1 for the last")
     if axis == 0:
         raise TapError(f"{what} counts units on axis 0, which is that of the samples; expected 1, or -1 for the last")
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import a package that only an extra of shiftmend brings.
+
+    Args:
+        module: The package or module to import, e.g. "scipy.special".
+        extra: The extra to install, e.g. "research".
+
+    Raises:
+        ShiftmendError: If the package is not installed.
+    """
+    package = module.partition(".")[0]
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        raise ShiftmendError(
+            f"expected the package {package}, which is not installed. Try pip install 'shiftmend[{extra}]'"
+        ) from error
