@@ -81,11 +81,11 @@ def test_the_command_writes_a_page(site: Path, capsys: pytest.CaptureFixture[str
 def test_the_command_refuses_in_one_sentence(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     away, profile, out = ["-d", f"{site}/away"], ["-p", f"{site}/p"], ["-o", f"{site}/no.html"]
     for words, expected in (
-        ([*away, *profile, *out, "--adapted", f"{site}/nowhere"], "there is no folder"),
+        ([*away, *profile, *out, "--adapted", f"{site}/nowhere"], "does not exist"),
         ([*away, "-p", f"{site}/w.safetensors", *out], "profile"),
         (["-d", f"{site}/nothing", *profile, *out], "there is no"),
-        ([*away, *profile, "-o", f"{site}/away"], "is a folder"),
-        ([*away, *profile, "-o", f"{site}/factory.py"], "is there already and is no HTML page"),
+        ([*away, *profile, "-o", f"{site}/away"], "the folder"),
+        ([*away, *profile, "-o", f"{site}/factory.py"], "HTML page"),
         ([*away, *profile, "-o", f"{site}/p/no.html"], "is a file"),
     ):
         code, _, err = call(capsys, site, *words)

@@ -39,15 +39,15 @@ def test_adaptations_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     assert_refused("shiftmend.adapt", None, None, None, 3)
     other = shiftmend.Adaptation(nn.Linear(6, 3), result.history, result.manifest)
     assert_refused("other layers", None, None, None, other)
-    assert_refused("no folder", None, None, None, tmp_path / "nowhere")
+    assert_refused("does not exist", None, None, None, tmp_path / "nowhere")
     for name in ("model.safetensors", "history.json", "manifest.json"):
         content = (folder / name).read_bytes()
         (folder / name).unlink()
-        assert_refused(f"holds no {name}", None, None, None, folder)
+        assert_refused(f"expected {name}", None, None, None, folder)
         (folder / name).write_bytes(content[: len(content) // 2])
         assert_refused("is damaged", None, None, None, folder)
         (folder / name).write_bytes(content)
-    for name, what in (("history.json", "no history"), ("manifest.json", "no manifest")):
+    for name, what in (("history.json", "history"), ("manifest.json", "manifest")):
         content = (folder / name).read_bytes()
         for nonsense in ("[]" if name == "manifest.json" else "{}", "3", '[{"epoch": "x"}]', '{"method": {}}'):
             (folder / name).write_text(nonsense)
@@ -64,7 +64,7 @@ def test_a_manifest_or_a_history_that_was_changed_is_refused(folder: Path) -> No
     for name, what, changes in (
         (
             "manifest.json",
-            "no manifest",
+            "manifest",
             [
                 {"kept": "best"},
                 {"status": 3},
@@ -76,7 +76,7 @@ def test_a_manifest_or_a_history_that_was_changed_is_refused(folder: Path) -> No
         ),
         (
             "history.json",
-            "no history",
+            "history",
             [
                 *({"epoch": 1.0}, {"block": 3}, {"losses": [1.0]}, {"losses": {"features": "low"}}),
                 *({"verification": "low"}, {"seconds": []}, {"entropy": {}}, {"a word": "too many"}),

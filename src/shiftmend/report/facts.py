@@ -36,7 +36,7 @@ from shiftmend.profiles.profile import Profile, as_profile
 from shiftmend.report.saved import load_adaptation
 from shiftmend.stats.histograms import Bins, sampling_floor
 from shiftmend.stats.statistics import Histogram
-from shiftmend.utils.checks import brief, check_classes, is_whole
+from shiftmend.utils.checks import brief, check_classes, is_whole, kind
 from shiftmend.utils.devices import in_parts, placed, resolve_device, sent, sum_dtype
 from shiftmend.utils.rng import rolled
 from shiftmend.verification.signals import Tally, class_logits
@@ -279,7 +279,7 @@ def gather(
     profile.check_architecture(model)
     if not is_whole(samples) or not 0 <= samples <= MAX_SHOWN_SAMPLES:
         raise DataError(
-            f"the number of samples to show must be a whole number from 0 to {MAX_SHOWN_SAMPLES}, got {samples!r}"
+            f"expected samples (to show) as a whole number from 0 to {MAX_SHOWN_SAMPLES}, got {brief(samples)}"
         )
     place = resolve_device(device, model)
     feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
@@ -345,10 +345,10 @@ def _check_labels(labels: Any, feed: Feed) -> Tensor | None:
     found = as_tensor(labels, "list of labels")
     if found.ndim == 0 or len(found) != feed.samples:
         raise DataError(
-            f"there are {len(found) if found.ndim else 1} labels for {feed.samples} samples; expected one for each"
+            f"expected one label for each of {feed.samples} samples, got {len(found) if found.ndim else 1} labels"
         )
     if not feed.ordered:
-        raise DataError("labels are given in the order of the samples, and this loader shuffles; use shuffle=False")
+        raise DataError("expected samples in the order of their labels, got a loader that shuffles. Try shuffle=False")
     return found
 
 
@@ -360,11 +360,10 @@ def _resolve_adaptation(given: Any, model: nn.Module) -> tuple[Adaptation | None
         return None, None
     if not isinstance(given, Adaptation):
         raise AdaptationError(
-            f"the adaptation is a {type(given).__name__}, expected what shiftmend.adapt gave, or the folder it was "
-            "saved in"
+            f"expected an adaptation from shiftmend.adapt, or the folder it was saved in, got {kind(given)}"
         )
     if fingerprints.architecture(given.model) != fingerprints.architecture(model):
-        raise AdaptationError("the adapted model has other layers than the model; pass the model that was adapted")
+        raise AdaptationError("expected an adaptation of this model, got one with other layers")
     return given, None
 
 
@@ -372,7 +371,7 @@ def _name_classes(classes: Sequence[str] | None, count: int) -> tuple[str, ...]:
     if classes is None:
         return tuple(map(str, range(count)))
     if isinstance(classes, str) or not isinstance(classes, Sequence):
-        raise DataError(f"classes is {brief(classes)}, expected a list of names, one for each class")
+        raise DataError(f"expected classes as a list of names, one for each class, got {brief(classes)}")
     if count:
         check_classes(len(classes), count)
     return tuple(map(str, classes))

@@ -20,7 +20,7 @@ from shiftmend.profiles import fingerprints
 from shiftmend.utils.json import revived
 
 FILES = ("model.safetensors", "history.json", "manifest.json")
-REMEDY = "adapt again, or name the folder that `shiftmend adapt --out` wrote"
+REMEDY = "Try the folder that `shiftmend adapt --out` wrote, or adapt again"
 
 
 def load_adaptation(folder: Path, model: nn.Module) -> Adaptation:
@@ -31,31 +31,31 @@ def load_adaptation(folder: Path, model: nn.Module) -> Adaptation:
         AdaptationError: if the weights do not fit the model.
     """
     if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}; expected one that `shiftmend adapt --out` wrote")
+        raise DataError(f"expected a folder of an adaptation, got {folder}, which does not exist. {REMEDY}")
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
-        raise DataError(f"{folder} holds no {missing[0]}; {REMEDY}")
+        raise DataError(f"expected {missing[0]} in {folder}, got none. {REMEDY}")
     manifest = _read_manifest(folder / "manifest.json")
     history = _read_history(folder / "history.json")
     epochs = [row.epoch for row in history]
     if epochs != list(range(len(epochs))) or manifest["epochs"] != max(0, len(epochs) - 1):
-        raise DataError(f"{folder / 'history.json'} is not the file that manifest.json beside it describes; {REMEDY}")
+        raise DataError(f"expected in {folder / 'history.json'} the epochs of manifest.json, got others. {REMEDY}")
     adapted = copy.deepcopy(model)
     path = folder / "model.safetensors"
     try:
         state = safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
-        raise DataError(f"{path} is damaged ({error}); {REMEDY}") from error
+        raise DataError(f"{path} is damaged ({error}). {REMEDY}") from error
     try:
         adapted.load_state_dict(state)
     except RuntimeError as error:
         first = next((line.strip() for line in str(error).splitlines()[1:] if line.strip()), str(error))
         raise AdaptationError(
-            f"the weights in {path} are of another architecture than the model ({first[:200]}); name the model that "
+            f"expected weights of this model, got another architecture in {path} ({first[:200]}). Try the model that "
             "was adapted"
         ) from error
     if fingerprints.weights(adapted) != manifest["adapted_weights"]:
-        raise DataError(f"{path} is not the file that manifest.json beside it describes; {REMEDY}")
+        raise DataError(f"expected the weights that manifest.json describes, got others in {path}. {REMEDY}")
     return Adaptation(adapted.eval(), history, manifest, selected=manifest["selected_epoch"])
 
 
@@ -63,7 +63,7 @@ def _read_json(path: Path) -> Any:
     try:
         return revived(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
-        raise DataError(f"{path} is damaged: it is not readable as JSON; {REMEDY}") from error
+        raise DataError(f"{path} is damaged: expected JSON. {REMEDY}") from error
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         and 0 <= data["selected_epoch"] <= data["epochs"]
     )
     if not fits:
-        raise DataError(f"{path} is damaged: it is no manifest of an adaptation; {REMEDY}")
+        raise DataError(f"{path} is damaged: expected the manifest of an adaptation. {REMEDY}")
     return dict(data)
 
 
@@ -96,5 +96,5 @@ def _read_history(path: Path) -> list[Epoch]:
         for row in data
     )
     if not fits:
-        raise DataError(f"{path} is damaged: it is no history of an adaptation; {REMEDY}")
+        raise DataError(f"{path} is damaged: expected the history of an adaptation. {REMEDY}")
     return [Epoch(**row) for row in data]

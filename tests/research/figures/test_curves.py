@@ -126,11 +126,11 @@ def test_the_same_results_give_the_same_picture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "the history has no epoch"),
-        (history()[:1], "the history has no epoch"),
-        ({}, "the history has no epoch"),
-        ({"bufr": history(), "source-only": history()[:1]}, "the history of source-only has no epoch"),
-        ([asdict(row) | {"losses": {}, "verification": None} for row in history()], "nothing to draw"),
+        ([], "history"),
+        (history()[:1], "history"),
+        ({}, "history"),
+        ({"bufr": history(), "source-only": history()[:1]}, "source-only"),
+        ([asdict(row) | {"losses": {}, "verification": None} for row in history()], "finite"),
     ],
 )
 def test_what_cannot_be_drawn_is_said(rows: Any, message: str) -> None:

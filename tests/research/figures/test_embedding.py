@@ -117,16 +117,14 @@ def test_wrong_input_is_one_sentence(setting: tuple[nn.Module, Pair, Pair, shift
         draw(classes=[1])
     with pytest.raises(DataError, match="class 9"):
         draw(classes=[1, 9])
-    with pytest.raises(DataError, match="too few"):
+    with pytest.raises(DataError, match="at least 10"):
         draw(samples=3)
     with pytest.raises(DataError, match="no labels"):
         draw(target=target[0])
-    with pytest.raises(DataError, match="one class number a sample"):
+    with pytest.raises(DataError, match="class number"):
         draw(target=(target[0], target[1].float()))
     with pytest.raises(DataError, match="class 2"):
         draw(class_names=["nought", "one"])
-    with pytest.raises(DataError, match="at least one sample"):
-        draw(samples=0)
     with pytest.raises(ProfileError, match="other layers"):
         embedding.draw_embedding(Identity(2), {}, source, target, profile, device="cpu")
 
@@ -135,10 +133,10 @@ def test_regression_and_tokens_are_refused_in_a_sentence() -> None:
     inputs, labels = clusters(30, 0.0, 0)
     single = Identity(1)
     profile = shiftmend.profile(single, inputs, device="cpu", progress=False)
-    with pytest.raises(DataError, match="one number an input"):
+    with pytest.raises(DataError, match="one number"):
         embedding.draw_embedding(single, {}, (inputs, labels), (inputs, labels), profile, device="cpu")
     tokens = inputs.unsqueeze(1).repeat(1, 2, 1)
     model = Identity()
     profile = shiftmend.profile(model, tokens, device="cpu", progress=False)
-    with pytest.raises(DataError, match="several vectors an input"):
+    with pytest.raises(DataError, match="several vectors"):
         embedding.draw_embedding(model, {}, (tokens, labels), (tokens, labels), profile, device="cpu")

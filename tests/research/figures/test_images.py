@@ -104,14 +104,10 @@ def test_wrong_input_is_one_sentence(images: Tensor) -> None:
     options = {"preprocess": scaled, "device": "cpu"}
     with pytest.raises(DataError, match="filters 0 to 1"):
         draw_patches(model, images, images, number=2, **options)
-    with pytest.raises(DataError, match="one and the same value"):
+    with pytest.raises(DataError, match="varies"):
         draw_patches(model, images, images, number=0, **options)
-    with pytest.raises(TapError, match="2-D convolutions"):
+    with pytest.raises(TapError, match="2-D convolution"):
         draw_patches(model, images, images, layer="3", **options)
-    with pytest.raises(DataError, match="too few"):
-        draw_patches(model, images, images[:3], number=1, **options)
-    with pytest.raises(DataError, match="at least one of as many"):
-        draw_patches(model, images, images, count=0, **options)
     with pytest.raises(TapError, match="no 2-D convolution"):
         draw_patches(nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), images, images, **options)
 

@@ -62,7 +62,8 @@ def measure_shares(
     names = tuple(taps)
     missing = [name for name in names if name not in profile.taps]
     if missing:
-        raise ProfileError(f"the profile has no tap {missing[0]!r}, only {', '.join(map(repr, profile.taps))}")
+        known = ", ".join(map(repr, profile.taps))
+        raise ProfileError(f"expected one of the profile's taps {known}, got {missing[0]!r}")
     profile.check_architecture(plain)
     place = resolve_device(device, plain)
     feed = Feed(data, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
@@ -77,7 +78,7 @@ def measure_shares(
     shares = {name: (counter.counts / counter.samples).float().cpu() for name, counter in counters.items()}
     for name, table in shares.items():
         if not bool(table[profile.taps[name].usable].isfinite().all()):
-            raise DataError(f"the model gives NaN at tap {name!r} on the target data, so there is nothing to draw")
+            raise DataError(f"expected finite activations on the target data, got NaN at tap {name!r}")
     return shares
 
 
@@ -139,7 +140,7 @@ def layer_taps(
             axis = -1 if isinstance(modules[module], nn.Linear) else 1
             taps[name] = Tap(name, module, channel_axis=axis)
     if not taps:
-        raise TapError("no convolution or linear layer runs below the features, so there is nothing further to tap")
+        raise TapError("expected a convolution or linear layer below the features to tap, got none")
     return taps
 
 
@@ -197,8 +198,6 @@ def draw_activations(
         preprocess: function applied to each batch.
         device: where to run.
     """
-    if units < 1 or not taps:
-        raise DataError(f"there must be at least one unit and one tap to draw, got {units} units of {len(taps)} taps")
     states = {"before": (model, style.TARGET)} | ({} if adapted is None else {"after": (adapted, style.ADAPTED)})
     options: dict[str, Any] = {"batch_size": batch_size, "preprocess": preprocess, "device": device}
     measured = {state: measure_shares(each, target, profile, taps, **options) for state, (each, _) in states.items()}
@@ -296,13 +295,11 @@ def draw_affected(
         device: where to run.
     """
     if order not in get_args(Order):
-        raise DataError(f"unknown order of units {order!r}, expected 'first' or 'worst'")
-    if units < 1:
-        raise DataError(f"at least one unit of each layer must be shown, got {units}")
+        raise DataError(f"expected the order 'first' or 'worst', got {order!r}")
     if layers is None and set(profile.taps) == {"features", "logits"}:
         raise ProfileError(
-            "the profile has taps at features and logits only; profile the source again with a tap on every layer, "
-            "taps=layer_taps(model, sample)"
+            "expected a profile with taps on layers, got features and logits only. "
+            "Try shiftmend.profile(..., taps=layer_taps(model, sample))"
         )
     options: dict[str, Any] = {"batch_size": batch_size, "preprocess": preprocess, "device": device}
     states = {"before adapting": model, **adapted}

@@ -73,13 +73,11 @@ def draw_embedding(
     labels = {what: _read_labels(feed) for what, feed in feeds.items()}
     wanted = _choose_classes(labels, classes)
     if class_names is not None and max(wanted) >= len(class_names):
-        raise DataError(f"class {max(wanted)} has no name: {len(class_names)} names were given")
-    if samples < 1:
-        raise DataError(f"at least one sample of either site must be shown, got {samples}")
+        raise DataError(f"expected a name of class {max(wanted)}, got {len(class_names)} names")
     chosen = {what: choose_samples(values, wanted, samples, seed) for what, values in labels.items()}
     if sum(map(len, chosen.values())) < MIN_POINTS:
         found = sum(map(len, chosen.values()))
-        raise DataError(f"{found} samples of these classes are too few for t-SNE, expected at least {MIN_POINTS}")
+        raise DataError(f"expected at least {MIN_POINTS} samples of these classes for t-SNE, got {found}")
     home, _ = read_features(model, feeds["source"], profile, chosen["source"], all_scored=False)
     panels = [("source-only", model), *adapted.items()]
     figure, axes = style.make_canvas(1, len(panels), width=2.3, height=2.5)
@@ -125,11 +123,11 @@ def read_features(
             values = recorder.read()
             if len(values["features"]) != len(inputs) or len(values["logits"]) != len(inputs):
                 raise DataError(
-                    "the features or logits are several vectors an input (tokens or positions), where each point needs "
-                    "one; profile the model with taps={'features': ...} at a later layer"
+                    "expected one vector of features for each input, got several vectors (tokens or positions). "
+                    "Try a profile with taps={'features': ...} at a later layer"
                 )
             if values["logits"].shape[1] < 2:
-                raise DataError("the model gives one number an input: there are no classes to tell apart by colour")
+                raise DataError("expected logits of at least two classes, got one number for each input")
             kept.append(values["features"][here].cpu().double())
             hits += int((values["logits"].argmax(1) == labels).sum())
             scored += len(inputs)
@@ -145,7 +143,7 @@ def embed(source: NDArray[np.float64], target: NDArray[np.float64], seed: int = 
     manifold = require("sklearn.manifold", "research")
     everything = np.concatenate([source, target])
     if not np.isfinite(everything).all():
-        raise DataError("the model gives features that are NaN or infinite, which cannot be drawn")
+        raise DataError("expected finite features, got NaN or infinite ones")
     centre = source.mean(0)
     _, _, axes = np.linalg.svd(source - centre, full_matrices=False)
     start = np.zeros((len(everything), 2))
@@ -166,7 +164,7 @@ def lighten(colour: str) -> tuple[float, float, float]:
 def _read_labels(feed: Feed) -> Tensor:
     labels = torch.cat([labels for _, labels in feed.labelled()]).cpu()
     if labels.ndim != 1 or labels.is_floating_point():
-        raise DataError(f"the {feed.what} must have one class number a sample; other labels have no colours to show")
+        raise DataError(f"expected one class number for each sample of the {feed.what}, got other labels")
     return labels.long()
 
 
@@ -175,9 +173,9 @@ def _choose_classes(labels: Mapping[str, Tensor], classes: Sequence[int] | None)
     wanted = list(dict.fromkeys(int(number) for number in classes)) if classes is not None else common[:5]
     missing = [number for number in wanted if number not in common]
     if missing:
-        raise DataError(f"class {missing[0]} has no samples in both the source and the target data")
+        raise DataError(f"expected samples of class {missing[0]} in source and target data, got none in one of them")
     if not 2 <= len(wanted) <= len(_COLOURS):
-        raise DataError(f"t-SNE shows how classes lie apart: expected 2 to {len(_COLOURS)} classes, got {len(wanted)}")
+        raise DataError(f"expected 2 to {len(_COLOURS)} classes for t-SNE, got {len(wanted)}")
     return wanted
 
 

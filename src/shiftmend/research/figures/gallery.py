@@ -77,14 +77,12 @@ class Rerun:
         benchmark = self.workshop.benchmark
         setting, protocol = settings_of(benchmark, self.protocol)[method], benchmark.protocols[self.protocol]
         if setting.source != "plain":
-            raise DataError(
-                f"{method} starts from a source model of its own, which this figure cannot set beside others"
-            )
+            raise DataError(f"expected methods with the same source model, got {method}, which has one of its own")
         if setting.preset != (profile or self.profile).preset:
             if profile is not None:
                 raise DataError(
-                    f"{method} has the preset {setting.preset}, but this figure a profile of its own with the preset "
-                    f"{profile.preset}; name a row without a preset"
+                    f"expected a row with the preset {profile.preset} for this figure, got {method} with "
+                    f"{setting.preset}. Try a row without a preset"
                 )
             home = benchmark.source_for(setting, self.shift)
             profile = self.workshop.profile(home, self.seed, protocol.temperature, setting.preset)
@@ -213,11 +211,11 @@ class Request:
 def draw(name: str, request: Request) -> Figure:
     """Draw a figure by its name, one of `FIGURES`."""
     if name not in FIGURES:
-        raise DataError(f"unknown figure {name!r}, expected one of {', '.join(FIGURES)}")
+        raise DataError(f"expected one of {', '.join(FIGURES)}, got the unknown figure {name!r}")
     if request.folder.is_file() and name not in (*FROM_EXPORTS, "sheet"):
         raise DataError(
-            f"{request.folder} is a file: an export is enough for {', '.join(FROM_EXPORTS)}, but {name} needs the "
-            "folder of the run; name that"
+            f"expected the folder of a run for {name}, got the file {request.folder}. An export is enough for "
+            f"{', '.join(FROM_EXPORTS)}"
         )
     # Ask before adapting, which may take minutes.
     require("matplotlib", "research")
@@ -283,12 +281,13 @@ def _curves(request: Request) -> Figure:
         if result.cell.shift == shift and result.cell.method in methods and not result.failed
     ]
     if not results:
-        raise DataError(f"there is no finished result of {', '.join(methods)} on {shift}; run the benchmark first")
+        named = ", ".join(methods)
+        raise DataError(f"expected results of {named} on {shift}, got no finished result. Try shiftmend bench run")
     seeds = [result.cell.seed for result in results if result.history]
     if not seeds:
         raise DataError(
-            f"no result of {', '.join(methods)} on {shift} has a history, which streams and compact exports lack; "
-            "draw it where the benchmark was run"
+            f"expected a result of {', '.join(methods)} on {shift} with a history, got none. Streams and compact "
+            "exports have no history. Try the folder of the run"
         )
     seed = min(seeds)
     own = {result.cell.method: result.history for result in results if result.cell.seed == seed and result.history}

@@ -44,7 +44,7 @@ def draw_sheet(rows: Mapping[str, Tensor], title: str = "") -> Figure:
         title: title of the figure.
     """
     if not rows or any(images.ndim != 4 or len(images) == 0 for images in rows.values()):
-        raise DataError("a contact sheet needs rows of images [N, C, H, W], at least one in each")
+        raise DataError("expected rows of images [N, C, H, W] with at least one image each, got none or another shape")
     most = max(len(images) for images in rows.values())
     figure, axes = style.make_canvas(len(rows), 1, width=0.55 * most + 1.4, height=0.6)
     for axis, (name, images) in zip(axes[:, 0], rows.items(), strict=True):
@@ -116,16 +116,11 @@ def draw_patches(
         preprocess: function applied to each batch.
         device: where to run.
     """
-    if count < 1 or samples < count:
-        raise DataError(f"{count} patches cannot be found in {samples} images; ask for at least one of as many images")
     place = resolve_device(device, unwrap(model))
     feeds = [
         Feed(data, batch_size=batch_size, device=place, what=what)
         for data, what in ((source, "source data"), (target, "target data"))
     ]
-    few = min(feeds, key=lambda feed: feed.samples)
-    if few.samples < count:
-        raise DataError(f"the {few.what} has {few.samples} images, too few for {count} patches, one an image")
     if layer is None:
         sample = feeds[0].first(2)
         with placed(unwrap(model), place):
@@ -138,7 +133,7 @@ def draw_patches(
         for _, each, feed, _ in columns
     ]
     if float(found[0].values.min()) == float(found[0].values.max()):
-        raise DataError(f"filter {number} of {layer!r} gives one and the same value on the source; choose another")
+        raise DataError(f"expected a filter that varies on the source, got {number} of {layer!r}. Try another")
     figure, axes = style.make_canvas(2, len(columns), width=2.4, height=1.7)
     edges = np.linspace(
         min(float(each.values.min()) for each in found), max(float(each.values.max()) for each in found), _BARS + 1
@@ -189,7 +184,7 @@ def find_strongest(
     first = feed.first(2)
     ready = prepare(first)
     if ready.ndim != 4:
-        raise DataError(f"patches are cut from images [N, channels, height, width], got {list(ready.shape)}")
+        raise DataError(f"expected images [N, channels, height, width], got {list(ready.shape)}")
     with placed(unwrap(model), feed.device):
         check_takes(unwrap(model), ready)
         field = receptive_field(model, layer, ready)
@@ -199,10 +194,10 @@ def find_strongest(
             running(inputs)
             tapped = recorder.read()[layer]
             if not 0 <= number < tapped.shape[1]:
-                raise DataError(f"{layer!r} has filters 0 to {tapped.shape[1] - 1}, got {number}")
+                raise DataError(f"expected one of filters 0 to {tapped.shape[1] - 1} of {layer!r}, got {number}")
             maps = tapped[:, number].reshape(len(inputs), *field.positions)
             if not bool(maps.isfinite().all()):
-                raise DataError(f"the model gives NaN or infinite values at {layer!r} on the {feed.what}")
+                raise DataError(f"expected finite activations at {layer!r} on the {feed.what}, got others")
             values.append(maps.flatten().float().cpu())
             shown = raw if raw.shape[-2:] == inputs.shape[-2:] else inputs
             low, high = min(low, float(shown.min())), max(high, float(shown.max()))
@@ -283,7 +278,7 @@ def first_convolution(model: nn.Module, sample: Tensor) -> str:
     for name, module, _, _ in _trace_shapes(unwrap(model), sample):
         if isinstance(module, nn.Conv2d):
             return name
-    raise TapError("no 2-D convolution runs in the model, so there are no filters whose patches could be shown")
+    raise TapError("expected a model with filters to show, got no 2-D convolution")
 
 
 def receptive_field(model: nn.Module, layer: str, sample: Tensor) -> ReceptiveField:
@@ -296,16 +291,16 @@ def receptive_field(model: nn.Module, layer: str, sample: Tensor) -> ReceptiveFi
     modules = dict(plain.named_modules())
     if not isinstance(modules.get(layer), nn.Conv2d):
         known = [name for name, module in modules.items() if isinstance(module, nn.Conv2d)]
-        hint = f"; its 2-D convolutions are {', '.join(map(repr, known[:6]))}" if known else ", which has none"
-        raise TapError(f"{layer!r} is no 2-D convolution of the model{hint}")
+        hint = f". Try {', '.join(map(repr, known[:6]))}" if known else ". The model has none"
+        raise TapError(f"expected the name of a 2-D convolution, got {layer!r}{hint}")
     size, step, start = [1, 1], [1, 1], [0, 0]
     before = sample.shape
     for name, module, read, written in _trace_shapes(plain, sample):
         window = _window_of(module)
         if read != before or (window is None and written != read):
             raise TapError(
-                f"what {layer!r} sees of an image cannot be told: {name!r} below it breaks the plain chain of "
-                "convolutions and pooling; choose an earlier layer"
+                f"expected a chain of convolutions and pooling below {layer!r}, got {name!r}, which breaks it. "
+                "Try an earlier layer"
             )
         before = written
         if window is not None:
@@ -315,7 +310,7 @@ def receptive_field(model: nn.Module, layer: str, sample: Tensor) -> ReceptiveFi
                 step[axis] *= stride
         if name == layer:
             return ReceptiveField(*((pair[0], pair[1]) for pair in (size, step, start, written[-2:])))
-    raise TapError(f"the convolution {layer!r} does not run in a forward pass of the model")
+    raise TapError(f"expected a convolution that runs in a forward pass, got {layer!r}, which does not")
 
 
 def _trace_shapes(model: nn.Module, sample: Tensor) -> list[tuple[str, nn.Module, torch.Size, torch.Size]]:

@@ -63,12 +63,12 @@ def select(
         chosen = [f"of {', '.join(methods)}"] if methods is not None else []
         chosen += [f"on {', '.join(shifts)}"] if shifts is not None else []
         failed = f", {len(wanted)} failed" if wanted else ""
-        what = " ".join(["finished result", *chosen])
-        raise DataError(f"there is no {what}{failed}; run the benchmark first, or choose other methods or shifts")
+        what = " ".join(["results", *chosen])
+        raise DataError(f"expected {what}, got no finished result{failed}. Try shiftmend bench run, or other methods")
     tables = sorted({(cell.benchmark, cell.protocol) for cell in finished})
     if len(tables) > 1:
         names = ", ".join(f"{benchmark} ({protocol})" for benchmark, protocol in tables)
-        raise DataError(f"the results are of several tables: {names}; choose those of one")
+        raise DataError(f"expected results of one benchmark and protocol, got several tables: {names}")
     done = {name for cell in finished for name in (cell.method, cell.shift)}
     return Grid(
         results=wanted,
@@ -255,8 +255,8 @@ def draw_shots(
     lines = _average_by_count(grids, methods, over)
     if not any(lines.values()):
         raise DataError(
-            "no seed of any method has all of these shifts in a protocol few-shot-N or offline; "
-            f"run them, or name the shifts that are done (now {', '.join(over) or 'none'})"
+            f"expected a seed with all shifts ({', '.join(over) or 'none'}) in few-shot-N or offline, got no seed. "
+            "Try fewer shifts"
         )
     return _draw_shot_lines(lines, grids, over, which)
 
@@ -384,8 +384,8 @@ def draw_restoration(
     points = {method: point for method, point in found.means.items() if all(map(math.isfinite, point))}
     if not points:
         raise DataError(
-            f"{found.correlation.remark or 'no restoration distance is finite'}; "
-            "choose fewer methods, or a benchmark that has the clean version of its images"
+            f"expected finite restoration distances, got none: {found.correlation.remark or 'all are infinite'}. "
+            "Try fewer methods, or a benchmark with clean images"
         )
     figure, axes = style.make_canvas(1, 1, width=4.6, height=3.2)
     axis = axes[0, 0]
@@ -463,7 +463,7 @@ def draw_reliability(results: Sequence[Result], methods: Sequence[str], shifts: 
         shared = sorted(set.intersection(*places))
         if not shared:
             raise DataError(
-                f"there is no shift and seed that all of {', '.join(grid.methods)} have done; choose fewer methods"
+                f"expected a shift and seed that all of {', '.join(grid.methods)} have, got none. Try fewer methods"
             )
         columns = {method: [grid.cells[method, *place] for place in shared] for method in grid.methods}
         there = [shift for shift in grid.shifts if any(shift == other for other, _ in shared)]
@@ -480,8 +480,6 @@ def draw_reliability(results: Sequence[Result], methods: Sequence[str], shifts: 
         columns[CLEAN] = [result for result in home.cells.values() if not result.failed]
         over = over or f"{home.benchmark}, clean images"
         notes.append(f"{CLEAN} is the source model on clean images, {_count(len(columns[CLEAN]), 'seed')}")
-    if not columns:
-        raise DataError("no method is named; expected at least one")
     pooled = {method: pool_bins(columns[method]) for method in dict.fromkeys(methods) if method in columns}
     if any(len(column) > 1 for column in columns.values()):
         notes.append(
@@ -495,23 +493,20 @@ def pool_bins(results: Sequence[Result]) -> ReliabilityBins:
     without = [result for result in results if not result.manifest.get("reliability")]
     if without:
         raise DataError(
-            f"{len(without)} of {len(results)} results have no reliability bins (the first is {without[0].cell}), "
-            "which compact exports and older versions do not hold; name a seed or methods that were run here, or merge "
-            "the store that they come from into a new folder"
+            f"expected reliability bins, got {len(without)} of {len(results)} results without them (the first is "
+            f"{without[0].cell}). Compact exports have none. Try a seed or methods that were run here"
         )
     tables = [result.manifest["reliability"] for result in results]
     edges = {(*(part["lower"] for part in table), table[-1]["upper"]) for table in tables}
     if len(edges) > 1:
         counts = sorted({len(edge) - 1 for edge in edges})
-        raise DataError(f"the results have other bins than each other ({counts} bins), which cannot be pooled")
+        raise DataError(f"expected results with the same bins, got {counts} bins")
 
     def sums(part: Mapping[str, Any]) -> tuple[float, float, float]:
         count = part["count"]
         return (count, count * part["confidence"], count * part["accuracy"]) if count else (0, 0, 0)
 
     rows = np.array([[sums(part) for part in table] for table in tables]).sum(axis=0)
-    if not rows[:, 0].any():
-        raise DataError(f"the reliability bins of {results[0].cell} are all empty; run it again")
     return ReliabilityBins(np.array(edges.pop()), *rows.T)
 
 

@@ -39,7 +39,7 @@ def draw_moved(model: nn.Module, adapted: Mapping[str, Weights], *, groups: Grou
             layer with a kernel stands by itself.
     """
     if not adapted:
-        raise DataError("there is no adapted model to draw; give at least one, e.g. {'bufr': result.model}")
+        raise DataError("expected at least one adapted model, e.g. {'bufr': result.model}, got none")
     chosen = group_by_layer(model) if groups is None else groups
     measured = {name: measure_distances(model, weights, chosen) for name, weights in adapted.items()}
     # Names that would not fit side by side are written one below the other.
@@ -74,7 +74,7 @@ def group_by_layer(model: nn.Module) -> dict[str, tuple[str, ...]]:
     modules = dict(plain.named_modules())
     found: dict[str, tuple[str, ...]] = {name: (name,) for name in owners(plain) if _has_kernel(modules[name])}
     if not found:
-        raise DataError("the model has no layer with a weight matrix, so there is no distance to draw")
+        raise DataError("expected a model with weight matrices, got no layer with one")
     return found
 
 
@@ -99,9 +99,8 @@ def measure_distances(source: nn.Module, adapted: Weights, groups: Groups | None
     result = {}
     for title, names in chosen.items():
         missing = [name for name in names if name not in ours]
-        if missing or not names:
-            named = repr(missing[0]) if missing else "nothing"
-            raise DataError(f"group {title!r} names {named}, which is no layer of the model; see model.named_modules()")
+        if missing:
+            raise DataError(f"expected layers of the model in group {title!r}, got {missing[0]!r}")
         distances = [measure_unit_distances(ours[name], theirs[name]) for name in names]
         result[title] = float(np.concatenate(distances).mean())
     return result
@@ -124,7 +123,7 @@ def _load_weights(source: nn.Module, adapted: Weights) -> nn.Module:
     for name, value in source.state_dict().items():
         if name not in state or (isinstance(value, Tensor) and state[name].shape != value.shape):
             what = "is missing" if name not in state else f"is {list(state[name].shape)}, not {list(value.shape)}"
-            raise DataError(f"the adapted model does not fit the source model: {name!r} {what}")
+            raise DataError(f"expected an adapted version of the source model, got one whose {name!r} {what}")
     if isinstance(adapted, nn.Module):
         return unwrap(adapted)
     filled = copy.deepcopy(source)
