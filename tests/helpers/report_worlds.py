@@ -1,4 +1,4 @@
-"""One mended model for all tests of the report, made once: sensors whose gains have changed."""
+"""One mended model for all tests of the report, made once, and a parser of pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mended(method: str = "bufr") -> tuple[World, Profile, Adaptation]:
 
 
 class Page(HTMLParser):
-    """A page taken apart: elements with their attributes, text by section; refuses tags that do not nest."""
+    """A parsed page: elements with their attributes, and text by section. Tags that do not nest are refused."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Charts read as people read them: by the numbers at their axes, back to the values that were drawn."""
+"""Charts, read back to the values that were drawn by the numbers at their axes, as people read them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STYLED = set(
 
 
 def check_that_it_can_be_seen(one: ElementTree.Element, height: float) -> None:
-    """A known shape of a known style that lies inside the drawing; letters are about half as wide as they are high."""
+    """Check that a shape is known, has a style, and lies inside the drawing; letters are half as wide as high."""
     assert one.tag in ("circle", "line", "path", "polyline", "rect", "text")
     styles = set(one.get("class", "").split()) - {"layer-before", "layer-after", "layer-plain"}
     assert styles
@@ -48,7 +48,7 @@ def check_that_it_can_be_seen(one: ElementTree.Element, height: float) -> None:
 
 
 class Drawing:
-    """An SVG taken apart."""
+    """A parsed SVG."""
 
     def __init__(self, chart: Markup) -> None:
         self.root = ElementTree.fromstring(chart)
@@ -62,7 +62,7 @@ class Drawing:
         self.texts = {text: (x, y) for text, x, y in texts if x != START - 4}
 
     def numbers(self, kind: str, *names: str) -> list[list[float]]:
-        """These attributes of all elements of a class."""
+        """Return these attributes of all elements of a class."""
         found = [one for one in self.root.iter() if kind in (one.get("class") or "").split()]
         return [[float(one.get(name, "")) for name in names] for one in found if one.tag != "text"]
 
@@ -71,7 +71,7 @@ class Drawing:
         return np.array([point.split(",") for point in line.get("points", "").split()], dtype=float)
 
     def scale(self, linear: bool = False) -> Callable[[float | np.ndarray], np.ndarray]:
-        """Heights to values, from the outermost numbers at the vertical axis; those between have to agree."""
+        """Return the map from heights to values that the numbers at the vertical axis define, and check that they agree."""
         assert 1 < len(self.ticks) < 12
         assert [[y, y] for _, y in self.ticks] == pytest.approx(np.array(self.numbers("grid", "y1", "y2")))
         values, heights = np.array(sorted(self.ticks)).T
@@ -238,7 +238,7 @@ def seen(*shares: float) -> Distribution:
 
 
 def outline(drawing: Drawing, kind: str) -> list[tuple[float, float, float]]:
-    """Left, right and height of each step."""
+    """Return left, right and height of each step."""
     (path,) = [one.get("d", "") for one in drawing.root.iter("path") if kind in (one.get("class") or "").split()]
     steps = [step.replace("H", " ").split() for step in path[1:].split("L")]
     return [(float(left), float(right), float(y)) for left, y, right in steps]

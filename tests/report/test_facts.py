@@ -35,7 +35,7 @@ def softmax(values: Array) -> Array:
 
 
 def reference_shares(values: Array, low: float, high: float, bins: Bins) -> Array:
-    """Equation (4) of the paper for one unit, written out."""
+    """Compute equation (4) of the paper for one unit."""
     cuts = np.arange(bins.inner + 1) / bins.inner
     unit = (values - low) / (high - low)
     weights = np.arange(1, bins.total + 1)
@@ -49,7 +49,7 @@ def reference_divergence(home: Array, here: Array) -> float:
 
 
 def activations(model: nn.Module, inputs: torch.Tensor) -> tuple[Array, Array]:
-    """What the last layer reads and writes."""
+    """Return the inputs and outputs of the last layer."""
     with torch.no_grad():
         features = nn.Sequential(*list(model)[:-1])(inputs)  # type: ignore[call-overload]
         return features.double().numpy(), list(model)[-1](features).double().numpy()  # type: ignore[call-overload]
@@ -183,7 +183,7 @@ def test_streams_and_batches_give_the_same() -> None:
 
 
 class Noisy(Dataset[torch.Tensor]):
-    """No two passes give the same, as behind an augmentation."""
+    """A data set that gives other inputs in each pass, as an augmentation does."""
 
     def __len__(self) -> int:
         return 600

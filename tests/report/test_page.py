@@ -1,4 +1,4 @@
-"""The page taken apart: what is in it, whether its numbers are right, and that no text can become markup."""
+"""The parsed page: its sections, its numbers, and that no text can become markup."""
 
 from __future__ import annotations
 
@@ -398,7 +398,7 @@ def test_inputs_are_shown_in_the_way_that_suits_them(shape: tuple[int, ...], kin
 
 
 class Parts(nn.Module):
-    """Real and imaginary parts side by side."""
+    """A layer that puts real and imaginary parts side by side."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.view_as_real(x).flatten(1)

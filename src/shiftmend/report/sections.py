@@ -48,6 +48,7 @@ SHOWN_CLASSES = 20
 
 
 def verdict(facts: Facts) -> Context:
+    """Say how far from home the model is, and what to do next."""
     return {"statement": state_verdict(facts), "tiles": _list_tiles(facts)}
 
 
@@ -80,6 +81,7 @@ def _list_tiles(facts: Facts) -> list[tuple[str, str]]:
 
 
 def inputs(facts: Facts) -> Context:
+    """Show sample inputs in the way that suits their shape: as images, lines or numbers."""
     if not facts.inputs:
         return {"kind": "none"}
     values = [sample.values for sample in facts.inputs]
@@ -114,6 +116,7 @@ def inputs(facts: Facts) -> Context:
 
 
 def shift(facts: Facts) -> Context:
+    """Show where in the network the shift is: each tap, and its worst units."""
     mended = facts.after is not None
     detailed = _pick_taps(facts.taps)
     return {
@@ -188,6 +191,7 @@ def _describe_change(values: Distribution) -> str:
 
 
 def training(facts: Facts) -> Context | None:
+    """Show how mending went, epoch by epoch."""
     mending = facts.mending
     if mending is None or len(mending.history) < 2:
         return None
@@ -209,6 +213,7 @@ def training(facts: Facts) -> Context | None:
 
 
 def predictions(facts: Facts) -> Context:
+    """Show the predictions before and after: classes, confidence, changes."""
     made = facts.predictions
     if made is None:
         return {"shown": []}
@@ -225,6 +230,7 @@ def predictions(facts: Facts) -> Context:
 
 
 def scores(facts: Facts) -> Context | None:
+    """Show scores by labels, if there are any."""
     before, after = facts.scores_before, facts.scores_after
     if before is None:
         return None
@@ -263,6 +269,7 @@ def _list_scores(found: Scores | RegressionScores) -> dict[str, str]:
 
 
 def stored(facts: Facts) -> Context:
+    """List what the profile holds about the source."""
     home = facts.home
     taps = {
         f"tap “{name}”": f"{counted(units, 'unit')} at {where}"
@@ -286,6 +293,7 @@ def stored(facts: Facts) -> Context:
 
 
 def run(facts: Facts) -> Context:
+    """List what was run, from the manifest."""
     mending = facts.mending
     if mending is None:
         return {"rows": {}}
@@ -326,6 +334,7 @@ def _format_option(value: Any) -> str:
 
 
 def undo(facts: Facts) -> Context:
+    """Say how to go back to the original model."""
     return {}
 
 

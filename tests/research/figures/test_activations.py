@@ -34,7 +34,7 @@ def tiny(outputs: int = 3) -> nn.Module:
 
 
 def soft_counts(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
-    """Equation (4) written out: softmax over 8 + 2 bins at temperature 0.01, averaged over samples."""
+    """Compute equation (4): softmax over 8 + 2 bins at temperature 0.01, averaged over samples."""
     scaled = (values - low) / (high - low)
     cuts = np.linspace(0, 1, 9)
     logits = (scaled[:, None] * np.arange(1, 11) - np.concatenate([[0], np.cumsum(cuts)])) / 0.01
@@ -143,7 +143,7 @@ def _rgb(ink: str) -> list[float]:
 
 
 class Small(nn.Module):
-    """Defined in another order than it runs."""
+    """A network whose layers are defined in another order than they run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ def test_wrong_input_is_one_sentence_of_affected(setting: tuple[nn.Module, Tenso
 
 
 def psi_by_hand(home: np.ndarray, away: np.ndarray) -> float:
-    """PSI over 8 + 2 soft bins at temperature 0.01, written out."""
+    """Compute the PSI over 8 + 2 soft bins at temperature 0.01."""
     cuts = np.linspace(0, 1, 9)
 
     def counts(values: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ def history(each: int = 4, blocks: tuple[str, ...] = BLOCKS) -> list[Epoch]:
 
 
 def scored(rows: list[Epoch], every: int = 1) -> list[dict[str, Any]]:
-    """As in a benchmark's result, where some epochs have an accuracy."""
+    """Return a history as benchmarks store it, where some epochs have an accuracy."""
     return [asdict(row) | ({"accuracy": 0.05 * row.epoch} if row.epoch % every == 0 else {}) for row in rows]
 
 

@@ -14,7 +14,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def clusters(count: int, offset: float, seed: int) -> Pair:
-    """Three classes far apart in four dimensions."""
+    """Make three classes that are far apart in four dimensions."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % 3
     centres = 6 * torch.eye(4)[:3]
@@ -22,7 +22,7 @@ def clusters(count: int, offset: float, seed: int) -> Pair:
 
 
 class Identity(nn.Module):
-    """Features are what a diagonal layer makes of the inputs; the head reads the class from the largest."""
+    """A network with a diagonal layer; the largest feature is the class."""
 
     def __init__(self, outputs: int = 3) -> None:
         super().__init__()

@@ -112,7 +112,7 @@ def test_what_cannot_be_drawn_is_one_sentence(home: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["curves", "moved", "affected", "activations"])
 def test_without_the_usual_methods_a_benchmarks_own_are_drawn(name: str, home: Path) -> None:
-    """There is no BUFR in this benchmark."""
+    """Draw other methods: there is no BUFR in this benchmark."""
     assert drawn(name, home, methods=None).axes
 
 

@@ -40,7 +40,7 @@ def test_patches_are_cut_with_nothing_outside_the_image() -> None:
 
 
 def edge_filter() -> nn.Module:
-    """Filter 1 looks for light above dark; filter 0 sees nothing."""
+    """Make a layer whose filter 1 looks for light above dark; filter 0 is zero."""
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2))
     model(torch.zeros(2, 1, 8, 8))
     with torch.no_grad():
@@ -116,11 +116,11 @@ def test_wrong_input_is_one_sentence(images: Tensor) -> None:
 
 
 SIDES = (49, 51)
-"""Of the image: three layers of the largest kernel and stride leave enough of it for a fourth."""
+"""Sides of the image: large enough for four layers of the largest kernel and stride."""
 
 
 def seen_window(layers: nn.Module, image: Tensor, row: int, column: int) -> list[slice] | None:
-    """What a position depends on, by its gradient: an independent answer. Rows and columns of the image, if any."""
+    """Find the rows and columns of the image that a position depends on, by its gradient."""
     image = image.clone().requires_grad_()
     layers(image)[0, :, row, column].sum().backward()
     assert image.grad is not None

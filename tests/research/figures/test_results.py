@@ -306,7 +306,7 @@ TABLE = {"source-only": (3.2, 0.31), "adabn": (3.1, 0.30), "pl": (2.6, 0.50), "f
 
 
 def restored(table: dict[str, tuple[float, float]]) -> list[Any]:
-    """Two shifts and two seeds, whose means are the table's."""
+    """Make results of two shifts and two seeds whose means are the table's."""
     return [
         result(method, shift, seed, ece=ece + 0.01 * sign * seed, restoration_distance=distance - 0.1 * sign * seed)
         for method, (distance, ece) in table.items()
@@ -452,7 +452,7 @@ BINNED = [
 
 
 def errors(method: str, places: list[tuple[str, int]]) -> tuple[float, float, np.ndarray, np.ndarray, np.ndarray]:
-    """ECE, MCE, and of ten bins images, confidence and accuracy: from the predictions themselves."""
+    """Compute ECE, MCE and ten bins (images, confidence, accuracy) from the predictions themselves."""
     sharpness = {"fr": 1.0, "bufr": 3.0}[method]
     pairs = [predictions(seed + sum(map(ord, method + shift)), sharpness=sharpness) for shift, seed in places]
     logits, labels = (np.concatenate([pair[side].numpy() for pair in pairs]) for side in (0, 1))

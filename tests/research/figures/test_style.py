@@ -34,7 +34,7 @@ def linear(colour: str | tuple[float, float, float]) -> np.ndarray:
 
 
 def lab(rgb: np.ndarray) -> np.ndarray:
-    """CIELAB of linear RGB, in which distances are about as large as they look."""
+    """Convert linear RGB to CIELAB, in which distances are about as large as they look."""
     to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
     x, y, z = np.cbrt(to_xyz @ rgb.clip(0, 1) / to_xyz.sum(axis=1))
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])

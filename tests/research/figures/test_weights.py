@@ -34,7 +34,7 @@ def shaken(model: nn.Module, seed: int = 1) -> nn.Module:
 
 
 def by_hand(source: nn.Module, adapted: nn.Module) -> float:
-    """Unit by unit, in plain loops."""
+    """Compute the mean distance unit by unit, in plain loops."""
     lengths = []
     for unit in range(len(source.weight)):
         change = list((adapted.weight[unit] - source.weight[unit]).detach().double().numpy().ravel())
