@@ -71,7 +71,7 @@ class Drawing:
         return np.array([point.split(",") for point in line.get("points", "").split()], dtype=float)
 
     def scale(self, linear: bool = False) -> Callable[[float | np.ndarray], np.ndarray]:
-        """Return the map from heights to values that the numbers at the vertical axis define, and check that they agree."""
+        """Return the map from heights to values, from the outermost numbers at the axis; check the others."""
         assert 1 < len(self.ticks) < 12
         assert [[y, y] for _, y in self.ticks] == pytest.approx(np.array(self.numbers("grid", "y1", "y2")))
         values, heights = np.array(sorted(self.ticks)).T

@@ -30,6 +30,7 @@ from shiftmend.report import charts
 from shiftmend.report.facts import Unit
 from shiftmend.report.formatting import format_number
 from shiftmend.report.page import environment, render
+from shiftmend.report.sections import SECTIONS
 from shiftmend.verification.verdict import Verification
 
 HOSTILE = "</script><script>alert(1)</script><img src=//x.test/p onerror='alert(2)'>\"&amp;\u202e\x00"
@@ -56,6 +57,11 @@ def test_sections_are_there_in_order(page: Page, found: report.Facts) -> None:
     assert all(text.strip() for _, text in page.headings)
     bare = replace(found, after=None, scores_before=None, scores_after=None, mending=None)
     assert "training" not in Page(render(bare)).sections
+
+
+def test_every_section_has_a_template_and_every_template_a_section() -> None:
+    templates = {name.removesuffix(".html.j2") for name in environment().list_templates(extensions=["j2"])}
+    assert templates - {"page", "macros"} == {section.__name__ for section in SECTIONS} == set(ORDER)
 
 
 def test_before_only_has_no_word_of_mending_in_its_verdict() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -84,14 +84,15 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def _read_history(path: Path) -> list[Epoch]:
     data = _read_json(path)
     names = {field.name for field in fields(Epoch)}
-    others = names - {"epoch", "block", "losses"}
+    required = {field.name for field in fields(Epoch) if field.default is MISSING}
+    numbers = names - {"epoch", "block", "losses"}
     fits = isinstance(data, list) and all(
         isinstance(row, dict)
-        and {"epoch", "block", "learning_rate", "losses", "verification", "seconds"} <= set(row) <= names
+        and required <= set(row) <= names
         and type(row["epoch"]) is int
         and isinstance(row["block"], str)
         and isinstance(row["losses"], dict)
-        and all(isinstance(row.get(name), int | float | None) for name in others)
+        and all(isinstance(row.get(name), int | float | None) for name in numbers)
         and all(isinstance(loss, int | float) for loss in row["losses"].values())
         for row in data
     )
