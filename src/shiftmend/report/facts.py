@@ -105,7 +105,7 @@ class TapShift:
 
     @property
     def units(self) -> int:
-        """The number of units that varied at home."""
+        """Return the number of units that varied at home."""
         return len(self.before)
 
     @property
@@ -185,12 +185,12 @@ class Mending:
 
     @property
     def method_class(self) -> type[Method]:
-        """The class of the method; `Method` itself for a name that this library does not know."""
+        """Return the class of the method, or `Method` itself for a name that this library does not know."""
         return METHODS.get(self.method, Method)
 
     @property
     def kept(self) -> int:
-        """The epoch that the mended model comes from."""
+        """Return the epoch that the mended model comes from."""
         if self.manifest["kept"] == "selected":
             return int(self.manifest["selected_epoch"])
         return self.history[-1].epoch if self.history else 0

@@ -69,7 +69,7 @@ class Rerun:
 
     @property
     def models(self) -> dict[str, nn.Module]:
-        """The adapted models by method."""
+        """Return the adapted models by method."""
         return {name: result.model for name, result in self.adapted.items()}
 
     def adapt(self, method: str, profile: Profile | None = None, **changes: Any) -> Adaptation:

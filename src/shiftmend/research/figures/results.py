@@ -432,7 +432,7 @@ class ReliabilityBins:
 
     @property
     def gaps(self) -> NDArray[np.float64]:
-        """Mean confidence less accuracy of each bin; 0 where the bin is empty."""
+        """Return mean confidence less accuracy of each bin, 0 where the bin is empty."""
         return (self.confidences - self.hits) / np.maximum(self.counts, 1)
 
     @property
