@@ -141,6 +141,7 @@ def main() -> None:
     del registered
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this torch knows no devices made in Python",

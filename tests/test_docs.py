@@ -37,6 +37,7 @@ def code_blocks(page: Path, language: str = "python") -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_readme_runs_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,6 +84,7 @@ def test_the_profile_page_runs_as_written(tmp_path: Path, monkeypatch: pytest.Mo
     exec(by_hand, names | {"backbone": nn.Linear(8, 512), "head": nn.Linear(512, 2)})
 
 
+@pytest.mark.slow
 def test_the_page_of_when_it_works_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
     offset, mixing = code_blocks(ROOT / "docs/when-it-works.md")
     exec(offset, {})
@@ -94,6 +96,7 @@ def test_the_page_of_when_it_works_runs_as_written(capsys: pytest.CaptureFixture
     assert names["result"].before.excess < shiftmend.verify(toy.model, toy.target_inputs, names["whole"]).excess
 
 
+@pytest.mark.slow
 def test_the_methods_page_runs_as_written() -> None:
     calls, selection, online, own, _, history = code_blocks(ROOT / "docs/methods.md")  # _ is in test_torchrun.py
     world = sensors()
@@ -112,6 +115,7 @@ def test_the_methods_page_runs_as_written() -> None:
     exec(history, {"result": shiftmend.adapt(world.model, world.target, made, "fr", epochs=1, progress=False)})
 
 
+@pytest.mark.slow
 def test_the_guide_runs_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +144,7 @@ def test_the_guide_names_every_argument(name: str) -> None:
         assert re.search(rf"\b{argument}\b" if shown == argument else re.escape(shown), own), (name, argument)
 
 
+@pytest.mark.slow
 def test_the_benchmarks_page_runs_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,6 +180,7 @@ def test_the_benchmarks_page_runs_as_written(
     assert (report.done, report.failed) == (5, ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=in_the_repository)
 def test_commands_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line in re.findall(r"^shiftmend .*?(?=  +#|$)", "\n".join(code_blocks(page, "bash")), re.MULTILINE):

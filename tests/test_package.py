@@ -21,6 +21,7 @@ def test_importing_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_help_does_not_wait_for_torch() -> None:
     code = "import shiftmend.cli, sys; print([name for name in ('torch', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -37,6 +38,7 @@ def test_everything_exported_exists() -> None:
         shiftmend.mend  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.slow
 def test_three_packages_are_there_without_an_import_of_their_own() -> None:
     code = "import shiftmend as s; print(s.methods.method('bufr').name, s.shifts.__name__, hasattr(s, 'profiles'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -48,6 +50,7 @@ def test_importing_prints_and_logs_nothing() -> None:
     assert done.stdout == done.stderr == ""
 
 
+@pytest.mark.slow
 def test_the_package_can_be_run_as_a_module() -> None:
     command = [sys.executable, "-m", "shiftmend"]
     told = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shiftmend.accelerate.bf16 import Precision, in_bfloat16
+from shiftmend.accelerate.precision import Precision, cast_at_once
 from shiftmend.engine.method import Objective
 from shiftmend.engine.step import Steps
 from shiftmend.inputs.feed import Feed
@@ -136,7 +136,7 @@ def under(stage: Scene, autocast: bool, ours: bool = True) -> Precision:
     if not autocast:
         return nullcontext
     if ours:
-        return functools.partial(in_bfloat16, stage.model, stage.device)
+        return functools.partial(cast_at_once, stage.model, stage.device, torch.bfloat16)
     return functools.partial(torch.autocast, stage.device.type, torch.bfloat16)
 
 

@@ -28,11 +28,11 @@ from shiftmend.evaluation.evaluate import Scorer
 from shiftmend.inputs.feed import Feed
 from shiftmend.introspection.taps import Tap
 from shiftmend.methods.fr import FR
-from shiftmend.passes.looks import Looker
-from shiftmend.verification.signals import Watch, observe
+from shiftmend.passes.evaluation_pass import ActivationReader
+from shiftmend.verification.signals import SignalReader, observe
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DRAWS = captures._draws
+DRAWS = captures._host_rng_states
 PLACES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, gpu])]
 
 
@@ -90,6 +90,7 @@ def same(one: Adaptation, other: Adaptation, tolerance: float) -> None:
         assert seen == pytest.approx(expected, rel=10 * tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize(
     ("method", "options"),
@@ -121,6 +122,7 @@ def test_a_captured_run_is_an_eager_one(
     assert one.selected == other.selected
 
 
+@pytest.mark.slow
 def test_a_captured_run_that_is_resumed_within_a_stage_ends_as_a_whole_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,12 +154,14 @@ class Blunted(FR):
         model[1].eps = usual
 
 
+@pytest.mark.slow
 def test_a_captured_look_sees_a_model_that_its_method_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     captured_without_a_gpu(monkeypatch)
     one, other = (adapted(sensors(), Blunted, capture=capture)[0] for capture in (True, False))
     same(one, other, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", PLACES)
 def test_a_captured_look_at_maps_counts_the_positions_that_an_eager_one_counts(
     device: str, monkeypatch: pytest.MonkeyPatch
@@ -169,7 +173,7 @@ def test_a_captured_look_at_maps_counts_the_positions_that_an_eager_one_counts(
     model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 1)).to(device)
     images = torch.rand(50, 1, 18, 18)
     profile, feed = shiftmend.profile(model, images, progress=False), Feed(images, device=torch.device(device))
-    watch = Watch(model, feed, profile, capture=True)
+    watch = SignalReader(model, feed, profile, capture=True)
     for factor in (1.0, 0.9):
         with torch.no_grad():
             model[0].weight.mul_(factor)
@@ -197,6 +201,7 @@ class Tabled(nn.Module):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", PLACES)
 def test_what_a_model_keeps_for_a_size_of_batches_is_there_as_long_as_a_graph_reads_it(
     device: str, monkeypatch: pytest.MonkeyPatch
@@ -221,13 +226,14 @@ def test_what_a_model_makes_while_a_capture_fails_is_not_used(device: str, monke
     world, place = sensors(), torch.device(device)
     model = Tabled(copy.deepcopy(world.model), waits=True).to(place).eval()
     feed = Feed(world.target, batch_size=450, device=place)
-    look, taps = Looker(model, feed, capture=True), {"logits": Tap.parse("logits", "inner.6")}
+    look, taps = ActivationReader(model, feed, capture=True), {"logits": Tap.parse("logits", "inner.6")}
     seen = look(taps)["logits"]
     assert not look.capture
-    torch.testing.assert_close(seen, Looker(copy.deepcopy(model), feed)(taps)["logits"])
+    torch.testing.assert_close(seen, ActivationReader(copy.deepcopy(model), feed)(taps)["logits"])
     assert bool(seen.isfinite().all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("drawn", ["random", "numpy", "torch"])
 def test_augmentation_with_random_numbers_of_the_host_draws_anew_for_every_batch(
@@ -240,7 +246,7 @@ def test_augmentation_with_random_numbers_of_the_host_draws_anew_for_every_batch
     }[drawn]
     if device == "cpu":
         captured_without_a_gpu(monkeypatch)
-        monkeypatch.setattr(captures, "_draws", DRAWS)
+        monkeypatch.setattr(captures, "_host_rng_states", DRAWS)
     factors: list[float] = []
 
     def scaled(inputs: Tensor) -> Tensor:
@@ -257,7 +263,7 @@ def test_garbage_is_not_collected_meanwhile_and_as_before_afterwards(enabled: bo
     before = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()
-        with captures.no_collection():
+        with captures.pause_garbage_collection():
             assert not gc.isenabled()
         assert gc.isenabled() == enabled
     finally:

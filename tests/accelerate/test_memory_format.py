@@ -169,6 +169,7 @@ TAKEN = (Plain, Lazy, Volume, SharedBuffer, Expanded, Tied)
 LEFT = (Viewing, Asserting, Striding, Ghostly)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*TAKEN, *LEFT, Parametrised])
 def test_the_result_does_not_depend_on_the_layout(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(kind)
@@ -182,6 +183,7 @@ def test_the_result_does_not_depend_on_the_layout(kind: type[nn.Module], monkeyp
         assert one.loss == pytest.approx(other.loss, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TAKEN)
 def test_convolutions_are_adapted_channels_last_and_come_back_as_they_were(kind: type[nn.Module]) -> None:
     model, strides = made(kind), set()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shiftmend.accelerate.cuda_graphs import kept_in_place, undone
+from shiftmend.accelerate.cuda_graphs import keep_buffers_in_place, undo_steps
 
 
 class Moving(nn.Module):
@@ -35,7 +35,7 @@ def test_buffers_that_change_places_keep_what_they_hold() -> None:
     layer = nn.Module()
     layer.register_buffer("one", torch.zeros(2))
     layer.register_buffer("other", torch.ones(2))
-    first, bring_back = layer.one, kept_in_place(layer)
+    first, bring_back = layer.one, keep_buffers_in_place(layer)
     layer.one, layer.other = layer.other, layer.one
     bring_back()
     assert layer.one is first
@@ -48,7 +48,7 @@ def test_only_buffers_that_fit_are_brought_back_and_without_a_graph() -> None:
         layer.register_buffer(name, value)
     for name in ("grown", "gone", "same", "learnt"):
         layer.register_buffer(name, torch.zeros(2))
-    same, learnt, bring_back = layer.same, layer.learnt, kept_in_place(layer)
+    same, learnt, bring_back = layer.same, layer.learnt, keep_buffers_in_place(layer)
     others = {"none": torch.ones(2), "spread": torch.ones(2), "grown": torch.ones(3), "gone": None}
     for name, other in others.items():
         setattr(layer, name, other)
@@ -68,7 +68,7 @@ def test_steps_that_leave_another_buffer_are_undone_and_not_taken_for_captured()
     mean, before = model.mean, state(model)
 
     def warm_up() -> None:
-        with undone(model, optimiser):
+        with undo_steps(model, optimiser):
             model(torch.ones(4, 3)).sum().backward()
             optimiser.step()
             assert not torch.equal(model.inner.weight, before[1])
@@ -90,7 +90,7 @@ def test_behind_a_warm_up_momentum_is_what_it_was_and_zero_where_it_had_not_begu
     places = {parameter: held["momentum_buffer"] for parameter, held in optimiser.state.items()}
     begun = {parameter: value.clone() for parameter, value in places.items()}
     before = state(model)
-    with pytest.raises(KeyError) if fails else nullcontext(), undone(model, optimiser):
+    with pytest.raises(KeyError) if fails else nullcontext(), undo_steps(model, optimiser):
         model(torch.randn(4, 3)).square().sum().backward()
         optimiser.step()
         if fails:

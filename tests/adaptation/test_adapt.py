@@ -33,6 +33,7 @@ def states_equal(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
 
 
+@pytest.mark.slow
 def test_mends_a_measurement_shift_and_leaves_the_callers_model_alone() -> None:
     world = sensors()
     before = {k: v.clone() for k, v in world.model.state_dict().items()}
@@ -94,6 +95,7 @@ def test_agrees_with_the_algorithm_written_out() -> None:
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_every_kind_of_model_can_be_adapted(name: str) -> None:
     case = ZOO[name]
@@ -107,6 +109,7 @@ def test_every_kind_of_model_can_be_adapted(name: str) -> None:
     assert not states_equal(result.model, model)
 
 
+@pytest.mark.slow
 def test_resnet18_goes_through_its_five_blocks() -> None:
     case = ZOO["resnet18"]
     model = shiftmend.adapt(case.model(), case.inputs(32), method="adabn", progress=False).model  # settles BatchNorm
@@ -119,6 +122,7 @@ def test_resnet18_goes_through_its_five_blocks() -> None:
     assert torch.equal(result.model.fc.weight, model.fc.weight)
 
 
+@pytest.mark.slow
 def test_same_seed_same_result_other_seed_other_result() -> None:
     world = sensors()
     profile = world.profile()
@@ -132,6 +136,7 @@ def test_same_seed_same_result_other_seed_other_result() -> None:
     assert not states_equal(runs[0], runs[2])
 
 
+@pytest.mark.slow
 def test_labels_never_reach_a_method() -> None:
     world = sensors()
     profile = world.profile()
@@ -144,6 +149,7 @@ def test_labels_never_reach_a_method() -> None:
     assert states_equal(plain.model, loaded.model)
 
 
+@pytest.mark.slow
 def test_streamed_data_is_reproducible_and_leaves_the_global_generator_alone() -> None:
     world = sensors()
     loader = DataLoader(TensorDataset(world.target), batch_size=100, shuffle=True)
@@ -196,6 +202,7 @@ def test_batch_norm_trains_everywhere_and_nothing_else_does() -> None:
     assert bool(moved.all())
 
 
+@pytest.mark.slow
 def test_bottom_up_schedule() -> None:
     case = ZOO["paper-cnn"]
     model = case.model()
@@ -213,6 +220,7 @@ def test_bottom_up_schedule() -> None:
     assert not torch.equal(result.model.linear.weight, model.linear.weight)
 
 
+@pytest.mark.slow
 def test_the_first_stage_trains_the_first_block_alone() -> None:
     case = ZOO["paper-cnn"]
     model = case.model()
@@ -251,6 +259,7 @@ def test_small_last_batches_and_small_targets(samples: int, batch: int) -> None:
     assert result.manifest["batch_size"] == min(samples, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cut", "expected"), [((30, 30, 8), 30), ((30, 8, 30), None), ((8, 30), None), ((40,), 40), ((30, 30), 30)]
 )
@@ -268,6 +277,7 @@ def test_the_manifest_has_the_size_that_streamed_batches_had(
     assert kept.manifest["batch_size"] == len(target)
 
 
+@pytest.mark.slow
 def test_the_manifest_has_the_batch_size_of_a_loader_too_long_to_be_read_beforehand() -> None:
     world = sensors()
     loader = DataLoader(TensorDataset(world.target.repeat(1 + INPUTS_SEEN // len(world.target), 1)), batch_size=100)
@@ -275,6 +285,7 @@ def test_the_manifest_has_the_batch_size_of_a_loader_too_long_to_be_read_beforeh
     assert result.manifest["batch_size"] == 100
 
 
+@pytest.mark.slow
 def test_one_sample() -> None:
     with_norm, without = sensors(), sensors(norm=False)
     with pytest.raises(AdaptationError, match="one target sample"):
@@ -362,6 +373,7 @@ def test_warns_when_it_does_not_help(caplog: pytest.LogCaptureFixture) -> None:
     assert "verification got worse" in caplog.text
 
 
+@pytest.mark.slow
 def test_what_is_restored_has_not_got_worse(caplog: pytest.LogCaptureFixture) -> None:
     world = sensors(samples=3000)
     result = shiftmend.adapt(world.model, world.source, world.profile(), "fr", epochs=1, learning_rate=0.045)
@@ -372,6 +384,7 @@ def test_what_is_restored_has_not_got_worse(caplog: pytest.LogCaptureFixture) ->
     assert "got worse" not in caplog.text
 
 
+@pytest.mark.slow
 def test_warns_of_the_run_that_was_chosen_alone(caplog: pytest.LogCaptureFixture) -> None:
     world = sensors()
     rates = [0.01, 20.0]
@@ -397,7 +410,7 @@ def test_epochs_are_looked_at_in_the_precision_of_the_steps_and_judged_in_full()
     seen = []
 
     def look(model: nn.Module, row: Epoch) -> None:
-        seen.append((row.confidence, confidence(model, half=True), confidence(model, half=False)))
+        seen.append((row.signals["confidence"], confidence(model, half=True), confidence(model, half=False)))
 
     result = shiftmend.adapt(
         world.model, world.target, world.profile(), "fr", epochs=2, autocast=True, on_epoch=look, progress=False
@@ -410,6 +423,7 @@ def test_epochs_are_looked_at_in_the_precision_of_the_steps_and_judged_in_full()
     assert result.after.divergence != pytest.approx(result.history[-1].verification, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_autocast_stays_close_to_full_precision() -> None:
     world = sensors()
     options = {"method": "fr", "epochs": 3, "learning_rate": 0.05, "progress": False}
@@ -420,6 +434,7 @@ def test_autocast_stays_close_to_full_precision() -> None:
     assert all(p.dtype == torch.float32 for p in half.model.parameters())
 
 
+@pytest.mark.slow
 def test_compile_says_that_it_leaves_a_model_with_compiled_parts_alone(caplog: pytest.LogCaptureFixture) -> None:
     world = sensors()
     model = copy.deepcopy(world.model)
@@ -432,6 +447,7 @@ def test_compile_says_that_it_leaves_a_model_with_compiled_parts_alone(caplog: p
     assert "compile" not in result.manifest
 
 
+@pytest.mark.slow
 def test_compiled_models_come_back_plain() -> None:
     world = sensors()
     compiled = torch.compile(world.model, backend="eager")
@@ -577,6 +593,7 @@ def test_buffers_that_are_infinite_from_the_start_do_no_harm() -> None:
     assert result.manifest["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_batch_norm_that_averages_over_its_whole_life_still_adapts() -> None:
     import copy
 
@@ -592,10 +609,10 @@ def test_batch_norm_that_averages_over_its_whole_life_still_adapts() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_interrupts_while_verifying_lose_nothing(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shiftmend.engine import trainer as loop
+    from shiftmend.adaptation import adapt as adapting
 
     world = sensors()
-    original, calls = loop.observe, []
+    original, calls = adapting.observe, []
 
     def interrupted(*arguments):  # type: ignore[no-untyped-def]
         calls.append(1)
@@ -604,7 +621,7 @@ def test_interrupts_while_verifying_lose_nothing(when: str, monkeypatch: pytest.
         return original(*arguments)
 
     profile = world.profile()
-    monkeypatch.setattr(loop, "observe", interrupted)
+    monkeypatch.setattr(adapting, "observe", interrupted)
     result = shiftmend.adapt(world.model, world.target, profile, "fr", epochs=2, learning_rate=0.1, progress=False)
     if when == "before":
         assert result.interrupted
@@ -615,6 +632,7 @@ def test_interrupts_while_verifying_lose_nothing(when: str, monkeypatch: pytest.
         assert len(result.history) == 3
 
 
+@pytest.mark.slow
 def test_an_interrupt_returns_the_last_whole_epoch_not_half_of_one() -> None:
     world = sensors()
     profile = world.profile()
@@ -727,6 +745,7 @@ def test_wrong_types_are_one_sentence() -> None:
     assert FR(align="features").align == ("features",)
 
 
+@pytest.mark.slow
 def test_a_sorted_dataset_is_shuffled_also_when_it_streams(caplog: pytest.LogCaptureFixture) -> None:
     class Sorted(torch.utils.data.Dataset):  # type: ignore[type-arg]
         def __init__(self) -> None:
@@ -750,6 +769,7 @@ def test_a_sorted_dataset_is_shuffled_also_when_it_streams(caplog: pytest.LogCap
     assert not Feed(loader).one_sided  # what lies in memory is shuffled there
 
 
+@pytest.mark.slow
 def test_a_loader_with_its_own_generator_is_reproducible_and_left_as_it_was() -> None:
     world = sensors()
     generator = torch.Generator().manual_seed(5)
@@ -1034,6 +1054,7 @@ class Checkpointed(nn.Module):
         return self.head(self.second(hidden).relu())
 
 
+@pytest.mark.slow
 def test_checkpointed_layers_are_tapped_once_though_they_run_twice() -> None:
     world = sensors()
     torch.manual_seed(0)
@@ -1068,6 +1089,7 @@ def test_a_model_made_in_inference_mode_is_adapted() -> None:
     assert not torch.equal(result.model[0].weight, model[0].weight)
 
 
+@pytest.mark.slow
 def test_the_default_device_of_torch_changes_nothing(tmp_path) -> None:  # type: ignore[no-untyped-def]
     world = sensors()
 
@@ -1090,6 +1112,7 @@ def test_the_default_device_of_torch_changes_nothing(tmp_path) -> None:  # type:
     assert states_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_where_there_is_nothing_to_mend_that_is_said_before_anything_is_done(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -1107,6 +1130,7 @@ def test_where_there_is_nothing_to_mend_that_is_said_before_anything_is_done(
     assert not [one for one in away if "before anything is done" in one]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [False, True])
 def test_sequences_that_are_padded_by_batches(tokens: bool, tmp_path: Path) -> None:
     """As the collate_fn of a `DataLoader` does; every position counts, however many there are."""

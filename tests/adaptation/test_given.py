@@ -30,6 +30,7 @@ class Counting(Dataset[Tensor]):
         return self.inputs[index]
 
 
+@pytest.mark.slow
 def test_for_several_learning_rates_data_are_read_once_and_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     world = sensors()
     given, model = Counting(100 * world.target), copy.deepcopy(world.model)
@@ -44,6 +45,7 @@ def test_for_several_learning_rates_data_are_read_once_and_warned_of_once(caplog
     assert caplog.text.count("weights are not those the profile was made with") == 1
 
 
+@pytest.mark.slow
 def test_for_several_learning_rates_it_is_said_once_that_there_is_nothing_to_mend(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

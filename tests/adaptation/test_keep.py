@@ -60,6 +60,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 # --- keep ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_selected_is_the_state_of_that_epoch() -> None:
     result, last = known(keep="selected"), known()
     chosen = result.selected
@@ -123,7 +124,7 @@ def test_without_a_profile_nothing_is_looked_at_again_at_the_end(monkeypatch: py
         looks.append(arguments)
         return observe(*arguments)
 
-    monkeypatch.setattr(loop, "observe", counted)
+    monkeypatch.setattr("shiftmend.adaptation.adapt.observe", counted)
     for method in ("source-only", "adabn"):
         looks.clear()
         result = shiftmend.adapt(world.model, world.target, method=method, progress=False)
@@ -252,6 +253,7 @@ def test_a_run_that_was_killed_still_gives_the_selected_state(
     assert again.kept.verification == whole.kept.verification
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_a_second_state_only_where_it_is_wanted(tmp_path: Path) -> None:
     for keep in ("last", "selected"):
         adapt(keep=keep, checkpoint=tmp_path / keep)
@@ -336,7 +338,7 @@ def test_rows_hold_what_is_seen_without_labels() -> None:
 
     def look(model: nn.Module, row: Epoch) -> None:
         seen = observe(model, feed, profiled())
-        assert (row.marginals, row.entropy, row.confidence) == (seen.marginals, seen.entropy, seen.confidence)
+        assert row.signals == seen.values
         rows.append(row)
 
     adapt(epochs=2, on_epoch=look)
@@ -348,6 +350,7 @@ def test_rows_hold_what_is_seen_without_labels() -> None:
 RATES = [0.1, 1e-4, 2.0]
 
 
+@pytest.mark.slow
 def test_of_several_rates_the_preferred_run_is_the_result() -> None:
     result = adapt(learning_rate=RATES, epochs=5)
     alone = {rate: known(5, rate=rate) for rate in RATES}
@@ -358,12 +361,13 @@ def test_of_several_rates_the_preferred_run_is_the_result() -> None:
     assert alone[best].manifest["learning_rate_chosen"] == "given"
     assert result.manifest["method"]["learning_rate"] == best
     assert result.manifest["learning_rates_tried"] == [
-        {"learning_rate": rate, "epoch": 5, "verification": last.verification, "entropy": last.entropy}
+        {"learning_rate": rate, "epoch": 5, "verification": last.verification, "entropy": last.signals["entropy"]}
         for rate in RATES
         for last in [alone[rate].history[-1]]
     ]
 
 
+@pytest.mark.slow
 def test_the_order_of_rates_does_not_matter_and_each_is_judged_by_what_it_keeps() -> None:
     forth, back = (adapt(learning_rate=rates, keep="selected", epochs=4) for rates in (RATES, tuple(RATES[::-1])))
     assert same(forth.model, back.model)
@@ -373,6 +377,7 @@ def test_the_order_of_rates_does_not_matter_and_each_is_judged_by_what_it_keeps(
         assert (tried[rate]["epoch"], tried[rate]["verification"]) == (alone.selected, alone.kept.verification)
 
 
+@pytest.mark.slow
 def test_a_rate_that_diverges_is_survived_and_told_of() -> None:
     world = sensors(norm=False)
     result = shiftmend.adapt(
@@ -389,6 +394,7 @@ def test_a_rate_that_diverges_is_survived_and_told_of() -> None:
         )
 
 
+@pytest.mark.slow
 def test_each_rate_has_its_own_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"learning_rate": [0.1, 1.0], "epochs": 4, "keep": "selected", "checkpoint": tmp_path / "c"}
     killed_after(6, monkeypatch, lambda: adapt(**options))  # in the second run
@@ -438,7 +444,7 @@ def test_an_interrupt_before_the_first_row_ends_the_search_too(monkeypatch: pyte
             raise KeyboardInterrupt
         return observe(*arguments)
 
-    monkeypatch.setattr(loop, "observe", pressed)
+    monkeypatch.setattr("shiftmend.adaptation.adapt.observe", pressed)
     assert adapt(learning_rate=[0.1, 0.2], epochs=1).interrupted
 
 
@@ -487,6 +493,7 @@ def test_what_cannot_be_written_is_not_half_written(tmp_path: Path) -> None:
         result.save(tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_adapting_works_inside_inference_mode(tmp_path: Path) -> None:
     world = sensors()
     options: dict[str, Any] = {"epochs": 2, "learning_rate": [0.01, 0.1], "progress": False}
@@ -501,6 +508,7 @@ def test_adapting_works_inside_inference_mode(tmp_path: Path) -> None:
                 assert torch.equal(value, outside.model.state_dict()[name])
 
 
+@pytest.mark.slow
 def test_the_learning_rate_that_was_chosen_is_said() -> None:
     world = sensors()
     given: dict[str, Any] = {"epochs": 1, "progress": False}
@@ -511,6 +519,7 @@ def test_the_learning_rate_that_was_chosen_is_said() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_one_copy_of_the_state_is_remembered_and_an_interrupt_meanwhile_loses_nothing(
     interrupted: bool, monkeypatch: pytest.MonkeyPatch

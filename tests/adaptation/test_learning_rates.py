@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+from shiftmend.adaptation.adapt import _Settings as Settings
 from shiftmend.adaptation.adapt import best_rate
 from shiftmend.adaptation.result import Adaptation
 from shiftmend.engine.history import Epoch
-from shiftmend.engine.settings import Settings
 
 SETTINGS = Settings(
     batch_size=None,
@@ -32,7 +32,8 @@ SETTINGS = Settings(
 
 def run(slices: float | None, entropy: float, status: str = "complete") -> Adaptation:
     """A run that ended so; without slices it was interrupted before anything was seen."""
-    rows = [] if slices is None else [Epoch(1, "all", 0.1, {}, slices, 0.0, entropy=entropy)]
+    signals = {name: value for name, value in (("slices", slices), ("entropy", entropy)) if value is not None}
+    rows = [Epoch(1, "all", 0.1, {}, 0.0, signals)] if slices is not None else []
     method = {"name": "fr", "learning_rate": 0.1}
     return Adaptation(nn.Identity(), rows, {"method": method, "kept": "last", "status": status})
 

@@ -139,6 +139,7 @@ def test_batch_norm_that_averages_over_its_whole_life_still_learns() -> None:
     assert learnt.momentum is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_every_kind_of_model(name: str) -> None:
     case = ZOO[name]
@@ -148,6 +149,7 @@ def test_every_kind_of_model(name: str) -> None:
     assert result.shape[0] == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("norm", "name"), [(True, "fr"), (False, "shot-im")])  # statistics or the loss alone
 def test_a_batch_that_is_not_finite_changes_nothing(norm: bool, name: str, caplog: pytest.LogCaptureFixture) -> None:
     world, huge = sensors(norm), 1e38 * torch.randn(10, 6).clamp(-3, 3)
@@ -174,7 +176,7 @@ def test_the_momentum_of_a_step_that_was_taken_back_is_forgotten(monkeypatch: py
     profile = world.profile()
     online, fresh = (shiftmend.stream(world.model, profile, learning_rate=0.05) for _ in range(2))
     with monkeypatch.context() as patched:
-        patched.setattr("shiftmend.adaptation.stream.still_finite", lambda model, before: False)
+        patched.setattr("shiftmend.adaptation.stream.is_finite", lambda model, before: False)
         online.step(world.target[:100])
     for each in (online, fresh):
         each.step(world.target[100:200])
@@ -183,7 +185,7 @@ def test_the_momentum_of_a_step_that_was_taken_back_is_forgotten(monkeypatch: py
 
 @pytest.mark.parametrize(
     "where",
-    ["torch.optim.SGD.step", "shiftmend.adaptation.stream.still_finite", "shiftmend.adaptation.stream.Stream._count"],
+    ["torch.optim.SGD.step", "shiftmend.adaptation.stream.is_finite", "shiftmend.adaptation.stream.Stream._count"],
 )
 def test_a_step_that_is_interrupted_at_whatever_point_changes_nothing(
     where: str, monkeypatch: pytest.MonkeyPatch
@@ -410,6 +412,7 @@ def test_a_server_may_stream_in_inference_mode() -> None:
     mended(world.target[:10]).sum().backward()  # weights are ordinary ones, which may be trained further
 
 
+@pytest.mark.slow
 def test_threads_that_share_a_stream_wait_for_one_another() -> None:
     world = sensors()
     online = shiftmend.stream(world.model, world.profile(), learning_rate=0.001)

@@ -51,6 +51,7 @@ def test_memory_on_a_cpu_is_that_of_all_tensors_alive_at_once(capfd: pytest.Capt
     assert capfd.readouterr().err == "still there\n"
 
 
+@pytest.mark.slow
 def test_a_step_is_set_beside_a_plain_loop_and_beside_its_floor() -> None:
     found = steps.step_times(TINY, CPU, 1, throughput=1e9)
     assert found.ratio == found.ours.median / found.supervised.median
@@ -84,6 +85,7 @@ def test_both_loops_minimise_the_same_divergence() -> None:
         assert float(value) == pytest.approx(float(plain[name]), rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), precision.COMBINATIONS)
 def test_each_precision_and_layout_is_what_it_is_called(kind: str, layout: str) -> None:
     seen: set[torch.dtype] = set()
@@ -134,12 +136,13 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         captures.append(model._compiled_call_impl is not None)
         return StandIn(once, 16, 8)
 
-    monkeypatch.setattr("shiftmend.engine.step.captured_epoch", captured)
+    monkeypatch.setattr("shiftmend.engine.step.capture_epoch", captured)
     monkeypatch.setattr("shiftmend.engine.step.Steps._can_be_captured", lambda self: True)
     monkeypatch.setattr(torch, "compile", lambda function, **_: plainly(function, backend="eager"))
     return captures
 
 
+@pytest.mark.slow
 def test_compiled_steps_are_set_beside_those_as_they_are(as_on_a_gpu: list[bool]) -> None:
     stage = steps.scene(TINY, CPU)
     found = compilation.compiled_time(stage, repeats=2)
@@ -155,7 +158,7 @@ def test_steps_that_cannot_be_compiled_are_not_called_compiled(
     def refusing(once: Any, model: nn.Module, *_: Any, **__: Any) -> StandIn | None:
         return None if model._compiled_call_impl is not None else StandIn(once, 16, 8)
 
-    monkeypatch.setattr("shiftmend.engine.step.captured_epoch", refusing)
+    monkeypatch.setattr("shiftmend.engine.step.capture_epoch", refusing)
     found = compilation.compiled_time(steps.scene(TINY, CPU), repeats=1)
     assert found.compiled is None
     assert found.derived() == {"images": 8 / found.plain.median}
@@ -202,6 +205,7 @@ def test_steps_are_compiled_on_a_gpu() -> None:
     assert found.compiled.seconds > 0
 
 
+@pytest.mark.slow
 def test_the_soft_histogram_is_set_beside_the_softmax_and_one_read() -> None:
     found = histogram.histogram_times(6000, 7, CPU, repeats=1)
     assert (found.samples, found.units, found.called) == (6000, 7, None)
@@ -264,6 +268,7 @@ def small(tmp_path: Path) -> str:
     return f"{tmp_path / 'small.py'}:"
 
 
+@pytest.mark.slow
 def test_cells_are_counted_by_the_minute(small: str) -> None:
     (found,) = packing.packed_times([1], CPU, f"{small}SMALL")
     assert (found.at_once, found.cells) == (1, packing.FEWEST)
@@ -288,6 +293,7 @@ def test_a_cell_is_as_in_the_benchmark_it_stands_for() -> None:
     assert "bfloat16, verified after each epoch, scored after every 5" in shown.notes[0]
 
 
+@pytest.mark.slow
 def test_cells_that_fail_give_no_figure(small: str) -> None:
     with pytest.raises(ShiftmendError, match="cell-0 on none, seed 1 failed while speed was measured"):
         list(packing.packed_times([1], CPU, f"{small}DOOMED"))
@@ -360,6 +366,7 @@ def test_wrong_wishes_are_refused_before_anything_is_measured(tmp_path: Path) ->
     assert speed.chosen(None) == ["steps", "precision", "compiled", "histogram", "packed", "growth"]
 
 
+@pytest.mark.slow
 def test_the_script_needs_no_more_than_torch_and_rich(tmp_path: Path) -> None:
     out = tmp_path / "speed.json"
     program = (

@@ -77,6 +77,7 @@ def common(home: Path) -> list[str]:
     return [f"{home}/factory.py:make", "-w", f"{home}/w.safetensors"]
 
 
+@pytest.mark.slow
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     listing = ok(capsys)
     for command in (
@@ -99,6 +100,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--profile" in ok(capsys, "adapt", "--help")
 
 
+@pytest.mark.slow
 def test_profile_and_inspect(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ok(capsys, "profile", *common(site), "-d", site / "source.npz", "-o", tmp_path / "p", "--json")
     facts = json.loads(out)
@@ -110,6 +112,7 @@ def test_profile_and_inspect(site: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads(ok(capsys, "inspect", tmp_path / "p", "--json"))["taps"]["logits"]["units"] == 4
 
 
+@pytest.mark.slow
 def test_profiles_of_classes_are_mixed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with np.load(site / "source.npz") as source:
         images, labels = source["images"], source["labels"]
@@ -162,6 +165,7 @@ def test_a_name_that_is_no_text_is_printed_as_it_is(
     assert b"caf\xe9, manifest in" in made.getvalue()
 
 
+@pytest.mark.slow
 def test_blocks(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(ok(capsys, "blocks", *common(site), "--shape", "1,16,16", "--json"))
     assert [row["block"] for row in rows] == ["conv1 + bn1", "conv2 + bn2", "conv3 + bn3", "linear"]
@@ -170,6 +174,7 @@ def test_blocks(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "5,130 parameters stay fixed" in text
 
 
+@pytest.mark.slow
 def test_taps_and_blocks_named_by_the_user(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = ok(
         capsys,
@@ -196,6 +201,7 @@ def test_taps_and_blocks_named_by_the_user(site: Path, tmp_path: Path, capsys: p
     )
 
 
+@pytest.mark.slow
 def test_adapt_writes_everything_and_says_what_changed(
     site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,6 +253,7 @@ def test_a_model_that_no_file_holds_is_refused_before_it_is_adapted(
     assert not checkpoint.exists()
 
 
+@pytest.mark.slow
 def test_adapt_by_a_method_of_ones_own(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "gentle.py").write_text(
         "from dataclasses import dataclass\n"
@@ -269,6 +276,7 @@ def test_adapt_by_a_method_of_ones_own(site: Path, tmp_path: Path, capsys: pytes
         assert said.format(wrong) in refused(capsys, *arguments, "-m", wrong)
 
 
+@pytest.mark.slow
 def test_adapt_chooses_among_rates_and_epochs(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["adapt", *common(site), "-d", site / "target.npz", "-p", site / "p.safetensors", "-m", "fr"]
     rates = ("--option", "epochs=2", "--option", "learning_rate=0.01,1", "--keep", "selected")
@@ -282,6 +290,7 @@ def test_adapt_chooses_among_rates_and_epochs(site: Path, tmp_path: Path, capsys
     assert all(chosen < 1.1 * other for other in tried.values())
 
 
+@pytest.mark.slow
 def test_the_supervised_method_gets_labels(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("-p", site / "p.safetensors", "-m", "target-supervised", "--option", "epochs=20")
     arguments = ("adapt", *common(site), "-d", site / "target.npz", *options, "--option", "learning_rate=0.1")
@@ -293,6 +302,7 @@ def test_the_supervised_method_gets_labels(site: Path, tmp_path: Path, capsys: p
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.slow
 def test_a_full_gaussian_is_stored_on_demand(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = ("profile", *common(site), "-d", site / "source.npz", "-o", tmp_path / "p", "--gaussian", "full")
     assert json.loads(ok(capsys, *profile, "--json"))["gaussian"] == "full-gaussian"
@@ -301,6 +311,7 @@ def test_a_full_gaussian_is_stored_on_demand(site: Path, tmp_path: Path, capsys:
     assert "gaussian" in refused(capsys, *adapt, "-p", site / "p.safetensors", "-o", tmp_path / "b").lower()
 
 
+@pytest.mark.slow
 def test_evaluate(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scores = json.loads(ok(capsys, "evaluate", *common(site), "-d", site / "source.npz", "--json"))
     assert 0 <= scores["accuracy"] <= 1
@@ -310,6 +321,7 @@ def test_evaluate(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_labels_of_every_pixel_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "factory.py").write_text(
         "import torch\nfrom torch import nn\n"
@@ -344,6 +356,7 @@ def test_scores_as_json_have_each_quantity() -> None:
     assert both["quantities"] == [alone, scores_json(other)]
 
 
+@pytest.mark.slow
 def test_folders_of_images_and_tables(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ok(capsys, "shift", "emnist-da/inverse", site / "source.npz", tmp_path / "pictures")
     assert sorted(p.name for p in (tmp_path / "pictures").iterdir()) == ["0", "1", "2", "3", "manifest.json"]
@@ -359,6 +372,7 @@ def test_folders_of_images_and_tables(site: Path, tmp_path: Path, capsys: pytest
     assert "5] float32" in ok(capsys, "inspect", tmp_path / "t.profile")
 
 
+@pytest.mark.slow
 def test_a_missing_class_does_not_renumber_the_others(
     site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -375,6 +389,7 @@ def test_a_missing_class_does_not_renumber_the_others(
     assert json.loads(ok(capsys, "evaluate", *common(site), "-d", tmp_path / "rare.npz", "--json"))["samples"] == 60
 
 
+@pytest.mark.slow
 def test_shift_and_shifts(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ok(capsys, "shift", "cifar-c/contrast", site / "source.npz", tmp_path / "c.npz", "--severity", 3)
     manifest = json.loads((tmp_path / "c.json").read_text())
@@ -389,6 +404,7 @@ def test_shift_and_shifts(site: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_sheet_of_every_shift(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.savez(tmp_path / "grey.npz", images=np.full((2, 1, 28, 28), 90, np.uint8))
     for severity in ([], ["--severity", 2]):
@@ -403,6 +419,7 @@ def test_a_sheet_of_every_shift(site: Path, tmp_path: Path, capsys: pytest.Captu
     assert not (tmp_path / "no.png").exists()
 
 
+@pytest.mark.slow
 def test_a_result_is_written_whole_or_not_at_all(
     site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,6 +458,7 @@ def test_pictures_of_several_sizes_are_scaled(tmp_path: Path, capsys: pytest.Cap
     assert np.load(tmp_path / "small.npz")["images"].shape == (2, 1, 12, 12)
 
 
+@pytest.mark.slow
 def test_signals_are_shifted_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     waves = np.random.default_rng(0).normal(size=(6, 2, 50))
     np.savez(tmp_path / "waves.npz", inputs=waves, labels=np.arange(6))
@@ -464,6 +482,7 @@ def test_textures_are_named_in_the_manifest(site: Path, tmp_path: Path, capsys: 
     assert len(entry["sha256"]) == 64
 
 
+@pytest.mark.slow
 def test_data_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert "emnist" in ok(capsys, "data", "list").lower()
     assert len(json.loads(ok(capsys, "data", "list", "--json"))) >= 14
@@ -544,6 +563,7 @@ NONSENSE: list[tuple[list[str], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "words"), NONSENSE, ids=[" ".join(a)[:60] for a, _ in NONSENSE])
 def test_nonsense_gets_one_sentence(
     site: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
@@ -554,6 +574,7 @@ def test_nonsense_gets_one_sentence(
     assert before == after
 
 
+@pytest.mark.slow
 def test_the_script_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
 
     done = subprocess.run(
@@ -563,6 +584,7 @@ def test_the_script_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
     assert done.stderr.startswith("error: nowhere could not be read")
 
 
+@pytest.mark.slow
 def test_places_that_cannot_be_written_to_are_refused_before_the_work(
     site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -604,6 +626,7 @@ def test_a_profile_of_weights_that_nobody_named_is_remarked(
     assert call(capsys, "profile", *common(site), *asked)[2] == ""  # and a profile may replace a profile
 
 
+@pytest.mark.slow
 def test_a_verdict_on_weights_that_nobody_named_is_remarked(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verify = ["-d", site / "source.npz", "-p", site / "p.safetensors"]
     assert "not those the profile was made with" in call(capsys, "verify", f"{site}/factory.py:make", *verify)[2]

@@ -146,6 +146,7 @@ def test_other_inputs_keep_whole_numbers_whole(tmp_path: Path, kind: Any, expect
     assert inputs.tolist() == values.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
@@ -169,6 +170,7 @@ def called(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int,
     return int(stop.value.code or 0), capsys.readouterr().err.splitlines()
 
 
+@pytest.mark.slow
 def test_tokens_with_named_classes_can_be_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that looks tokens up, and labels that only scoring needs."""
     model = tmp_path / "token_net.py"

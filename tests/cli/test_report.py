@@ -57,6 +57,7 @@ def call(capsys: pytest.CaptureFixture[str], home: Path, *words: str) -> tuple[i
     return int(stop.value.code or 0), shown.out, shown.err
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_page(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["-d", f"{site}/away", "-p", f"{site}/p", "--adapted", f"{site}/mended", "-o", f"{site}/r.html"]
     code, out, _ = call(capsys, site, *words)
@@ -78,6 +79,7 @@ def test_the_command_writes_a_page(site: Path, capsys: pytest.CaptureFixture[str
     assert not [1 for tag, _ in Page.read(site / "b.html").elements if tag == "img"]
 
 
+@pytest.mark.slow
 def test_the_command_refuses_in_one_sentence(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     away, profile, out = ["-d", f"{site}/away"], ["-p", f"{site}/p"], ["-o", f"{site}/no.html"]
     for words, expected in (

@@ -20,6 +20,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_the_demo_says_and_writes_what_it_promises(tmp_path: Path) -> None:
     said: list[object] = []

@@ -290,6 +290,7 @@ def found(everything: list[Tensors]) -> Callable[[Callable[[], Tensors]], list[T
 Found = Callable[[Callable[[], Tensors]], list[Tensors]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NORMS)
 def test_batch_norm_over_two_processes_is_that_of_the_joined_batch(found: Found, kind: str) -> None:
     module: Any = norm_of(kind)
@@ -311,6 +312,7 @@ def test_batch_norm_over_two_processes_is_that_of_the_joined_batch(found: Found,
         torch.testing.assert_close(joined, value, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow
 def test_gradients_through_joined_statistics_against_finite_differences(found: Found) -> None:
     """Against nothing of torch's: the normalised values written out, in numpy."""
     whole = drawn(7, 3).numpy() + np.array([0.0, 1e4, -30.0])
@@ -331,6 +333,7 @@ def test_gradients_through_joined_statistics_against_finite_differences(found: F
     assert np.abs(expected).max() > 0.01
 
 
+@pytest.mark.slow
 def test_layers_in_eval_mode_or_with_another_forward(found: Found) -> None:
     whole = drawn(7, 3, 2, 2)
     module = norm_of("2d")
@@ -341,6 +344,7 @@ def test_layers_in_eval_mode_or_with_another_forward(found: Found) -> None:
     torch.testing.assert_close(torch.cat([part["evaluated"] for part in own]), evaluated, **EXACT)
 
 
+@pytest.mark.slow
 def test_training_in_two_processes_is_training_in_one(found: Found) -> None:
     expected = trained(network())
     first, second = found(two_trained)
@@ -352,6 +356,7 @@ def test_training_in_two_processes_is_training_in_one(found: Found) -> None:
     assert not torch.equal(expected["0.weight"], network().state_dict()["0.weight"])
 
 
+@pytest.mark.slow
 def test_sum_over_processes(found: Found) -> None:
     x, y = (drawn(4, 3, seed=rank).t().numpy() for rank in range(WORLD))
 
@@ -369,6 +374,7 @@ def test_sum_over_processes(found: Found) -> None:
         assert own["single"].tolist() == [2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_mean_over_unequal_processes(found: Found) -> None:
     whole = drawn(7, 3).numpy()
     mean = (whole**2).mean(0)
@@ -379,6 +385,7 @@ def test_mean_over_unequal_processes(found: Found) -> None:
     np.testing.assert_allclose(gradient, np.exp(mean) * 2 * whole / 7, rtol=1e-13)
 
 
+@pytest.mark.slow
 def test_sum_of_gradients(found: Found) -> None:
     for own in found(two_gradients):
         assert sorted(own) == ["0", "1", "3"]
@@ -390,6 +397,7 @@ def test_sum_of_gradients(found: Found) -> None:
             np.testing.assert_array_equal(value.numpy(), parts[0] + parts[1])
 
 
+@pytest.mark.slow
 def test_statistics_of_all_samples(found: Found) -> None:
     whole = (drawn(7, 3) + 1e6).numpy()
     first, second = found(two_statistics)
@@ -405,6 +413,7 @@ def test_statistics_of_all_samples(found: Found) -> None:
     assert torch.equal(first["squares"], second["squares"])
 
 
+@pytest.mark.slow
 def test_half_precision(found: Found) -> None:
     module = nn.BatchNorm2d(3).train()
     whole = drawn(8, 3, 2, 2).bfloat16().requires_grad_()
@@ -419,6 +428,7 @@ def test_half_precision(found: Found) -> None:
     torch.testing.assert_close(own[0]["mean"], module.running_mean)
 
 
+@pytest.mark.slow
 def test_who_is_who(found: Found) -> None:
     first, second = found(two_agree)
     assert first["facts"].tolist() == [0, 2, 1]
@@ -557,6 +567,7 @@ assert group() is None
 """
 
 
+@pytest.mark.slow
 def test_nothing_keeps_a_process_group_that_was_destroyed(tmp_path: Path) -> None:
     """Its threads were there at exit, and one that waited for Python then aborted the process."""
     command = [sys.executable, "-c", GROUP_OF_ONE, str(tmp_path / "meeting")]

@@ -393,6 +393,7 @@ def reports(folder: Path) -> list[Any]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAME)
 def test_two_processes_find_what_one_finds(folder: Path, name: str) -> None:
     expected = SAME[name]()
@@ -413,6 +414,7 @@ def test_two_processes_find_what_one_finds(folder: Path, name: str) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fr", "fr with slices", "fr streamed", "fr selected", "bufr", "adabn"])
 def test_what_is_compared_has_moved(folder: Path, name: str) -> None:
     """So that agreement means something."""
@@ -439,6 +441,7 @@ SENTENCES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SENTENCES)
 def test_what_does_not_fit_together_is_one_sentence_on_every_process(reports: list[Any], name: str) -> None:
     first, second = (report["refusals"][name] for report in reports)
@@ -446,6 +449,7 @@ def test_what_does_not_fit_together_is_one_sentence_on_every_process(reports: li
     assert re.search(SENTENCES[name], first)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_processes_resumes_and_so_does_one_that_a_single_process_began(reports: list[Any]) -> None:
     expected = digest_of(adapted("bufr", epochs_per_block=2))
     for report in reports:
@@ -460,6 +464,7 @@ def test_a_run_of_two_processes_resumes_and_so_does_one_that_a_single_process_be
     assert reports[0]["resumed"]["changed"]
 
 
+@pytest.mark.slow
 def test_the_first_process_may_evaluate_by_itself_after_each_epoch(reports: list[Any]) -> None:
     first, second = (report["callbacks"] for report in reports)
     assert second == []
@@ -472,6 +477,7 @@ def test_the_first_process_may_evaluate_by_itself_after_each_epoch(reports: list
         assert verified == pytest.approx(in_history, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_what_ends_a_run_ends_it_everywhere_and_is_said_once(reports: list[Any]) -> None:
     for report in reports:
         assert report["endings"]["diverged"] == "diverged"
@@ -482,6 +488,7 @@ def test_what_ends_a_run_ends_it_everywhere_and_is_said_once(reports: list[Any])
     assert reports[1]["endings"]["said"] == []
 
 
+@pytest.mark.slow
 def test_the_first_process_alone_writes_and_prints(reports: list[Any]) -> None:
     first, second = (report["profile command"] for report in reports)
     assert json.loads(first["printed"])["samples"] == SAMPLES
@@ -490,6 +497,7 @@ def test_the_first_process_alone_writes_and_prints(reports: list[Any]) -> None:
     assert (first["written"], second["written"]) == (True, False)
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_know_of_each_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -502,6 +510,7 @@ def test_processes_that_do_not_know_of_each_other(
     assert caplog.text.count("WORLD_SIZE is 4, but there is no process group") == 2
 
 
+@pytest.mark.slow
 def test_each_process_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -533,6 +542,7 @@ def torchrun(folder: Path, *command: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_script_on_the_methods_page(tmp_path: Path) -> None:
     page = (HERE.parents[1] / "docs/methods.md").read_text()
     section = page.split("## Several GPUs")[1].split("\n## ")[0]
@@ -562,6 +572,7 @@ def test_the_script_on_the_methods_page(tmp_path: Path) -> None:
     assert manifest["batch_size"] == alone.manifest["batch_size"]
 
 
+@pytest.mark.slow
 def test_the_command_line_under_torchrun(tmp_path: Path) -> None:
     from shiftmend.cli import main
 

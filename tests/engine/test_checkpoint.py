@@ -60,13 +60,20 @@ def test_a_checkpoint_holds_weights_momentum_and_what_would_be_kept(tmp_path: Pa
     model(torch.randn(5, 2)).sum().backward()
     optimiser.step()
     kept = {name: value + 1 for name, value in model.state_dict().items()}
-    history = [Epoch(0, "", 0.0, {}, 0.5, 0.0), Epoch(1, "first", 0.1, {"features": 0.25}, None, 1.5, entropy=0.75)]
+    history = [
+        Epoch(0, "", 0.0, {}, 0.0, {"slices": 0.5}),
+        Epoch(1, "first", 0.1, {"features": 0.25}, 1.5, {"entropy": 0.75}),
+    ]
     checkpoints.save(tmp_path / "c", "run", 1, 2, history, model, optimiser, kept)
     found = checkpoints.load(tmp_path / "c", "run")
     assert found is not None
     assert (found.stage, found.epoch, found.history) == (1, 2, history)
     buffers = {f"0.{name}": optimiser.state[p]["momentum_buffer"] for name, p in model[0].named_parameters()}
-    for ours, theirs in ((found.state, model.state_dict()), (found.momentum, buffers), (found.selected, kept)):
+    for ours, theirs in (
+        (found.model, model.state_dict()),
+        ({name: state["momentum_buffer"] for name, state in found.optimiser.items()}, buffers),
+        (found.selected, kept),
+    ):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert checkpoints.load(tmp_path / "elsewhere", "run") is None
@@ -90,8 +97,8 @@ def test_a_checkpoint_holds_complex_numbers_of_any_width(tmp_path: Path) -> None
     found = checkpoints.load(tmp_path / "c", "run")
     assert found is not None
     own = dict(model.named_parameters()) | dict(model.named_buffers())
-    assert found.state.keys() == found.selected.keys() == own.keys()
-    for name, value in found.state.items():
+    assert found.model.keys() == found.selected.keys() == own.keys()
+    for name, value in found.model.items():
         assert value.dtype == own[name].dtype
         assert torch.equal(value, own[name])
         assert torch.equal(found.selected[name], own[name])
@@ -110,6 +117,7 @@ def test_numbers_that_no_checkpoint_holds_are_refused_before_the_first_epoch(tmp
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.slow
 def test_a_run_killed_without_warning_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     checkpoint = tmp_path / "run.ckpt"
     process = subprocess.Popen(command(tmp_path, slow=0.02))
@@ -137,6 +145,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 5, 6, 7, 11])
 def test_resuming_after_any_epoch_is_bit_identical(
     tmp_path: Path, epochs: int, monkeypatch: pytest.MonkeyPatch
@@ -166,6 +175,7 @@ def test_resuming_after_any_epoch_is_bit_identical(
     assert [row.verification for row in resumed.history] == [row.verification for row in whole.history]
 
 
+@pytest.mark.slow
 def test_channels_last_models_are_saved_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = ZOO["paper-cnn"]
     model = case.model().to(memory_format=torch.channels_last)
@@ -178,6 +188,7 @@ def test_channels_last_models_are_saved_and_resumed(tmp_path: Path, monkeypatch:
     assert torch.equal(whole.model.conv2.weight, again.model.conv2.weight)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     world = sensors()
     first = shiftmend.adapt(world.model, world.target, world.profile(), checkpoint=tmp_path / "c", **OPTIONS)
@@ -186,6 +197,7 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     assert torch.equal(first.model[0].weight, second.model[0].weight)
 
 
+@pytest.mark.slow
 def test_adabn_resumes_too(tmp_path: Path) -> None:
     world = sensors()
     whole = shiftmend.adapt(world.model, world.target, world.profile(), "adabn", progress=False)
@@ -196,6 +208,7 @@ def test_adabn_resumes_too(tmp_path: Path) -> None:
         assert torch.equal(again.model[1].running_var, whole.model[1].running_var)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_other_runs_are_refused(tmp_path: Path) -> None:
     world = sensors()
     profile = world.profile()
@@ -227,6 +240,7 @@ class Given(Dataset[Tensor]):
         return self.inputs[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rates", [0.1, [0.1, 0.05]])
 @pytest.mark.parametrize(("before", "after"), [(1.1, 0.9), (0.9, 1.1)])
 def test_a_run_that_goes_on_keeps_data_as_it_did_though_another_amount_of_memory_is_free(
@@ -256,6 +270,7 @@ def test_a_run_that_goes_on_keeps_data_as_it_did_though_another_amount_of_memory
     assert torch.equal(resumed.model[0].weight, whole.model[0].weight)
 
 
+@pytest.mark.slow
 def test_data_that_was_kept_and_is_far_too_large_now_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +291,7 @@ def test_a_run_has_one_name_in_whatever_order_its_facts_are_given() -> None:
     assert name != checkpoints.identify({"seed": 1, "options": {"epochs": 2, "blocks": [4, 3]}})
 
 
+@pytest.mark.slow
 def test_a_place_that_cannot_be_written_is_refused_before_the_first_epoch(tmp_path: Path) -> None:
     world = sensors()
     (tmp_path / "file").write_text("")
@@ -306,7 +322,7 @@ def test_what_a_killed_process_left_half_written_goes_and_nothing_else(tmp_path:
     os.close(descriptor)
     for name in others:
         (tmp_path / name).touch()
-    with checkpoints.alone_at(path) as alone:
+    with checkpoints.lock(path) as alone:
         assert alone
     assert not Path(left).exists()
     assert sorted(found.name for found in tmp_path.iterdir()) == sorted(others)
@@ -324,7 +340,7 @@ def test_what_another_user_left_half_written_stays_and_stops_nobody(
         unlink(path, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", as_in_a_shared_folder)
-    with checkpoints.alone_at(tmp_path / "run") as alone:
+    with checkpoints.lock(tmp_path / "run") as alone:
         assert alone
     assert list(tmp_path.iterdir()) == [left]
 
@@ -334,11 +350,12 @@ def test_what_is_left_behind_a_link_goes_too(tmp_path: Path) -> None:
     left = tmp_path / "large disk" / ".run.a1b2c3_4.partial"
     left.touch()
     (tmp_path / "link").symlink_to(tmp_path / "large disk" / "run")
-    with checkpoints.alone_at(tmp_path / "link") as alone:
+    with checkpoints.lock(tmp_path / "link") as alone:
         assert alone
     assert not left.exists()
 
 
+@pytest.mark.slow
 def test_a_second_run_with_the_checkpoint_of_one_under_way_is_refused_and_the_first_ends_as_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

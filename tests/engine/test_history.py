@@ -14,7 +14,9 @@ from shiftmend.engine.history import TIE, Choice, Epoch, choose
 def rows(*seen: tuple[float | None, float | None] | float) -> list[Epoch]:
     """A history from pairs of (verification, entropy), or from verifications alone."""
     pairs = [entry if isinstance(entry, tuple) else (entry, None) for entry in seen]
-    return [Epoch(i, "all", 0.1, {}, slices, 0.0, entropy=entropy) for i, (slices, entropy) in enumerate(pairs)]
+    found = [{"slices": slices, "entropy": entropy} for slices, entropy in pairs]
+    known = [{name: value for name, value in row.items() if value is not None} for row in found]
+    return [Epoch(i, "all", 0.1, {}, 0.0, signals) for i, signals in enumerate(known)]
 
 
 def chosen(*seen: tuple[float | None, float | None] | float, free: bool = True) -> int:
@@ -82,6 +84,7 @@ def test_nothing_to_choose_from() -> None:
         choose([], entropy_may_decide=True)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(1e-3, 10), st.one_of(st.none(), st.floats(0, 3))), min_size=1), st.booleans())
 def test_what_is_kept_is_at_any_time_within_the_tie_of_the_lowest(
     seen: list[tuple[float, float | None]], free: bool
@@ -100,6 +103,7 @@ def test_what_is_kept_is_at_any_time_within_the_tie_of_the_lowest(
             assert choice.kept.verification == lowest
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(1.0, 1 + TIE), st.floats(0, 3)), min_size=1, unique_by=lambda pair: pair[1]))
 def test_among_equally_good_ones_the_order_does_not_matter(seen: list[tuple[float, float]]) -> None:
     seen = [(1.0, 2.9), *seen]

@@ -7,9 +7,17 @@ import torch
 from torch import nn
 
 from shiftmend.engine.method import Stage
-from shiftmend.engine.modes import enter_adapting_modes, fresh_optimiser, refuse_shared, settle, steady, still_finite
+from shiftmend.engine.modes import (
+    enter_adapting_modes,
+    hold_layer_options,
+    is_finite,
+    make_ordinary,
+    refuse_shared_tensors,
+    unfreeze,
+)
 from shiftmend.errors import AdaptationError
 from shiftmend.introspection.model_state import tensors_of
+from shiftmend.methods.fr import FR
 
 
 def small() -> nn.Sequential:
@@ -35,7 +43,7 @@ def test_what_holds_for_the_length_of_a_run_is_undone(dropout: bool) -> None:
         return [model[0].momentum, model[1].momentum, model[2].dropout]
 
     def interrupted_run() -> None:
-        with steady(model, dropout=True) if dropout else steady(model):
+        with hold_layer_options(model, dropout=True) if dropout else hold_layer_options(model):
             assert facts() == [0.1, 0.3, 0.4 if dropout else 0.0]
             raise KeyboardInterrupt
 
@@ -49,14 +57,13 @@ def test_only_what_a_stage_trains_has_a_gradient_and_no_gradient_is_left_over() 
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     stage = Stage("some", 1, 0.5, ("0.weight", "1.bias"), 0.25)
-    optimiser = fresh_optimiser(model, stage, 0.75)
-    assert optimiser is not None
-    (group,) = optimiser.param_groups
-    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.5, 0.75, 0.25)
+    trained = unfreeze(model, stage)
+    (group,) = FR().make_optimiser(trained, stage).param_groups
+    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.5, 0.9, 0.25)
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["0.weight", "1.bias"]
     assert [id(p) for p in group["params"]] == [id(model[0].weight), id(model[1].bias)]
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert fresh_optimiser(model, Stage("nothing", 1), 0.75) is None
+    assert unfreeze(model, Stage("nothing", 1)) == []
 
 
 def test_a_shared_parameter_is_trained_by_either_name() -> None:
@@ -64,11 +71,10 @@ def test_a_shared_parameter_is_trained_by_either_name() -> None:
     model[1].weight = model[0].weight
     for name in ("0.weight", "1.weight"):
         stage = Stage("some", 1, 0.5, (name,))
-        optimiser = fresh_optimiser(model, stage, 0.9)
-        assert optimiser is not None
-        assert [id(p) for p in optimiser.param_groups[0]["params"]] == [id(model[0].weight)]
+        trained = unfreeze(model, stage)
+        assert [id(p) for p in trained] == [id(model[0].weight)]
         with pytest.raises(AdaptationError, match=r"shares '0.weight' with the caller's own"):
-            refuse_shared(model, model, [stage])
+            refuse_shared_tensors(model, model, [stage])
 
 
 def test_a_settled_model_is_in_eval_mode_with_the_gradient_flags_of_another() -> None:
@@ -76,7 +82,7 @@ def test_a_settled_model_is_in_eval_mode_with_the_gradient_flags_of_another() ->
     like[0].weight.requires_grad_(False)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    settled = settle(model, like)
+    settled = make_ordinary(model, like)
     assert not any(module.training for module in settled.modules())
     assert [p.requires_grad for p in settled.parameters()] == [p.requires_grad for p in like.parameters()]
     assert all(parameter.grad is None for parameter in settled.parameters())
@@ -91,13 +97,13 @@ def test_what_has_gone_bad_is_noticed_and_what_never_was_finite_is_not(bad: floa
     model.register_buffer("last", torch.zeros(2))
     before = tensors_of(model)
     model.last = torch.zeros(5)  # as some models do in each pass
-    assert still_finite(model, before)
+    assert is_finite(model, before)
     for value in (model.weight.data[0], model.mask, model.waves):
         good = value[0].clone()
         value[0] = bad
-        assert not still_finite(model, before)
+        assert not is_finite(model, before)
         value[0] = good
-    assert still_finite(model, before)
+    assert is_finite(model, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
@@ -105,6 +111,6 @@ def test_large_weights_are_finite_however_large_their_squares(dtype: torch.dtype
     model = nn.Linear(2, 2).to(dtype)
     before = tensors_of(model)
     model.weight.data.fill_(torch.finfo(dtype).max)
-    assert still_finite(model, before)
+    assert is_finite(model, before)
     model.weight.data[0, 0] = torch.inf
-    assert not still_finite(model, before)
+    assert not is_finite(model, before)

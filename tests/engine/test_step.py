@@ -16,7 +16,7 @@ from worlds import an_epoch, sensors
 import shiftmend
 from shiftmend.accelerate import cuda_graphs as captures
 from shiftmend.accelerate.compile import compiled
-from shiftmend.accelerate.cuda_graphs import captured_call, captured_epoch
+from shiftmend.accelerate.cuda_graphs import capture_call, capture_epoch
 from shiftmend.engine.step import Steps
 from shiftmend.inputs.feed import Feed
 from shiftmend.introspection.taps import Tap, tapped
@@ -303,12 +303,12 @@ def test_a_thread_with_a_stream_of_its_own_captures_on_it() -> None:
     for _ in range(40):
         torch.cuda.Stream()
     with torch.cuda.stream(own):
-        call = captured_call(run, nn.Identity(), device)
+        call = capture_call(run, nn.Identity(), device)
         assert call is not None
         assert call().item() == 3
     assert set(used) == {own}
     used.clear()
-    assert captured_call(run, nn.Identity(), device) is not None
+    assert capture_call(run, nn.Identity(), device) is not None
     assert torch.cuda.default_stream() not in used
 
 
@@ -329,6 +329,7 @@ class Wrapped(nn.Module):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("kind", ["of torch's layers alone", "of its own class"])
 def test_a_model_is_compiled_with_its_hooks_and_drops_what_it_would_drop(kind: str) -> None:
@@ -350,6 +351,7 @@ def test_a_model_is_compiled_with_its_hooks_and_drops_what_it_would_drop(kind: s
     assert (seen[0] == 0).any()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_a_copy_with_other_taps_is_compiled_anew_and_one_with_the_same_is_not() -> None:
     original = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -370,6 +372,7 @@ def test_a_copy_with_other_taps_is_compiled_anew_and_one_with_the_same_is_not() 
     assert found == [1, 1, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_what_is_trained_from_now_on_gets_gradients_from_compiled_code_as_well() -> None:
     """As BUFR goes on from stage to stage. Torch 2.11 has to be told to look at the parameters again."""
@@ -387,6 +390,7 @@ def test_what_is_trained_from_now_on_gets_gradients_from_compiled_code_as_well()
         assert with_gradient == [name for name, _ in model.named_parameters() if name.startswith(trained)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [
@@ -418,7 +422,7 @@ def test_what_cannot_be_compiled_is_captured_as_it_is_and_said_once(
     monkeypatch.setattr(captures, "_end_capture", lambda device: None)
     monkeypatch.setattr(Steps, "_can_be_captured", lambda self: True)
     made = steps("cpu")
-    made.compile, made.what = True, "all layers"
+    made.compile, made.stage = True, "all layers"
     with caplog.at_level(logging.WARNING, "shiftmend"):
         made.epoch(0, 1)
     assert isinstance(made._captured, Epoch)
@@ -492,7 +496,7 @@ def test_every_replay_draws_other_dropout_and_the_same_seed_the_same() -> None:
         optimiser.step()
         return {"loss": loss.detach()}
 
-    captured = captured_epoch(once, model, optimiser, device, 2 * steps_, 2)
+    captured = capture_epoch(once, model, optimiser, device, 2 * steps_, 2)
     assert captured is not None
     runs = []
     for seed in (5, 5, 6):

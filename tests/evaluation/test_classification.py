@@ -145,6 +145,7 @@ def test_reliability_table() -> None:
     assert scores.reliability[0].count == 0
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(batches, st.data())
 def test_merged_halves_equal_the_whole(batch: tuple[int, int, float, int], data: st.DataObject) -> None:
@@ -161,6 +162,7 @@ def test_merged_halves_equal_the_whole(batch: tuple[int, int, float, int], data:
         assert right.compute() == unchanged.compute()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(batches)
 def test_order_does_not_matter(batch: tuple[int, int, float, int]) -> None:
@@ -170,6 +172,7 @@ def test_order_does_not_matter(batch: tuple[int, int, float, int]) -> None:
     assert_same(score(logits[order], labels[order]), score(logits, labels))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(batches, st.integers(1, 20))
 def test_bounds(batch: tuple[int, int, float, int], bins: int) -> None:
@@ -194,6 +197,7 @@ def test_other_precisions_are_scored_as_the_numbers_they_are(dtype: torch.dtype)
         assert getattr(scores, name) == pytest.approx(expected[name], rel=1e-10, abs=1e-12), name
 
 
+@pytest.mark.slow
 def test_many_batches_do_not_lose_digits() -> None:
     logits, labels = random_batch(50, 10)
     metrics = ClassificationMetrics()

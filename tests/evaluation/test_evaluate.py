@@ -43,6 +43,7 @@ def test_a_model_is_scored_in_eval_mode_without_a_graph_and_left_as_it_was() -> 
     assert all(module.training for module in model)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_what_is_deployed_is_scored_too() -> None:
     world = sensors()

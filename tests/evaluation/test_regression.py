@@ -29,6 +29,7 @@ def scored(predictions: Tensor, targets: Tensor) -> RegressionScores:
     return metrics.compute()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(st.integers(2, 80), st.integers(1, 3), st.floats(-1e6, 1e6), st.integers(0, 2**31), st.data())
 def test_errors_equal_sklearn(samples: int, quantities: int, offset: float, seed: int, data: st.DataObject) -> None:

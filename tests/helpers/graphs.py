@@ -19,9 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shiftmend.accelerate import cuda_graphs as captures
 from shiftmend.engine.step import Steps
-from shiftmend.evaluation import evaluate as evaluation
-from shiftmend.passes import looks
-from shiftmend.verification import signals
+from shiftmend.passes import evaluation_pass
 
 
 class FreedError(Exception):
@@ -80,12 +78,12 @@ def _place(tensor: Tensor) -> int:
 
 
 def recorded(run: Callable[[], Any], device: torch.device, warm_up: int) -> tuple[Graph, Any]:
-    """In the place of `captures._recorded`: what a capture makes holds nothing before it is replayed."""
+    """In the place of `captures._record`: what a capture makes holds nothing before it is replayed."""
     for _ in range(warm_up):
         run()
     graph = Graph()
     try:
-        with captures.nothing_drawn(), graph:
+        with captures.refuse_host_randomness(), graph:
             result = run()
     finally:
         for tensor in graph.own.values():
@@ -96,11 +94,12 @@ def recorded(run: Callable[[], Any], device: torch.device, warm_up: int) -> tupl
 
 def captured_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on steps and passes are captured on a CPU as well."""
-    monkeypatch.setattr(captures, "_recorded", recorded)
+    monkeypatch.setattr(captures, "_record", recorded)
     monkeypatch.setattr(captures, "_end_capture", lambda device: None)
-    monkeypatch.setattr(captures, "_draws", random.getstate)  # what torch draws here, it would draw on the device
-    for module in (evaluation, looks, signals):
-        monkeypatch.setattr(module, "worth_capturing", lambda inputs: True)
+    monkeypatch.setattr(
+        captures, "_host_rng_states", random.getstate
+    )  # what torch draws here, it would draw on the device
+    monkeypatch.setattr(evaluation_pass, "worth_capturing", lambda inputs: True)
     monkeypatch.setattr(
         Steps, "_can_be_captured", lambda self: None not in (self.objective, self.optimiser, self.feed.inputs)
     )

@@ -163,6 +163,7 @@ class Pictures(Uneven):
         return Image.new("L", (4, 4)), index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -346,6 +347,7 @@ def test_sizes_of_batches(samples: int, size: int, sizes: list[int], room: str) 
     assert [len(inputs) for inputs, _ in feed.labelled()] == sizes
 
 
+@pytest.mark.slow
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(-(2**62), 2**62), st.integers(0, 5000))
 def test_an_epoch_is_whole_batches_of_distinct_samples(samples: int, size: int, seed: int, number: int) -> None:
     feed = Feed(torch.arange(samples), batch_size=size)
@@ -377,6 +379,7 @@ def test_each_epoch_leaves_others_out() -> None:
     assert len(set.union(*left_out)) > 60
 
 
+@pytest.mark.slow
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(-(2**62), 2**62), st.integers(0, 5000))
 def test_an_index_says_which_samples_a_batch_holds(samples: int, size: int, seed: int, number: int) -> None:
     inputs = 7 * torch.arange(samples) + 3
@@ -403,6 +406,7 @@ def test_every_resident_way_has_the_same_index_and_a_stream_has_none(way: str) -
         assert [index for _, index in streamed] == [None] * len(streamed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", ROOM)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_global_generator_is_left_alone(way: str, room: str) -> None:
@@ -584,6 +588,7 @@ def test_preprocessing_is_applied_everywhere_once(way: str, room: str) -> None:
             assert {tuple(row) for row in batch.tolist()} <= {tuple(row) for row in expected.tolist()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", ROOM)
 @pytest.mark.parametrize("way", WAYS)
 def test_work_in_place_changes_neither_the_feed_nor_the_callers_data(way: str, room: str) -> None:
@@ -643,6 +648,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(equal, one, other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", ["streamed", "not resident"])
 @pytest.mark.parametrize("way", WAYS)
 def test_prefetching_changes_nothing_that_a_feed_gives(way: str, room: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -884,6 +890,7 @@ def test_fractions_of_numpy_become_those_of_networks_also_by_batches() -> None:
         assert [batch.dtype for batch in Feed(source).batches()] == [torch.float32]
 
 
+@pytest.mark.slow
 def test_a_file_mapped_for_reading_is_fed_without_a_warning(tmp_path) -> None:  # type: ignore[no-untyped-def]
     np.save(tmp_path / "inputs.npy", INPUTS.numpy())
     script = """

@@ -50,6 +50,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 90), st.integers(1, 5), st.booleans())
 def test_every_batch_arrives_in_order_whole_and_as_it_is(size: int, depth: int, background: bool) -> None:
     """Everything is held to the end, and the device copies as late as it may: no memory is used again too early."""
@@ -227,6 +228,7 @@ def test_an_iterator_given_up_leaves_nothing_behind(copier: Callable[[], AtOnce]
     assert not threads()
 
 
+@pytest.mark.slow
 def test_an_iterator_in_a_cycle_is_collected_with_its_thread() -> None:
     cycle: list[object] = [prefetched(by_index(), AtOnce(), background=True)]
     next(cycle[0])  # type: ignore[call-overload]
@@ -258,6 +260,7 @@ def test_collected_by_its_own_thread_it_does_not_wait_for_itself() -> None:
     assert not holder
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_an_iterator_half_way() -> None:
     program = (
         "import torch\n"

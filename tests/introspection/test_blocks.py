@@ -16,6 +16,7 @@ def blocks_of(model: nn.Module, inputs: torch.Tensor, names: object = None, outp
     return split(model, trace(model, inputs, output=output), names)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_blocks_of_every_kind_of_model(name: str) -> None:
     case = ZOO[name]
@@ -30,6 +31,7 @@ def test_blocks_of_every_kind_of_model(name: str) -> None:
         assert set(inside) == everything
 
 
+@pytest.mark.slow
 def test_the_papers_cnn() -> None:
     case = ZOO["paper-cnn"]
     blocks = blocks_of(case.model(), case.inputs(2))
@@ -37,6 +39,7 @@ def test_the_papers_cnn() -> None:
     assert [b.layers for b in blocks] == [1, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_resnet_stages_are_found_without_being_told() -> None:
     model = build("resnet18", classes=5).eval()
     told = blocks_of(model, torch.randn(2, 3, 64, 64))
@@ -129,12 +132,14 @@ def test_shared_weights_with_the_head_stay_fixed() -> None:
     assert trained == {"middle.weight", "middle.bias"}
 
 
+@pytest.mark.slow
 def test_names_given_by_the_user() -> None:
     case = ZOO["vit"]
     blocks = blocks_of(case.model(), case.inputs(2), ["patches", ["blocks.0", "blocks.1"], "blocks.2"])
     assert [b.layers for b in blocks] == [1, 6, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "words"),
     [

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from shiftmend.engine.modes import still_finite
+from shiftmend.engine.modes import is_finite
 from shiftmend.errors import ShiftmendError
 from shiftmend.introspection.model_state import as_file, check_types, put_back, save_tensors, tensors_of, whole_state
 from shiftmend.research.networks import build
@@ -78,7 +78,7 @@ def test_what_is_put_back_is_all_that_was_there_whatever_the_state_dict_says() -
     assert not before["seen"].any()  # the copy stays a copy
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
     model.base.weight.data[0, 0] = torch.nan
-    assert not still_finite(model, before)
+    assert not is_finite(model, before)
     model.base.bias = nn.Parameter(torch.zeros(5))
     put_back(model, before)
     assert torch.equal(model.base.bias, torch.zeros(5))  # of another shape: there is nothing to put back

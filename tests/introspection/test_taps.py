@@ -107,6 +107,7 @@ def test_tap_text_round_trip(spec: str) -> None:
     assert str(Tap.parse("mine", spec)) == spec
 
 
+@pytest.mark.slow
 def test_compiled_models_are_unwrapped() -> None:
     case = ZOO["tabular"]
     model = case.model()

@@ -12,6 +12,7 @@ from shiftmend.introspection.taps import tapped
 from shiftmend.introspection.trace import trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_finds_features_and_logits_of_every_kind_of_model(name: str) -> None:
     case = ZOO[name]
@@ -29,6 +30,7 @@ def test_finds_features_and_logits_of_every_kind_of_model(name: str) -> None:
     assert hooks(model) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in SMALL if n != "paper-cnn"])
 def test_features_are_what_the_head_reads(name: str) -> None:
     case = ZOO[name]
@@ -99,6 +101,7 @@ def test_an_output_of_another_head_than_the_profile_s_is_refused() -> None:
         assert trace(model, inputs[:2], taps=profile.specs, output=same).head == "species"
 
 
+@pytest.mark.slow
 def test_unknown_modules_get_a_hint() -> None:
     case = ZOO["in-place"]
     for mistake, meant in {
@@ -123,6 +126,7 @@ def test_a_linear_head_on_tokens_counts_the_last_axis() -> None:
     assert (str(found.taps["features"]), str(found.taps["logits"])) == ("2:input@-1", "2@-1")
 
 
+@pytest.mark.slow
 def test_a_compiled_submodule_is_seen_through() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

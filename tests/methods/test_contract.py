@@ -53,6 +53,7 @@ def with_stage(*arguments: Any) -> Method:
     return changed(stages=lambda self, network, profile: [Stage("some", *arguments)])
 
 
+@pytest.mark.slow
 def test_a_method_by_its_class_takes_options_and_several_rates() -> None:
     world = sensors()
     result = shiftmend.adapt(
@@ -78,6 +79,7 @@ def test_what_is_no_method_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
         method("centred")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [

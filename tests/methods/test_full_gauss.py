@@ -77,6 +77,7 @@ def test_the_loss_against_numpy(shrinkage: float) -> None:
     assert float(terms["features"]) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_it_undoes_a_mixing_that_marginals_cannot_see() -> None:
     world, profile = crosstalk(), full_profile()
     options = {"epochs": 40, "learning_rate": 0.02, "progress": False}
@@ -130,6 +131,7 @@ def test_constant_units_take_no_part() -> None:
     assert math.isfinite(float(got))
 
 
+@pytest.mark.slow
 def test_fewer_samples_than_features() -> None:
     world, profile = sensors(), full_profile("sensors")
     with pytest.raises(
@@ -145,6 +147,7 @@ def test_fewer_samples_than_features() -> None:
     assert result.history[-1].loss < result.history[1].loss
 
 
+@pytest.mark.slow
 def test_a_source_of_fewer_samples_than_features() -> None:
     case = ZOO["paper-cnn"]
     model = case.model()
@@ -202,6 +205,7 @@ def test_it_needs_no_classes_and_learns_from_a_stream() -> None:
     assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
 
 
+@pytest.mark.slow
 def test_it_runs_under_autocast() -> None:
     world, profile = crosstalk(), full_profile()
     options = {"epochs": 5, "learning_rate": 0.01, "progress": False}

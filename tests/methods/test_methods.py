@@ -69,6 +69,7 @@ def test_statistics_that_overflow_are_blamed_on_the_inputs_since_nothing_is_trai
         shiftmend.adapt(world.model, world.target * 1e25, None, "adabn", progress=False)
 
 
+@pytest.mark.slow
 def test_adabn_without_batch_norm_is_the_identity_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     world = sensors(norm=False)
     result = shiftmend.adapt(world.model, world.target, world.profile(), "adabn")
@@ -77,6 +78,7 @@ def test_adabn_without_batch_norm_is_the_identity_and_says_so(caplog: pytest.Log
     assert caplog.text.count("adabn finds nothing to change in this model") == 2
 
 
+@pytest.mark.slow
 def test_fr_trains_everything_below_the_head_at_the_published_rates() -> None:
     world = sensors()
     profile = world.profile()
@@ -88,6 +90,7 @@ def test_fr_trains_everything_below_the_head_at_the_published_rates() -> None:
     assert not any(name.startswith("fc.") for name in stage.parameters)
 
 
+@pytest.mark.slow
 def test_other_networks_get_a_careful_default() -> None:
     profile = sensors().profile()
     names = ("signal", "tabular", "no-norm", "vit")
@@ -96,6 +99,7 @@ def test_other_networks_get_a_careful_default() -> None:
         assert rates == pytest.approx({**dict.fromkeys(names, layerwise), "vit": staged})
 
 
+@pytest.mark.slow
 def test_bufr_published_schedules() -> None:
     profile = sensors().profile()
     cnn = BUFR().stages(network("paper-cnn"), profile)
@@ -180,6 +184,7 @@ def test_ablations_leave_out_what_they_say() -> None:
     assert set(result.history[1].losses) == {"features"}
 
 
+@pytest.mark.slow
 def test_the_sliced_preset_aligns_slices_that_do_not_judge() -> None:
     world = sensors()
     profile = world.profile("sliced")
@@ -232,6 +237,7 @@ def test_the_paper_preset_translates_the_published_rate() -> None:
     assert stage.learning_rate == pytest.approx(2 / (math.log(10) * units))
 
 
+@pytest.mark.slow
 def test_fr_on_a_model_without_normalisation() -> None:
     world = sensors(norm=False)
     result = shiftmend.adapt(world.model, world.target, world.profile(), "fr", epochs=60, progress=False)

@@ -37,6 +37,7 @@ def drawn(seed: int, classes: int = 4) -> torch.Tensor:
     return 3 * torch.randn(50, classes, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 100), st.integers(2, 12))
 def test_losses_on_predictions_against_numpy(seed: int, classes: int) -> None:
     logits = drawn(seed, classes)
@@ -136,6 +137,7 @@ def test_each_trains_what_it_says(made: shiftmend.methods.Method, changed: set[s
     assert result.manifest["method"]["name"] == made.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["shot-im", "bnm", "bnm-im"])
 def test_they_mend_a_simple_shift(name: str) -> None:
     world = sensors()

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-
-import shiftmend
-from shiftmend.engine.method import Look, Network
-from shiftmend.errors import AdaptationError
-from shiftmend.methods.shot import SHOT, centroid_labels
 from worlds import sensors
 from zoo import ZOO
+
+import shiftmend
+from shiftmend.engine.method import Network, ReadActivations
+from shiftmend.errors import AdaptationError
+from shiftmend.methods.shot import SHOT, centroid_labels
 
 CPU = torch.device("cpu")
 
@@ -49,6 +49,7 @@ def labels_in_numpy(embedding: np.ndarray, logits: np.ndarray) -> tuple[np.ndarr
     return np.array(labels), margin
 
 
+@pytest.mark.slow
 @given(st.integers(0, 300), st.integers(2, 7), st.integers(1, 6), st.floats(0.2, 5))
 def test_labels_against_a_slow_loop(seed: int, classes: int, units: int, certainty: float) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -117,6 +118,7 @@ def nearest_once(embedding: Tensor, p: Tensor) -> list[int]:
     return list((points @ (centroids / np.linalg.norm(centroids, axis=1, keepdims=True)).T).argmax(1))
 
 
+@pytest.mark.slow
 @given(st.permutations(range(30)))
 def test_labels_belong_to_samples_and_not_to_places(order: list[int]) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -127,6 +129,7 @@ def test_labels_belong_to_samples_and_not_to_places(order: list[int]) -> None:
     assert torch.equal(centroid_labels(embedding[order], logits[order]), labels[order])
 
 
+@pytest.mark.slow
 @given(st.integers(0, 100), st.floats(0.05, 2))
 def test_the_loss_against_numpy(seed: int, weight: float) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -166,7 +169,7 @@ class Watched(SHOT):
     labels: list[Tensor] = field(default_factory=list, compare=False)
     batches: list[tuple[Tensor, Tensor]] = field(default_factory=list, compare=False)
 
-    def targets(self, network: Network, look: Look) -> Tensor:
+    def targets(self, network: Network, look: ReadActivations) -> Tensor:
         made = super().targets(network, look)
         self.labels.append(made)
         return torch.arange(len(made)) % 3 if self.numbered else made
@@ -240,6 +243,7 @@ def changed(result: nn.Module, model: nn.Module) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_it_trains_all_but_the_head() -> None:
     world = sensors()
     result = shiftmend.adapt(world.model, world.target, None, "shot", epochs=1, learning_rate=0.01, progress=False)
@@ -270,6 +274,7 @@ def test_what_the_head_shares_with_other_layers_stays_as_it_is() -> None:
     assert changed(result.model, model) == {"middle.weight", "middle.bias"}
 
 
+@pytest.mark.slow
 def test_clusters_are_looked_for_where_the_model_says() -> None:
     case = ZOO["paper-cnn"]
     model = case.model()
@@ -283,6 +288,7 @@ def test_clusters_are_looked_for_where_the_model_says() -> None:
     assert torch.equal(spy.labels[0], centroid_labels(caught["bn4"], logits))
 
 
+@pytest.mark.slow
 def test_it_mends_a_simple_shift() -> None:
     world = sensors()
     result = shiftmend.adapt(world.model, world.target, None, "shot", epochs=15, learning_rate=0.01, progress=False)

@@ -39,6 +39,7 @@ def test_the_loss_against_numpy() -> None:
     assert float(terms["labels"]) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_it_reaches_a_high_accuracy_and_trains_everything() -> None:
     world = sensors()
     result = adapt(epochs=30)
@@ -50,6 +51,7 @@ def test_it_reaches_a_high_accuracy_and_trains_everything() -> None:
     assert result.history[-1].losses["labels"] < result.history[1].losses["labels"]
 
 
+@pytest.mark.slow
 def test_labels_belong_to_the_samples_in_their_order() -> None:
     """Labels that are learnt by heart, from samples that do not show them, show which sample got which."""
     torch.manual_seed(0)

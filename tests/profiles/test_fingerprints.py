@@ -207,6 +207,7 @@ def test_json_and_back() -> None:
             InputSummary.from_json(wrong)
 
 
+@pytest.mark.slow
 def test_another_normalisation_is_noticed() -> None:
     images = photographs(seed=1)
     mean, deviation = (

@@ -61,6 +61,7 @@ def test_profiles_of_other_ranges_do_not_merge() -> None:
         first.merge(shiftmend.profile(model, case.inputs(), preset="paper"))
 
 
+@pytest.mark.slow
 def test_size_of_a_cifar_resnet_profile() -> None:
     case = ZOO["resnet18"]
     made = shiftmend.profile(case.model(), case.inputs(32))
@@ -86,11 +87,11 @@ def test_save_load_round_trip_and_summary(tmp_path) -> None:  # type: ignore[no-
     ("made", "undone"), [(torch.log, torch.exp), (lambda inputs: inputs * 1e300, lambda inputs: inputs / 1e300)]
 )
 def test_infinite_and_enormous_inputs_come_back_from_a_file(
-    tmp_path: Path, made: Callable[[Tensor], Tensor], undone: Callable[[Tensor], Tensor]
+    tmp_path: Path, made: Callable[[Tensor], Tensor], undo_steps: Callable[[Tensor], Tensor]
 ) -> None:
     class Undoing(torch.nn.Sequential):
         def forward(self, inputs: Tensor) -> Tensor:
-            return super().forward(undone(inputs))
+            return super().forward(undo_steps(inputs))
 
     model = Undoing(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).double()
     profile = shiftmend.profile(model, torch.randn(20, 3, dtype=torch.float64).relu(), preprocess=made)
@@ -126,6 +127,7 @@ def test_the_profile_notices_another_model(caplog: pytest.LogCaptureFixture) -> 
     assert "not those the profile was made with" in caplog.text
 
 
+@pytest.mark.slow
 def test_other_preprocessing_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     case = ZOO["paper-cnn"]
     images = torch.rand(64, 3, 28, 28)

@@ -280,6 +280,7 @@ def damaged(generator: np.random.Generator) -> bytes:
     return bytes(content)
 
 
+@pytest.mark.slow
 def test_five_hundred_accidents_are_all_refused(tmp_path: Path) -> None:
     generator = np.random.default_rng(20240229)
     path = tmp_path / "p.safetensors"
@@ -341,6 +342,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(JSON)
 def test_any_json_in_place_of_the_description_is_refused(value: Any) -> None:
     _, tensors, metadata = take_apart()
@@ -397,6 +399,7 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_other_shapes_are_refused(name: str, shape: str) -> None:
@@ -676,6 +679,7 @@ WRONG: dict[type, list[Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_wrong_types_everywhere_in_the_description_are_refused() -> None:
     original, tensors, metadata = take_apart()
     tried = 0
@@ -815,6 +819,7 @@ def test_files_beyond_the_limit_are_not_read_whole(tmp_path: Path, monkeypatch: 
             Profile.load("/dev/zero")
 
 
+@pytest.mark.slow
 def test_large_networks_fit() -> None:
     """Eight thousand features with the preset that stores most."""
     made = sized(8192, 1000, {"verification": 128, "alignment": 512}, "sliced")

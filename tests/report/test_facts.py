@@ -61,6 +61,7 @@ def found() -> report.Facts:
     return report.gather(world.model, world.target, profile, result, labels=world.labels)
 
 
+@pytest.mark.slow
 def test_the_verdict_is_that_of_verify(found: report.Facts) -> None:
     world, profile, result = mended()
     for seen, model in ((found.before, world.model), (found.after, result.model)):
@@ -204,6 +205,7 @@ def test_the_inputs_shown_of_a_stream_are_those_that_were_read(monkeypatch: pyte
     assert "5 of 600 inputs, the first." in Page(render(found)).sections["inputs"]
 
 
+@pytest.mark.slow
 def test_cautions_say_what_does_not_belong_together() -> None:
     world, profile, result = mended()
     assert report.gather(world.model, world.source, profile, result).cautions == ()
@@ -317,6 +319,7 @@ def test_a_model_that_works_in_place_does_not_change_what_the_other_sees() -> No
     assert all(sample.after == sample.before for sample in found.inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("units", [None, 1, 2])
 @given(st.integers(50, 100_000))

@@ -372,6 +372,7 @@ def test_text_in_charts_arrives_escaped() -> None:
     assert page.elements[0][1]["aria-label"] == HOSTILE.replace("\u202e", "\ufffd").replace("\x00", "\ufffd")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "kind"),
     [((1, 20, 30), "images"), ((3, 400, 300), "images"), ((5, 9, 9), "images"), ((2, 500), "signals"), ((6,), "table")],
@@ -449,19 +450,21 @@ def test_shown_inputs_are_said_to_be_in_the_file() -> None:
     assert "pass it on only to those who may see them" in whole
 
 
+@pytest.mark.slow
 def test_large_models_give_small_pages() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 1000)).eval()
     data = torch.randn(300, 16)
     profile = shiftmend.profile(model, data, progress=False)
     adapted = shiftmend.adapt(model, data + 0.5, profile, "fr", epochs=1, progress=False)
-    rows = [Epoch(n, "block", 0.1, {"features": 1 / (n + 1)}, 1 / (n + 1), 0.1) for n in range(3000)]
+    rows = [Epoch(n, "block", 0.1, {"features": 1 / (n + 1)}, 0.1, {"slices": 1 / (n + 1)}) for n in range(3000)]
     found = report.gather(model, data + 0.5, profile, replace(adapted, history=rows))
     text = render(found)
     assert len(text.encode()) < 1_000_000
     assert "rarest classes are not shown" in Page(text).sections["predictions"]
 
 
+@pytest.mark.slow
 def test_many_taps_and_noisy_pictures_stay_small() -> None:
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Flatten(), nn.Linear(3 * 96 * 96, 64)]
@@ -479,6 +482,7 @@ def test_many_taps_and_noisy_pictures_stay_small() -> None:
     assert sum(tag == "img" for tag, _ in page.elements) == 100
 
 
+@pytest.mark.slow
 def test_of_many_taps_those_far_from_home_are_shown(found: report.Facts) -> None:
     own, tap = found.taps[:2], found.taps[0]
     many = [replace(tap, name=f"tap {n}", before=(float(n),), after=(float(-n),)) for n in range(20)]

@@ -16,6 +16,7 @@ from shiftmend.report.verdicts import state_verdict
 from shiftmend.verification.verdict import Verification
 
 
+@pytest.mark.slow
 def test_before_only_says_shifted_or_as_at_home() -> None:
     world = sensors(samples=1500)
     profile = world.profile()
@@ -33,6 +34,7 @@ def verdict_of(before: float, after: float, floor: float = 0.004) -> tuple[str, 
     return made.headline, made.sentence
 
 
+@pytest.mark.slow
 def test_the_sentence_says_what_happened() -> None:
     assert verdict_of(0.404, 0.044)[0] == "Not restored"
     assert "90\u00a0%" in verdict_of(0.404, 0.044)[1]

@@ -121,6 +121,7 @@ def test_fog_formula(severity, strength, decay):
     assert not shifted[2].any()
 
 
+@pytest.mark.slow
 def test_fog_shows_a_corner_of_a_map_that_spans_everything():
     images = torch.zeros(200, 1, 28, 28, dtype=torch.uint8)
     images[:, :, 0, 0] = 255
@@ -165,6 +166,7 @@ def test_background_inverts_the_texture_where_the_glyph_is():
     assert torch.equal(shifted.int(), (patches - mask).abs())
 
 
+@pytest.mark.slow
 def test_three_equal_channels_are_as_good_as_one():
     images = grey(4)
     for name in SHIFTS:

@@ -161,6 +161,7 @@ def test_a_plasma_window_is_the_corner_of_the_whole_map() -> None:
     assert primitives.plasma(0, 64, 1.4, generator(), window=28).shape == (0, 28, 28)
 
 
+@pytest.mark.slow
 def test_a_long_plasma_batch_is_cut_into_portions() -> None:
     # Maps of 2048 pixels are made two at a time.
     fields = primitives.plasma(3, 2048, 2.0, generator(3), window=4)

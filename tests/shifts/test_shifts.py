@@ -25,6 +25,7 @@ def images() -> torch.Tensor:
     return rings[:, None].repeat(1, 3, 1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMAGE_SHIFTS)
 def test_seeded_and_input_untouched(name, images):
     before = images.clone()
@@ -39,6 +40,7 @@ def test_seeded_and_input_untouched(name, images):
     assert torch.equal(other, first) is not SHIFTS[name].random
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMAGE_SHIFTS)
 def test_one_image(name, images):
     assert apply(name, images[:1]).shape == images[:1].shape

@@ -22,6 +22,7 @@ def save(path, height=40, width=50, seed=0, mode="RGB"):
     return torch.from_numpy(pixels[..., :3].copy()).permute(2, 0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", textures.NAMES)
 def test_stand_ins_are_colourful_and_always_the_same(name):
     first = textures.texture(name)
@@ -34,6 +35,7 @@ def test_stand_ins_are_colourful_and_always_the_same(name):
     assert textures.texture(name).any()
 
 
+@pytest.mark.slow
 def test_stand_ins_look_like_their_names():
     def mean(name):
         return textures.texture(name).float().mean(dim=(1, 2))
@@ -58,6 +60,7 @@ def test_stand_ins_wrap_around():
         assert seam < 2 * inside
 
 
+@pytest.mark.slow
 def test_frost_stand_ins_have_the_colours_of_the_photographs():
     pictures = textures.frost()
     expected = [(77, 149, 166), (201, 205, 214), (201, 205, 214), (138, 153, 166), (112, 123, 135)]

@@ -65,6 +65,7 @@ def full_divergence_in_numpy(values: Tensor, source: FullGaussian, shrinkage: fl
 # --- the divergence of all units together ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(SEEDS, st.integers(1, 8), SHRINKAGE)
 def test_full_divergence_against_numpy(seed: int, units: int, shrinkage: float) -> None:
     source, values = full_of(drawn(60, units, seed)), drawn(40, units, seed + 1)
@@ -73,6 +74,7 @@ def test_full_divergence_against_numpy(seed: int, units: int, shrinkage: float) 
     assert float(Comparison.to_source(source, shrinkage)(values)) == pytest.approx(expected, rel=1e-8, abs=1e-10)
 
 
+@pytest.mark.slow
 @given(SEEDS, st.integers(2, 5))
 def test_fewer_samples_than_units_against_numpy(seed: int, samples: int) -> None:
     source, values = full_of(drawn(60, 6, seed)), drawn(samples, 6, seed + 1)
@@ -91,6 +93,7 @@ def test_two_samples_that_agree_in_a_unit_against_numpy() -> None:
     assert float(source.divergence(values, 0.2)) == pytest.approx(expected, rel=1e-7)
 
 
+@pytest.mark.slow
 @given(SEEDS, st.integers(1, 6), SHRINKAGE)
 def test_full_divergence_is_never_negative_and_zero_at_home(seed: int, units: int, shrinkage: float) -> None:
     home = drawn(50, units, seed)
@@ -174,6 +177,7 @@ def test_shrinking_leaves_variances_alone() -> None:
 # --- one Gaussian a unit ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(SEEDS, st.integers(1, 8))
 def test_marginal_divergence_against_numpy(seed: int, units: int) -> None:
     source, values = marginal_of(drawn(60, units, seed)), drawn(40, units, seed + 1)
@@ -204,6 +208,7 @@ def _with_moments(values: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
 # --- merging and picking ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(SEEDS, st.integers(1, 6), st.integers(1, 59))
 def test_two_halves_equal_the_whole_in_either_order(seed: int, units: int, cut: int) -> None:
     values = drawn(60, units, seed)
@@ -240,6 +245,7 @@ def test_merging_is_exact_in_double_also_far_from_zero() -> None:
     np.testing.assert_allclose(merged.mean, values.numpy().mean(0), rtol=1e-12)
 
 
+@pytest.mark.slow
 @given(SEEDS, st.integers(1, 5), st.floats(0.05, 0.95))
 def test_parts_in_other_shares_are_a_weighted_sample(seed: int, units: int, share: float) -> None:
     """With Kish's size, the covariance is the one that numpy gives to samples of unequal importance."""
@@ -252,6 +258,7 @@ def test_parts_in_other_shares_are_a_weighted_sample(seed: int, units: int, shar
     np.testing.assert_allclose(mixed.covariance, expected.reshape(units, units), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @given(SEEDS, st.integers(1, 5), st.tuples(st.integers(1, 4), st.integers(1, 4)))
 def test_a_part_counted_twice_is_a_part_repeated(seed: int, units: int, times: tuple[int, int]) -> None:
     """Whole numbers can be written out; each part has its own unbiased covariance."""
@@ -291,6 +298,7 @@ def test_some_units_and_their_marginals() -> None:
 # --- collecting ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(SEEDS, st.lists(st.integers(1, 30), min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_covariance_does_not_depend_on_batches_or_order(seed: int, sizes: list[int], random: object) -> None:
     values = drawn(sum(sizes), 4, seed)

@@ -78,6 +78,7 @@ def test_bins_refuse_nonsense(wrong: dict[str, object]) -> None:
         Bins(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(0, 1000))
 def test_rows_are_probabilities_whatever_the_values(samples: int, units: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -140,6 +141,7 @@ def test_the_extremes_of_temperature_are_hard_bins_and_none(temperature: float, 
     torch.testing.assert_close(counts[0], torch.tensor(expected, dtype=dtype))
 
 
+@pytest.mark.slow
 @given(st.floats(0.002, 0.3), st.integers(1, 40), st.integers(0, 5))
 def test_agrees_with_the_softmax_at_any_temperature(temperature: float, count: int, seed: int) -> None:
     bins = Bins(count, "reference", temperature)

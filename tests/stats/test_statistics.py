@@ -79,6 +79,7 @@ def test_a_small_deviation_beside_a_large_mean_survives() -> None:
     np.testing.assert_allclose(tracker.deviation.numpy(), values.double().numpy().std(0), rtol=1e-9)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 200), max_size=6), st.integers(0, 20))
 def test_ranges_do_not_depend_on_batches_or_order(sizes: list[int], seed: int) -> None:
     values = sample(300)
@@ -137,6 +138,7 @@ def test_counts_against_numpy(bins: Bins, dtype: torch.dtype) -> None:
     assert stored.samples == 350
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 200), max_size=6), st.integers(0, 20))
 def test_counts_do_not_depend_on_batches_or_order(sizes: list[int], seed: int) -> None:
     values = sample(300)

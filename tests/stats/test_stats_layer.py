@@ -128,6 +128,7 @@ def test_gradients_reach_the_layers_below_and_only_those() -> None:
     assert [buffer.requires_grad for buffer in layer.buffers()] == [False] * 5
 
 
+@pytest.mark.slow
 def test_descending_the_loss_restores_the_features() -> None:
     torch.manual_seed(0)
     below, layer = nn.Linear(3, 4), StatsLayer(4)
@@ -258,6 +259,7 @@ def test_one_number_per_sample_is_one_unit() -> None:
     assert (float(layer.low), float(layer.high)) == (0, 1)
 
 
+@pytest.mark.slow
 def test_batches_do_not_matter() -> None:
     whole = collected(sample(), batch=300)
     for batch in (1, 7, 299):

@@ -28,6 +28,7 @@ def test_auto_is_cuda_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> Non
     assert resolve_device("auto") == resolve_device(None, nn.Linear(1, 1)) == torch.device("cuda", 3)
 
 
+@pytest.mark.slow
 def test_a_gpu_is_hidden_from_tests_that_are_not_marked() -> None:
     hidden = "import os, torch; print(os.environ['CUDA_VISIBLE_DEVICES'] == '', torch.cuda.is_available())"
     told = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, check=True).stdout

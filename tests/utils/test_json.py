@@ -26,6 +26,7 @@ def no_such_number(word: str) -> NoReturn:
     raise AssertionError(f"{word} is no JSON")
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_what_is_written_is_strict_and_comes_back(value: Any) -> None:
     read = json.loads(dumps(value), parse_constant=no_such_number)

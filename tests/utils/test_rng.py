@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shiftmend
-from shiftmend.accelerate.cuda_graphs import CapturedEpoch, captured_epoch
+from shiftmend.accelerate.cuda_graphs import CapturedEpoch, capture_epoch
 from shiftmend.profiles import fingerprints
 from shiftmend.utils.gpu_sharing import taking_turns
 from shiftmend.utils.rng import Dice, roll, rolled
@@ -69,6 +69,7 @@ class Noisy(nn.Module):
         return nn.functional.dropout(x, 0.2, training=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["model", "preprocess"])
 @pytest.mark.parametrize("name", PLACES)
 def test_what_is_drawn_in_eval_mode_follows_the_seed_and_not_the_global_generators(name: str, where: str) -> None:
@@ -157,7 +158,7 @@ class Masks:
         self.seen = torch.zeros(STEPS, UNITS, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
         with self.dice.for_dropout():
-            self.captured = captured_epoch(self._once, self.model, self.optimiser, device, 2 * STEPS, 2)
+            self.captured = capture_epoch(self._once, self.model, self.optimiser, device, 2 * STEPS, 2)
 
     def _once(self, index: Tensor) -> dict[str, Tensor]:
         kept = dropped(self.device)

@@ -14,7 +14,7 @@ from zoo import ZOO
 
 import shiftmend
 from shiftmend.inputs.feed import Feed
-from shiftmend.verification.signals import Watch, class_logits, observe
+from shiftmend.verification.signals import SignalReader, class_logits, observe
 
 
 def certainty_in_numpy(logits: np.ndarray) -> tuple[float, float]:
@@ -51,10 +51,10 @@ def test_all_signals_against_numpy(batch_size: int) -> None:
         features = world.model[:6](world.target)
         logits = world.model[6](features)
     assert profile.unusable == {"features": 0, "logits": 0}  # what the sums in numpy take for granted
-    assert (seen.entropy, seen.confidence) == pytest.approx(certainty_in_numpy(logits.numpy()), rel=1e-5)
+    assert (seen.get("entropy"), seen.get("confidence")) == pytest.approx(certainty_in_numpy(logits.numpy()), rel=1e-5)
     expected = marginals_in_numpy(features.numpy(), profile.taps["features"])
     expected += marginals_in_numpy(logits.numpy(), profile.taps["logits"])
-    assert seen.marginals == pytest.approx(expected, rel=5e-3)
+    assert seen.get("marginals") == pytest.approx(expected, rel=5e-3)
     assert seen.verification == shiftmend.verify(world.model, world.target, profile, batch_size=batch_size)
 
 
@@ -63,31 +63,36 @@ def test_a_part_of_the_data_is_the_same_part_each_time() -> None:
     profile, feed = world.profile(), Feed(world.target)
     part = torch.cat(list(feed.subset(100, seed=0)))
     assert len(part) == 100
-    seen = observe(world.model, feed, profile, most=100)
-    assert seen == observe(world.model, feed, profile, most=100)
+    seen = observe(world.model, feed, profile, limit=100)
+    assert seen == observe(world.model, feed, profile, limit=100)
     assert seen.verification is not None
     assert seen.verification.samples == 100
     whole = observe(world.model, Feed(part), profile)
-    assert (seen.entropy, seen.marginals) == pytest.approx((whole.entropy, whole.marginals), rel=1e-5)
+    assert (seen.get("entropy"), seen.get("marginals")) == pytest.approx(
+        (whole.get("entropy"), whole.get("marginals")), rel=1e-5
+    )
     assert seen.verification.divergence == pytest.approx(whole.verification.divergence, rel=1e-5)
 
 
 def test_without_a_profile_there_is_certainty_alone() -> None:
     world = sensors()
     seen, beside = (observe(world.model, Feed(world.target), profile) for profile in (None, world.profile()))
-    assert (seen.verification, seen.marginals) == (None, None)
-    assert (seen.entropy, seen.confidence) == (beside.entropy, beside.confidence)
+    assert (seen.verification, seen.get("marginals")) == (None, None)
+    assert (seen.get("entropy"), seen.get("confidence")) == (
+        beside.get("entropy"),
+        beside.get("confidence"),
+    )
 
 
 def test_one_output_is_no_class() -> None:
     case = ZOO["regressor"]
     model = case.model()
     seen = observe(model, Feed(case.inputs()), shiftmend.profile(model, case.inputs(), progress=False))
-    assert (seen.entropy, seen.confidence) == (None, None)
+    assert (seen.get("entropy"), seen.get("confidence")) == (None, None)
     assert seen.verification is not None
-    assert seen.marginals == pytest.approx(0, abs=1e-5)
+    assert seen.get("marginals") == pytest.approx(0, abs=1e-5)
     column = nn.Linear(5, 1)
-    assert observe(column, Feed(case.inputs()), None).entropy is None
+    assert observe(column, Feed(case.inputs()), None).get("entropy") is None
 
 
 @pytest.mark.parametrize("name", ["tuple", "dict"])
@@ -97,11 +102,13 @@ def test_several_outputs_must_be_told_apart(name: str) -> None:
     profile = shiftmend.profile(model, case.inputs(), output=case.output, progress=False)
     without = observe(model, Feed(case.inputs()), profile)
     named = observe(model, Feed(case.inputs()), profile, case.output)
-    assert (without.entropy, without.confidence) == (None, None)
+    assert (without.get("entropy"), without.get("confidence")) == (None, None)
     assert without.verification == named.verification
     with torch.no_grad():
         logits = model(case.inputs())[case.output]
-    assert (named.entropy, named.confidence) == pytest.approx(certainty_in_numpy(logits.numpy()), rel=1e-5)
+    assert (named.get("entropy"), named.get("confidence")) == pytest.approx(
+        certainty_in_numpy(logits.numpy()), rel=1e-5
+    )
 
 
 class Whole(nn.Module):
@@ -111,7 +118,7 @@ class Whole(nn.Module):
 
 
 def test_whole_numbers_are_no_logits() -> None:
-    assert observe(Whole(), Feed(torch.randn(8, 3)), None).entropy is None
+    assert observe(Whole(), Feed(torch.randn(8, 3)), None).get("entropy") is None
 
 
 def test_classes_of_feature_maps_and_of_tokens() -> None:
@@ -120,16 +127,19 @@ def test_classes_of_feature_maps_and_of_tokens() -> None:
     seen = observe(dense, Feed(inputs), shiftmend.profile(dense, inputs, progress=False))
     with torch.no_grad():
         maps = dense(inputs).permute(0, 2, 3, 1).reshape(-1, 3).numpy()
-    assert (seen.entropy, seen.confidence) == pytest.approx(certainty_in_numpy(maps), rel=1e-5)
+    assert (seen.get("entropy"), seen.get("confidence")) == pytest.approx(certainty_in_numpy(maps), rel=1e-5)
     alone = observe(dense, Feed(inputs), None)
-    assert (alone.entropy, alone.confidence) == (seen.entropy, seen.confidence)
+    assert (alone.get("entropy"), alone.get("confidence")) == (
+        seen.get("entropy"),
+        seen.get("confidence"),
+    )
 
     tokens = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
     inputs = torch.randn(40, 5, 4)
     seen = observe(tokens, Feed(inputs), shiftmend.profile(tokens, inputs, progress=False))
     with torch.no_grad():
         each = tokens(inputs).reshape(-1, 3).numpy()
-    assert (seen.entropy, seen.confidence) == pytest.approx(certainty_in_numpy(each), rel=1e-5)
+    assert (seen.get("entropy"), seen.get("confidence")) == pytest.approx(certainty_in_numpy(each), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +183,9 @@ def test_predictions_of_tokens_are_over_classes_wherever_they_stand(transposed: 
     with torch.no_grad():
         logits = model.head(model.below(inputs).relu()).reshape(-1, 4).numpy()
     first = result.history[0]
-    assert (first.entropy, first.confidence) == pytest.approx(certainty_in_numpy(logits), rel=1e-5)
+    assert (first.signals["entropy"], first.signals["confidence"]) == pytest.approx(
+        certainty_in_numpy(logits), rel=1e-5
+    )
 
 
 class Fixed(nn.Module):
@@ -188,10 +200,10 @@ class Fixed(nn.Module):
 def test_certain_and_impossible_classes_have_no_entropy_of_their_own() -> None:
     masked = torch.tensor([[0.0, 0.0, -torch.inf], [1e4, 0.0, -1e4]])
     seen = observe(Fixed(masked), Feed(torch.zeros(2, 1)), None)
-    assert seen.entropy == pytest.approx(math.log(2) / 2)
-    assert seen.confidence == pytest.approx(0.75)
+    assert seen.get("entropy") == pytest.approx(math.log(2) / 2)
+    assert seen.get("confidence") == pytest.approx(0.75)
     even = observe(Fixed(torch.zeros(7, 5)), Feed(torch.zeros(7, 1)), None)
-    assert (even.entropy, even.confidence) == pytest.approx((math.log(5), 0.2))
+    assert (even.get("entropy"), even.get("confidence")) == pytest.approx((math.log(5), 0.2))
 
 
 def test_looking_changes_nothing() -> None:
@@ -215,18 +227,20 @@ def test_a_captured_look_follows_the_weights_and_survives_other_work(most: int |
     world, device = sensors(), torch.device("cuda", 0)
     model, profile = copy.deepcopy(world.model).to(device).eval(), world.profile()
     feed = Feed(world.target, device=device)
-    watch = Watch(model, feed, profile, most=most, capture=True)
+    watch = SignalReader(model, feed, profile, limit=most, capture=True)
     for factor in (1.0, 0.9, 1.3):
         with torch.no_grad():
             for weight in model.parameters():
                 weight.mul_(factor)
         # would overwrite memory that the graph reads and nobody holds
         noise = [torch.full((size,), 1 << 40, device=device) for size in (100, 512, 1024, 4096) for _ in range(20)]
-        seen, expected = watch(), observe(model, feed, profile, most=most)
+        seen, expected = watch(), observe(model, feed, profile, limit=most)
         assert watch._again is not None
         assert seen.verification is not None
         assert expected.verification is not None
         assert seen.verification.divergence == pytest.approx(expected.verification.divergence, rel=1e-5)
-        assert seen.marginals == pytest.approx(expected.marginals, rel=1e-5)
-        assert (seen.entropy, seen.confidence) == pytest.approx((expected.entropy, expected.confidence), rel=1e-5)
+        assert seen.get("marginals") == pytest.approx(expected.get("marginals"), rel=1e-5)
+        assert (seen.get("entropy"), seen.get("confidence")) == pytest.approx(
+            (expected.get("entropy"), expected.get("confidence")), rel=1e-5
+        )
         del noise

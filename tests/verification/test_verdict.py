@@ -15,7 +15,7 @@ import shiftmend
 from shiftmend.errors import DataError, ProfileError
 from shiftmend.stats.histograms import Bins, divergence, sampling_floor, soft_histogram
 from shiftmend.stats.slices import Projector
-from shiftmend.verification.signals import Tally, some_positions
+from shiftmend.verification.signals import Tally, sample_positions
 from shiftmend.verification.verdict import FAILED, RESTORED, Verification, chance_of
 
 
@@ -90,6 +90,7 @@ def test_a_verdict_never_gets_better_with_a_larger_divergence(
         assert (judged.verdict == "not restored") == (judged.divergence >= failed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [200, 470, 940])
 @pytest.mark.parametrize("shift", [0.0, 0.1, 0.15])
 def test_the_divergence_of_many_samples_lies_within_the_bounds_that_few_give(samples: int, shift: float) -> None:
@@ -113,6 +114,7 @@ def test_the_divergence_of_many_samples_lies_within_the_bounds_that_few_give(sam
     assert sum(low <= true <= high for low, high in parts) >= 38
 
 
+@pytest.mark.slow
 def test_home_is_restored_and_a_shift_is_not() -> None:
     case = ZOO["signal"]
     model = case.model()
@@ -142,6 +144,7 @@ def test_slices_see_what_marginals_cannot() -> None:
     assert shiftmend.verify(model, features, made, batch_size=1000).divergence < 1e-6
 
 
+@pytest.mark.slow
 def test_marginals_see_what_slices_cannot() -> None:
     """A sum of many coins is distributed as one of many dice: slices that look as at home are not enough."""
     generator = torch.Generator().manual_seed(0)
@@ -200,6 +203,7 @@ def test_what_chance_does_not_explain() -> None:
         assert Verification(worst, 0.004, 500).bounds == (float("inf"), float("inf"))
 
 
+@pytest.mark.slow
 def test_outputs_that_are_nan_are_not_restored_however_the_features_look() -> None:
     case = ZOO["signal"]
     model, inputs = case.model(), case.inputs(3000)
@@ -239,6 +243,7 @@ def test_features_that_are_no_numbers_are_said_to_be_so_and_no_learning_rate_is_
         shiftmend.adapt(world.model, inputs, profile, "fr", epochs=1, preprocess=torch.log, progress=False)
 
 
+@pytest.mark.slow
 def test_positions_of_a_feature_map_do_not_count_as_so_many_samples() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -264,12 +269,12 @@ def test_positions_of_a_feature_map_do_not_count_as_so_many_samples() -> None:
 
 def chosen_positions(each: int, inputs: int, before: int = 0) -> np.ndarray:
     """Which rows of each input are taken."""
-    rows = some_positions(torch.arange(each * inputs).unsqueeze(1), inputs, before).view(inputs, -1).numpy()
+    rows = sample_positions(torch.arange(each * inputs).unsqueeze(1), inputs, before).view(inputs, -1).numpy()
     return rows - each * np.arange(inputs)[:, None]
 
 
 @pytest.mark.parametrize("each", [257, 1024, 9216, 50_000])
-def test_some_positions_of_each_input_follow_the_sequence_written_out(each: int) -> None:
+def test_sample_positions_of_each_input_follow_the_sequence_written_out(each: int) -> None:
     g = 1.32471795724474602596
     got = chosen_positions(each, 40, before=7)
     for one, row in enumerate(got):
@@ -290,12 +295,13 @@ def test_positions_come_from_everywhere() -> None:
 def test_few_positions_are_counted_as_they_are(rows: int, inputs: int) -> None:
     """Up to 256 of each, and where it cannot be told which input a row belongs to."""
     values = torch.rand(rows, 2)
-    assert some_positions(values, inputs, 5) is values
+    assert sample_positions(values, inputs, 5) is values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("shift", [0.0, 0.05, 0.3])
-def test_some_positions_tell_what_all_would(fixed: bool, shift: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_positions_tell_what_all_would(fixed: bool, shift: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where each has a value of its own at every site, as before a camera that does not move."""
     generator = torch.Generator().manual_seed(0)
     scene = torch.randn(1, 2, 24, 24, generator=generator)
@@ -379,6 +385,7 @@ def test_the_sample_sizes_that_the_documentation_calls_too_few() -> None:
     assert verdict(many, 400) == verdict(400, many) == verdict(800, 800) == "restored"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("units", [1, 2, 4, 32])
 def test_how_seldom_chance_is_outside_the_stated_bounds(units: int) -> None:
     """Two samples of one long-tailed distribution, again and again; the slices of few features are much the same."""
@@ -448,6 +455,7 @@ def test_a_mended_model_is_verified_without_a_word_about_its_weights(caplog: pyt
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.slow
 def test_batches_with_more_positions_weigh_as_much_as_in_the_profile() -> None:
     """Of long inputs some positions are drawn, of short ones none: the same data must still agree with itself."""
     torch.manual_seed(0)

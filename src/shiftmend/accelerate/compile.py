@@ -1,4 +1,4 @@
-"""TODO."""
+"""Captured steps compiled by `torch.compile`, for models of any kind and every set of trained layers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,31 @@ from shiftmend.introspection.modes import eager
 logger = logging.getLogger(__name__)
 
 _FEWER_KERNELS = "combo_kernels"
-"""What the compiler calls it to make one of small kernels that do not wait for each other, such as casts of weights."""
+"""Inductor option that fuses small independent kernels, such as casts of weights."""
 
 
 _USUAL_NUMBERS = "fallback_random"
-"""What it calls it to draw random numbers as torch does elsewhere."""
+"""Inductor option that draws random numbers as eager code does."""
 
 
-def captured_compiled(
-    capture: Callable[[bool], CapturedEpoch | None], model: nn.Module, optimiser: optim.SGD, dropout: bool, what: str
+def capture_compiled(
+    capture: Callable[[bool], CapturedEpoch | None],
+    model: nn.Module,
+    optimiser: optim.Optimizer,
+    dropout: bool,
+    what: str,
 ) -> CapturedEpoch | None:
-    """What `capture` makes while the model is compiled; None if that does not work, or does not train all of `what`.
+    """Capture steps while the model is compiled.
 
-    `capture` is told whether the model is compiled.
+    Args:
+        capture: Captures a step; its argument says whether the model is compiled.
+        model: The model to compile.
+        optimiser: Holds the trained parameters.
+        dropout: Whether dropout is on.
+        what: Name of the stage, for the log.
+
+    Returns:
+        The captured epoch, or None if compiling fails or a trained parameter gets no gradient in compiled steps.
     """
     with compiled(model, dropout):
         quick = capture(True)
@@ -41,17 +53,17 @@ def captured_compiled(
     return quick
 
 
-def _without_gradient(optimiser: optim.SGD) -> set[Tensor]:
-    """What the last step should have trained, and has not: compiled code does so if torch mistook it."""
+def _without_gradient(optimiser: optim.Optimizer) -> set[Tensor]:
+    """Return the trained parameters that got no gradient in the last step, as happens if torch reuses wrong code."""
     wanted = (parameter for group in optimiser.param_groups for parameter in group["params"])
     return {parameter for parameter in wanted if parameter.grad is None}
 
 
 @contextmanager
 def compiled(model: nn.Module, dropout: bool = False) -> Iterator[None]:
-    """Inside, calls of the model go through `torch.compile`, hooks included; afterwards nothing is left of it.
+    """Send calls of the model through `torch.compile`, hooks included, inside the block.
 
-    With `dropout`, compiled code draws the random numbers that other code would draw, so that runs can be compared.
+    With `dropout`, compiled code draws the same random numbers as eager code, so that runs can be compared.
     """
     wanted = {_FEWER_KERNELS: True, _USUAL_NUMBERS: dropout}
     known = torch._inductor.list_options()
@@ -66,11 +78,11 @@ def compiled(model: nn.Module, dropout: bool = False) -> Iterator[None]:
 
 
 def _full_guards() -> dict[str, Any]:
-    """Settings with which compiled code is used again for another copy of the model, but not for other work.
+    """Return settings with which compiled code is reused for another copy of the model, but not for other work.
 
-    Torch would not look whether hooks are others. 2.11 also takes the parameters of a module that it has seen before
-    for unchanged, and would train in each stage of BUFR what the first one has trained. Each set of trained layers is
-    compiled by itself; after eight, torch would go on without.
+    By default torch does not check whether hooks have changed. Torch 2.11 also assumes that the parameters of a known
+    module are unchanged, and would train in each stage of BUFR what the first stage has trained. Each set of trained
+    layers is compiled by itself; after eight of them, torch would stop compiling.
     """
     wanted = {
         "skip_nnmodule_hook_guards": False,
@@ -82,5 +94,5 @@ def _full_guards() -> dict[str, Any]:
 
 
 def _call(model: nn.Module, *inputs: Any, **options: Any) -> Any:
-    """What `model(...)` does. `Module.compile` would leave a model of torch's own, such as `Sequential`, as it is."""
+    """Call a model. `Module.compile` would leave a model of torch's own, such as `Sequential`, uncompiled."""
     return model._call_impl(*inputs, **options)

@@ -1,6 +1,11 @@
-"""What a capture must not change for a model, or take away from under it.
+"""Training steps, and whole evaluation passes, captured as CUDA graphs.
 
-A graph reads and writes the memory that was there when it was captured, whatever the model holds by then.
+A step of a small network is over before Python has launched its next kernel. A replayed graph needs one launch for all
+kernels and does the same arithmetic. What a graph cannot hold (control flow that looks at values, operations that wait
+for the device, random numbers drawn on the host) runs eagerly instead, and the reason is logged once.
+
+A graph reads and writes the memory that was there when it was captured, whatever the model holds later. The second
+half of this module keeps that memory alive and in place, and undoes what warming up has changed.
 """
 
 from __future__ import annotations
@@ -24,81 +29,80 @@ from shiftmend.utils.gpu_sharing import has_turns, others_may_go
 
 logger = logging.getLogger(__name__)
 
-
-WARM_UP = 3
-"""Steps before a capture: libraries choose their algorithms and allocate their workspaces in them."""
-
-
-LARGEST_SAMPLE = 1 << 14
-"""Values of a sample at most, for passes to be captured: a graph keeps its memory, and large samples gain little."""
-
+WARM_UP_STEPS = 3
+"""Steps before a capture, in which libraries choose their algorithms and allocate their workspaces."""
 
 Sums = dict[str, Tensor]
-"""Terms of a loss, summed over steps."""
-
-
-Once = Callable[[Tensor], Sums]
-"""One step on the samples with these indices."""
-
-
+"""Terms of a loss by name, summed over steps."""
+Step = Callable[[Tensor], Sums]
+"""One training step on the samples with these indices."""
 T = TypeVar("T")
 
 
-def captured_epoch(
-    once: Once,
+def capture_epoch(
+    step: Step,
     model: nn.Module,
-    optimiser: optim.SGD,
+    optimiser: optim.Optimizer,
     device: torch.device,
     samples: int,
     size: int,
     *,
     compiled: bool = False,
 ) -> CapturedEpoch | None:
-    """An epoch of steps of `size` samples each; None if a step cannot be captured, which is logged.
+    """Capture a training step, to be replayed for whole epochs.
 
-    Weights, statistics and momentum are afterwards what they were before. `once` may be called a few times. Whether
-    its steps are `compiled` is for the log alone.
+    Weights, statistics and the optimiser's state are unchanged afterwards. `step` may be called a few times.
+
+    Args:
+        step: Trains on the samples with the given indices and returns the terms of the loss.
+        model: The model that the step trains.
+        optimiser: Its optimiser.
+        device: The GPU.
+        samples: Samples in the data.
+        size: Samples in a batch.
+        compiled: Whether the step is compiled. For the log alone.
+
+    Returns:
+        The captured epoch, or None if the step cannot be captured. The reason is logged.
     """
     what = "compiled steps" if compiled else "steps"
-    return _or_none(lambda: CapturedEpoch(once, model, optimiser, device, samples, size), what, device)
+    return _try_to_capture(lambda: CapturedEpoch(step, model, optimiser, device, samples, size), what, device)
 
 
-def worth_capturing(inputs: Tensor) -> bool:
-    """Whether a pass over these inputs is one of small kernels on a GPU."""
-    return inputs.is_cuda and inputs[0].numel() <= LARGEST_SAMPLE
+def capture_call(run: Callable[[], T], model: nn.Module, device: torch.device) -> Callable[[], T] | None:
+    """Capture a function that changes nothing, such as an evaluation pass.
 
+    `run` itself is not kept, because a graph has to go with its owner rather than with the next garbage collection.
+    The owner must therefore keep alive what `run` reads beside the model.
 
-def captured_call(run: Callable[[], T], model: nn.Module, device: torch.device) -> Callable[[], T] | None:
-    """What does the same as `run`, which must not change anything; None if it cannot be captured.
-
-    Each call writes into the tensors that the one before has returned. `run` itself is not kept: a graph has to go when
-    its owner goes, not when garbage is collected. So what it reads beside the model must be kept by that owner.
+    Returns:
+        A function that replays `run` and returns the refilled tensors of the capture. None if that is impossible.
     """
-    return _or_none(lambda: _replayed(run, model, device), "passes", device)
+    return _try_to_capture(lambda: _capture(run, model, device), "passes", device)
 
 
-def _or_none(capture: Callable[[], T], what: str, device: torch.device) -> T | None:
+def _try_to_capture(capture: Callable[[], T], what: str, device: torch.device) -> T | None:
     try:
         return capture()
     except ShiftmendError:
         raise
-    except Exception as error:  # whatever a model can do that a graph cannot hold
+    except Exception as error:  # A model may do anything in its forward pass, and fail in any way while captured.
         _end_capture(device)
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        level = logging.INFO if what == "passes" else logging.WARNING  # steps take most of the time
+        level = logging.INFO if what == "passes" else logging.WARNING  # Steps take most of the time.
         logger.log(level, "%s are not captured as a CUDA graph (%s: %s)", what, type(error).__name__, first)
         return None
 
 
-def _replayed(run: Callable[[], T], model: nn.Module, device: torch.device) -> _Replayed[T]:
+def _capture(run: Callable[[], T], model: nn.Module, device: torch.device) -> _Replayed[T]:
     read: list[Tensor] = []
 
-    def once() -> T:
-        read[:] = held_by(model)
+    def run_once() -> T:
+        read[:] = list_tensors(model)
         return run()
 
-    with as_before_if_it_fails(model):
-        graph, result = _recorded(once, device, 1)
+    with restore_attributes_on_failure(model):
+        graph, result = _record(run_once, device, 1)
     return _Replayed(graph, result, read, device)
 
 
@@ -107,7 +111,7 @@ class _Replayed(Generic[T]):
     graph: torch.cuda.CUDAGraph
     result: T
     read: list[Tensor]
-    """Of the model: the graph reads it."""
+    """Tensors of the model that the graph reads."""
     device: torch.device
 
     def __call__(self) -> T:
@@ -118,53 +122,52 @@ class _Replayed(Generic[T]):
         return self.result
 
 
-def _recorded(run: Callable[[], T], device: torch.device, warm_up: int) -> tuple[torch.cuda.CUDAGraph, T]:
-    """The graph of a call, and what the call returned: tensors that a replay fills.
+def _record(run: Callable[[], T], device: torch.device, warm_up: int) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Return the graph of a call and the tensors that the call returned, which a replay refills.
 
-    `torch.cuda.graph` would first wait for the whole device, and so for everything that other threads have queued.
+    `torch.cuda.graph` is not used, because it waits for the whole device and so for the work of other threads.
     """
     graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
-    # A thread with a stream of its own stays on it: torch has no more than 32, and another may be a lane's.
+    # A thread that already has its own stream stays on it: torch has 32 streams, and a new one may be another thread's.
     stream = torch.cuda.Stream(device) if now == torch.cuda.default_stream(device) else now
     stream.wait_stream(now)
     try:
         with torch.cuda.stream(stream):
             for _ in range(warm_up):
                 run()
-            with no_collection():
-                # thread_local: other threads may go on using the device meanwhile
+            with pause_garbage_collection():
+                # "thread_local" lets other threads go on using the device.
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    with nothing_drawn():
+                    with refuse_host_randomness():
                         result = run()
                 except BaseException:
-                    with suppress(RuntimeError):  # what went wrong first says more
+                    with suppress(RuntimeError):  # The first error says more than one of ending the capture.
                         graph.capture_end()
                     raise
                 graph.capture_end()
-    finally:  # also after a failure: what the caller puts right must not be overtaken by a warm-up
+    finally:  # After a failure, too: the caller's repairs must not overtake a warm-up step.
         now.wait_stream(stream)
     return graph, result
 
 
 @contextmanager
-def nothing_drawn() -> Iterator[None]:
-    """Refuse random numbers of the host, such as those of an augmentation: a graph would repeat the same for ever."""
-    before = _draws()
+def refuse_host_randomness() -> Iterator[None]:
+    """Raise if random numbers are drawn on the host, as by an augmentation: a graph would repeat them for ever."""
+    before = _host_rng_states()
     yield
-    if _draws() != before:
+    if _host_rng_states() != before:
         raise RuntimeError("random numbers are drawn on the host, and a graph would repeat them")
 
 
-def _draws() -> tuple[Any, ...]:
-    """Where the generators of the host are."""
-    of_numpy = repr(np.random.get_state(legacy=False))  # noqa: NPY002
-    return random.getstate(), of_numpy, torch.default_generator.get_state().tolist()
+def _host_rng_states() -> tuple[Any, ...]:
+    numpy_state = repr(np.random.get_state(legacy=False))  # noqa: NPY002
+    return random.getstate(), numpy_state, torch.default_generator.get_state().tolist()
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
-    """Garbage may hold other graphs, also those of other threads, which must not be freed while one is captured."""
+def pause_garbage_collection() -> Iterator[None]:
+    """Keep garbage, which may hold other graphs, from being freed while a graph is captured."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -175,36 +178,39 @@ def no_collection() -> Iterator[None]:
 
 
 class CapturedEpoch:
-    """A step finds its batch by itself, from the order of the epoch and a counter on the device.
+    """An epoch of captured steps. Each finds its batch from the order of the epoch and a counter on the device.
 
-    Nothing is kept of what was captured but tensors: a graph has to go when its stage ends, not when garbage is
-    collected.
+    Only tensors are kept of what was captured: a graph has to go when its stage ends, not with garbage collection.
     """
 
     def __init__(
-        self, once: Once, model: nn.Module, optimiser: optim.SGD, device: torch.device, samples: int, size: int
+        self, step: Step, model: nn.Module, optimiser: optim.Optimizer, device: torch.device, samples: int, size: int
     ) -> None:
         self.steps = samples // size
-        # any valid order will do while warming up: what it does to the model is undone
-        rows = max(self.steps, WARM_UP + 1)
+        # Any valid order will do for warming up, since its effect on the model is undone.
+        rows = max(self.steps, WARM_UP_STEPS + 1)
         self.order = torch.arange(rows * size, device=device).remainder_(samples).view(-1, size)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.sums: Sums = {}
         self.read: list[Tensor] = []
-        with as_before_if_it_fails(model), undone(model, optimiser):
-            self.graph, _ = _recorded(lambda: self._step(once, model), device, WARM_UP)
+        with restore_attributes_on_failure(model), undo_steps(model, optimiser):
+            self.graph, _ = _record(lambda: self._step(step, model), device, WARM_UP_STEPS)
 
-    def _step(self, once: Once, model: nn.Module) -> None:
+    def _step(self, step: Step, model: nn.Module) -> None:
         index = self.order.index_select(0, self.cursor).squeeze(0)
-        self.read = held_by(model)
-        terms = once(index)
+        self.read = list_tensors(model)
+        terms = step(index)
         if not self.sums:
             self.sums = {name: torch.zeros_like(term) for name, term in terms.items()}
         torch._foreach_add_([self.sums[name] for name in terms], list(terms.values()))
         self.cursor += 1
 
     def run(self, order: Tensor) -> tuple[Sums, int]:
-        """All steps of an epoch in this order of the samples; the sums of the terms, and how many steps there were."""
+        """Run all steps of an epoch in this order of the samples.
+
+        Returns:
+            The sums of the loss terms over the steps, and the number of steps.
+        """
         given = self.order[: self.steps]
         given.copy_(order[: given.numel()].view_as(given))
         self.cursor.zero_()
@@ -219,16 +225,16 @@ class CapturedEpoch:
 
 
 def _end_capture(device: torch.device) -> None:
-    """After a capture that failed, torch's random generator believes that it goes on; an empty one ends it."""
+    """Capture something empty: after a failed capture torch's random generator believes that it still goes on."""
     nothing = torch.zeros(1, device=device)
     torch.cuda.synchronize(device)
-    _recorded(lambda: nothing.add_(1), device, 0)
+    _record(lambda: nothing.add_(1), device, 0)
 
 
-def kept_in_place(model: nn.Module) -> Callable[[], None]:
-    """What brings buffers back to where they lie now, with the values that they have by then.
+def keep_buffers_in_place(model: nn.Module) -> Callable[[], None]:
+    """Return a function that copies the current buffer values into the original tensors.
 
-    Some layers put a new tensor in the place of an old one in each step, of which a graph would not know.
+    Some layers put a new tensor in the place of a buffer in each step, which a graph would not notice.
     """
     places = [
         (module._buffers, name, tensor)
@@ -242,7 +248,7 @@ def kept_in_place(model: nn.Module) -> Callable[[], None]:
         for buffers, name, tensor in places:
             new = buffers.get(name)
             if new is not None and new is not tensor and (new.shape, new.dtype) == (tensor.shape, tensor.dtype):
-                moved.append((buffers, name, tensor, new.detach().clone()))  # it may be another's old tensor
+                moved.append((buffers, name, tensor, new.detach().clone()))  # `new` may be another buffer's tensor.
         for buffers, name, tensor, value in moved:
             buffers[name] = tensor.copy_(value)
 
@@ -250,20 +256,21 @@ def kept_in_place(model: nn.Module) -> Callable[[], None]:
 
 
 @contextmanager
-def undone(model: nn.Module, optimiser: optim.SGD) -> Iterator[None]:
-    """Afterwards weights, statistics and momentum are what they were, in the same memory.
+def undo_steps(model: nn.Module, optimiser: optim.Optimizer) -> Iterator[None]:
+    """Restore weights, statistics and the optimiser's state afterwards, in the same memory.
 
-    Momentum that had not begun is zero afterwards, from which the first step is the same. Steps that leave new tensors
-    in the place of buffers are refused: captured, they would go on reading the old ones.
+    Optimiser state that did not exist before is set to zero, from which the first step of SGD, Adam, AdamW and RMSprop
+    is the same. Steps that leave new tensors in the place of buffers are refused, because a graph would go on reading
+    the old ones.
     """
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if is_writable(tensor)]
     before = [tensor.detach().clone() for tensor in tensors]
-    momentum = {parameter: state["momentum_buffer"].clone() for parameter, state in optimiser.state.items()}
+    states = {parameter: _copy_state(state) for parameter, state in optimiser.state.items()}
     finished = False
     try:
         yield
-        _refuse_new(buffers)
+        _refuse_new_buffers(buffers)
         finished = True
     finally:
         for module, own in buffers:
@@ -271,37 +278,45 @@ def undone(model: nn.Module, optimiser: optim.SGD) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in zip(tensors, before, strict=True):
                 tensor.copy_(value)
-            if not finished:
+            if finished:
+                for parameter, state in optimiser.state.items():
+                    _reset_state(state, states.get(parameter, {}))
+            else:
                 optimiser.state.clear()
-            for parameter, kept in momentum.items():
-                if finished:
-                    optimiser.state[parameter]["momentum_buffer"].copy_(kept)
-                else:
-                    optimiser.state[parameter]["momentum_buffer"] = kept
-            for parameter, state in optimiser.state.items():
-                if parameter not in momentum:
-                    state["momentum_buffer"].zero_()
+                optimiser.state.update(states)
 
 
-def _refuse_new(buffers: list[tuple[nn.Module, dict[str, Tensor | None]]]) -> None:
+def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+def _reset_state(state: dict[str, Any], before: dict[str, Any]) -> None:
+    """Give the state of one parameter its earlier values in place, or zeros where there were none."""
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            value.copy_(before[name]) if name in before else value.zero_()
+        else:
+            state[name] = before.get(name, value)
+
+
+def _refuse_new_buffers(buffers: list[tuple[nn.Module, dict[str, Tensor | None]]]) -> None:
     for module, own in buffers:
         for name, tensor in own.items():
             if module._buffers.get(name) is not tensor:
                 raise RuntimeError(f"a step leaves a new tensor in the place of {name!r} of a {type(module).__name__}")
 
 
-def held_by(model: nn.Module) -> list[Tensor]:
-    """Every tensor that a model holds, for who keeps a graph of it, since the model may come to hold another.
+def list_tensors(model: nn.Module) -> list[Tensor]:
+    """Return every tensor that a model holds, for the owner of a graph that reads them.
 
-    A mask or a table that it makes for the size of a batch is replaced when one of another size comes, and would be
-    freed while a graph reads it.
+    A model may replace a mask or a table when a batch of another size comes, and so free what a graph still reads.
     """
     return [tensor.detach() for module in model.modules() for tensor in tensors_in(vars(module))]
 
 
 @contextmanager
-def as_before_if_it_fails(model: nn.Module) -> Iterator[None]:
-    """What a model comes to hold while a capture fails is taken away again: it was never computed."""
+def restore_attributes_on_failure(model: nn.Module) -> Iterator[None]:
+    """Take away what a model came to hold during a failed capture, since none of it was computed."""
     owned = [attributes for module in model.modules() for attributes in (vars(module), module._buffers)]
     before = [dict(attributes) for attributes in owned]
     try:

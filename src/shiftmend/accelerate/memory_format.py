@@ -1,7 +1,7 @@
-"""Where the channels of a convolution's weights lie in memory: innermost is faster, on a GPU and on a CPU.
+"""Channels-last memory format for convolutions, which is faster on a GPU and on a CPU.
 
-Maps follow the layout of the weights they meet. Values stay what they are but for rounding, unless a model takes the
-memory of its maps for granted, as `view` does; such a model is left as it was.
+Feature maps follow the format of the weights they meet. Values stay the same but for rounding, unless a model relies on
+the memory layout of its maps, as `view` does. Such a model is left as it is.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from shiftmend.introspection.modes import eager, modes
 from shiftmend.introspection.outputs import Entry, pick
 from shiftmend.utils.devices import layout_on, sum_dtype
 
-CLOSE = 0.01
-"""Of the largest output: rounding of TF32 convolutions stays far below, misread memory does not."""
+MAX_RELATIVE_DIFFERENCE = 0.01
+"""Difference allowed between both formats, relative to the largest output. Rounding of TF32 stays far below."""
 
 
 def channels_last(model: nn.Module, sample: Tensor, output: Entry = None) -> bool:
-    """Lay out the weights of 2-D convolutions with the channels innermost; whether that was possible.
+    """Convert the weights of 2-D convolutions to channels last, if the model computes the same with them.
 
-    A copy is tried first, in eval mode against the model as it is, and forward and backward with BatchNorm training.
+    A copy is tried first: in eval mode against the model as it is, and in a training step.
+
+    Returns:
+        Whether the weights were converted.
     """
     if not _weights(model) or layout_on(sample.device) != torch.channels_last:
         return False
@@ -33,7 +36,7 @@ def channels_last(model: nn.Module, sample: Tensor, output: Entry = None) -> boo
         _step(trial, sample, output)
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # whatever a model may say to maps it did not expect
+    except (RuntimeError, ValueError, TypeError, AssertionError):  # The model relies on the layout of its maps.
         return False
     if fits:
         _lay_out(model)
@@ -41,7 +44,7 @@ def channels_last(model: nn.Module, sample: Tensor, output: Entry = None) -> boo
 
 
 def as_in(model: nn.Module, like: nn.Module) -> None:
-    """Give the weights of convolutions the layout that they have in another model of the same modules."""
+    """Give the weights of convolutions the memory format that they have in another model of the same modules."""
     theirs = _weights(like)
     for name, weight in _weights(model).items():
         if name in theirs and weight.shape == theirs[name].shape and weight.stride() != theirs[name].stride():
@@ -49,7 +52,7 @@ def as_in(model: nn.Module, like: nn.Module) -> None:
 
 
 def _weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Of 2-D convolutions; weights that are computed from others have no memory of their own to lay out."""
+    """Return the weights of 2-D convolutions, without those that are computed from other parameters."""
     convolutions = nn.Conv2d | nn.ConvTranspose2d
     found = {
         name: module._parameters.get("weight")
@@ -72,11 +75,11 @@ def _same_outputs(model: nn.Module, trial: nn.Module, sample: Tensor, output: En
             result = pick(one(sample.clone()), output, "the model")
             results.append(result.to(sum_dtype(result.device)))
     before, after = results
-    return bool((before - after).abs().max() <= CLOSE * before.abs().max())
+    return bool((before - after).abs().max() <= MAX_RELATIVE_DIFFERENCE * before.abs().max())
 
 
 def _step(trial: nn.Module, sample: Tensor, output: Entry) -> None:
-    """As in an adaptation: BatchNorm on the statistics of the batch, and a gradient for every weight."""
+    """Run a training step as in an adaptation: BatchNorm on batch statistics, and a gradient for every weight."""
     trial.eval()
     for module in trial.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):

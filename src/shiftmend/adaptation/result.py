@@ -1,10 +1,10 @@
-"""`Adaptation`: what adapting gives back. An ordinary module, how it got there, and under which protocol."""
+"""`Adaptation`: the result of adapting. An ordinary module, its history, its verification and its manifest."""
 
 from __future__ import annotations
 
 import os
 import platform
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,16 @@ from shiftmend.verification.verdict import Verification
 
 @dataclass(eq=False)
 class Adaptation:
-    """The result of `shiftmend.adapt`. `selected` is the epoch that a choice without labels keeps."""
+    """The result of `shiftmend.adapt`.
+
+    Attributes:
+        model: The adapted model, an ordinary `nn.Module` in eval mode.
+        history: One row for the untouched model and one for each epoch.
+        manifest: The protocol: data, method, seed, versions, verification.
+        before: Verification of the untouched model; None without a profile.
+        after: Verification of the returned model.
+        selected: The epoch that a choice without labels keeps.
+    """
 
     model: nn.Module = field(repr=False)
     history: list[Epoch] = field(repr=False)
@@ -33,24 +42,30 @@ class Adaptation:
 
     @property
     def kept(self) -> Epoch:
-        """The row of the history that `model` belongs to."""
+        """Row of the history that `model` belongs to."""
         return self.history[self.selected if self.manifest["kept"] == "selected" else -1]
 
     @property
     def interrupted(self) -> bool:
+        """Whether Ctrl-C ended the run early."""
         return bool(self.manifest["status"] == "interrupted")
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write `model.safetensors`, `manifest.json` and `history.json` into a folder.
 
-        Weights and buffers are stored, also those that the model's own `state_dict` leaves out, but not what a module
-        gives as `get_extra_state`, unless that is a tensor: such a model takes them back with
-        `load_state_dict(..., strict=False)`.
+        All weights and buffers are stored, also those that the model's own `state_dict` leaves out. Extra state
+        (`get_extra_state`) is stored only if it is a tensor; load such a model with `strict=False`.
+
+        Args:
+            folder: Where to write; made if it does not exist.
+
+        Raises:
+            AdaptationError: If the folder cannot be written into. Nothing is half written.
         """
         home = as_path(folder, "the folder to write into")
         check_folder(home)
         tensors = whole_state(self.model)
-        rows = [asdict(row) for row in self.history]
+        rows = [row.to_json() for row in self.history]
         texts = {
             "history.json": dumps(rows, "the history", indent=1) + "\n",
             "manifest.json": dumps(self.manifest, "the manifest", indent=1) + "\n",
@@ -60,7 +75,7 @@ class Adaptation:
                 save_tensors(weights, tensors)
                 for place, text in zip(places, texts.values(), strict=True):
                     place.write_bytes(text.encode())
-        except OSError as error:  # the system names a temporary file at best
+        except OSError as error:  # The system names a temporary file at best.
             reason = error.strerror or error
             raise AdaptationError(f"{home} cannot be written into ({reason}); name another folder") from error
 
@@ -82,7 +97,7 @@ class Adaptation:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Versions and machine that a number was obtained with."""
+    """Return the versions and the machine that a number was obtained with."""
     return {
         "shiftmend": __version__,
         "torch": torch.__version__,

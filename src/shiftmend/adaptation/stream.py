@@ -1,4 +1,4 @@
-"""The same methods on a stream: predict, then adapt, one batch after the other."""
+"""`stream`: the same methods on a stream of batches. Each batch is predicted, then learnt from."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, Dataset
 
-from shiftmend.accelerate.bf16 import nothing_cached
-from shiftmend.accelerate.cuda_graphs import kept_in_place
-from shiftmend.adaptation.adapt import examine, fitting_profile
-from shiftmend.engine.method import Method, check_objective, facts_of, loss_of, stages_of
-from shiftmend.engine.modes import enter_adapting_modes, fresh_optimiser, refuse_shared, settle, steady, still_finite
+from shiftmend.accelerate.cuda_graphs import keep_buffers_in_place
+from shiftmend.accelerate.precision import nothing_cached
+from shiftmend.adaptation.adapt import check_profile, examine
+from shiftmend.engine.method import Method, check_objective, compute_loss, describe_method, plan_stages
+from shiftmend.engine.modes import (
+    enter_adapting_modes,
+    hold_layer_options,
+    is_finite,
+    make_ordinary,
+    refuse_shared_tensors,
+    unfreeze,
+)
 from shiftmend.errors import AdaptationError, DataError, ShiftmendError
 from shiftmend.inputs.feed import Feed, Preprocess
 from shiftmend.introspection.model_state import put_back, tensors_of
@@ -32,19 +39,23 @@ from shiftmend.stats.slices import Slices
 from shiftmend.stats.statistics import CountTracker
 from shiftmend.utils.checks import brief, check_function, counted, is_whole, kind
 from shiftmend.utils.devices import resolve_device
-from shiftmend.verification.signals import some_positions
-from shiftmend.verification.verdict import Verification, judged
+from shiftmend.verification.signals import sample_positions
+from shiftmend.verification.verdict import Verification, judge
 
 logger = logging.getLogger(__name__)
 
 
 class Stream:
-    """An online adapter; made by `shiftmend.stream`.
+    """An online adapter, made by `shiftmend.stream`.
 
-    `step(batch)` returns the model's output for the batch and then updates the model with it, once. The output is
-    that of before the update, with BatchNorm on the statistics of the batch, as in the paper's online experiments. The
-    caller's model is not touched; `snapshot()` gives a plain copy of the adapted one at any time. Threads may share a
-    stream: they wait for one another.
+    `step(batch)` returns the model's output for the batch and then updates the model with the batch, once. The output
+    is computed before the update, with BatchNorm on the statistics of the batch, as in the paper's online experiments.
+    The caller's model is not touched; `snapshot()` returns a plain copy of the adapted one at any time. Threads may
+    share a stream and wait for one another.
+
+    Attributes:
+        steps: Batches so far.
+        losses: Terms of the loss in the last update.
     """
 
     def __init__(
@@ -63,11 +74,10 @@ class Stream:
         self._lock = threading.RLock()
         self.steps = 0
         self.losses: dict[str, float] = {}
-        """The terms of the last update."""
         self._source = model
         self._model = plain_copy(model).to(device)
         self._objective = method.objective(profile, device)
-        self._optimiser: optim.SGD | None = None
+        self._optimiser: optim.Optimizer | None = None
         self._what = ""
         self._taps: dict[str, Tap] | None = None
         self._judge: Slices | None = profile.slices["verification"].to(device) if profile is not None else None
@@ -83,7 +93,17 @@ class Stream:
     @torch.inference_mode(False)
     @nothing_cached()
     def step(self, batch: Any) -> Tensor:
-        """Predict a batch, then learn from it; a bad one is refused, or skipped with a warning, and changes nothing."""
+        """Predict a batch, then learn from it.
+
+        Args:
+            batch: Inputs, or (inputs, anything).
+
+        Returns:
+            The model's output, from before the update.
+
+        Raises:
+            DataError: If the batch cannot be used. Nothing is changed then.
+        """
         with self._lock:
             return self._step(batch)
 
@@ -97,7 +117,7 @@ class Stream:
         if self._taps is None:
             self._prepare(inputs)
         smallest = max(2 if batch_norms(self._model) else 1, self.method.smallest_batch(self.profile))
-        learns = self.method.name != "source-only"
+        learns = self.method.adapts
         adapts = learns and len(inputs) >= smallest
         if learns and not adapts:
             few = "a single sample has no distribution" if len(inputs) < 2 else f"{len(inputs)} samples are too few"
@@ -110,9 +130,14 @@ class Stream:
         trains = adapts and self._optimiser is not None
         good, moved = True, False
         losses: dict[str, float] = {}
-        bring_back = kept_in_place(self._model)  # what a layer puts in the place of a buffer hangs on this step's graph
+        # A new tensor that a layer puts in the place of a buffer would hang on the graph of this step.
+        bring_back = keep_buffers_in_place(self._model)
         try:
-            with steady(self._model), tapped(self._model, self._taps) as recorder, torch.set_grad_enabled(trains):
+            with (
+                hold_layer_options(self._model),
+                tapped(self._model, self._taps) as recorder,
+                torch.set_grad_enabled(trains),
+            ):
                 result = pick(self._model(inputs), self.output, "the model")
                 activations = recorder.read()
                 if trains:
@@ -122,14 +147,16 @@ class Stream:
                 moved = True
                 self._optimiser.step()
             if adapts:
-                good = bool(losses) == trains and still_finite(self._model, before)
+                good = bool(losses) == trains and is_finite(self._model, before)
             if self._judge is not None and good:
                 self._count(activations["features"].detach(), len(inputs))
-        except BaseException as error:  # what the model or the method refuses has moved BatchNorm already
+        except BaseException as error:  # By now BatchNorm has moved, whoever refused the batch.
             bring_back()
             self._take_back(before, moved)
             if isinstance(error, Exception) and not isinstance(error, ShiftmendError):
-                check_takes(self._model, inputs)  # which says it in a sentence, if it is for the inputs
+                check_takes(
+                    self._model, inputs
+                )  # Says in a sentence what is wrong with the inputs, if they are the cause.
             raise
         if not good:
             self._take_back(before, True)
@@ -140,7 +167,7 @@ class Stream:
         return result.detach()
 
     def _inputs(self, batch: Any) -> Tensor:
-        """A batch is checked and moved as data for `adapt` is; of what a loader gives, the first entry is taken."""
+        """Return the inputs of a batch, checked and moved to the device as data for `adapt` is."""
         if isinstance(batch, tuple | list) and batch:
             if isinstance(batch[0], tuple | list | Mapping):
                 raise DataError(
@@ -155,36 +182,37 @@ class Stream:
             batch_size=1 << 30,
             device=self.device,
             preprocess=self.preprocess,
-            limit=1 << 62,  # to ask how much memory is free takes as long as a small step
+            limit=1 << 62,  # Asking how much memory is free would take as long as a small step.
             what="batch",
         )
         return next(feed.batches())
 
     def _prepare(self, inputs: Tensor) -> None:
-        """Taps and trained parameters, found with the first batch."""
+        """Find taps and trained parameters with the first batch."""
         with LeftAlone(self._source, self._model):
-            check_takes(self._model, inputs[:2].clone(), self.output)  # a copy: the model may work in place
+            check_takes(self._model, inputs[:2].clone(), self.output)  # A copy, since the model may work in place.
         network, taps = examine(self._model, inputs[:2].clone(), self.profile, self.method, None, self.output)
-        stages = stages_of(self.method, network, self.profile)
+        stages = plan_stages(self.method, network, self.profile)
         if len(stages) > 1:
             raise AdaptationError(
                 f"{self.method.name} has {len(stages)} stages, and a stream never comes to the second; use "
                 "shiftmend.adapt, or give it a single stage"
             )
         check_objective(self._objective, self.method, stages)
-        refuse_shared(self._source, self._model, stages)
+        refuse_shared_tensors(self._source, self._model, stages)
         if stages:
-            self._optimiser = fresh_optimiser(self._model, stages[0], self.method.momentum)
+            trained = unfreeze(self._model, stages[0])
+            self._optimiser = self.method.make_optimiser(trained, stages[0]) if trained else None
             self._what = stages[0].name
         if self.profile is not None:
             taps = {"features": self.profile.specs["features"], **taps}
         self._taps = taps
 
     def _differentiate(self, activations: dict[str, Tensor]) -> dict[str, float]:
-        """The terms of the loss, whose gradients the parameters then have; none of either if it is not finite."""
+        """Compute gradients and return the terms of the loss; do neither if the loss is not finite."""
         assert self._objective is not None
         assert self._optimiser is not None
-        terms, total = loss_of(self._objective, activations, self._what)
+        terms, total = compute_loss(self._objective, activations, self._what)
         if not bool(torch.isfinite(total)):
             return {}
         losses = {name: float(term.detach()) for name, term in terms.items()}
@@ -193,7 +221,7 @@ class Stream:
         return losses
 
     def _take_back(self, before: dict[str, Tensor], momentum: bool) -> None:
-        """The model as it was; a momentum that may be of the step that went wrong is forgotten."""
+        """Restore the model, and forget optimiser state that may come from the step that went wrong."""
         put_back(self._model, before)
         self._model.eval()
         if momentum and self._optimiser is not None:
@@ -203,7 +231,7 @@ class Stream:
         assert self._judge is not None
         home = self._judge.histogram
         counter = home.counter()
-        rows = some_positions(features, inputs, self._counted)
+        rows = sample_positions(features, inputs, self._counted)
         for part in self._judge.projector.by_parts(rows):
             counter.update(part, len(features) / len(rows))
         self._seen.append((counter, inputs))
@@ -211,9 +239,9 @@ class Stream:
 
     @property
     def verification(self) -> Verification | None:
-        """The label-free verdict over the last batches, as they were predicted; None without a profile or a batch.
+        """Label-free verdict over the last batches, as they were predicted; None without a profile or a batch.
 
-        It rests on the slices alone: to count every feature of every batch as well would slow a stream down.
+        The verdict rests on the slices alone, since counting every feature of every batch would slow a stream down.
         """
         with self._lock:
             seen = list(self._seen)
@@ -223,13 +251,13 @@ class Stream:
         every = home.counter()
         every.counts = torch.stack([counter.counts for counter, _ in seen]).sum(0)
         every.samples = sum(counter.samples for counter, _ in seen)
-        return judged(float(every.divergence(home)), None, sum(inputs for _, inputs in seen), self.profile)
+        return judge(float(every.divergence(home)), None, sum(inputs for _, inputs in seen), self.profile)
 
     @torch.inference_mode(False)
     def snapshot(self) -> nn.Module:
-        """A plain copy of the model as it is now: eval mode, where the caller's model lies."""
+        """Return a plain copy of the model as it is now, in eval mode and on the device of the caller's model."""
         with self._lock:
-            return settle(plain_copy(self._model), self._source)
+            return make_ordinary(plain_copy(self._model), self._source)
 
 
 @torch.inference_mode(False)
@@ -244,14 +272,36 @@ def stream(
     window: int = 16,
     **options: Any,
 ) -> Stream:
-    """An online adapter for people who have a stream rather than a data set.
+    """Make an online adapter for a stream of batches.
 
-    `options` are the method's hyper-parameters; learning rates for one pass differ from those for many, and a softer
-    temperature learns quicker (the paper uses 0.05: `profile(..., bins=Bins(temperature=0.05))`). `window` is the
-    number of batches behind `verification`.
+    Args:
+        model: Any `nn.Module` that is called with one tensor. It is not touched.
+        profile: The source's profile, or the name of its file. A softer temperature learns quicker on a stream (the
+            paper uses 0.05: `profile(..., bins=Bins(temperature=0.05))`).
+        method: Name, class or instance of a method that can learn from a stream.
+        preprocess: Called with each batch on the device, before the model.
+        output: Entry of a tuple or dict that is the model's output.
+        device: Where to compute.
+        window: Batches behind `Stream.verification`.
+        **options: Hyper-parameters of the method. Learning rates for one pass differ from those for many.
+
+    Returns:
+        A `Stream`, whose `step` predicts a batch and learns from it.
+
+    Raises:
+        ShiftmendError: If the model, the profile or an option cannot be used.
+
+    Example:
+        >>> import torch, shiftmend
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
+        >>> profile = shiftmend.profile(model, torch.randn(200, 4))
+        >>> online = shiftmend.stream(model, profile, learning_rate=0.01)
+        >>> online.step(torch.randn(32, 4) + 1).shape
+        torch.Size([32, 2])
     """
     chosen = make_method(method, **options)
-    facts_of(chosen)
+    describe_method(chosen)
     if not chosen.online or chosen.by_sample:
         able = ", ".join(name for name, kind in METHODS.items() if kind.online)
         raise AdaptationError(f"{chosen.name} needs the whole of the data, which a stream never is; use one of {able}")
@@ -262,7 +312,7 @@ def stream(
         raise DataError(f"the window must be a whole number of batches, at least 1, got {brief(window)}")
     check_function(preprocess, "preprocess", "inputs")
     model = unwrap(model)
-    profile = fitting_profile(profile, model, chosen)
+    profile = check_profile(profile, model, chosen)
     refuse_broken(model)
     place = resolve_device(device, model)
     return Stream(model, profile, chosen, preprocess=preprocess, output=output, device=place, window=int(window))

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,28 @@ from shiftmend.utils.sealing import UNSEALED, is_whole, seal
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state after some whole epoch: position, weights, momentum, history."""
+    """The state of a run after a whole epoch.
+
+    Attributes:
+        stage: Index of the stage.
+        epoch: Epochs of that stage that are done.
+        history: Rows so far.
+        model: Weights and buffers by name.
+        optimiser: State of the optimiser by parameter, then by entry.
+        selected: State of the epoch that would be kept, where that is wanted.
+    """
 
     stage: int
     epoch: int
-    """Epochs of that stage that are done."""
     history: list[Epoch]
-    state: dict[str, Tensor]
-    momentum: dict[str, Tensor]
+    model: dict[str, Tensor]
+    optimiser: dict[str, dict[str, Any]]
     selected: dict[str, Tensor]
-    """The state of the epoch that would be kept, where that is wanted."""
 
 
 def check_place(path: Path) -> None:
-    """Refuse a path that cannot be written to before an epoch is spent."""
-    target = _target(path)
+    """Raise if a checkpoint cannot be written to this path, before an epoch is spent."""
+    target = _resolve(path)
     try:
         if path.is_dir():
             raise AdaptationError(f"checkpoint {path} is a folder, expected the name of a file in it")
@@ -53,29 +60,32 @@ def check_place(path: Path) -> None:
 
 
 @contextmanager
-def alone_at(path: Path) -> Iterator[bool]:
-    """Whether no other run has this checkpoint; if so, what a killed process left half written beside it is deleted."""
+def lock(path: Path) -> Iterator[bool]:
+    """Hold the lock of a checkpoint; yield False if another run has it.
+
+    What a killed process left half written beside the checkpoint is deleted.
+    """
     check_place(path)
-    target = _target(path)
+    target = _resolve(path)
     with alone_with(target) as alone:
         if alone:
-            for left in target.parent.glob(f".{glob.escape(target.name)}.{'?' * 8}.partial"):  # see `replacing`
-                with suppress(OSError):  # another user's, in a folder where each deletes only what is theirs
+            for left in target.parent.glob(f".{glob.escape(target.name)}.{'?' * 8}.partial"):  # See `replacing`.
+                with suppress(OSError):  # In a shared folder the file may be another user's.
                     left.unlink()
         yield alone
 
 
-def _target(path: Path) -> Path:
-    return Path(os.path.realpath(path))  # as `replacing` does: a link stays one
+def _resolve(path: Path) -> Path:
+    return Path(os.path.realpath(path))  # As `replacing` does: a link stays a link.
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model with numbers that a checkpoint cannot hold; complex ones are written as pairs."""
+    """Raise if the model holds numbers that a checkpoint cannot; complex ones are written as pairs."""
     check_types({name: value for name, value in held(model).items() if not value.is_complex()})
 
 
 def identify(facts: dict[str, Any]) -> str:
-    """A short name for everything that decides how a run goes."""
+    """Return a short name for everything that decides how a run goes."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -86,21 +96,26 @@ def save(
     epoch: int,
     history: list[Epoch],
     model: nn.Module,
-    optimiser: optim.SGD | None,
+    optimiser: optim.Optimizer | None,
     selected: dict[str, Tensor] | None = None,
     fits: bool | None = None,
 ) -> None:
     """Write the state of a run, atomically; `fits` is for `data_fits`."""
     tensors = {f"model.{name}": value.cpu() for name, value in held(model).items()}
     tensors |= {f"selected.{name}": value.cpu() for name, value in (selected or {}).items()}
+    numbers: dict[str, dict[str, Any]] = {}
     if optimiser is not None:
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         for parameter, state in optimiser.state.items():
-            tensors[f"momentum.{names[parameter]}"] = state["momentum_buffer"].cpu()
-    pairs = [name for name, value in tensors.items() if value.is_complex()]  # a file holds complex64 alone
+            for entry, value in state.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimiser.{entry}.{names[parameter]}"] = value.cpu()
+                else:
+                    numbers.setdefault(names[parameter], {})[entry] = value
+    pairs = [name for name, value in tensors.items() if value.is_complex()]  # A file holds complex64 alone.
     tensors |= {name: torch.view_as_real(tensors[name].resolve_conj()) for name in pairs}
-    position = {"run": run, "stage": stage, "epoch": epoch}
-    facts = position | {"history": [asdict(row) for row in history], "pairs": pairs, "fits": fits}
+    facts = {"run": run, "stage": stage, "epoch": epoch, "history": [row.to_json() for row in history]}
+    facts |= {"pairs": pairs, "fits": fits, "optimiser": numbers}
     metadata = {"format": "shiftmend checkpoint", "facts": json.dumps(facts), **UNSEALED}
     with replacing(path) as (place,):
         save_tensors(place, tensors, metadata)
@@ -109,9 +124,9 @@ def save(
 
 
 def data_fits(*paths: str | os.PathLike[str] | None) -> bool | None:
-    """Whether the data of runs with these checkpoints fitted into memory; None where that was no question so far."""
+    """Return whether the data of runs with these checkpoints fitted into memory; None if that was never asked."""
     for path in paths:
-        with suppress(Exception):  # what is wrong with a file is for `load` to say
+        with suppress(OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError):  # `load` reports damage.
             if path is None or not Path(path).is_file():
                 continue
             with safetensors.safe_open(path, framework="pt") as file:
@@ -122,7 +137,14 @@ def data_fits(*paths: str | os.PathLike[str] | None) -> bool | None:
 
 
 def load(path: Path, run: str) -> Checkpoint | None:
-    """Read the state of the run called `run`; None if there is no file yet."""
+    """Read the state of the run called `run`.
+
+    Returns:
+        The checkpoint, or None if there is no file yet.
+
+    Raises:
+        AdaptationError: If the file is damaged, or belongs to another run.
+    """
     if not path.exists():
         return None
     try:
@@ -131,13 +153,14 @@ def load(path: Path, run: str) -> Checkpoint | None:
                 raise ValueError("its content does not match its SHA-256")
         with safetensors.safe_open(path, framework="pt") as file:
             facts = json.loads(file.metadata()["facts"])
-            # copies: the file stays mapped with what it gives, and Windows replaces no such file
+            # Copies, because the file stays mapped with what it gives, and Windows replaces no mapped file.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
         found = str(facts["run"])
-        history = [Epoch(**row) for row in facts["history"]]
+        history = [Epoch.from_json(row) for row in facts["history"]]
         position = int(facts["stage"]), int(facts["epoch"])
         tensors |= {name: torch.view_as_complex(tensors[name]) for name in facts.get("pairs", ())}
-    except Exception as error:
+        state = {name: dict(entries) for name, entries in facts["optimiser"].items()}
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
         raise AdaptationError(
             f"{path} is no readable shiftmend checkpoint; delete it to start over, or name another file"
         ) from error
@@ -146,17 +169,24 @@ def load(path: Path, run: str) -> Checkpoint | None:
             f"checkpoint {path} belongs to another run (other model, data, profile, method or options, or data that no "
             "longer fits into memory); delete it to start over, or name another file"
         )
-    parts = (_under(tensors, prefix) for prefix in ("model.", "momentum.", "selected."))
-    return Checkpoint(*position, history, *parts)
+    for name, value in _take(tensors, "optimiser.").items():
+        entry, _, parameter = name.partition(".")
+        state.setdefault(parameter, {})[entry] = value
+    return Checkpoint(*position, history, _take(tensors, "model."), state, _take(tensors, "selected."))
 
 
-def restore_momentum(optimiser: optim.SGD, model: nn.Module, momentum: dict[str, Tensor]) -> None:
-    """Give an optimiser back what a checkpoint of this model holds of it."""
-    for name, parameter in model.named_parameters():
-        if name in momentum:
-            kept = torch.empty_like(parameter, requires_grad=False).copy_(momentum[name])  # in its memory format
-            optimiser.state[parameter]["momentum_buffer"] = kept
+def restore_optimiser(optimiser: optim.Optimizer, model: nn.Module, state: dict[str, dict[str, Any]]) -> None:
+    """Give an optimiser back its state from a checkpoint of this model."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+    stored = {index: state[names[p]] for index, p in enumerate(parameters) if names[p] in state}
+    optimiser.load_state_dict(optimiser.state_dict() | {"state": stored})
+    for parameter, entries in optimiser.state.items():
+        for name, value in entries.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+                # Lay the entry out as the parameter, so that a resumed run takes the same kernels.
+                entries[name] = torch.empty_like(parameter, requires_grad=False, dtype=value.dtype).copy_(value)
 
 
-def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _take(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

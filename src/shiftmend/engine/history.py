@@ -1,25 +1,86 @@
-"""Which epoch, and which of several runs, to keep: chosen without labels.
+"""The history of a run, and the choice without labels of the epoch to keep.
 
-The loss that was optimised never judges. What judges is the divergence of the verification slices, which no method
-minimises. Where several epochs are as good as the best one by that measure, the lower entropy of the predictions
-decides, unless the method minimises entropy itself, which makes it say nothing.
+The loss that was optimised never judges. The judge is the divergence of the verification slices, which no method
+minimises. Where several epochs are as good as the best by that measure, the lower entropy of the predictions decides,
+unless the method minimises entropy itself, so that entropy says nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 TIE = 0.1
 """Slices that exceed the lowest by no more than this share of it count as equally good."""
 
+_STORED_FIRST = ("epoch", "block", "learning_rate", "losses", "verification", "seconds")
+_STORED_SIGNALS = ("marginals", "entropy", "confidence")
+"""Signals that every stored row has, as null where they could not be measured."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One row of the history; row 0 is the model before anything was done.
+
+    Attributes:
+        epoch: Number of the epoch.
+        block: Name of the stage that the epoch belongs to.
+        learning_rate: Learning rate of the stage.
+        losses: Mean over the epoch's batches of each term that was minimised, by tap.
+        seconds: Time that the epoch took.
+        signals: Label-free signals after the epoch, in eval mode, by name (see `verification/signals.py`).
+    """
+
+    epoch: int
+    block: str
+    learning_rate: float
+    losses: dict[str, float]
+    seconds: float
+    signals: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float | None:
+        """Sum of the loss terms; None for a row without training."""
+        return sum(self.losses.values()) if self.losses else None
+
+    @property
+    def verification(self) -> float | None:
+        """Mean divergence of the verification slices, which no method minimises."""
+        return self.signals.get("slices")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as stored in files: flat, the slices under the name `verification`."""
+        signals = {name: value for name, value in self.signals.items() if name != "slices"}
+        return {
+            "epoch": self.epoch,
+            "block": self.block,
+            "learning_rate": self.learning_rate,
+            "losses": dict(self.losses),
+            "verification": self.verification,
+            "seconds": self.seconds,
+            **{name: signals.pop(name, None) for name in _STORED_SIGNALS},
+            **signals,
+        }
+
+    @staticmethod
+    def from_json(row: Mapping[str, Any]) -> Epoch:
+        """Read a row that `to_json` wrote.
+
+        Raises:
+            KeyError: If an entry is missing.
+        """
+        signals = {"slices": row["verification"]} | {k: v for k, v in row.items() if k not in _STORED_FIRST}
+        known = {name: value for name, value in signals.items() if value is not None}
+        return Epoch(row["epoch"], row["block"], row["learning_rate"], row["losses"], row["seconds"], known)
+
 
 class Choice:
-    """Looks at one candidate after the other and remembers which to keep.
+    """A running choice among epochs: shows each candidate to `consider` and remembers the one to keep.
 
-    One state is held, so what was passed over does not come back; what is kept never exceeds the lowest by more than
-    the tie, however long the run.
+    Only one state is held, so an epoch that was passed over does not come back. The kept epoch never exceeds the lowest
+    slices by more than the tie, however long the run.
     """
 
     def __init__(self, *, entropy_may_decide: bool) -> None:
@@ -28,36 +89,34 @@ class Choice:
         self._lowest = math.inf
 
     def consider(self, row: Epoch) -> bool:
-        """Whether this candidate is now the one to keep. Without a profile there is no judge: the latest is kept."""
-        better = self._better(row)
+        """Return whether this epoch is now the one to keep. Without a profile there is no judge: the latest is kept."""
+        better = self._is_better(row)
         if row.verification is not None and row.verification < self._lowest:
             self._lowest = row.verification
         if better:
             self.kept = row
         return better
 
-    def _better(self, row: Epoch) -> bool:
+    def _is_better(self, row: Epoch) -> bool:
         if self.kept is None or self.kept.verification is None:
             return True
         if row.verification is None or not math.isfinite(row.verification):
             return False
-        if not math.isfinite(self.kept.verification):  # kept only because nothing better was there yet
+        if not math.isfinite(self.kept.verification):  # Kept only because nothing better was there yet.
             return True
-        lowest = min(self._lowest, row.verification)
-        within = lowest * (1 + TIE)
+        within = min(self._lowest, row.verification) * (1 + TIE)
         if row.verification > within:
             return False
         if self.kept.verification > within:
             return True
-        if self.entropy_may_decide and row.entropy is not None and self.kept.entropy is not None:
-            if math.isnan(self.kept.entropy):  # below which nothing lies, though its predictions are no numbers
-                return not math.isnan(row.entropy)
-            return row.entropy < self.kept.entropy
+        own, other = self.kept.signals.get("entropy"), row.signals.get("entropy")
+        if self.entropy_may_decide and own is not None and other is not None:
+            return not math.isnan(other) if math.isnan(own) else other < own
         return row.verification < self.kept.verification
 
 
 def choose(rows: Iterable[Epoch], *, entropy_may_decide: bool) -> int:
-    """The position of the row to keep; rows are epochs of one run, or the kept epochs of several."""
+    """Return the position of the row to keep; rows are epochs of one run, or the kept epochs of several runs."""
     choice = Choice(entropy_may_decide=entropy_may_decide)
     kept = -1
     for position, row in enumerate(rows):
@@ -66,26 +125,3 @@ def choose(rows: Iterable[Epoch], *, entropy_may_decide: bool) -> int:
     if kept < 0:
         raise ValueError("there is nothing to choose from")
     return kept
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """One row of the history; row 0 is the model before anything was done."""
-
-    epoch: int
-    block: str
-    learning_rate: float
-    losses: dict[str, float]
-    """Mean over the epoch's batches of each term that was minimised, by tap."""
-    verification: float | None
-    """Mean divergence of the verification slices afterwards, in eval mode; no method minimises it."""
-    seconds: float
-    marginals: float | None = None
-    """Divergence of features plus that of logits, unit by unit, in eval mode."""
-    entropy: float | None = None
-    """Mean entropy of the predictions, in nats."""
-    confidence: float | None = None
-
-    @property
-    def loss(self) -> float | None:
-        return sum(self.losses.values()) if self.losses else None

@@ -1,6 +1,7 @@
-"""What a method gives is checked before it is used: a method may be anybody's own, and a slip must not pass for a run.
+"""The interface of a method: what it trains, in which order, and its loss on a batch of activations.
 
-Without this, a misspelt parameter would train nothing, and the result would look like any other.
+A method may be anybody's own. The second half of this module checks what a method returns before it is used: without
+that, a misspelt parameter would train nothing, and the result would look like any other.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shiftmend.errors import AdaptationError
@@ -26,21 +27,20 @@ from shiftmend.utils.checks import brief, is_real, kind
 from shiftmend.utils.json import dumps
 from shiftmend.utils.processes import of_first_process
 
+logger = logging.getLogger(__name__)
+logger.addFilter(of_first_process)
+
 Activations = Mapping[str, Tensor]
-
-
+"""Activations `[samples, units]` of one batch, by tap."""
 Objective = Callable[[Activations], dict[str, Tensor]]
 """Turns the activations of one batch into named terms, whose sum is minimised."""
-
-
-Look = Callable[[Mapping[str, Tap]], dict[str, Tensor]]
-"""Runs the network over the whole target in eval mode and gives what the taps saw, in the order of the samples. The
-next look may write into the same tensors."""
+ReadActivations = Callable[[Mapping[str, Tap]], dict[str, Tensor]]
+"""Runs the model over the whole target in eval mode and returns what the taps saw, in the order of the samples."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """What a method may know about a model: its bottom-up blocks, its taps, and the model for what else it needs."""
+    """A model as a method sees it: its blocks from bottom to top, its taps and the name of its head."""
 
     model: nn.Module
     blocks: tuple[Block, ...]
@@ -49,12 +49,12 @@ class Network:
 
     @property
     def below_features(self) -> tuple[str, ...]:
-        """Parameters of all blocks: everything but the classifier."""
+        """Names of the parameters of all blocks: everything but the classifier."""
         return tuple(name for block in self.blocks for name in block.parameters)
 
     @property
     def below_head(self) -> tuple[str, ...]:
-        """Parameters of everything but the last layer, and what it shares: with those between the features and it."""
+        """Names of all parameters but those of the last layer and what it shares with others."""
         every = self.model.named_parameters(remove_duplicate=False)
         of_head = {id(parameter) for name, parameter in every if name.startswith(f"{self.head}.")}
         return tuple(
@@ -64,22 +64,27 @@ class Network:
         )
 
     @property
+    def all_parameters(self) -> tuple[str, ...]:
+        """Names of all parameters that can be trained."""
+        return tuple(name for name, parameter in self.model.named_parameters() if trainable(parameter))
+
+    @property
     def embedding(self) -> Tap:
-        """Where classes form clusters: what the model names in `shiftmend_embedding`, or what its head reads."""
+        """The tap where classes form clusters: `shiftmend_embedding` of the model, or the input of its head."""
         return Tap.parse("embedding", getattr(self.model, "shiftmend_embedding", f"{self.head}:input"))
 
     @property
     def layerwise(self) -> bool:
-        """Every block is one single layer, as in the paper's CNN; in a ResNet a block is a stage."""
+        """Whether every block is a single layer, as in the paper's CNN; in a ResNet a block is a stage."""
         return all(block.layers <= 1 for block in self.blocks)
 
     @property
     def batch_normalised(self) -> bool:
-        """Has BatchNorm, which forgives large steps: it undoes what they do to the scale of a layer."""
+        """Whether the model has BatchNorm, which undoes what large steps do to the scale of a layer."""
         return any(isinstance(module, _BatchNorm) for module in self.model.modules())
 
     def published(self, name: str) -> float | None:
-        """A rate that was published for this very network, which it carries in `shiftmend_rates`."""
+        """Return the learning rate published for this very network, which it carries in `shiftmend_rates`."""
         rates: Mapping[str, float] = getattr(self.model, "shiftmend_rates", {})
         return rates.get(name)
 
@@ -97,69 +102,83 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One way to adapt. Subclasses are frozen dataclasses: their fields are the hyper-parameters."""
+    """One way to adapt. Subclasses are frozen dataclasses, whose fields are the hyper-parameters."""
 
     name: ClassVar[str]
+    adapts: ClassVar[bool] = True
+    """Whether the method changes the model; False for the untouched model that others are compared with."""
     trains: ClassVar[bool] = True
-    """Whether gradients are involved at all; what does not train takes any model."""
+    """Whether gradients are involved; a method without them takes any model."""
     needs_profile: ClassVar[bool] = False
+    needs_covariance: ClassVar[bool] = False
+    """Whether the profile must hold the covariance of the features (`gaussian="full"`)."""
     momentum: ClassVar[float] = 0.9
     online: ClassVar[bool] = True
-    """Whether it can learn from a stream: one stage, and nothing to know of the samples beforehand."""
+    """Whether the method can learn from a stream: one stage, and nothing to know of the samples beforehand."""
     by_sample: ClassVar[bool] = False
-    """Whether its loss reads `activations["targets"]`: something known of each sample, see `targets`."""
+    """Whether the loss reads `activations["targets"]`, one entry a sample; see `targets`."""
     several_processes: ClassVar[bool] = False
-    """Whether several processes may adapt together: its loss joins what it computes from their shares of a batch."""
+    """Whether several processes may adapt together: the loss joins what they compute from their shares of a batch."""
     takes_labels: ClassVar[bool] = False
     dropout: ClassVar[bool] = False
-    """Whether dropout is on while it trains; on a stream it never is."""
+    """Whether dropout is on during training; on a stream it is always off."""
     minimises_entropy: ClassVar[bool] = False
-    """Whether it makes predictions certain by itself, so that their certainty says nothing about its success."""
-    aligns_mixtures: ClassVar[bool] = False
-    """True if it aligns mixtures of features, which the verification judges by."""
+    """Whether the method makes predictions certain by itself, so that their certainty says nothing about success."""
     bottom_up: ClassVar[bool] = False
-    """True if it restores the lowest layers first."""
+    """Whether the method restores the lowest layers first."""
 
     def __post_init__(self) -> None:
-        """Numbers of numpy are as good as Python's, but cannot be written into a manifest."""
+        """Turn numbers of numpy into Python's, which can be written into a manifest."""
         for entry in fields(self):
             value = getattr(self, entry.name)
             if isinstance(value, np.generic):
                 object.__setattr__(self, entry.name, value.item())
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
-        """What to train, in order; none at all leaves the model as it is."""
+        """Return what to train, in order; an empty list leaves the model as it is."""
         raise NotImplementedError
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective | None:
-        """The loss, ready on the device; None for methods that only run forward."""
+        """Return the loss, ready on the device; None for methods that only run forward."""
         return None
 
     def taps(self, profile: Profile | None) -> tuple[str, ...]:
-        """Taps whose activations the objective reads."""
+        """Return the taps whose activations the objective reads."""
         return ()
 
     def smallest_batch(self, profile: Profile | None) -> int:
-        """Inputs that a batch must hold for its loss to mean anything."""
+        """Return the number of inputs that a batch must hold for the loss to mean anything."""
         return 1
 
-    def targets(self, network: Network, look: Look) -> Tensor:
-        """One entry a sample, made anew before each epoch; only for methods that are `by_sample`."""
+    def targets(self, network: Network, read: ReadActivations) -> Tensor:
+        """Return one entry a sample, made anew before each epoch; only for methods that are `by_sample`."""
         raise NotImplementedError
+
+    def make_optimiser(self, parameters: list[nn.Parameter], stage: Stage) -> optim.Optimizer:
+        """Return the optimiser of a stage: SGD with momentum. Override this to use another one of `torch.optim`."""
+        fused = all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters)
+        return optim.SGD(
+            parameters,
+            lr=stage.learning_rate,
+            momentum=self.momentum,
+            weight_decay=stage.weight_decay,
+            fused=fused or None,
+        )
 
     @contextmanager
     def prepared(self, model: nn.Module) -> Iterator[None]:
-        """Change the model for the length of the adaptation, beyond what is trained; not on a stream."""
+        """Change the model for the length of the adaptation, beyond what is trained; not used on a stream."""
         yield
 
     def hyperparameters(self) -> dict[str, Any]:
+        """Return what goes into the manifest."""
         return asdict(self) | {"momentum": self.momentum}
 
 
-def distributed_over_inputs(names: Iterable[str], profile: Profile | None) -> bool:
-    """Whether a tap among these gives one sample an input, so that one input has no distribution.
+def has_one_sample_per_input(names: Iterable[str], profile: Profile | None) -> bool:
+    """Return whether one of the taps gives one sample an input, so that a single input has no distribution.
 
-    Of a feature map each position is a sample, and one image may be enough.
+    In a feature map each position is a sample, and one image may be enough.
     """
     return profile is not None and any(
         profile.taps[name].samples == profile.inputs_seen for name in names if name in profile.taps
@@ -167,11 +186,13 @@ def distributed_over_inputs(names: Iterable[str], profile: Profile | None) -> bo
 
 
 def check_epochs(value: int, what: str) -> None:
+    """Raise unless a value is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise AdaptationError(f"{what} must be a whole number of at least 1, got {value!r}")
 
 
 def check_positive(value: Any, what: str, *, optional: bool = False) -> None:
+    """Raise unless a value is a positive, finite number, or None where that is allowed."""
     if optional and value is None:
         return
     if not (is_real(value) and 0 < value < float("inf")):
@@ -179,18 +200,13 @@ def check_positive(value: Any, what: str, *, optional: bool = False) -> None:
 
 
 def check_decay(value: Any, what: str) -> None:
+    """Raise unless a value is a finite number of at least 0."""
     if not (is_real(value) and 0 <= value < float("inf")):
         raise AdaptationError(f"{what} must be a number of at least 0, got {value!r}")
 
 
-logger = logging.getLogger(__name__)
-
-
-logger.addFilter(of_first_process)
-
-
-def facts_of(method: Method) -> dict[str, Any]:
-    """Name and hyper-parameters, for a manifest."""
+def describe_method(method: Method) -> dict[str, Any]:
+    """Return the name and hyper-parameters of a method for a manifest."""
     name: Any = getattr(method, "name", None)
     if not isinstance(name, str) or not name:
         raise AdaptationError(
@@ -207,21 +223,22 @@ def facts_of(method: Method) -> dict[str, Any]:
     return facts
 
 
-def taps_of(method: Method, profile: Profile | None) -> tuple[str, ...]:
+def read_taps(method: Method, profile: Profile | None) -> tuple[str, ...]:
+    """Return the taps that a method reads, checked."""
     names: Any = method.taps(profile)
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
         raise AdaptationError(f'`taps` of {method.name} gave {brief(names)}, expected a tuple of names: ("features",)')
     return tuple(names)
 
 
-def stages_of(method: Method, network: Network, profile: Profile | None) -> list[Stage]:
-    """The stages of a method, if they can be run as they stand."""
+def plan_stages(method: Method, network: Network, profile: Profile | None) -> list[Stage]:
+    """Return the stages of a method, checked against the parameters of the model."""
     given: Any = method.stages(network, profile)
     if not isinstance(given, list | tuple) or not all(isinstance(stage, Stage) for stage in given):
         raise AdaptationError(f"`stages` of {method.name} gave {brief(given)}, expected a list of Stage")
-    if not given and method.name != "source-only":
+    if not given and method.adapts:
         logger.warning("%s finds nothing to change in this model, which stays as it came", method.name)
-    every = network.model.named_parameters(remove_duplicate=False)  # a shared one may go by either name
+    every = network.model.named_parameters(remove_duplicate=False)  # A shared parameter has several names.
     known = {name for name, parameter in every if trainable(parameter)}
     for stage in given:
         where = f"stage {stage.name!r} of {method.name}"
@@ -240,7 +257,7 @@ def stages_of(method: Method, network: Network, profile: Profile | None) -> list
 
 
 def check_objective(objective: Any, method: Method, stages: list[Stage]) -> None:
-    """A method that trains parameters must have a loss."""
+    """Raise if a method trains parameters and has no loss."""
     if not callable(objective) and (objective is not None or any(stage.parameters for stage in stages)):
         raise AdaptationError(
             f"`objective` of {method.name} gave {brief(objective)}, expected a function from activations to named "
@@ -248,8 +265,8 @@ def check_objective(objective: Any, method: Method, stages: list[Stage]) -> None
         )
 
 
-def loss_of(objective: Objective, activations: Activations, what: str) -> tuple[dict[str, Tensor], Tensor]:
-    """The terms of the loss on a batch, and their sum."""
+def compute_loss(objective: Objective, activations: Activations, stage: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the terms of the loss on a batch, and their sum."""
     try:
         terms: Any = objective(activations)
     except KeyError as error:
@@ -257,21 +274,21 @@ def loss_of(objective: Objective, activations: Activations, what: str) -> tuple[
         if name not in ("features", "logits", "targets") or name in activations:
             raise
         unsaid = "no method has without `by_sample`" if name == "targets" else "its method does not name in `taps`"
-        raise AdaptationError(f"the loss of {what!r} reads {name!r}, which {unsaid}") from error
+        raise AdaptationError(f"the loss of {stage!r} reads {name!r}, which {unsaid}") from error
     if not isinstance(terms, Mapping) or not terms:
         given = kind(terms) if not isinstance(terms, Mapping) else "nothing"
-        raise AdaptationError(f"the loss of {what!r} gave {given}, expected its terms by name: {{'features': loss}}")
+        raise AdaptationError(f"the loss of {stage!r} gave {given}, expected its terms by name: {{'features': loss}}")
     for name, term in terms.items():
         if not isinstance(term, Tensor) or term.ndim > 0 or not term.is_floating_point():
             form = f"{str(term.dtype).removeprefix('torch.')} {list(term.shape)}" if isinstance(term, Tensor) else ""
             raise AdaptationError(
-                f"term {name!r} of the loss of {what!r} is {form or brief(term)}, expected a tensor of one "
+                f"term {name!r} of the loss of {stage!r} is {form or brief(term)}, expected a tensor of one "
                 "floating-point number, e.g. loss.mean()"
             )
     total: Tensor = functools.reduce(torch.add, terms.values())
     if not total.requires_grad:
         raise AdaptationError(
-            f"what the loss reads does not depend on the parameters of {what!r}: the model cuts the gradient off "
+            f"what the loss reads does not depend on the parameters of {stage!r}: the model cuts the gradient off "
             "(no_grad, detach or a reentrant checkpoint in its forward?), or the loss does"
         )
     return dict(terms), total

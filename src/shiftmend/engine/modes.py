@@ -1,4 +1,4 @@
-"""TODO."""
+"""The model while it is adapted: layer modes, trained parameters, and the way back to an ordinary model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shiftmend.accelerate.memory_format import as_in
@@ -14,15 +14,14 @@ from shiftmend.engine.method import Stage
 from shiftmend.errors import AdaptationError
 from shiftmend.introspection.model_state import held, trainable
 from shiftmend.introspection.modes import batch_norms
-from shiftmend.introspection.validate import _tensors
 from shiftmend.utils.devices import device_of
 
 
-def refuse_shared(model: nn.Module, copied: nn.Module, stages: Sequence[Stage]) -> None:
-    """Refuse a copy that shares with the model itself, as one's own `__deepcopy__` may, what is going to change."""
+def refuse_shared_tensors(model: nn.Module, copied: nn.Module, stages: Sequence[Stage]) -> None:
+    """Raise if a copy shares a tensor that will change with the caller's model, as a custom `__deepcopy__` may."""
     changed = {id(tensor) for norm in batch_norms(copied) for tensor in norm.buffers()} if stages else set()
-    changed |= _trained(copied, stages)
-    for name, tensor in _tensors(model).items():
+    changed |= _trained_ids(copied, stages)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) in changed:
             raise AdaptationError(
                 f"a copy of the model shares {name!r} with the caller's own, which is never changed; copy it in "
@@ -30,40 +29,32 @@ def refuse_shared(model: nn.Module, copied: nn.Module, stages: Sequence[Stage]) 
             )
 
 
-def _trained(model: nn.Module, stages: Sequence[Stage]) -> set[int]:
-    """Which parameters are going to change, by identity: a shared one may go by either name."""
+def _trained_ids(model: nn.Module, stages: Sequence[Stage]) -> set[int]:
+    """Return the parameters that will change, by identity, since a shared parameter has several names."""
     names = {name for stage in stages for name in stage.parameters}
     return {id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if name in names}
 
 
 def enter_adapting_modes(model: nn.Module, dropout: bool = False) -> None:
-    """BatchNorm on the statistics of the batch, which it also tracks; everything else in eval mode, dropout off."""
+    """Let BatchNorm use and track batch statistics; put everything else into eval mode, or train mode for dropout."""
     model.train(dropout)
     for module in model.modules():
-        # a recurrent layer differentiates on CUDA in train mode only; its dropout is off for the run
+        # A recurrent layer is differentiable on CUDA in train mode only. `hold_layer_options` switches its dropout off.
         if isinstance(module, _BatchNorm | nn.RNNBase):
             module.train()
 
 
-def fresh_optimiser(model: nn.Module, stage: Stage, momentum: float) -> optim.SGD | None:
-    """An optimiser over what the stage trains (None if that is nothing); nothing else requires a gradient."""
-    wanted = _trained(model, [stage])
-    trained = []
+def unfreeze(model: nn.Module, stage: Stage) -> list[nn.Parameter]:
+    """Let exactly the parameters of a stage require gradients, and return them."""
+    wanted = _trained_ids(model, [stage])
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in wanted)
         parameter.grad = None
-        if id(parameter) in wanted:
-            trained.append(parameter)
-    if not trained:
-        return None
-    fused = all(parameter.is_cuda and parameter.is_floating_point() for parameter in trained)
-    return optim.SGD(
-        trained, lr=stage.learning_rate, momentum=momentum, weight_decay=stage.weight_decay, fused=fused or None
-    )
+    return [parameter for parameter in model.parameters() if id(parameter) in wanted]
 
 
-def settle(model: nn.Module, like: nn.Module) -> nn.Module:
-    """Make an adapted model an ordinary one again: in eval mode, with device, layout and gradient flags of `like`."""
+def make_ordinary(model: nn.Module, like: nn.Module) -> nn.Module:
+    """Put an adapted model into eval mode, with the device, memory format and gradient flags of `like`."""
     model.eval().to(device_of(like))
     as_in(model, like)
     for ours, theirs in zip(model.parameters(), like.parameters(), strict=True):
@@ -72,16 +63,16 @@ def settle(model: nn.Module, like: nn.Module) -> nn.Module:
     return model
 
 
-def still_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:
-    """Whether no weight or statistic has gone bad: a loss can stay finite over weights that are not.
+def is_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:
+    """Return whether all weights and statistics are still finite: a loss can stay finite over weights that are not.
 
-    A buffer that held infinities before (a mask) may keep them.
+    A buffer that held infinities before, such as a mask, may keep them.
     """
     own = held(model)
     wanted = (name for name, old in before.items() if trainable(old) and old.numel() and name in own)
     now = {name: own[name] for name in wanted if own[name].shape == before[name].shape}
-    # the length of all, in a few kernels: NaN and infinity come through, and what only its square makes infinite is
-    # looked at again; the largest magnitude, which needs no second look, takes a CPU many times as long
+    # The norm of all tensors takes a few kernels and passes NaN and infinity on. Where only its square overflows, the
+    # tensors are looked at one by one. The largest magnitude would need no second look, but takes a CPU much longer.
     real = [torch.view_as_real(value) if value.is_complex() else value for value in now.values()]
     if not now or bool(torch.isfinite(nn.utils.get_total_norm(real))):
         return True
@@ -90,11 +81,11 @@ def still_finite(model: nn.Module, before: dict[str, Tensor]) -> bool:
 
 
 @contextmanager
-def steady(model: nn.Module, dropout: bool = False) -> Iterator[None]:
-    """What has to hold for the length of a run, whatever the method, and is undone at its end.
+def hold_layer_options(model: nn.Module, dropout: bool = False) -> Iterator[None]:
+    """Set options of layers for the length of a run, and restore them afterwards.
 
-    BatchNorm that averages over everything it has ever seen would hardly notice the target; it gets the usual
-    momentum. Recurrent layers, which run in train mode, lose their dropout unless the method wants it.
+    BatchNorm that averages over everything it has ever seen (`momentum=None`) would hardly notice the target and gets
+    the usual momentum of 0.1. Recurrent layers, which run in train mode, lose their dropout unless the method wants it.
     """
     averaging = [module for module in batch_norms(model) if module.momentum is None]
     layers = [module for module in model.modules() if isinstance(module, nn.RNNBase) and not dropout]

@@ -1,29 +1,39 @@
-"""The steps of a stage: one batch after the other as PyTorch runs them, or captured and replayed (`captures.py`)."""
+"""The training step: forward, loss, backward, update. Steps run eagerly, or captured as a CUDA graph and replayed."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn, optim
 
-from shiftmend.accelerate.bf16 import Precision
-from shiftmend.accelerate.compile import captured_compiled
-from shiftmend.accelerate.cuda_graphs import CapturedEpoch, Sums, captured_epoch, kept_in_place
+from shiftmend.accelerate.compile import capture_compiled
+from shiftmend.accelerate.cuda_graphs import CapturedEpoch, Sums, capture_epoch, keep_buffers_in_place
+from shiftmend.accelerate.precision import Precision
 from shiftmend.distributed.batch_norm import synchronised
 from shiftmend.distributed.collectives import active, backward, together
-from shiftmend.engine.method import Objective, loss_of
+from shiftmend.engine.method import Objective, compute_loss
 from shiftmend.inputs.feed import Feed
 from shiftmend.introspection.taps import Recorder, Tap, tapped
 from shiftmend.utils.rng import Dice, roll
 
-logger = logging.getLogger(__name__)
-
 
 class Steps:
-    """All steps of one stage. Without an optimiser, batches only run forward, for BatchNorm to see them."""
+    """All steps of one stage. Without an optimiser, batches only run forward, for BatchNorm to see them.
+
+    Args:
+        model: The model to train.
+        feed: The target data.
+        taps: Taps whose activations the objective reads.
+        objective: The loss; None if nothing is trained.
+        optimiser: Updates the trained parameters; None if there are none.
+        precision: A context manager for the forward pass.
+        dropout: Whether dropout is on.
+        capture: Whether steps may be captured as a CUDA graph.
+        compile: Whether captured steps are compiled first.
+        stage: Name of the stage, for messages.
+    """
 
     def __init__(
         self,
@@ -31,17 +41,17 @@ class Steps:
         feed: Feed,
         taps: Mapping[str, Tap],
         objective: Objective | None,
-        optimiser: optim.SGD | None,
+        optimiser: optim.Optimizer | None,
         *,
         precision: Precision = nullcontext,
         dropout: bool = False,
         capture: bool = True,
         compile: bool = False,
-        what: str = "",
+        stage: str = "",
     ) -> None:
         self.model, self.feed, self.taps = model, feed, taps
         self.objective, self.optimiser, self.compile = objective, optimiser, compile
-        self.precision, self.what = precision, what
+        self.precision, self.stage = precision, stage
         self._dice = Dice(feed.device) if dropout else None
         self._captured: CapturedEpoch | None = None
         self._targets: Tensor | None = None
@@ -54,49 +64,59 @@ class Steps:
 
     @property
     def refused(self) -> bool:
-        """Whether capturing was tried and did not work; with other trained layers it would not either."""
+        """Whether capturing was tried and failed; with other trained layers it would fail again."""
         return self._tried and self._captured is None
 
+    @property
+    def _trains(self) -> bool:
+        return self.objective is not None and self.optimiser is not None
+
     def _can_be_captured(self) -> bool:
-        inputs = self.feed.inputs
-        trains = self.objective is not None and self.optimiser is not None
-        return trains and inputs is not None and inputs.is_cuda
+        return self._trains and self.feed.inputs is not None and self.feed.inputs.is_cuda
 
     def epoch(self, seed: int, number: int, targets: Tensor | None = None) -> tuple[Sums, int]:
-        """Run an epoch; returns the sums of the loss's terms over its steps, and how many steps there were."""
-        trains = self.objective is not None and self.optimiser is not None
+        """Run one epoch.
+
+        Args:
+            seed: Seed of the run.
+            number: Number of the epoch; with the seed it decides the order of the batches.
+            targets: One entry a sample, for methods that are `by_sample`.
+
+        Returns:
+            The sums of the loss terms over the steps, and the number of steps.
+        """
         with (
             together(),
             synchronised(self.model),
             torch.inference_mode(False),
-            torch.set_grad_enabled(trains),
+            torch.set_grad_enabled(self._trains),
         ):
             if self._may_capture and self._captured is None and not active():
-                with self._for_dropout():
+                with self._own_dropout():
                     self._try_to_capture(targets)
             if self._captured is None:
-                with self._for_dropout():
-                    self._seed_dice(seed, number)
-                    return self._eagerly(seed, number, targets)
-            self._seed_dice(seed, number)
+                with self._own_dropout():
+                    self._seed(seed, number)
+                    return self._run_eagerly(seed, number, targets)
+            self._seed(seed, number)
             if self._targets is not None and targets is not None:
                 self._targets.copy_(targets)
             return self._captured.run(self.feed.order(seed, number))
 
-    def _for_dropout(self) -> AbstractContextManager[None]:
+    def _own_dropout(self) -> AbstractContextManager[None]:
         return nullcontext() if self._dice is None else self._dice.for_dropout()
 
-    def _seed_dice(self, seed: int, number: int) -> None:
-        """Dropout and model draw from the seed of the run and the number of the epoch, and from nothing else."""
+    def _seed(self, seed: int, number: int) -> None:
+        """Let dropout and model draw from the seed of the run and the number of the epoch, and from nothing else."""
         own = seed * 1_000_003 + number
         roll(own)
         if self._dice is not None:
             self._dice.seed(own)
 
-    def _eagerly(self, seed: int, number: int, targets: Tensor | None) -> tuple[Sums, int]:
+    def _run_eagerly(self, seed: int, number: int, targets: Tensor | None) -> tuple[Sums, int]:
         sums: Sums = {}
         steps = 0
-        bring_back = kept_in_place(self.model)
+        bring_back = keep_buffers_in_place(self.model)
         with tapped(self.model, self.taps) as recorder:
             for batch, index in self.feed.epoch(seed, number):
                 own = targets[index] if targets is not None and index is not None else None
@@ -107,7 +127,7 @@ class Steps:
         return sums, steps
 
     def step(self, recorder: Recorder, batch: Tensor, targets: Tensor | None) -> Sums:
-        """Forward, loss, backward and update on one batch; returns the terms of the loss."""
+        """Run forward, loss, backward and update on one batch; return the terms of the loss."""
         with self.precision():
             self.model(batch)
         activations = recorder.read()
@@ -115,7 +135,7 @@ class Steps:
             return {}
         if targets is not None:
             activations["targets"] = targets
-        terms, total = loss_of(self.objective, activations, self.what)
+        terms, total = compute_loss(self.objective, activations, self.stage)
         self.optimiser.zero_grad(set_to_none=True)
         backward(total, self.model.parameters())
         recorder.forget()
@@ -127,8 +147,8 @@ class Steps:
         self._tried = True
         self._targets = None if targets is None else targets.clone()
         if self.compile:
-            drops = self._dice is not None
-            self._captured = captured_compiled(self._capture, self.model, self.optimiser, drops, self.what)
+            draws = self._dice is not None
+            self._captured = capture_compiled(self._capture, self.model, self.optimiser, draws, self.stage)
             self.compile = self._captured is not None
         self._captured = self._captured or self._capture()
         self._may_capture = self._captured is not None
@@ -137,14 +157,14 @@ class Steps:
         inputs, optimiser, feed = self.feed.inputs, self.optimiser, self.feed
         assert inputs is not None
         assert optimiser is not None
-        bring_back = kept_in_place(self.model)
+        bring_back = keep_buffers_in_place(self.model)
         with tapped(self.model, self.taps, set_aside=not compiled) as recorder:
 
-            def once(index: Tensor) -> Sums:
+            def step(index: Tensor) -> Sums:
                 own = None if self._targets is None else self._targets.index_select(0, index)
                 terms = self.step(recorder, feed.ready(inputs.index_select(0, index)), own)
                 bring_back()
                 return terms
 
             size = min(feed.batch_size, len(inputs))
-            return captured_epoch(once, self.model, optimiser, inputs.device, len(inputs), size, compiled=compiled)
+            return capture_epoch(step, self.model, optimiser, inputs.device, len(inputs), size, compiled=compiled)

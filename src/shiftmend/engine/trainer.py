@@ -1,55 +1,72 @@
-"""The loop itself: epochs, history, checkpoints, and what happens when it is cut short."""
+"""The training loop of an adaptation: stages, epochs, history, checkpoints, and what happens when it is cut short."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import time
-from contextlib import nullcontext
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 
-from shiftmend.accelerate.bf16 import Precision, in_bfloat16
-from shiftmend.adaptation.result import Adaptation
+from shiftmend.accelerate.precision import Precision
 from shiftmend.distributed.collectives import everywhere, same_everywhere, together
 from shiftmend.engine import checkpoint as checkpoints
 from shiftmend.engine.history import Choice, Epoch
 from shiftmend.engine.method import Method, Network, Stage, check_objective
-from shiftmend.engine.modes import enter_adapting_modes, fresh_optimiser, steady, still_finite
-from shiftmend.engine.settings import Settings
+from shiftmend.engine.modes import enter_adapting_modes, hold_layer_options, is_finite, unfreeze
 from shiftmend.engine.step import Steps
 from shiftmend.errors import AdaptationError, DivergedError
 from shiftmend.inputs.feed import Feed
 from shiftmend.introspection.model_state import put_back, tensors_of
 from shiftmend.introspection.modes import modes
 from shiftmend.introspection.taps import Tap
-from shiftmend.passes.looks import Looker
-from shiftmend.profiles import fingerprints
+from shiftmend.passes.evaluation_pass import ActivationReader
 from shiftmend.profiles.profile import Profile
-from shiftmend.utils.checks import brief, counted
-from shiftmend.utils.processes import of_first_process, rank, world_size
-from shiftmend.utils.progress import Bar, Pass, progress_bar
-from shiftmend.verification.signals import Watch, observe
-from shiftmend.verification.verdict import Verification
+from shiftmend.utils.checks import brief
+from shiftmend.utils.processes import of_first_process, rank
+from shiftmend.utils.progress import Bar, Pass
+from shiftmend.verification.signals import SignalReader
 
 logger = logging.getLogger(__name__)
-
-
 logger.addFilter(of_first_process)
 
-
 VERIFIED_PER_EPOCH = 4096
-"""Target samples behind the verification of each epoch, in the precision of the steps; before and after adapting it is
-all of them, in full precision."""
+"""Target samples behind the signals of each epoch, in the precision of the steps. Before and after adapting, all
+samples are verified in full precision."""
+
+Keep = Literal["last", "selected"]
+OnEpoch = Callable[[nn.Module, Epoch], None]
+"""Called with the model, in eval mode, and its row of the history: before the first and after each epoch.
+
+The model is the one at work: weights of its convolutions may lie in memory with the channels innermost.
+"""
 
 
-class Run:
-    """One adaptation under way."""
+class Trainer:
+    """Train a model stage by stage, as a method says.
+
+    Args:
+        network: The model, and what the method may know of it.
+        feed: The target data.
+        profile: The source's profile, on the device of the feed.
+        method: The method.
+        stages: Its stages.
+        taps: Taps whose activations its objective reads.
+        signals: Reads the label-free signals after each epoch.
+        run: Name of the run; a checkpoint of another run is refused.
+        seed: Decides the order of the batches, and whatever else is random.
+        keep: Whether the state of the selected epoch is kept beside the last one.
+        on_epoch: Called before the first and after each epoch.
+        checkpoint: File to save the state to after each epoch.
+        precision: A context manager for forward passes of training steps.
+        capture: Whether steps may be captured as CUDA graphs.
+        compile: Whether captured steps are compiled.
+    """
 
     def __init__(
         self,
@@ -59,227 +76,170 @@ class Run:
         method: Method,
         stages: list[Stage],
         taps: dict[str, Tap],
-        settings: Settings,
-        manifest: dict[str, Any],
-        before: Verification | None = None,
+        signals: SignalReader,
+        *,
+        run: str,
+        seed: int,
+        keep: Keep,
+        on_epoch: OnEpoch | None,
+        checkpoint: Path | None,
+        precision: Precision,
+        capture: bool,
+        compile: bool,
     ) -> None:
-        """`before`: what another run has found, and said, of the same model as it came, on the same data."""
-        self.network, self.feed, self.method, self.stages = network, feed, method, stages
-        self.profile = profile.to(feed.device) if profile is not None else None
-        self.model, self.taps, self.settings, self.manifest = network.model, taps, settings, manifest
-        half = functools.partial(in_bfloat16, self.model, feed.device)
-        self.precision: Precision = half if settings.autocast else nullcontext
-        self.capture, self.compile = settings.capture, settings.compile
-        self.path = Path(settings.checkpoint) if settings.checkpoint is not None else None
+        self.network, self.model, self.feed, self.profile = network, network.model, feed, profile
+        self.method, self.stages, self.taps, self.signals = method, stages, taps, signals
+        self.run, self.seed, self.keep, self.on_epoch, self.path = run, seed, keep, on_epoch, checkpoint
+        self.precision, self.capture, self.compile = precision, capture, compile
+        self.read_activations = ActivationReader(self.model, feed, precision, capture)
+        self.bar = Bar()
+        self.history: list[Epoch] = []
+        self.choice = Choice(entropy_may_decide=not method.minimises_entropy)
+        self.good: dict[str, Tensor] = {}
+        """State after the last whole epoch."""
+        self.selected: dict[str, Tensor] = {}
+        """State of the selected epoch, if it is to be kept."""
+        self._resumed: checkpoints.Checkpoint | None = None
         if self.path is not None:
             checkpoints.check_place(self.path)
             checkpoints.check_model(self.model)
-        self.name = checkpoints.identify(
-            {key: value for key, value in manifest.items() if key != "environment"}
-            | {"trained": [stage.parameters for stage in stages], "seen": fingerprints.digest(feed.first(64))}
-        )
-        self.bar = Bar()
-        self.before = before
-        self.history: list[Epoch] = []
-        self.good: dict[str, Tensor] = {}
-        self.choice = Choice(entropy_may_decide=not method.minimises_entropy)
-        self.selected: dict[str, Tensor] = {}
-        self.watch = Watch(
-            self.model,
-            feed,
-            self.profile,
-            settings.output,
-            most=VERIFIED_PER_EPOCH,
-            capture=settings.capture,
-            precision=self.precision,
-            logits=taps.get("logits"),
-        )
-        self.look = Looker(self.model, feed, self.precision, settings.capture)
 
-    def go(self) -> Adaptation:
-        """Run to the end, or as far as it gets."""
-        total = sum(stage.epochs for stage in self.stages)
-        own = checkpoints.alone_at(self.path) if self.path is not None and rank() == 0 else nullcontext(True)
-        with own as alone, progress_bar(self.settings.progress, self.method.name, total) as self.bar:
+    @property
+    def epochs(self) -> int:
+        """Whole epochs so far."""
+        return self.history[-1].epoch if self.history else 0
+
+    @contextmanager
+    def hold_checkpoint(self) -> Iterator[None]:
+        """Lock the checkpoint, if there is one, for the length of the run."""
+        mine = checkpoints.lock(self.path) if self.path is not None and rank() == 0 else nullcontext(True)
+        with mine as alone:
             with together():
                 alone = everywhere(alone, self.feed.device)
             if not alone:
                 raise AdaptationError(f"another run uses checkpoint {self.path}; let it finish, or name another file")
-            return self._go()
+            yield
 
-    def _show(self, what: str, most: int | None = None) -> None:
-        """Of the pass over the data that comes next, or so many of them, show how far it is: it may take hours."""
-        known = self.feed.known
-        self.feed.heard = Pass(self.bar, what, known if known is None or most is None else min(known, most))
-
-    def _go(self) -> Adaptation:
-        started = time.perf_counter()
-        resumed = checkpoints.load(self.path, self.name) if self.path is not None else None
-        position = (resumed.stage, resumed.epoch) if resumed is not None else None
-        same_everywhere(str(position), "checkpoint", self.feed.device)
-        status = "finished"
+    def load_checkpoint(self) -> None:
+        """Take up the history of an earlier process; the model gets its state when training begins."""
         self.good = tensors_of(self.model)
-        if resumed is not None:
-            self._take_up(resumed)
-        try:
-            first = self.before is None
-            if first:
-                self._show("verification before")
-                self.before = observe(self.model, self.feed, self.profile, self.settings.output).verification
-            if resumed is None:
-                self._row(0, "", 0.0, {}, started)
-                if first and self.stages and self.before is not None and self.before.verdict == "restored":
-                    logger.warning("the features are %s before anything is done: training may do harm", self.before)
-            with steady(self.model, self.method.dropout), self.method.prepared(self.model):
-                if type(self.method).prepared is not Method.prepared:
-                    self.watch.forget()
-                self._all_stages(resumed)
-        except KeyboardInterrupt:
-            if world_size() > 1:  # the others may be elsewhere: nothing can be asked of them any more
-                raise
-            put_back(self.model, self.good)
-            status = "interrupted"
-            logger.warning("interrupted after %s; this is the state reached then", counted(self._epochs(), "epoch"))
-        except DivergedError as error:
-            error.adaptation = self._result("diverged", started)
-            raise
-        return self._result(status, started)
+        self._resumed = checkpoints.load(self.path, self.run) if self.path is not None else None
+        position = (self._resumed.stage, self._resumed.epoch) if self._resumed is not None else None
+        same_everywhere(str(position), "checkpoint", self.feed.device)
+        if self._resumed is not None:
+            self.history, self.good = self._resumed.history, self._resumed.model
+            self.selected = self._resumed.selected
+            for row in self.history:
+                self.choice.consider(row)
 
-    def _take_up(self, resumed: checkpoints.Checkpoint) -> None:
-        """What an earlier process had reached; the model gets it when it has been looked at as it came."""
-        self.history, self.good, self.selected = resumed.history, resumed.state, resumed.selected
-        for row in self.history:
-            self.choice.consider(row)
+    def fit(self) -> None:
+        """Run all stages, from the beginning or from where the checkpoint was.
 
-    def _epochs(self) -> int:
-        return self.history[-1].epoch if self.history else 0
+        Raises:
+            DivergedError: If the loss or a weight is no longer finite. The model is back at the last whole epoch.
+        """
+        if self._resumed is None:
+            self._add_row(0, "", 0.0, {}, time.perf_counter())
+        with hold_layer_options(self.model, self.method.dropout), self.method.prepared(self.model):
+            if type(self.method).prepared is not Method.prepared:
+                self.signals.forget()
+            if self._resumed is not None:
+                put_back(self.model, self._resumed.model)
+                logger.info("going on from %s after epoch %d", self.path, self.epochs)
+            objective = self.method.objective(self.profile, self.feed.device)
+            check_objective(objective, self.method, self.stages)
+            self.bar.advance(self.epochs)
+            first = self._resumed.stage if self._resumed is not None else 0
+            for index, stage in enumerate(self.stages[first:], first):
+                trained = unfreeze(self.model, stage)
+                optimiser = self.method.make_optimiser(trained, stage) if trained else None
+                done = 0
+                if self._resumed is not None and index == self._resumed.stage:
+                    done = self._resumed.epoch
+                    if optimiser is not None:
+                        checkpoints.restore_optimiser(optimiser, self.model, self._resumed.optimiser)
+                steps = Steps(
+                    self.model,
+                    self.feed,
+                    self.taps,
+                    objective,
+                    optimiser,
+                    precision=self.precision,
+                    dropout=self.method.dropout,
+                    capture=self.capture,
+                    compile=self.compile,
+                    stage=stage.name,
+                )
+                for epoch in range(done, stage.epochs):
+                    self._run_epoch(stage, steps)
+                    # Steps that could not be captured once would not be in later stages, either.
+                    self.capture, self.compile = self.capture and not steps.refused, steps.compile
+                    self._save(index, epoch + 1, optimiser)
+                    self.bar.advance(1, f"{stage.name}  {_note(self.history[-1])}")
 
-    def _row(self, number: int, stage: str, rate: float, losses: dict[str, float], started: float) -> None:
-        """Look at the model as it is now, write that down, and see whether it is the one to keep."""
-        self._show(f"verification of epoch {number}", VERIFIED_PER_EPOCH)
-        seen = self.watch()
-        divergence = seen.verification.divergence if seen.verification else None
-        seconds = round(time.perf_counter() - started, 4) if number else 0.0
-        row = Epoch(number, stage, rate, losses, divergence, seconds, seen.marginals, seen.entropy, seen.confidence)
-        # in one step, since Ctrl-C may come at any other; until there is a copy, the state is the model's own
-        self.history, self.good = [*self.history, row], {}
-        self.good = tensors_of(self.model)  # the copy before is gone by now: it may be gigabytes
-        if self.choice.consider(row) and self.settings.keep == "selected":
-            self.selected = self.good
-        if self.settings.on_epoch is not None:
-            with modes(self.model):
-                self.model.eval()
-                self.settings.on_epoch(self.model, row)
+    def restore(self) -> None:
+        """Put the model back to the last whole epoch."""
+        put_back(self.model, self.good)
 
-    def _result(self, status: str, started: float) -> Adaptation:
-        self.model.eval()
-        if self.selected:
-            put_back(self.model, self.selected)
-        selected = self.choice.kept.epoch if self.choice.kept is not None else 0
-        kept = selected if self.selected else self._epochs()
-        self._show("verification after")
-        try:
-            after = self.before
-            if self.profile is not None and (kept > 0 or after is None):
-                found = observe(self.model, self.feed, self.profile, self.settings.output).verification
-                after = None if found is None else replace(found, adapted=kept > 0)
-        except KeyboardInterrupt:  # the work is done: what is missing is the judgement
-            if world_size() > 1:
-                raise
-            after = None
-            logger.warning("the last verification was interrupted; ask shiftmend.verify for it")
-        adapted = fingerprints.weights(self.model)
-        same_everywhere(adapted, "adapted model", self.feed.device)
-        self.manifest |= {
-            "status": status,
-            "selected_epoch": selected,
-            "epochs": self._epochs(),
-            "seconds": round(time.perf_counter() - started, 3),
-            "seconds_in_epochs": round(sum(row.seconds for row in self.history), 3),
-            "verified_per_epoch": min(VERIFIED_PER_EPOCH, self.feed.samples),
-            "verification": {
-                name: asdict(value) | {"verdict": value.verdict}
-                for name, value in (("before", self.before), ("after", after))
-                if value is not None
-            },
-            "adapted_weights": adapted,
-            **({"compile": self.compile} if self.settings.compile else {}),  # asked for, and it may not have worked
-        }
-        return Adaptation(self.model, self.history, self.manifest, self.before, after, selected)
+    def show_pass(self, what: str, limit: int | None = None) -> None:
+        """Show on the progress bar how far the next pass over the data is, which may take hours."""
+        known = self.feed.known
+        self.feed.heard = Pass(self.bar, what, known if known is None or limit is None else min(known, limit))
 
-    def _all_stages(self, resumed: checkpoints.Checkpoint | None) -> None:
-        if resumed is not None:
-            put_back(self.model, resumed.state)
-            logger.info("going on from %s after epoch %d", self.path, self._epochs())
-        objective = self.method.objective(self.profile, self.feed.device)
-        check_objective(objective, self.method, self.stages)
-        self.bar.advance(self._epochs())
-        for index, stage in enumerate(self.stages):
-            if resumed is not None and index < resumed.stage:
-                continue
-            optimiser = fresh_optimiser(self.model, stage, self.method.momentum)
-            done = 0
-            if resumed is not None and index == resumed.stage:
-                done = resumed.epoch
-                if optimiser is not None:
-                    checkpoints.restore_momentum(optimiser, self.model, resumed.momentum)
-            steps = Steps(
-                self.model,
-                self.feed,
-                self.taps,
-                objective,
-                optimiser,
-                precision=self.precision,
-                dropout=self.method.dropout,
-                capture=self.capture,
-                compile=self.compile,
-                what=stage.name,
-            )
-            for epoch in range(done, stage.epochs):
-                self._epoch(stage, steps)
-                # what was refused once would be again, and why has been said
-                self.capture, self.compile = self.capture and not steps.refused, steps.compile
-                self._checkpoint(index, epoch + 1, optimiser)
-                self.bar.advance(1, f"{stage.name}  {_note(self.history[-1])}")
-
-    def _checkpoint(self, stage: int, epoch: int, optimiser: optim.SGD | None) -> None:
-        if self.path is None or rank() > 0:
-            return
-        state = self.history, self.model, optimiser, self.selected, self.feed.fits
-        try:
-            checkpoints.save(self.path, self.name, stage, epoch, *state)
-        except OSError as error:  # a full disk is no reason to lose the run
-            logger.warning("the checkpoint %s could not be written (%s); going on without", self.path, error.strerror)
-
-    def _epoch(self, stage: Stage, steps: Steps) -> None:
-        number = self._epochs() + 1
+    def _run_epoch(self, stage: Stage, steps: Steps) -> None:
+        number = self.epochs + 1
         started = time.perf_counter()
-        self._show(f"targets of epoch {number}")
-        targets = self._targets() if self.method.by_sample else None
-        self._show(f"{stage.name}  {_note(self.history[-1])}")
+        self.show_pass(f"targets of epoch {number}")
+        targets = self._make_targets() if self.method.by_sample else None
+        self.show_pass(f"{stage.name}  {_note(self.history[-1])}")
         enter_adapting_modes(self.model, self.method.dropout)
-        sums, batches = steps.epoch(self.settings.seed, number, targets)
+        sums, batches = steps.epoch(self.seed, number, targets)
         self.model.eval()
         means = (torch.stack([*sums.values()]).cpu().double() / batches).tolist() if sums else []
         losses: dict[str, float] = dict(zip(sums, means, strict=True))
         finite_losses = all(map(math.isfinite, losses.values()))
-        if not finite_losses or not still_finite(self.model, self.good):
-            put_back(self.model, self.good)
+        if not finite_losses or not is_finite(self.model, self.good):
+            self.restore()
             rate, advice = f", learning rate {stage.learning_rate:g}", "lower the learning rate"
-            if not stage.parameters:  # nothing is trained: it is the inputs that are too large
+            if not stage.parameters:  # Nothing is trained, so the inputs are too large.
                 rate, advice = "", "look at the inputs and at preprocess"
-            if self.before is not None and not math.isfinite(self.before.divergence):
+            if not math.isfinite(self.history[0].verification or 0.0):
                 advice = "the features were so before anything was adapted: look at the inputs and at preprocess"
             raise DivergedError(
                 f"{'weights' if finite_losses else 'the loss'} of {self.method.name} became NaN or infinite in epoch "
                 f"{number} ({stage.name}{rate}); {advice}. The error's "
                 "`adaptation` is what had been reached"
             )
-        self._row(number, stage.name, stage.learning_rate, losses, started)
+        self._add_row(number, stage.name, stage.learning_rate, losses, started)
 
-    def _targets(self) -> Tensor:
-        """What the method knows of each sample, in the order of the feed and where its indices lie."""
-        targets: Any = self.method.targets(self.network, self.look)
+    def _add_row(self, number: int, stage: str, rate: float, losses: dict[str, float], started: float) -> None:
+        """Read the signals of the model as it is now, add a row to the history, and choose the epoch to keep."""
+        self.show_pass(f"verification of epoch {number}", VERIFIED_PER_EPOCH)
+        signals = self.signals().values
+        seconds = round(time.perf_counter() - started, 4) if number else 0.0
+        row = Epoch(number, stage, rate, losses, seconds, signals)
+        # In one statement, since Ctrl-C may come at any other. Until there is a copy, the state is the model's own.
+        self.history, self.good = [*self.history, row], {}
+        self.good = tensors_of(self.model)  # The earlier copy is gone by now: it may be gigabytes.
+        if self.choice.consider(row) and self.keep == "selected":
+            self.selected = self.good
+        if self.on_epoch is not None:
+            with modes(self.model):
+                self.model.eval()
+                self.on_epoch(self.model, row)
+
+    def _save(self, stage: int, epoch: int, optimiser: optim.Optimizer | None) -> None:
+        if self.path is None or rank() > 0:
+            return
+        state = self.history, self.model, optimiser, self.selected, self.feed.fits
+        try:
+            checkpoints.save(self.path, self.run, stage, epoch, *state)
+        except OSError as error:  # A full disk is no reason to lose the run.
+            logger.warning("the checkpoint %s could not be written (%s); going on without", self.path, error.strerror)
+
+    def _make_targets(self) -> Tensor:
+        """Return what the method knows of each sample, in the order of the feed."""
+        targets: Any = self.method.targets(self.network, self.read_activations)
         if not isinstance(targets, Tensor):
             raise AdaptationError(f"`targets` of {self.method.name} gave {brief(targets)}, expected a tensor")
         assert self.feed.inputs is not None, "adapt refuses streamed data for such a method"

@@ -1,27 +1,27 @@
-"""Evaluate a model on labelled data: the one place, beside supervised training, where labels are read."""
+"""`evaluate`: score a model on labelled data. Beside supervised training, the one place where labels are read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shiftmend.accelerate.cuda_graphs import captured_call, worth_capturing
 from shiftmend.errors import DataError
 from shiftmend.evaluation.accumulators import describe
 from shiftmend.evaluation.classification import ClassificationMetrics, Scores
 from shiftmend.evaluation.regression import RegressionMetrics, RegressionScores, in_one_shape
 from shiftmend.inputs.feed import Feed, Preprocess
-from shiftmend.introspection.modes import enter_eval, is_exported, modes
+from shiftmend.introspection.modes import is_exported
 from shiftmend.introspection.outputs import Entry, pick
 from shiftmend.introspection.validate import check_takes_each, unwrap
+from shiftmend.passes.evaluation_pass import Observation, RepeatedPass
 from shiftmend.utils.checks import brief, check_classes
 from shiftmend.utils.devices import placed, resolve_device
 from shiftmend.utils.progress import Progress, progress_bar
 
-_Metrics = ClassificationMetrics | RegressionMetrics
+Metrics = ClassificationMetrics | RegressionMetrics
 
 
 def evaluate(
@@ -36,15 +36,37 @@ def evaluate(
     ignore_label: int | None = None,
     progress: Progress = None,
 ) -> Scores | RegressionScores:
-    """Score a model in eval mode on every sample of (inputs, labels).
+    """Score a model in eval mode on labelled data.
 
-    Whole-number labels mean classification (accuracy, calibration), fractional ones regression, of one quantity `[N]`
-    or of several `[N, quantities, ...]`. Of a classifier with a single output that is the logit of class 1. Of logits
-    `[N, classes, ...]` with labels `[N, ...]`, each position is a sample, and IoU is scored as well. What has the label
-    `ignore_label`, such as 255 for pixels without a class, counts in no score; any other label that is no class number
-    is refused. With the names of the `classes` that labels number, a model of another number of classes is refused.
-    What is deployed may be scored as well: a scripted or traced model, or the module of an exported one. `progress` is
-    that of `adapt`.
+    Whole-number labels mean classification (accuracy, calibration), fractional ones regression. The single output of a
+    binary classifier is the logit of class 1. With logits `[N, classes, ...]` and labels `[N, ...]` each position is a
+    sample, and IoU is scored as well.
+
+    Args:
+        model: A module, also a scripted, traced or exported one.
+        data: Pairs of inputs and labels: a tuple of tensors, a `Dataset`, a `DataLoader`, ... Labels of a regression
+            are `[N]`, or `[N, quantities, ...]`.
+        batch_size: Samples in a batch.
+        preprocess: Called with each batch on the device, before the model.
+        output: Entry of a tuple or dict that is the model's output.
+        device: Where to compute.
+        classes: Names of the classes that labels number. A model with another number of classes is refused.
+        ignore_label: A label that counts in no score, such as 255 for pixels without a class.
+        progress: True shows a progress bar, False does not, None does so on a terminal.
+
+    Returns:
+        The scores, as fractions rather than percent.
+
+    Raises:
+        DataError: If labels are missing, out of range or do not fit the output.
+
+    Example:
+        >>> import torch, shiftmend
+        >>> model = torch.nn.Linear(2, 2)
+        >>> _ = model.load_state_dict({"weight": torch.eye(2), "bias": torch.zeros(2)})
+        >>> inputs, labels = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 1.0]]), torch.tensor([0, 1, 1])
+        >>> round(shiftmend.evaluate(model, (inputs, labels)).accuracy, 3)
+        0.667
     """
     deployed = isinstance(model, torch.jit.ScriptModule) or is_exported(model)
     model = model if deployed else unwrap(model)
@@ -56,10 +78,7 @@ def evaluate(
 
 
 class Scorer:
-    """Scores one model on the same samples again and again; with `capture`, on CUDA, as a captured graph.
-
-    Captured scoring follows weights that change in their place, as training changes them.
-    """
+    """Score one model on the same samples again and again; see `RepeatedPass` for `capture`."""
 
     def __init__(
         self,
@@ -70,39 +89,48 @@ class Scorer:
         classes: Sequence[str] | None = None,
         ignore_label: int | None = None,
     ) -> None:
-        self.model, self.feed, self.output, self.classes = model, feed, output, classes
-        self.ignore_label = ignore_label
-        self._again: Callable[[], _Metrics] | None = None
-        self._capture = capture and feed.inputs is not None and worth_capturing(feed.inputs)
+        self.feed = feed
         check_takes_each(model, feed.kinds(2))
+        number = None if classes is None else len(classes)
+        self._pass = RepeatedPass(
+            model,
+            feed,
+            lambda: _Scores(feed.device, output, number, ignore_label),
+            labelled=True,
+            capture=capture,
+        )
 
     def __call__(self) -> Scores | RegressionScores:
-        if self._capture:
-            self._again = captured_call(self._pass, self.model, self.feed.device)
-            self._capture = False
-        return (self._again or self._pass)().compute()
+        return self._pass().compute()
 
-    def _pass(self) -> _Metrics:
-        metrics: _Metrics | None = None
-        with modes(self.model), torch.no_grad():
-            enter_eval(self.model)
-            for inputs, labels in self.feed.labelled():
-                result = pick(self.model(inputs), self.output, "the model")
-                if metrics is None:
-                    metrics = metrics_for(labels, device=self.feed.device, ignore_label=self.ignore_label)
-                if isinstance(metrics, RegressionMetrics):
-                    result, labels = in_one_shape(result, labels)
-                metrics.update(result, labels)
-                if self.classes is not None and isinstance(metrics, ClassificationMetrics):
-                    check_classes(len(self.classes), max(2, result.shape[1:2].numel()))
-        assert metrics is not None  # a feed is never empty
-        return metrics
+
+class _Scores:
+    """An observer that adds each batch to the metrics of its kind of labels."""
+
+    def __init__(self, device: torch.device, output: Entry, classes: int | None, ignore_label: int | None) -> None:
+        self.device, self.output, self.classes, self.ignore_label = device, output, classes, ignore_label
+        self.metrics: Metrics | None = None
+
+    def update(self, seen: Observation) -> None:
+        result, labels = pick(seen.output, self.output, "the model"), seen.labels
+        assert labels is not None
+        if self.metrics is None:
+            self.metrics = metrics_for(labels, device=self.device, ignore_label=self.ignore_label)
+        if isinstance(self.metrics, RegressionMetrics):
+            result, labels = in_one_shape(result, labels)
+        self.metrics.update(result, labels)
+        if self.classes is not None and isinstance(self.metrics, ClassificationMetrics):
+            check_classes(self.classes, max(2, result.shape[1:2].numel()))
+
+    def result(self) -> Metrics:
+        assert self.metrics is not None  # A feed is never empty.
+        return self.metrics
 
 
 def metrics_for(
     labels: Tensor, *, device: torch.device | str | None = None, ignore_label: int | None = None
-) -> ClassificationMetrics | RegressionMetrics:
-    """What scores predictions against labels of this kind: fractions are quantities, all else are classes."""
+) -> Metrics:
+    """Return the metrics for labels of this kind: fractions are quantities, all others are classes."""
     if not labels.is_floating_point():
         return ClassificationMetrics(device=device, ignore_label=ignore_label)
     if ignore_label is not None:

@@ -164,7 +164,7 @@ class LeftAlone(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, copied: nn.Module) -> None:
         super().__init__()
-        shared = {id(tensor) for tensor in _tensors(copied).values()}  # see `refuse_shared`
+        shared = {id(tensor) for tensor in _tensors(copied).values()}  # see `refuse_shared_tensors`
         self.names = {id(tensor): name for name, tensor in _tensors(model).items() if id(tensor) not in shared}
         self.harmless = _KIND | _PLACE if device_of(model) == device_of(copied) else _KIND
         self.touched: str | None = None

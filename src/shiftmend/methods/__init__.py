@@ -1,4 +1,4 @@
-"""The methods, by name. Adding one: its file, a line here, its test, a line in `docs/methods.md`."""
+"""The methods by name. To add one: its file, a line here, its test, and a line in `docs/methods.md`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METHODS: dict[str, type[Method]] = {
 
 
 def kind_of(name: str | type[Method]) -> type[Method]:
-    """The class of a method; one of your own may stand in `METHODS` as well."""
+    """Return the class of a method by name; a class of your own may stand in `METHODS` as well."""
     if not isinstance(name, type) or not issubclass(name, Method):
         check_known(name, METHODS, "method", AdaptationError)
     kind: Any = METHODS[name] if isinstance(name, str) else name
@@ -37,7 +37,20 @@ def kind_of(name: str | type[Method]) -> type[Method]:
 
 
 def method(name: str | Method | type[Method], **options: Any) -> Method:
-    """A method by name or by its class, with its options, or one made before, as it is."""
+    """Make a method from its name or class and its options.
+
+    Args:
+        name: Name or class of a method, or an instance, which is returned as it is.
+        **options: Hyper-parameters.
+
+    Raises:
+        AdaptationError: If the method or an option is unknown, or an option is missing.
+
+    Example:
+        >>> from shiftmend.methods import method
+        >>> method("fr", epochs=5).epochs
+        5
+    """
     if isinstance(name, Method):
         if options:
             raise AdaptationError(f"give the options of {name.name} when making it, not beside it; or give its class")

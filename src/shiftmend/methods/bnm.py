@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shiftmend.engine.method import Activations, Network, Objective, Stage, check_positive, distributed_over_inputs
+from shiftmend.engine.method import Activations, Network, Objective, Stage, check_positive, has_one_sample_per_input
 from shiftmend.methods.prediction import Prediction, information_maximisation
 from shiftmend.profiles.profile import Profile
 from shiftmend.stats.gaussians import FullGaussian
@@ -32,7 +32,7 @@ class BNM(Prediction):
         return ("features",)
 
     def smallest_batch(self, profile: Profile | None) -> int:
-        return 2 if distributed_over_inputs(("features",), profile) else 1
+        return 2 if has_one_sample_per_input(("features",), profile) else 1
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:
         assert profile is not None

@@ -18,7 +18,7 @@ from shiftmend.engine.method import (
     Stage,
     check_epochs,
     check_positive,
-    distributed_over_inputs,
+    has_one_sample_per_input,
 )
 from shiftmend.errors import AdaptationError
 from shiftmend.profiles.presets import Preset
@@ -31,7 +31,7 @@ from shiftmend.utils.checks import brief, check_known
 
 @dataclass(frozen=True, kw_only=True)
 class Alignment(Method):
-    """What FR and BUFR share: the alignment loss of equation (2).
+    """Base of FR and BUFR: the alignment loss of equation (2).
 
     `align` names the taps (the paper's ablation leaves out the logits; further taps of the profile may be added),
     `divergence` replaces the preset's, e.g. by `"kl-target-source"`, the paper's other ablation. The preset is the
@@ -67,7 +67,7 @@ class Alignment(Method):
         return tuple(dict.fromkeys((*self.align, *(("features",) if needs_features else ()))))
 
     def smallest_batch(self, profile: Profile | None) -> int:
-        return 2 if distributed_over_inputs(self.taps(profile), profile) else 1
+        return 2 if has_one_sample_per_input(self.taps(profile), profile) else 1
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:
         assert profile is not None
@@ -89,7 +89,7 @@ class Alignment(Method):
         return losses
 
     def rate(self, network: Network, profile: Profile | None) -> float:
-        """The learning rate given, or the default for such a network, translated to the profile's preset.
+        """Return the learning rate given, or the default for such a network, translated to the profile's preset.
 
         The default is the one published for this network; for others of stages with BatchNorm what was published for
         ResNets. The rest was measured on small networks (`benchmarks/default_rates.py`): the largest that restored
@@ -107,14 +107,17 @@ class Alignment(Method):
 
 
 def _divergence(home: Histogram, values: Tensor, kind: Divergence) -> Tensor:
-    """Mean divergence over units of a batch, which several processes may share, to the source."""
+    """Return the mean divergence over units of a batch, which several processes may share, from the source."""
     if not active():
         return home.divergence(values, kind)
     return home.mean_divergence(joined_mean(home.of(values), len(values)), kind)
 
 
 def _loss_scale(chosen: Preset, profile: Profile) -> float:
-    """The published rates belong to the mean of PSI; the paper's sum of half-KLs is D ln(10) / 2 times larger."""
+    """Return the factor from the mean of PSI, to which published rates belong, to the loss of the preset.
+
+    The paper's sum of half-KLs is D ln(10) / 2 times larger.
+    """
     if chosen.reduction == "mean":
         return 1.0
     units = max(1, profile.taps["features"].usable_count)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shiftmend.engine.method import Activations, Network, Objective, Stage, distributed_over_inputs
+from shiftmend.engine.method import Activations, Network, Objective, Stage, has_one_sample_per_input
 from shiftmend.errors import AdaptationError
 from shiftmend.methods.prediction import Prediction
 from shiftmend.profiles.profile import Profile
@@ -27,7 +27,7 @@ class FullGauss(Prediction):
 
     name: ClassVar[str] = "full-gauss"
     needs_profile: ClassVar[bool] = True
-    aligns_mixtures: ClassVar[bool] = True
+    needs_covariance: ClassVar[bool] = True
     shrinkage: float = 0.0
 
     def __post_init__(self) -> None:
@@ -42,8 +42,8 @@ class FullGauss(Prediction):
         return ("features",)
 
     def smallest_batch(self, profile: Profile | None) -> int:
-        """Of one input there is no covariance; how many are enough is said by the loss, with what else would help."""
-        return 2 if distributed_over_inputs(("features",), profile) else 1
+        """Return 2: one input has no covariance. The loss says how many are enough."""
+        return 2 if has_one_sample_per_input(("features",), profile) else 1
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:
         assert profile is not None

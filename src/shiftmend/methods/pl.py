@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from shiftmend.engine.method import Activations, Network, Objective, Stage
-from shiftmend.introspection.model_state import trainable
 from shiftmend.methods.prediction import Prediction
 from shiftmend.profiles.profile import Profile
 
@@ -26,8 +25,7 @@ class PL(Prediction):
     minimises_entropy: ClassVar[bool] = True
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
-        everything = tuple(name for name, p in network.model.named_parameters() if trainable(p))
-        return [Stage("all parameters", self.epochs, self.rate(network), everything)]
+        return [Stage("all parameters", self.epochs, self.rate(network), network.all_parameters)]
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:
         def losses(activations: Activations) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What the methods that look at predictions alone have in common."""
+"""Base of the methods that look at predictions alone: entropies and information maximisation."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ EPSILON = 1e-5
 
 
 def entropy(probabilities: Tensor) -> Tensor:
-    """Entropy over the last axis, in nats."""
+    """Return the entropy over the last axis, in nats."""
     return -(probabilities * torch.log(probabilities + EPSILON)).sum(-1)
 
 
 def information_maximisation(logits: Tensor) -> Tensor:
-    """Mean entropy of single predictions less the entropy of their mean: be certain of each, and use all classes."""
+    """Return the mean entropy of single predictions less the entropy of their mean.
+
+    Minimising it makes each prediction certain and uses all classes.
+    """
     probabilities = torch.softmax(logits.float(), dim=1)
     return entropy(probabilities).mean() - entropy(probabilities.mean(0))
 
@@ -50,7 +53,7 @@ class Prediction(Method):
         return self.learning_rate or network.published(self.name) or self.default_rate
 
     def logits(self, activations: Activations) -> Tensor:
-        """The class logits of the batch; a single output has no classes to be certain of."""
+        """Return the class logits of the batch; raise if the model has a single output, and so no classes."""
         logits = activations["logits"]
         if logits.shape[1] < 2:
             raise AdaptationError(f"{self.name} needs class logits, but the model has one output; use fr or bufr")

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shiftmend.engine.method import Activations, Look, Network, Objective, Stage, check_positive
+from shiftmend.engine.method import Activations, Network, Objective, ReadActivations, Stage, check_positive
 from shiftmend.errors import AdaptationError
 from shiftmend.methods.prediction import Prediction, information_maximisation
 from shiftmend.profiles.profile import Profile
 
 
 def centroid_labels(embedding: Tensor, logits: Tensor) -> Tensor:
-    """The class of the nearest centroid for each of N samples, by cosine, refined once.
+    """Return the class of the nearest centroid for each of N samples, by cosine, refined once.
 
     Embeddings `[N, D]` get a constant 1 appended and unit length. Centroids are first means weighted by the predicted
     probabilities, then means of the samples assigned to them. Classes that are predicted for no sample are left out,
@@ -61,8 +61,8 @@ class SHOT(Prediction):
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         return [Stage("all but the head", self.epochs, self.rate(network), network.below_head)]
 
-    def targets(self, network: Network, look: Look) -> Tensor:
-        seen = look({"embedding": network.embedding, "logits": network.taps["logits"]})
+    def targets(self, network: Network, read: ReadActivations) -> Tensor:
+        seen = read({"embedding": network.embedding, "logits": network.taps["logits"]})
         if len(seen["embedding"]) != len(seen["logits"]):
             raise AdaptationError(
                 f"shot needs one embedding and one prediction a sample, but {network.embedding!s} gives "

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shiftmend.engine.method import Activations, Network, Objective, Stage, distributed_over_inputs
+from shiftmend.engine.method import Activations, Network, Objective, Stage, has_one_sample_per_input
 from shiftmend.methods.prediction import Prediction, information_maximisation
 from shiftmend.profiles.profile import Profile
 
@@ -28,8 +28,8 @@ class SHOTIM(Prediction):
         return [Stage("all blocks", self.epochs, self.rate(network), network.below_features)]
 
     def smallest_batch(self, profile: Profile | None) -> int:
-        """Of a single prediction both terms are the same, and nothing is left to learn from."""
-        return 2 if distributed_over_inputs(("logits",), profile) else 1
+        """Return 2: for a single prediction both terms are the same, and nothing is left to learn from."""
+        return 2 if has_one_sample_per_input(("logits",), profile) else 1
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:
         def losses(activations: Activations) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ class SourceOnly(Method):
     """No adaptation."""
 
     name: ClassVar[str] = "source-only"
+    adapts: ClassVar[bool] = False
     trains: ClassVar[bool] = False
     several_processes: ClassVar[bool] = True
 

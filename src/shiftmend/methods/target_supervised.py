@@ -1,4 +1,4 @@
-"""Target-supervised: what labels at the new site would give. An upper bound to compare with, not an adaptation."""
+"""Target-supervised: training with labels of the new site. An upper bound to compare with, not an adaptation."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shiftmend.engine.method import Activations, Look, Network, Objective, Stage, check_decay
+from shiftmend.engine.method import Activations, Network, Objective, ReadActivations, Stage, check_decay
 from shiftmend.errors import AdaptationError
-from shiftmend.introspection.model_state import trainable
 from shiftmend.methods.prediction import Prediction
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.profile import Profile
 
 
 def _class_numbers(given: Any) -> Tensor:
-    """A copy, as whole numbers on the CPU, of labels in whatever form they came."""
+    """Return a copy of labels as whole numbers on the CPU."""
     try:
         labels = given.detach().cpu().clone() if isinstance(given, Tensor) else torch.from_numpy(np.array(given))
     except (TypeError, ValueError) as error:
@@ -57,10 +56,10 @@ class TargetSupervised(Prediction):
         check_decay(self.weight_decay, "the weight decay")
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
-        everything = tuple(name for name, p in network.model.named_parameters() if trainable(p))
-        return [Stage("all parameters", self.epochs, self.rate(network), everything, self.weight_decay)]
+        rate = self.rate(network)
+        return [Stage("all parameters", self.epochs, rate, network.all_parameters, self.weight_decay)]
 
-    def targets(self, network: Network, look: Look) -> Tensor:
+    def targets(self, network: Network, read: ReadActivations) -> Tensor:
         return self.labels
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:
@@ -80,6 +79,6 @@ class TargetSupervised(Prediction):
         return losses
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Those that fit into a manifest: of the labels only what identifies them."""
+        """Return the hyper-parameters for a manifest; labels are identified by their digest."""
         own = {"epochs": self.epochs, "learning_rate": self.learning_rate, "weight_decay": self.weight_decay}
         return own | {"momentum": self.momentum, "labels_sha256": fingerprints.digest(self.labels)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -17,9 +17,10 @@ from shiftmend.errors import ProfileError
 from shiftmend.inputs.feed import Feed, Preprocess
 from shiftmend.introspection.modes import batch_norms, modes
 from shiftmend.introspection.outputs import Entry
-from shiftmend.introspection.taps import Tap, tapped
+from shiftmend.introspection.taps import Tap
 from shiftmend.introspection.trace import trace
 from shiftmend.introspection.validate import check_takes_each, unwrap
+from shiftmend.passes.evaluation_pass import Observation, run_pass, without_labels
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.fingerprints import InputSummary
 from shiftmend.profiles.presets import Preset
@@ -33,7 +34,7 @@ from shiftmend.utils.checks import brief, check_known, counted, is_whole
 from shiftmend.utils.devices import placed, resolve_device
 from shiftmend.utils.processes import of_first_process, world_size
 from shiftmend.utils.progress import Bar, Pass, Progress, progress_bar
-from shiftmend.utils.rng import roll, rolled
+from shiftmend.utils.rng import rolled
 
 logger = logging.getLogger(__name__)
 
@@ -191,44 +192,50 @@ def _frame(trackers: Mapping[str, RangeTracker], chosen: Preset, like: Profile |
 
 
 class _Passes:
-    """Runs the network over the source; once only, where what the taps gave could be kept."""
+    """Passes over the source; the network runs once only if the activations at the taps can be kept."""
 
     def __init__(self, model: nn.Module, feed: Feed, specs: Mapping[str, Tap], keep_bytes: int, bar: Bar) -> None:
         self.model, self.feed, self.specs, self.bar = model, feed, specs, bar
-        self.room, self.number = keep_bytes, 0
-        self.kept: list[Samples] | None = None
+        self.keep_bytes, self.number = keep_bytes, 0
+        self._kept: list[Samples] | None = None
 
-    def __call__(self) -> Iterator[Samples]:
-        if self.kept is not None:
-            yield from self.kept
+    def run(self, update: Callable[[Samples], None]) -> None:
+        """Call `update` with the activations `[samples, units]` by tap of every batch."""
+        if self._kept is not None:
+            for samples in self._kept:
+                update(samples)
             return
-        kept: list[Samples] | None = []
-        used = seen = 0
-        own = (self.feed.known or 0) / world_size()
         self.number += 1
-        roll(0)
+        kept: list[Samples] | None = []
+        used = inputs = 0
+        own = (self.feed.known or 0) / world_size()
         advance = Pass(self.bar, f"pass {self.number}", self.feed.known)
-        with tapped(self.model, self.specs) as recorder:
-            for batch in self.feed.batches():
-                self.model(batch)
-                samples = recorder.read()
-                used += sum(value.numel() * value.element_size() for value in samples.values())
-                seen += len(batch)
-                if max(used, used / seen * own) > self.room:  # in the first batch, if the data knows its size
-                    kept = None
-                if kept is not None:
-                    kept.append(samples)
-                advance(len(batch))
-                yield samples
-        self.kept = kept if everywhere(kept is not None, self.feed.device) else None
+
+        def see(seen: Observation) -> None:
+            nonlocal kept, used, inputs
+            samples = seen.activations
+            used += sum(value.numel() * value.element_size() for value in samples.values())
+            inputs += len(seen.inputs)
+            if max(used, used / inputs * own) > self.keep_bytes:  # Known from the first batch, if the size is known.
+                kept = None
+            if kept is not None:
+                kept.append(samples)
+            advance(len(seen.inputs))
+            update(samples)
+
+        run_pass(self.model, without_labels(self.feed.batches()), see, taps=self.specs)
+        self._kept = kept if everywhere(kept is not None, self.feed.device) else None
 
 
 def _ranges(passes: _Passes, specs: Mapping[str, Tap], like: Profile | None) -> dict[str, RangeTracker]:
     """The first pass. With the ranges of another profile, samples need not vary: a rare class may have only one."""
     trackers = {name: RangeTracker() for name in specs}
-    for samples in passes():
+
+    def track(samples: Samples) -> None:
         for name, values in samples.items():
             trackers[name].update(values)
+
+    passes.run(track)
     trackers = {name: tracker.joined() for name, tracker in trackers.items()}
     for name, tracker in trackers.items():
         finite = torch.isfinite(tracker.low) & torch.isfinite(tracker.high)
@@ -262,7 +269,8 @@ def _counts(
     projectors = {name: part.to(place) for name, part in frame.projectors.items()}
     counters = {name: CountTracker(low.to(place), high.to(place), cut) for name, (low, high) in frame.ranges.items()}
     reach = {name: RangeTracker() for name in projectors}
-    for samples in passes():
+
+    def count(samples: Samples) -> None:
         for name, counter in counters.items():
             counter.update(samples[name])
         if covariance is not None:
@@ -270,6 +278,8 @@ def _counts(
         for name, projector in projectors.items():
             for part in projector.by_parts(samples["features"]):
                 reach[name].update(part)
+
+    passes.run(count)
     if like is not None:
         homes = {name: part.histogram.to(place) for name, part in like.slices.items()}
         slice_ranges = {name: (home.low, home.high) for name, home in homes.items()}
@@ -279,10 +289,13 @@ def _counts(
     slice_counters = {
         name: CountTracker(low, high, bins_of_slices(name, cut)) for name, (low, high) in slice_ranges.items()
     }
-    for samples in passes():
+
+    def count_slices(samples: Samples) -> None:
         for name, projector in projectors.items():
             for part in projector.by_parts(samples["features"]):
                 slice_counters[name].update(part)
+
+    passes.run(count_slices)
     return (
         {name: counter.joined() for name, counter in counters.items()},
         {name: counter.joined() for name, counter in slice_counters.items()},

@@ -407,7 +407,7 @@ def _list_cautions(
         cautions.append("The adaptation was made with another profile than the one it is judged with here.")
     if manifest["status"] != "finished":
         cautions.append(f"The adaptation did not run to its end: it was {manifest['status']}.")
-    if mending.method_class.aligns_mixtures:
+    if mending.method_class.needs_covariance:
         cautions.append(
             f"The method {mending.method} also moves what the verification looks at, so a good verdict says less than "
             "usual."

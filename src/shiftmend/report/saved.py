@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +13,7 @@ from torch import nn
 
 from shiftmend.adaptation.result import Adaptation
 from shiftmend.engine.history import Epoch
-from shiftmend.engine.settings import Keep
+from shiftmend.engine.trainer import Keep
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.profiles import fingerprints
 from shiftmend.utils.json import revived
@@ -83,19 +82,17 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 def _read_history(path: Path) -> list[Epoch]:
     data = _read_json(path)
-    names = {field.name for field in fields(Epoch)}
-    required = {field.name for field in fields(Epoch) if field.default is MISSING}
-    numbers = names - {"epoch", "block", "losses"}
+    needed = {"epoch", "block", "learning_rate", "losses", "verification", "seconds"}
     fits = isinstance(data, list) and all(
         isinstance(row, dict)
-        and required <= set(row) <= names
+        and needed <= set(row)
         and type(row["epoch"]) is int
         and isinstance(row["block"], str)
         and isinstance(row["losses"], dict)
-        and all(isinstance(row.get(name), int | float | None) for name in numbers)
+        and all(isinstance(row[name], int | float | None) for name in set(row) - {"block", "losses"})
         and all(isinstance(loss, int | float) for loss in row["losses"].values())
         for row in data
     )
     if not fits:
         raise DataError(f"{path} is damaged: expected the history of an adaptation. {REMEDY}")
-    return [Epoch(**row) for row in data]
+    return [Epoch.from_json(row) for row in data]

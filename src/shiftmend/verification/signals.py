@@ -1,64 +1,212 @@
-"""What can be seen of a model on the target without labels, in one pass."""
+"""Label-free signals: what can be measured of a model on the target in one pass, without labels.
+
+`SIGNALS` is the one list of them. Histories, benchmarks, reports and correlations iterate it. To add a signal, add an
+entry to the list and an accumulator that measures it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shiftmend.accelerate.bf16 import Precision
-from shiftmend.accelerate.cuda_graphs import captured_call, worth_capturing
-from shiftmend.distributed.batch_norm import synchronised
-from shiftmend.distributed.collectives import active, all_sum, gathered, joined_mean, together
+from shiftmend.accelerate.precision import Precision
+from shiftmend.distributed.collectives import active, all_sum, gathered, joined_mean
 from shiftmend.errors import TapError
 from shiftmend.inputs.feed import Feed
-from shiftmend.introspection.modes import modes
 from shiftmend.introspection.outputs import Entry, pick
-from shiftmend.introspection.taps import Tap, tapped
+from shiftmend.introspection.taps import Tap
+from shiftmend.passes.evaluation_pass import Observation, RepeatedPass
 from shiftmend.profiles.profile import Profile
 from shiftmend.utils.processes import rank
-from shiftmend.utils.rng import roll
-from shiftmend.verification.verdict import Verification, judged
+from shiftmend.verification.verdict import Verification, judge
+
+SIGNALS: dict[str, str] = {
+    "slices": "mean divergence of the verification slices, which no method aligns: the judge",
+    "marginals": "divergence of features plus that of logits, unit by unit: what FR and BUFR minimise, in eval mode",
+    "entropy": "mean entropy of the predictions, in nats",
+    "confidence": "mean probability of the predicted class",
+}
+"""Signals by name, with what they are. The first two need a profile, the others class logits."""
 
 VERIFIED = ("features", "logits")
-"""The taps whose marginals count."""
-
+"""Taps whose marginals count."""
 
 POSITIONS = 256
-"""Counted of each input at most, where its features or logits are maps. All of them, of 96 x 96 pixels, take a CPU
-several times as long as a small network, and tell little more: drawn anew for each input, so many add to chance about
-a 256th of what the inputs themselves do."""
-
+"""Positions counted of each input at most, where its features or logits are maps. All positions of 96 x 96 pixels take
+a CPU several times as long as a small network and tell little more: 256, drawn anew for each input, add about a 256th
+to the chance of the inputs themselves."""
 
 _WHOLE = 1 << 24
-
-
 _STEPS = (12664746, 9560334)
 """The sequence R2 of Roberts, in parts of the whole: 1 / g and 1 / g^2 with g^3 = g + 1."""
 
 
+@dataclass(frozen=True)
+class Signals:
+    """Signals of one pass.
+
+    Attributes:
+        values: Signals by name, those that could be measured, in the order of `SIGNALS`.
+        verification: The verdict that follows from slices and marginals; None without a profile.
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
+    verification: Verification | None = None
+
+    def get(self, name: str) -> float | None:
+        """Return a signal by name; None if it could not be measured."""
+        return self.values.get(name)
+
+
+def observe(
+    model: nn.Module, feed: Feed, profile: Profile | None, output: Entry = None, limit: int | None = None
+) -> Signals:
+    """Measure all signals over a feed, or over a fixed random part of it; wait for the device once, at the end.
+
+    In a process group every process must call this; each looks at its share of the batches, and all get the same.
+    """
+    return SignalReader(model, feed, profile, output, limit=limit)()
+
+
+class SignalReader:
+    """Measure the signals of one model again and again; see `RepeatedPass`.
+
+    Args:
+        model: The model to look at.
+        feed: The target data.
+        profile: The source's profile, if there is one.
+        output: Entry of a tuple or dict that is the model's output.
+        limit: At most so many samples.
+        capture: Whether the pass may be captured as a CUDA graph.
+        precision: A context manager for the forward pass. Histograms are counted in full precision.
+        logits: Where the model's head is, if there is no profile: decides which axis of the output counts classes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        feed: Feed,
+        profile: Profile | None,
+        output: Entry = None,
+        *,
+        limit: int | None = None,
+        capture: bool = False,
+        precision: Precision = nullcontext,
+        logits: Tap | None = None,
+    ) -> None:
+        self.profile = profile.to(feed.device) if profile is not None else None
+        taps = {"logits": logits} if logits is not None else {}
+        if self.profile is not None:
+            taps = {name: self.profile.specs[name] for name in VERIFIED}
+        own = self.profile  # The graph's observers must not hold this object, which holds the graph.
+        self._pass = RepeatedPass(
+            model,
+            feed,
+            lambda: _SignalObserver(own, output, taps),
+            taps=taps,
+            limit=limit,
+            shared=True,
+            capture=capture,
+            precision=precision,
+        )
+
+    def __call__(self) -> Signals:
+        """Return the signals of the model as it is now."""
+        seen = self._pass()
+        found: dict[str, float] = dict(zip(seen.names, seen.values.tolist(), strict=True))
+        verification = None
+        if self.profile is not None:
+            verification = judge(found["slices"], found["marginals"], seen.inputs, self.profile)
+        return Signals({name: found[name] for name in SIGNALS if name in found}, verification)
+
+    def forget(self) -> None:
+        """Drop a captured pass: the model has changed otherwise than in the values of its tensors."""
+        self._pass.forget()
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Signals of a pass, still on the device."""
+
+    names: tuple[str, ...]
+    values: Tensor
+    inputs: int
+
+
+class _SignalObserver:
+    """Feeds each batch to the accumulators."""
+
+    def __init__(self, profile: Profile | None, output: Entry, taps: Mapping[str, Tap]) -> None:
+        self.output = output
+        self.axis = taps["logits"].channel_axis if taps else 1
+        self.tally = Tally(profile) if profile is not None else None
+        self.certainty = Certainty()
+
+    def update(self, seen: Observation) -> None:
+        tapped = seen.activations.get("logits")
+        logits = class_logits(seen.output, self.output, self.axis, None if tapped is None else tapped.shape[1])
+        if self.tally is not None:
+            self.tally.update(seen.activations, len(seen.inputs))
+        if logits is not None:
+            self.certainty.update(logits)
+
+    def result(self) -> _Measured:
+        found = self.certainty.values()
+        inputs = 0
+        if self.tally is not None:
+            found["slices"], found["marginals"], inputs = self.tally.joined()
+        values = torch.stack([*found.values()]) if found else torch.empty(0, device="cpu")
+        return _Measured(tuple(found), values, inputs)
+
+
+class Certainty:
+    """Accumulator of the entropy and the confidence of predictions."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+        self._predictions = 0
+
+    def update(self, logits: Tensor) -> None:
+        """Add logits `[N, classes, ...]`."""
+        log_probabilities = logits.log_softmax(1)
+        probabilities = log_probabilities.exp()
+        # 0 ln 0 is 0, also where the logarithm has become minus infinity.
+        entropy = -(probabilities * log_probabilities.clamp_min(-100)).sum()
+        sums = torch.stack([entropy, probabilities.amax(1).sum()])
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._predictions += logits.numel() // logits.shape[1]
+
+    def values(self) -> dict[str, Tensor]:
+        """Return both means over all processes; empty if no logits were seen."""
+        if self._sums is None:
+            return {}
+        entropy, confidence = joined_mean(self._sums / self._predictions, self._predictions)
+        return {"entropy": entropy, "confidence": confidence}
+
+
 class Tally:
-    """What a verification rests on, gathered over batches: soft counts of features, logits and verification slices."""
+    """Accumulator of the divergences: soft counts of features, logits and verification slices."""
 
     def __init__(self, profile: Profile, taps: Iterable[str] = VERIFIED) -> None:
         self.profile = profile
         self.slices = profile.slices["verification"].histogram.counter()
         self.taps = {name: profile.taps[name].counter() for name in taps}
         self.inputs = 0
-        self._earlier: int | Tensor = 0  # inputs of the batches before, in all processes
+        self._earlier: int | Tensor = 0  # Inputs of the batches before, in all processes.
 
     def update(self, activations: Mapping[str, Tensor], inputs: int) -> None:
-        """Activations `[samples, units]` by tap, of so many inputs: a feature map has many samples of one."""
+        """Add activations `[samples, units]` by tap; a feature map has many samples of one input."""
         maps = any(len(activations[name]) > POSITIONS * inputs for name in self.taps)
         before, batch = _place(inputs, self.slices.counts.device) if maps else (0, inputs)
-        counted = {name: some_positions(activations[name], inputs, self._earlier + before) for name in self.taps}
+        counted = {name: sample_positions(activations[name], inputs, self._earlier + before) for name in self.taps}
         self.inputs += inputs
         self._earlier = self._earlier + batch
-        # batches may differ in their number of positions, of which the profile counted all
+        # Batches may differ in their number of positions, all of which the profile has counted.
         times = {name: len(activations[name]) / len(rows) for name, rows in counted.items()}
         for part in self.profile.slices["verification"].projector.by_parts(counted["features"]):
             self.slices.update(part, times["features"])
@@ -66,34 +214,38 @@ class Tally:
             counter.update(counted[name], times[name])
 
     def joined(self) -> tuple[Tensor, Tensor, int]:
-        """Over all processes: divergence of the slices, that of the marginals, and how many inputs they are of."""
+        """Return the divergence of the slices, that of the marginals, and the inputs, over all processes."""
         slices = self.slices.joined()
         inputs = int(all_sum(torch.tensor(self.inputs, device=slices.counts.device))) if active() else self.inputs
         features, logits = (self.taps[name].joined().divergence(self.profile.taps[name]) for name in VERIFIED)
         return slices.divergence(self.profile.slices["verification"].histogram), features + logits, inputs
 
     def verification(self) -> Verification:
+        """Return the verdict that follows from the divergences."""
         *divergences, inputs = self.joined()
         slices, marginals = torch.stack(divergences).tolist()
-        return judged(slices, marginals, inputs, self.profile)
+        return judge(slices, marginals, inputs, self.profile)
 
 
 def _place(inputs: int, device: torch.device) -> tuple[int | Tensor, int | Tensor]:
-    """Of a batch that several processes share: how many inputs come before those of this one, and how many it has."""
+    """Return how many inputs of a shared batch belong to earlier processes, and how many the batch has in all."""
     if not active():
         return 0, inputs
     every = gathered(torch.tensor(inputs, device=device))
     return every[: rank()].sum(), every.sum()
 
 
-def some_positions(values: Tensor, inputs: int, before: int | Tensor) -> Tensor:
-    """Rows `[samples, units]` of so many inputs, at most `POSITIONS` of each.
+def sample_positions(values: Tensor, inputs: int, before: int | Tensor) -> Tensor:
+    """Take at most `POSITIONS` rows of each input from rows `[samples, units]`.
 
-    One from each of as many equal stretches of an input, at a place in it that follows a sequence of low discrepancy
-    over stretches and inputs: no column of a map is favoured, and many inputs together have every position equally
-    often, which matters where each has values of its own. `before` is how many inputs came earlier, so that batches of
-    any size, and any number of processes, give the same. Computed on the device without a look at it: a CUDA graph can
-    hold it.
+    Each input is cut into as many equal stretches, and one position is taken from each. The place within a stretch
+    follows a sequence of low discrepancy over stretches and inputs: no column of a map is favoured, and many inputs
+    together have every position equally often. Nothing is read back from the device, so a CUDA graph can hold this.
+
+    Args:
+        values: Rows of all inputs, one input after the other.
+        inputs: Number of inputs.
+        before: Inputs that came earlier, so that batches of any size and any number of processes give the same.
     """
     each, rest = divmod(len(values), inputs)
     if rest or each <= POSITIONS:
@@ -105,132 +257,14 @@ def some_positions(values: Tensor, inputs: int, before: int | Tensor) -> Tensor:
     return values.index_select(0, (one * each + chosen).flatten())
 
 
-@dataclass(frozen=True)
-class Signals:
-    """Label-free signals; None where there is no profile, or where the model gives no class logits."""
-
-    verification: Verification | None
-    """Divergence of the slices that no method aligns, and whether the marginals agree: the judge."""
-    marginals: float | None
-    """Divergence of features plus that of logits, each unit by itself: what FR and BUFR minimise, in eval mode."""
-    entropy: float | None
-    """Mean entropy of the predictions, in nats."""
-    confidence: float | None
-    """Mean probability of the predicted class."""
-
-
-def observe(
-    model: nn.Module, feed: Feed, profile: Profile | None, output: Entry = None, most: int | None = None
-) -> Signals:
-    """All signals over a feed, or over a fixed random part of it; waits for the device once, at the end.
-
-    Of several processes, all must ask; each looks at its share of the batches, and all get the same answer.
-    """
-    return Watch(model, feed, profile, output, most=most)()
-
-
-class Watch:
-    """The same look at one model again and again; on CUDA, where the samples are small, captured as a graph.
-
-    A captured look follows weights that change in their place, as training changes them. `precision` is that of the
-    network; histograms are counted in full. Without a profile, `logits` says where the model's head is, and so which
-    axis of its output counts classes.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        feed: Feed,
-        profile: Profile | None,
-        output: Entry = None,
-        *,
-        most: int | None = None,
-        capture: bool = False,
-        precision: Precision = nullcontext,
-        logits: Tap | None = None,
-    ) -> None:
-        self.model, self.feed, self.output = model, feed, output
-        self.precision, self.logits = precision, logits
-        self.profile = profile.to(feed.device) if profile is not None else None
-        self.most, self.capture = most, capture
-        self._again: Callable[[], _Seen] | None = None
-        self._parts: list[Tensor] = []  # kept, since the graph reads them
-
-    def __call__(self) -> Signals:
-        roll(0)
-        with together(), synchronised(self.model):
-            seen = self._again() if self._again is not None else self._look()
-        found: dict[str, float] = dict(zip(seen.names, seen.values.tolist(), strict=True))
-        verification = None
-        if self.profile is not None:
-            verification = judged(found["slices"], found["marginals"], seen.inputs, self.profile)
-        return Signals(verification, found.get("marginals"), found.get("entropy"), found.get("confidence"))
-
-    def forget(self) -> None:
-        """Look anew: the model has been changed otherwise than in the values of its tensors."""
-        self._again = None
-
-    def _look(self) -> _Seen:
-        inputs, feed = self.feed.inputs, self.feed
-        if self.capture and not active() and inputs is not None and worth_capturing(inputs):
-            parts = self._parts = feed.some(self.most or len(inputs), 0, feed.at_once)
-            self._again = captured_call(
-                lambda: self._pass(feed.ready(inputs.index_select(0, part)) for part in parts), self.model, feed.device
-            )
-            if self._again is not None:
-                return self._again()
-        self.capture = False
-        if self.most is None:
-            return self._pass(feed.batches(feed.at_once))
-        return self._pass(feed.subset(self.most, 0, feed.at_once))
-
-    def _pass(self, batches: Iterable[Tensor]) -> _Seen:
-        model, profile = self.model, self.profile
-        tally = Tally(profile) if profile is not None else None
-        specs = {"logits": self.logits} if self.logits is not None else {}
-        if profile is not None:
-            specs = {name: profile.specs[name] for name in VERIFIED}
-        axis = specs["logits"].channel_axis if specs else 1
-        certainty: Tensor | None = None
-        predictions = 0
-        with modes(model), torch.no_grad(), tapped(model, specs) as recorder:
-            model.eval()
-            for batch in batches:
-                with self.precision():
-                    returned = model(batch)
-                values = recorder.read()
-                logits = class_logits(returned, self.output, axis, values["logits"].shape[1] if specs else None)
-                if tally is not None:
-                    tally.update(values, len(batch))
-                if logits is not None:
-                    sums = _certainty(logits)
-                    certainty = sums if certainty is None else certainty + sums
-                    predictions += logits.numel() // logits.shape[1]
-            found: dict[str, Tensor] = {}
-            if certainty is not None:
-                found["entropy"], found["confidence"] = joined_mean(certainty / predictions, predictions)
-            inputs = 0
-            if tally is not None:
-                found["slices"], found["marginals"], inputs = tally.joined()
-            return _Seen(
-                tuple(found), torch.stack([*found.values()]) if found else torch.empty(0, device="cpu"), inputs
-            )
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What a pass has found, still on the device."""
-
-    names: tuple[str, ...]
-    values: Tensor
-    inputs: int
-
-
 def class_logits(returned: Any, output: Entry, axis: int, classes: int | None = None) -> Tensor | None:
-    """What the model says about classes, brought to axis 1; None for a single number, or for what is no tensor.
+    """Return the class logits in a model's output, with classes on axis 1; None if it has none.
 
-    A model of tokens has them on its last axis, as its tap says; what it returns may have fewer axes than that, or
-    have them on axis 1 behind a transposition, as the number of classes tells.
+    Args:
+        returned: Whatever the model returned.
+        output: Entry of a tuple or dict that is the output.
+        axis: Axis of the classes at the tap `logits`. A model of tokens has them on its last axis.
+        classes: Number of classes at the tap. The model may return its logits transposed, or with fewer axes.
     """
     try:
         result = pick(returned, output, "the model")
@@ -241,12 +275,3 @@ def class_logits(returned: Any, output: Entry, axis: int, classes: int | None = 
     there = -result.ndim < axis < result.ndim and (result.shape[axis] == classes or result.shape[1] != classes)
     logits = result.movedim(axis, 1) if there else result
     return logits.float() if logits.shape[1] > 1 else None
-
-
-def _certainty(logits: Tensor) -> Tensor:
-    """Sums over all predictions of their entropy and of their confidence."""
-    log_probabilities = logits.log_softmax(1)
-    probabilities = log_probabilities.exp()
-    # 0 ln 0 is 0, also where the logarithm has become minus infinity
-    entropy = -(probabilities * log_probabilities.clamp_min(-100)).sum()
-    return torch.stack([entropy, probabilities.amax(1).sum()])

@@ -1,4 +1,4 @@
-"""TODO."""
+"""`verify`: are a model's features on the target distributed as at home?"""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from shiftmend.inputs.feed import Feed, Preprocess
-from shiftmend.introspection.modes import modes
-from shiftmend.introspection.taps import tapped
 from shiftmend.introspection.validate import check_takes_each, unwrap
+from shiftmend.passes.evaluation_pass import run_pass, without_labels
 from shiftmend.profiles.fingerprints import InputSummary
 from shiftmend.profiles.profile import Profile, as_profile
 from shiftmend.utils.devices import placed, resolve_device
@@ -31,10 +30,33 @@ def verify(
     device: str | torch.device = "auto",
     progress: Progress = None,
 ) -> Verification:
-    """Ask of any model, adapted or not, whether its features on the target are distributed as at home.
+    """Judge without labels whether the features of a model, adapted or not, are distributed as at home.
 
-    `profile` may be the name of its file. Inputs that seem to be preprocessed otherwise than at the source are warned
-    of, as in `adapt`; other weights are not, because a mended model rightly has them. `progress` is that of `adapt`.
+    Inputs that seem to be preprocessed otherwise than at the source are warned of, as in `adapt`. Other weights are
+    not, because a mended model rightly has them.
+
+    Args:
+        model: The model to judge. It runs in eval mode and gets its own modes back.
+        target: A tensor, an array, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
+        profile: The source's profile, or the name of its file.
+        batch_size: Samples in a batch.
+        preprocess: Called with each batch on the device, before the model.
+        device: Where to compute.
+        progress: True shows a progress bar, False does not, None does so on a terminal.
+
+    Returns:
+        The divergences and the verdict that follows from them.
+
+    Raises:
+        ShiftmendError: If the model, the data or the profile cannot be used together.
+
+    Example:
+        >>> import torch, shiftmend
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
+        >>> profile = shiftmend.profile(model, torch.randn(2000, 4))
+        >>> shiftmend.verify(model, torch.randn(2000, 4) + 2, profile).verdict
+        'not restored'
     """
     model = unwrap(model)
     profile = as_profile(profile)
@@ -48,11 +70,13 @@ def verify(
     ):
         profile.check_inputs(InputSummary.of(feed.batches()))
         feed.heard = bar.advance
+        tally = Tally(profile.to(place))
         taps = {name: profile.specs[name] for name in VERIFIED}
-        with modes(model), torch.no_grad(), tapped(model, taps) as recorder:
-            model.eval()
-            tally = Tally(profile.to(place))
-            for batch in feed.batches():
-                model(batch)
-                tally.update(recorder.read(), len(batch))
+        run_pass(
+            model,
+            without_labels(feed.batches()),
+            lambda seen: tally.update(seen.activations, len(seen.inputs)),
+            taps=taps,
+        )
+        with torch.no_grad():
             return tally.verification()

@@ -51,6 +51,7 @@ def test_two_seeds_follow_the_arctangent_of_one_degree_of_freedom() -> None:
     assert found.pairs == 2
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.floats(0, 1).map(lambda x: round(x, 4)), st.floats(0, 1).map(lambda x: round(x, 4))),
@@ -73,6 +74,7 @@ def test_p_is_the_area_under_students_density(pairs: list[tuple[float, float]]) 
         assert found.remark == ""
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=7))
 def test_holm_is_the_closure_of_bonferroni(p_values: list[float]) -> None:
     """A hypothesis falls if Bonferroni rejects every set of hypotheses that contains it."""

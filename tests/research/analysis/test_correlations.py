@@ -66,6 +66,7 @@ def test_the_papers_figure_through_results() -> None:
 numbers = st.one_of(st.integers(-3, 3).map(float), st.floats(-1e6, 1e6))
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(numbers, numbers), max_size=20))
 def test_correlation_equals_scipys(pairs: list[tuple[float, float]]) -> None:
     first, second = [a for a, _ in pairs], [b for _, b in pairs]

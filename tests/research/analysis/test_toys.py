@@ -34,6 +34,7 @@ def adapted(toy: Toy, bins: Bins | None = SOFT, method: str = "fr", **options: A
 # --- an offset: aligning works ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_an_offset_is_restored(seed: int) -> None:
     """The affine extractor learns to take the offset away; the head is as it was."""
@@ -54,6 +55,7 @@ def test_an_offset_is_restored(seed: int) -> None:
     assert all(torch.equal(after[name], before[name]) for name in ("head.weight", "head.bias"))
 
 
+@pytest.mark.slow
 def test_hard_bins_do_not_reach_so_far_and_the_judge_says_so() -> None:
     """Beyond the source range there is no pull: with the paper's temperature only BatchNorm brings the target near."""
     _, stuck = adapted(offset_toy(samples=1000), Bins())
@@ -69,6 +71,7 @@ def test_hard_bins_do_not_reach_so_far_and_the_judge_says_so() -> None:
 # --- a rotation: nothing can -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_turned_gaussian_is_the_same_gaussian() -> None:
     toy = rotation_toy(samples=4000)
     for angle in np.linspace(0, np.pi, 7):
@@ -81,6 +84,7 @@ def test_a_turned_gaussian_is_the_same_gaussian() -> None:
     np.testing.assert_allclose(agreement.numpy(), [0.5, 1.0], atol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [90, 180])
 def test_a_rotation_cannot_be_seen_and_is_not_restored(degrees: int) -> None:
     toy = rotation_toy(degrees, samples=2000)
@@ -104,6 +108,7 @@ def test_a_rotation_cannot_be_seen_and_is_not_restored(degrees: int) -> None:
 # --- label shift -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_other_proportions_of_classes_are_taken_for_a_shift_and_mended_to_death() -> None:
     """Same device, nine positives in ten: the model was perfect, and aligning ruins it, which the judge notices."""
     toy = offset_toy(0.0, positives=0.9, samples=1000, normalised=True)
@@ -116,6 +121,7 @@ def test_other_proportions_of_classes_are_taken_for_a_shift_and_mended_to_death(
     assert result.after.verdict == result.before.verdict == "not restored"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", [0.0, 2.0])
 def test_a_profile_in_the_shares_of_the_site_is_no_such_trap(offset: float) -> None:
     """The same nine in ten, known beforehand: the good model is left in peace, and the offset is mended."""
@@ -139,6 +145,7 @@ def test_a_profile_in_the_shares_of_the_site_is_no_such_trap(offset: float) -> N
 # --- the toys themselves ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_toys_depend_on_their_seed_alone() -> None:
     for make in (offset_toy, rotation_toy):
         before = torch.get_rng_state()
@@ -154,6 +161,7 @@ def test_toys_depend_on_their_seed_alone() -> None:
         assert not first.model.training
 
 
+@pytest.mark.slow
 def test_the_data_is_what_the_paper_says() -> None:
     toy = offset_toy(2.0, positives=0.25, samples=4000)
     for inputs, labels, offset, share in (

@@ -21,6 +21,8 @@ from shiftmend.research.bench.plan import plan
 from shiftmend.research.bench.run import STORE, preparations, run
 from shiftmend.research.bench.store import Store
 
+pytestmark = pytest.mark.slow
+
 FILE = f"{Path(__file__).parents[2] / 'helpers' / 'tiny.py'}:TINY"
 
 

@@ -70,6 +70,7 @@ def test_what_manifests_share_stands_once_and_cells_are_lines() -> None:
     assert sum(a != b for a, b in zip(text.splitlines(), changed.splitlines(), strict=True)) == 1
 
 
+@pytest.mark.slow
 def test_a_thousand_cells_stay_below_a_megabyte() -> None:
     """With digits that do not end, and a target, a profile and a verdict of its own for every seed and shift."""
     results = []
@@ -97,6 +98,7 @@ numbers = st.floats(allow_nan=True, allow_infinity=True)
 values = st.recursive(st.none() | st.integers(-9, 9) | numbers | st.text(max_size=5), st.lists)
 
 
+@pytest.mark.slow
 @given(
     accuracy=numbers,
     signals=st.dictionaries(st.sampled_from(SIGNALS), numbers),

@@ -49,6 +49,7 @@ def job(tmp_path: Path) -> Job:
     return Job(FILE, str(tmp_path / "home"), str(tmp_path / "root"), "cpu", threads=1)
 
 
+@pytest.mark.slow
 def test_workers_that_die_cost_their_own_cell_and_nothing_else(job: Job, tmp_path: Path) -> None:
     """While they wait, in the first task of the next process, and with the progress of the others still told."""
     cells = plan(TINY, methods=["source-only", "fr"], seeds=[1])
@@ -122,6 +123,7 @@ def test_what_a_dying_process_did_not_hear_is_given_to_the_next_once(job: Job, m
     assert (len(theirs), worker.task) == (2, None)
 
 
+@pytest.mark.slow
 def test_an_error_in_a_worker_is_the_caller_s(job: Job, tmp_path: Path) -> None:
     needed: list[Task] = [Preparation("plain", 1, 0.01)]
     with processes(job, silent, workers=2) as execute:
@@ -136,6 +138,7 @@ def test_an_error_in_a_worker_is_the_caller_s(job: Job, tmp_path: Path) -> None:
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.slow
 def test_nothing_of_a_run_stays_in_this_process(job: Job) -> None:
     cells = plan(TINY, methods=["adabn"], shifts=["dark"], seeds=[1])
     handler, threads = signal.getsignal(signal.SIGINT), torch.get_num_threads()
@@ -221,6 +224,7 @@ def test_a_worker_does_not_wait_for_a_parent_that_does_not_listen(monkeypatch: p
         assert heard[-1] == executors._Over()
 
 
+@pytest.mark.slow
 def test_workers_need_no_masks_for_signals(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows has none, and no tracker of resources that could be started."""
     resource_tracker.ensure_running()
@@ -231,6 +235,7 @@ def test_workers_need_no_masks_for_signals(job: Job, monkeypatch: pytest.MonkeyP
         assert list(execute([needed])) == [(needed, None)]
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_its_parent_though_the_number_of_that_stays() -> None:
     code = """if True:
         import os, signal

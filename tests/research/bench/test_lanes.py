@@ -81,6 +81,7 @@ class NoStream:
     def synchronize(self) -> None: ...
 
 
+@pytest.mark.slow
 def test_source_models_and_cells_run_in_threads_and_give_what_they_give_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +240,7 @@ class Cycle:
         self.own = self
 
 
+@pytest.mark.slow
 def test_what_a_task_leaves_behind_is_collected_in_the_end_however_long_it_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

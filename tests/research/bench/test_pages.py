@@ -86,6 +86,7 @@ def emnist(tmp_path_factory: pytest.TempPathFactory) -> str:
     return page("emnist-da", file, "Fog is *thicker* here.\n")
 
 
+@pytest.mark.slow
 def test_the_first_line_says_what_was_made_again_and_what_is_missing(emnist: str) -> None:
     title, _, first, _, *rest = emnist.splitlines()
     assert title == "# EMNIST-DA: characters, 13 shifts"
@@ -97,6 +98,7 @@ def test_the_first_line_says_what_was_made_again_and_what_is_missing(emnist: str
     assert any(line.startswith("- few-shot-10: everything (") for line in rest)
 
 
+@pytest.mark.slow
 def test_commands_machines_and_source_are_said(emnist: str) -> None:
     assert "shiftmend bench run emnist-da --protocol few-shot-5\n" in emnist
     assert "few-shot-10\n" not in emnist.split("```")[1]
@@ -117,6 +119,7 @@ def test_a_file_of_ones_own_is_called_as_it_was_without_its_folder(tmp_path: Pat
         assert f"bench page {called} --folder results/digits.json --out docs/results/digits.md\n" in commands
 
 
+@pytest.mark.slow
 def test_few_images_without_clean_ones_to_compare_with_have_no_verdicts(tmp_path: Path) -> None:
     cells = plan(find("emnist-da"), "few-shot-5", seeds=[123])
     file = write(tmp_path, "emnist-da", cells, rerun)
@@ -177,6 +180,7 @@ def test_every_question_is_answered(emnist: str) -> None:
     assert emnist.index("## Notes") < emnist.index("## Accuracy"), "what to make of the tables comes before them"
 
 
+@pytest.mark.slow
 def test_a_page_of_some_shifts_takes_no_mean(tmp_path: Path) -> None:
     benchmark = find("emnist-da")
     cells = plan(benchmark, methods=["source-only", "fr"], shifts=["sky", "fog", "clean"], seeds=[123])
@@ -191,6 +195,7 @@ def test_a_page_of_some_shifts_takes_no_mean(tmp_path: Path) -> None:
     assert "slices too" not in text
 
 
+@pytest.mark.slow
 def test_a_single_cell_of_a_kind_is_counted_in_a_sentence_that_fits_one(tmp_path: Path) -> None:
     benchmark = find("emnist-da")
     cells = plan(benchmark, methods=["source-only", "fr"], shifts=["sky", "fog", "stripe"], seeds=[123])
@@ -215,6 +220,7 @@ def test_without_clean_versions_of_the_images_nothing_is_said_of_restoring_them(
     assert "both shifts" in section(text, "Accuracy and calibration")
 
 
+@pytest.mark.slow
 def test_seeds_are_counted_and_what_was_not_run_is_named(tmp_path: Path) -> None:
     """One method on all shifts for two seeds and on one shift for a third, its variant alike, another for one seed."""
     benchmark = find("emnist-da")
@@ -248,6 +254,7 @@ def test_seeds_are_counted_and_what_was_not_run_is_named(tmp_path: Path) -> None
     assert "without seeds that lack shifts (345)" in variants
 
 
+@pytest.mark.slow
 def test_a_remark_on_many_shifts_is_made_once(tmp_path: Path) -> None:
     cells = plan(find("emnist-da"), methods=["bufr", "bufr-sliced"], seeds=[123])
     cells += plan(find("emnist-da"), methods=["bufr", "bufr-sliced"], seeds=[234], shifts=["fog"])
@@ -259,6 +266,7 @@ def test_a_remark_on_many_shifts_is_made_once(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_no_mean_of_differences_without_a_whole_seed(tmp_path: Path) -> None:
     benchmark = find("emnist-da")
     cells = [
@@ -301,6 +309,7 @@ def test_errors_are_told_without_folders(tmp_path: Path, error: str, said: str) 
     assert str(tmp_path) not in text
 
 
+@pytest.mark.slow
 def test_a_whole_page_is_not_called_partial(tmp_path: Path) -> None:
     benchmark = find("digits")
     cells = [cell for protocol in benchmark.protocols for cell in plan(benchmark, protocol)]
@@ -346,6 +355,7 @@ def test_few_images_are_drawn_by_the_seed_and_so_differ_between_seeds(tmp_path: 
     assert f"same images of {cells[0].shift};" in page("digits", tmp_path / "odd.json")
 
 
+@pytest.mark.slow
 def test_a_difference_over_some_of_the_shifts_is_not_called_one_over_all(tmp_path: Path) -> None:
     cells = plan(find("emnist-da"), methods=["bufr", "bufr-sliced"], seeds=[123, 234], shifts=["fog", "sky"])
     text = page("emnist-da", write(tmp_path, "emnist-da", cells, lambda cell: len(cell.method) / 20 + cell.seed / 1e4))

@@ -23,6 +23,8 @@ from shiftmend.research.bench.resources import Workshop
 from shiftmend.research.bench.store import Store
 from shiftmend.research.bench.tables import per_shift, summary
 
+pytestmark = pytest.mark.slow
+
 ONLINE = BENCHMARK.settings["online"]
 MIXED = replace(
     BENCHMARK,

@@ -399,6 +399,7 @@ def tables(draw) -> Table:
     return Table("a title", "method", columns, rows, ("a note",), draw(st.sampled_from(["", "highest"])))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(tables())
 def test_every_number_is_in_its_place_in_every_format(table):

@@ -59,6 +59,7 @@ def _is_made(connection: sqlite3.Connection) -> bool:
     return bool(connection.execute("SELECT * FROM sqlite_master").fetchall())
 
 
+@pytest.mark.slow
 def test_every_cell_once_then_nothing_then_what_is_new(home: Path, root: Path) -> None:
     said: list[str] = []
     cells, doomed = CELLS // len(SEEDS), DOOMED // len(SEEDS)
@@ -87,6 +88,7 @@ def test_every_cell_once_then_nothing_then_what_is_new(home: Path, root: Path) -
     assert (rates.already, rates.done) == (0, 1)
 
 
+@pytest.mark.slow
 def test_what_failed_is_tried_again_and_can_succeed(home: Path, root: Path) -> None:
     (root / "break-noisy").touch()
     report = go(home, root, methods=["source-only", "adabn"], seeds=[2])
@@ -98,6 +100,7 @@ def test_what_failed_is_tried_again_and_can_succeed(home: Path, root: Path) -> N
     assert (len(rows(home)), len(rows(home, "failed"))) == (5, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_without_time_nothing_is_begun_and_nothing_lost(workers: int, home: Path, root: Path) -> None:
     options: dict[str, Any] = {"methods": ["source-only", "adabn"], "seeds": [1], "workers": workers}
@@ -147,6 +150,7 @@ def test_missing_data_are_told_in_a_sentence(home: Path, root: Path, monkeypatch
         run("mnist-c", home, methods=["source-only"], device="cpu", workers=1)
 
 
+@pytest.mark.slow
 def test_workers_get_what_they_cannot_know(
     home: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +229,7 @@ def start(home: Path, root: Path, workers: int, **streams: Any) -> subprocess.Po
     return subprocess.Popen(command, start_new_session=True, text=True, env=environment, **piped)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_and_gone_on(home: Path, root: Path) -> None:
     """Rows that are there stay as they are, to the byte, and the rest is made exactly once."""
     (root / "slow").touch()
@@ -274,6 +279,7 @@ def check_that_all_is_whole(home: Path) -> None:
     assert all(DIVERGED in str(row) for row in rows(home, "failed").values())
 
 
+@pytest.mark.slow
 def test_ctrl_c_with_one_process(home: Path, root: Path) -> None:
     """In the middle of FR, which answers an interruption with what it has reached."""
     (root / "slow").touch()
@@ -288,6 +294,7 @@ def test_ctrl_c_with_one_process(home: Path, root: Path) -> None:
     check_that_all_is_whole(home)
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_a_terminal_with_two_processes(home: Path, root: Path) -> None:
     """What is seen on the way, too: cells done, time left, and how far those are that are running."""
     (root / "slow").touch()

@@ -92,6 +92,7 @@ def test_the_file_says_what_it_is(tmp_path: Path) -> None:
     assert metadata["torch"] == torch.__version__
 
 
+@pytest.mark.slow
 def test_other_recipes_seeds_and_data_are_other_files(tmp_path: Path) -> None:
     split = data()
     assert split.labels is not None
@@ -160,6 +161,7 @@ def damaged(path: Path, how: str) -> None:
         path.mkdir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     ["empty", "cut short", "a bit flipped", "unreadable answers", "another network", "no description", "a folder"],
@@ -250,6 +252,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert list((tmp_path / "sources").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_agree(tmp_path: Path) -> None:
     script = (
         "import sys; sys.path[:0] = sys.argv[2:]\n"

@@ -20,6 +20,7 @@ HEADER = 64
 """Bytes by which headers may differ, where numbers are written out."""
 
 
+@pytest.mark.slow
 def test_sizes_are_those_of_the_files(tmp_path: Path) -> None:
     found = measure("digits")
     model = untrained(find("digits").sources["plain"], seed=5).eval()
@@ -33,6 +34,7 @@ def test_sizes_are_those_of_the_files(tmp_path: Path) -> None:
     assert (found.files, found.pixels, found.trained) == (None, 900 * 28 * 28, False)
 
 
+@pytest.mark.slow
 def test_the_file_of_a_trained_model_is_taken_where_there_is_one(tmp_path: Path) -> None:
     benchmark = find("digits")
     recipe = benchmark.sources["plain"]
@@ -50,6 +52,7 @@ def test_the_file_of_a_trained_model_is_taken_where_there_is_one(tmp_path: Path)
     assert found.model == other.with_name("a.safetensors").stat().st_size
 
 
+@pytest.mark.slow
 def test_files_of_the_source_are_counted(tmp_path: Path) -> None:
     raw = tmp_path / "MNIST/raw"
     raw.mkdir(parents=True)
@@ -79,6 +82,7 @@ def test_the_table_stands_beside_the_paper() -> None:
     assert "| visda-c | 0.140 | 8.524 | 0.082 | 170.578 | – | – | 0.5 | 173 | 7885 |" in text
 
 
+@pytest.mark.slow
 def test_the_networks_of_the_paper_are_as_large_as_it_says() -> None:
     """ResNet-18 has 49 and ResNet-101 173 megabytes there; bin counts of 8 bins in place of our 10."""
     found = measure("cifar-100-c")

@@ -97,6 +97,7 @@ any_result = st.builds(Result, cells, last=outcomes, error=st.none(), **facts) |
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(any_result)
 def test_any_result_comes_back_as_it_was(result: Result) -> None:
@@ -215,6 +216,7 @@ stores = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.lists(stores, min_size=2, max_size=3))
 def test_merging_is_idempotent_and_knows_no_order_of_what_is_done(parts: list[list[Result]]) -> None:
@@ -511,6 +513,7 @@ def acknowledged(lines: list[str]) -> dict[int, bool]:
     return {int(seed): kept == "1" for seed, kept in (line.split() for line in lines if line.endswith("\n"))}
 
 
+@pytest.mark.slow
 def test_what_was_acknowledged_survives_sigkill(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
     known: dict[int, bool] = {}
@@ -552,6 +555,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read_only", [True, False])
 def test_half_a_transaction_is_taken_back_by_whoever_comes_next(read_only: bool, tmp_path: Path) -> None:
     path = filled(tmp_path / "store", *seeds(60))
@@ -565,6 +569,7 @@ def test_half_a_transaction_is_taken_back_by_whoever_comes_next(read_only: bool,
     assert not (tmp_path / "store-journal").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_same_and_different_cells(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"  # which both find missing
     processes = [writer(path, "first", 0, 60), writer(path, "second", 30, 60)]

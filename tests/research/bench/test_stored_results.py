@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shiftmend.engine.method import facts_of
+from shiftmend.engine.method import describe_method
 from shiftmend.methods import method
 from shiftmend.research.bench.plan import settings_of
 from shiftmend.research.bench.results import read, stored
@@ -19,6 +19,7 @@ def test_there_are_results() -> None:
     assert len(FILES) >= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_results_are_of_todays_recipes(file: Path) -> None:
     for protocol in sorted({result.cell.protocol for result in stored(file)}):
@@ -27,13 +28,14 @@ def test_results_are_of_todays_recipes(file: Path) -> None:
         assert reading.others == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_results_are_of_todays_options_and_defaults(file: Path) -> None:
     benchmark = find(file.stem)
     for result in stored(file):
         setting = settings_of(benchmark, result.cell.protocol)[result.cell.method]
         options = {**setting.options, **({"labels": [0]} if setting.method == "target-supervised" else {})}
-        today = facts_of(method(setting.method, **options))
+        today = describe_method(method(setting.method, **options))
         assert _but_labels(result.manifest["method"]) == _but_labels(json.loads(json.dumps(today))), result.cell
 
 

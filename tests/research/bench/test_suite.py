@@ -302,6 +302,7 @@ def test_every_definition_adds_up(name: str) -> None:
     assert benchmark.title
 
 
+@pytest.mark.slow
 def test_every_network_can_be_built() -> None:
     recipes = {
         json.dumps([recipe.network, recipe.options]): recipe
@@ -480,6 +481,7 @@ def test_mnist_c_from_the_published_files_and_made_again(tmp_path: Path) -> None
     assert clean.score.name == "mnist-test"
 
 
+@pytest.mark.slow
 def test_mnist_m_in_its_forms(tmp_path: Path) -> None:
     labels, benchmark = lay_out_mnist(tmp_path), find("mnist-m")
     trained = no_leak(tmp_path, benchmark)
@@ -717,6 +719,7 @@ def lay_out_cifar(root: Path, name: str) -> None:
             (folder / f"{split}.bin").write_bytes(record.tobytes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cifar-10-c", "cifar-100-c"])
 def test_cifar_c_from_the_published_files_and_made_again(tmp_path: Path, name: str) -> None:
     benchmark = find(name)
@@ -808,6 +811,7 @@ def lay_out_visda(root: Path) -> None:
         (root / f"VisDA-C/{split}/image_list.txt").write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.slow
 def test_visda_variants_take_their_own_source(tmp_path: Path) -> None:
     benchmark = find("visda-c")
     lay_out_visda(tmp_path)
@@ -843,6 +847,7 @@ def test_visda_variants_take_their_own_source(tmp_path: Path) -> None:
     assert benchmark.origin(usual, tmp_path) == "published"
 
 
+@pytest.mark.slow
 def test_digits_need_no_files() -> None:
     benchmark = find("digits")
     source = benchmark.load_source("plain", None)

@@ -184,6 +184,7 @@ def test_cells_are_counted_over_all_seeds():
     assert entry(summarise(results), "bufr", "all 4 shifts").text == "2/12"
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_any_subset_of_cells_agrees_with_numpy(data):
@@ -701,6 +702,7 @@ def test_no_results_at_all_leave_the_published_figures():
     assert not any("seed" in text for text in table.notes)
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_imported():
     heavy = "{'rich', 'scipy', 'sklearn', 'matplotlib'}"
     code = f"import sys, shiftmend.research.bench.rendering; print({heavy} & set(sys.modules))"

@@ -123,6 +123,7 @@ def test_the_seed_decides_every_bit(augmentation: str) -> None:
     assert {"conv1.weight", "head.weight", "bn1.running_mean"} <= set(other)
 
 
+@pytest.mark.slow
 def test_augmentation_and_smoothing_and_decay_matter() -> None:
     plain = trained()
     for changes in (
@@ -231,6 +232,7 @@ def killed_after(ticks: int, path: Path, **changes: Any) -> None:
         train(recipe(**changes), toy(), preprocess, seed=1, device="cpu", checkpoint=path, tick=tick)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["cosine", "inverse"])
 def test_goes_on_to_the_same_end(schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "SECONDS_BETWEEN_CHECKPOINTS", 0)
@@ -287,6 +289,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ImageFiles:
     return ImageFiles(folder, [f"{number}.png" for number in range(40)], split.labels, "files", split.classes)
 
 
+@pytest.mark.slow
 def test_trains_from_files_whatever_the_number_of_workers(files: ImageFiles) -> None:
     state = torch.get_rng_state()
     plan = recipe(batch_size=16, augmentation="rotate-10")
@@ -394,19 +397,20 @@ def test_weights_that_the_callers_autocast_would_keep_are_cast_anew_in_training(
     assert differences(*found) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [False, True])
 def test_captured_training_is_the_training_that_it_stands_for(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, compiled = recipe(epochs=1), list[bool]()  # the rate of other epochs is in memory on a GPU alone
     eager = train(plan, toy(), preprocess, seed=3, device="cpu")
     captured_without_a_gpu(monkeypatch)
     monkeypatch.setattr(training, "_can_be_captured", lambda *_: True)
-    original, plainly = training.captured_epoch, torch.compile
+    original, plainly = training.capture_epoch, torch.compile
 
     def watched(*arguments: Any, **options: Any) -> Any:
         compiled.append(arguments[1]._compiled_call_impl is not None)
         return original(*arguments, **options)
 
-    monkeypatch.setattr(training, "captured_epoch", watched)
+    monkeypatch.setattr(training, "capture_epoch", watched)
     monkeypatch.setattr(torch, "compile", lambda function, **_: plainly(function, backend="eager"))
     model = train(plan, toy(), preprocess, seed=3, device="cpu", compile=compile)
     torch._dynamo.reset()  # the compiler is not to remember what it saw while a graph was recorded
@@ -424,13 +428,13 @@ def test_training_on_a_gpu_is_captured_and_learns_as_an_eager_one(
 ) -> None:
     plan = recipe(epochs=4, batch_size=32, augmentation=augmentation)
     captured: list[bool] = []
-    original = training.captured_epoch
+    original = training.capture_epoch
 
     def watched(*arguments: Any, compiled: bool) -> Any:
         captured.append((made := original(*arguments, compiled=compiled)) is not None and compiled == compile)
         return made
 
-    monkeypatch.setattr(training, "captured_epoch", watched)
+    monkeypatch.setattr(training, "capture_epoch", watched)
     model = train(plan, toy(), preprocess, seed=0, device="cuda", compile=compile)
     assert captured == [True]
     again = train(plan, toy(), preprocess, seed=0, device="cuda", compile=compile)
@@ -438,7 +442,7 @@ def test_training_on_a_gpu_is_captured_and_learns_as_an_eager_one(
     for one, other, begun in zip(model.parameters(), again.parameters(), first.parameters(), strict=True):
         # cuDNN adds in no fixed order; another seed ends as far away as the training went
         assert (one - other).norm() <= 0.1 * (one - begun).norm() + 1e-5
-    monkeypatch.setattr(training, "captured_epoch", lambda *_, **__: None)
+    monkeypatch.setattr(training, "capture_epoch", lambda *_, **__: None)
     eager = train(plan, toy(), preprocess, seed=0, device="cuda")
     for one, other, begun in zip(model.parameters(), eager.parameters(), first.parameters(), strict=True):
         # a rate that did not fall, or other draws, would end more than 0.24 of the way off
@@ -466,7 +470,7 @@ def test_nothing_waits_for_a_gpu_within_an_epoch(augmentation: str, monkeypatch:
 
     monkeypatch.setattr(training, "_finite", finite)
     try:
-        monkeypatch.setattr(training, "captured_epoch", lambda *_, **__: None)
+        monkeypatch.setattr(training, "capture_epoch", lambda *_, **__: None)
         train(recipe(augmentation=augmentation), toy(), watched, seed=0, device="cuda")
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -49,6 +49,7 @@ def profiles(home: Path) -> list[Path]:
     return sorted((home / "profiles").iterdir())
 
 
+@pytest.mark.slow
 def test_another_workshop_finds_model_and_profile_on_the_disk(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, path = fresh(home).model("plain", 1)
     made = fresh(home).profile("plain", 1, 0.01)
@@ -82,6 +83,7 @@ def test_the_profile_is_that_of_the_model_on_what_is_profiled(home: Path) -> Non
         assert torch.allclose(found.taps[name].counts, tap.counts, atol=1e-3), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["cut short", "empty", "of another model"])
 def test_a_bad_profile_is_made_again(tmp_path: Path, damage: str) -> None:
     shop = fresh(tmp_path)
@@ -103,6 +105,7 @@ def test_a_bad_profile_is_made_again(tmp_path: Path, damage: str) -> None:
     assert Profile.load(file).samples == 256
 
 
+@pytest.mark.slow
 def test_a_full_covariance_is_kept_where_a_method_needs_it(tmp_path: Path) -> None:
     table = {"offline": SETTINGS | {"full-gauss": Setting("full-gauss")}}
     benchmark = replace(BENCHMARK, settings=table)
@@ -111,6 +114,7 @@ def test_a_full_covariance_is_kept_where_a_method_needs_it(tmp_path: Path) -> No
     assert len(profiles(tmp_path)) == 2
 
 
+@pytest.mark.slow
 def test_every_preset_has_a_profile_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shop = fresh(tmp_path)
     usual, sliced, paper = (shop.profile("plain", 1, 0.05, name) for name in ("reference", "sliced", "paper"))
@@ -140,6 +144,7 @@ def test_every_preset_has_a_profile_of_its_own(tmp_path: Path, monkeypatch: pyte
     assert fresh(tmp_path).profile("plain", 1, 0.05, "sliced").to_bytes() == sliced.to_bytes()
 
 
+@pytest.mark.slow
 def test_presets_that_take_turns_are_read_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"offline": SETTINGS | {"fr-sliced": replace(SETTINGS["fr"], preset="sliced")}}
     for preset in ("reference", "sliced"):
@@ -156,6 +161,7 @@ def test_presets_that_take_turns_are_read_once(home: Path, monkeypatch: pytest.M
     assert len(loads) == len(set(loads)) == 4
 
 
+@pytest.mark.slow
 def test_nothing_is_mixed_up(tmp_path: Path) -> None:
     shop = fresh(tmp_path)
     asked = [("plain", 1), ("shot", 1), ("plain", 2), ("plain", 1), ("shot", 1)]
@@ -285,6 +291,7 @@ def test_what_does_not_fit_or_changes_stays_in_files(tmp_path: Path) -> None:
     assert in_memory(random, 1 << 30) is random
 
 
+@pytest.mark.slow
 def test_workers_decode_many(tmp_path: Path) -> None:
     few = files(tmp_path, 4)
     many = few.take(torch.arange(2100) % 4)
@@ -293,6 +300,7 @@ def test_workers_decode_many(tmp_path: Path) -> None:
     assert torch.equal(whole.images, in_memory(few, 1 << 20).images[torch.arange(2100) % 4])
 
 
+@pytest.mark.slow
 def test_files_are_decoded_once_for_all_epochs_and_for_the_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

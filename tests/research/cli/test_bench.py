@@ -159,6 +159,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_list_and_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     listing = ok(capsys, "list")
     assert re.search(r"^emnist-da +EMNIST-DA: characters, 13 shifts +13 +5 +offline, few-shot-5", listing, re.MULTILINE)
@@ -182,6 +183,7 @@ def test_list_and_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "epochs" not in json.loads(ok(capsys, "show", "digits", "--json"))["settings"]["online"]["fr"]["defaults"]
 
 
+@pytest.mark.slow
 def test_status_counts_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     benchmark = find("digits")
     fill(tmp_path, benchmark, known, methods=["fr"], seeds=[123])
@@ -204,6 +206,7 @@ def test_status_counts_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "6 of 77 cells done" in ok(capsys, "status", "digits", "-f", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_table_has_the_numbers_of_the_store(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = ok(capsys, "table", "digits", "-f", digits)
     # over shifts: 0.9 - 0.1 and 0.94 - 0.1, whose mean is 82.0 and deviation sqrt(2) * 2
@@ -236,6 +239,7 @@ def test_a_table_of_some_shifts_has_no_mean(digits: Path, capsys: pytest.Capture
     assert "all 3 shifts" in ok(capsys, "table", "digits", "-f", digits, "--shifts", "oranges,stripe,brightness")
 
 
+@pytest.mark.slow
 def test_the_papers_figures_and_notes_stand_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     benchmark = find("emnist-da")
     fill(tmp_path, benchmark, lambda cell: 0.88 if cell.shift == "clean" else 0.75, methods=["source-only", "fr"])
@@ -254,6 +258,7 @@ def test_the_papers_figures_and_notes_stand_beside(tmp_path: Path, capsys: pytes
     assert "| fr | **75.0 ± 0.0** | 74.4 ± 0.8 | +0.6 |" in markdown
 
 
+@pytest.mark.slow
 def test_results_on_published_data_can_be_read_without_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     benchmark = find("emnist-da")
     there = replace(benchmark, origin=lambda shift, root: "published")
@@ -268,6 +273,7 @@ def test_results_on_published_data_can_be_read_without_them(tmp_path: Path, caps
     assert "more results are of other settings" in text
 
 
+@pytest.mark.slow
 def test_bold_on_a_terminal_and_whole_on_a_narrow_one(
     digits: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +295,7 @@ def test_bold_on_a_terminal_and_whole_on_a_narrow_one(
     assert "bufr" in styles.sub("", ok(capsys, "table", "digits", "-f", digits))
 
 
+@pytest.mark.slow
 def test_compare_tells_differences_from_luck(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = ok(capsys, "compare", "digits", "bufr", "fr", "-f", digits)
     # differences of 10 and 12 points: t = 11 / (sqrt(2) / sqrt(2)) = 11, one degree of freedom
@@ -329,6 +336,7 @@ def test_a_remark_on_many_shifts_is_made_once(tmp_path: Path, capsys: pytest.Cap
     assert re.search(r"^only one seed done by both: .* and 1 more$", text, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
@@ -379,6 +387,7 @@ def test_variants_of_other_seeds_do_not_keep_methods_from_being_compared(
     assert "\nwithout fr-sliced, for lack of common seeds\n" in text
 
 
+@pytest.mark.slow
 def test_features_of_another_source_model_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "own.py").write_text(
         "from dataclasses import replace\nfrom shiftmend.research.bench.benchmark import Setting\n"
@@ -407,6 +416,7 @@ def test_export_and_the_sqlite_shell(digits: Path, tmp_path: Path, capsys: pytes
         assert connection.execute(query).fetchone()[0] == pytest.approx(0.71)
 
 
+@pytest.mark.slow
 def test_merge(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fill(tmp_path / "other", find("digits"), known, methods=["fr"], seeds=[9])
     here = tmp_path / "here"
@@ -426,6 +436,7 @@ def test_merge(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert not (tmp_path / "fresh").exists()
 
 
+@pytest.mark.slow
 def test_a_benchmark_of_ones_own_is_run_resumed_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bars.py").write_text(TINY)
     name, home = f"{tmp_path}/bars.py:BARS", tmp_path / "out"
@@ -463,6 +474,7 @@ def test_a_benchmark_of_ones_own_is_run_resumed_and_shown(tmp_path: Path, capsys
     assert re.search(r"^fr-slow +1 +0 +1", ok(capsys, "status", name, "-f", home, *rates), re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_names_of_ones_own_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     method = "fr [a] [/b] :warning:"
     (tmp_path / "my bars.py").write_text(TINY.replace("fr-slow", method))
@@ -557,6 +569,7 @@ NONSENSE: list[tuple[list[str], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "words"), NONSENSE, ids=[" ".join(a)[:70] for a, _ in NONSENSE])
 def test_nonsense_gets_one_sentence(
     digits: Path, tmp_path: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
@@ -574,6 +587,7 @@ def test_nonsense_gets_one_sentence(
     assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts] == before
 
 
+@pytest.mark.slow
 def test_a_compact_export_serves_in_place_of_the_store(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -587,6 +601,7 @@ def test_a_compact_export_serves_in_place_of_the_store(
     assert len(list(csv.DictReader(io.StringIO(ok(capsys, "export", "-f", file))))) == 32
 
 
+@pytest.mark.slow
 def test_page_takes_the_notes_beside_it(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "digits.md"
     ok(capsys, "page", "digits", "-f", digits, "-o", out)
@@ -606,6 +621,7 @@ def test_page_takes_the_notes_beside_it(digits: Path, tmp_path: Path, capsys: py
     assert "does not exist" in refused(capsys, "page", "digits", "-f", digits, "--data-root", tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_json_goes_to_the_file_that_is_named(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = ok(capsys, "table", "digits", "-f", digits, "--json")
     assert "written to" in ok(capsys, "table", "digits", "-f", digits, "--json", "-o", tmp_path / "table.json")
@@ -623,6 +639,7 @@ def test_ctrl_c_is_answered(digits: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert (code, out, err.strip()) == (130, "", "interrupted")
 
 
+@pytest.mark.slow
 def test_storage_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, "storage", "--benchmarks", "digits", "-f", tmp_path, "--json")
     assert (code, err) == (0, "")
@@ -633,6 +650,7 @@ def test_storage_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (tmp_path / "storage.md").read_text().startswith("# What a profile costs\n")
 
 
+@pytest.mark.slow
 def test_a_folder_to_write_to_is_made(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, table, export = (
         tmp_path / f"not/yet/{number}/{name}" for number, name in enumerate(("x.md", "y.md", "z.csv"))
@@ -645,6 +663,7 @@ def test_a_folder_to_write_to_is_made(digits: Path, tmp_path: Path, capsys: pyte
     assert len(list(csv.DictReader(export.open()))) == 32
 
 
+@pytest.mark.slow
 def test_a_page_does_not_tell_where_it_was_made(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

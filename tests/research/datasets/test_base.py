@@ -67,6 +67,7 @@ def test_labels_of_a_set_without_class_names_are_any_class_numbers() -> None:
         Split(IMAGES, torch.tensor([0, -1, 8, 0]), "set")
 
 
+@pytest.mark.slow
 def test_pillow_is_not_imported_with_the_package() -> None:
     code = "import sys, shiftmend.research.datasets; sys.exit('PIL' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -22,6 +22,7 @@ def test_mnist_is_divided_into_54000_and_6000() -> None:
     assert not train.equal(held_out(60_000, seed=1)[0])
 
 
+@pytest.mark.slow
 @given(st.integers(2, 300), st.data())
 def test_holding_out_partitions(count: int, data: st.DataObject) -> None:
     size = data.draw(st.integers(1, count - 1))
@@ -83,6 +84,7 @@ def test_parts_that_would_be_empty() -> None:
             held_out(10, size)
 
 
+@pytest.mark.slow
 @given(LABEL_LISTS, st.integers(0, 2**31))
 def test_few_shot_draws_so_many_of_each_class(values: list[int], seed: int) -> None:
     labels = torch.tensor(values)
@@ -95,6 +97,7 @@ def test_few_shot_draws_so_many_of_each_class(values: list[int], seed: int) -> N
         few_shot(labels, fewest + 1, seed)
 
 
+@pytest.mark.slow
 @given(LABEL_LISTS, st.integers(1, 20), st.integers(0, 2**31))
 def test_balanced_repeats_no_sample_needlessly(values: list[int], per_class: int, seed: int) -> None:
     labels = torch.tensor(values)

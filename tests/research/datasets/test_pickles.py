@@ -158,6 +158,7 @@ _PLAIN = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(max_size=4), _PLAIN, max_size=4), st.sampled_from([3, 4]))
 def test_plain_data_reads_as_python_reads_it(value: dict[str, Any], protocol: int) -> None:
     stream = io.BytesIO()

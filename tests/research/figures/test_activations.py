@@ -79,6 +79,7 @@ def test_curves_and_figures_are_those_of_a_reference(inputs: Tensor) -> None:
     assert float(texts[1]) < 0.01 < float(texts[0])
 
 
+@pytest.mark.slow
 def test_rows_are_taps_and_a_short_row_is_hidden(inputs: Tensor) -> None:
     model = tiny(outputs=1)
     profile = shiftmend.profile(model, inputs, device="cpu", progress=False)

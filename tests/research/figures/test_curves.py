@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,19 @@ BLOCKS = ("conv1 + bn1", "conv2 + bn2", "linear")
 
 
 def history(each: int = 4, blocks: tuple[str, ...] = BLOCKS) -> list[Epoch]:
-    rows = [Epoch(0, "", 0.0, {}, 1.0, 0.0)]
+    rows = [Epoch(0, "", 0.0, {}, 0.0, {"slices": 1.0})]
     for number in range(1, each * len(blocks) + 1):
         losses = {"features": 1 / number, "logits": 0.5 / number}
-        rows.append(Epoch(number, blocks[(number - 1) // each], 0.1, losses, 1 / (1 + number) ** 2, 0.1))
+        rows.append(Epoch(number, blocks[(number - 1) // each], 0.1, losses, 0.1, {"slices": 1 / (1 + number) ** 2}))
     return rows
 
 
 def scored(rows: list[Epoch], every: int = 1) -> list[dict[str, Any]]:
     """Return a history as benchmarks store it, where some epochs have an accuracy."""
-    return [asdict(row) | ({"accuracy": 0.05 * row.epoch} if row.epoch % every == 0 else {}) for row in rows]
+    return [row.to_json() | ({"accuracy": 0.05 * row.epoch} if row.epoch % every == 0 else {}) for row in rows]
 
 
+@pytest.mark.slow
 def test_the_lines_are_the_histories() -> None:
     figure = curves.draw_curves(scored(history(), every=3), "BUFR")
     loss, slices, accuracy = figure.axes
@@ -62,6 +62,7 @@ def test_blocks_are_marked_where_they_join_in() -> None:
     assert_nothing_is_cut(figure)
 
 
+@pytest.mark.slow
 def test_names_of_many_blocks_stand_upright_and_do_not_touch() -> None:
     figure = curves.draw_curves(history(2, tuple(f"layer{n}.conv + layer{n}.bn" for n in range(14))))
     assert_nothing_is_cut(figure)
@@ -80,6 +81,7 @@ def test_a_method_that_trains_everything_at_once_has_no_marks() -> None:
     assert footer(figure) == ""
 
 
+@pytest.mark.slow
 def test_several_histories_are_named_where_they_end() -> None:
     shorter = [row | {"accuracy": 0.3} for row in scored(history(3))]
     figure = curves.draw_curves({"shot_noise": scored(history()), "sky": shorter, "bufr": scored(history(2))})
@@ -102,7 +104,7 @@ def test_the_kept_epoch_has_a_ring_in_every_panel() -> None:
 
 
 def test_negative_losses_and_those_that_are_not_finite() -> None:
-    rows = [asdict(row) for row in history()]
+    rows = [row.to_json() for row in history()]
     for number, row in enumerate(rows[1:]):
         row["losses"] = {"entropy": math.nan if number == 3 else -1.0 - number}
     (loss, _) = curves.draw_curves(rows).axes
@@ -111,12 +113,13 @@ def test_negative_losses_and_those_that_are_not_finite() -> None:
 
 
 def test_a_history_without_slices_draws_what_there_is() -> None:
-    rows = [asdict(row) | {"verification": None} for row in history()]
+    rows = [row.to_json() | {"verification": None} for row in history()]
     figure = curves.draw_curves(rows)
     assert [axis.get_ylabel().split("\n")[0] for axis in figure.axes] == ["loss"]
     assert_nothing_is_cut(figure)
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_picture(tmp_path: Path) -> None:
     assert_same_bytes(
         lambda: curves.draw_curves({"sky": scored(history()), "fog": scored(history(3))}, "BUFR"), tmp_path
@@ -130,7 +133,7 @@ def test_the_same_results_give_the_same_picture(tmp_path: Path) -> None:
         (history()[:1], "history"),
         ({}, "history"),
         ({"bufr": history(), "source-only": history()[:1]}, "source-only"),
-        ([asdict(row) | {"losses": {}, "verification": None} for row in history()], "finite"),
+        ([row.to_json() | {"losses": {}, "verification": None} for row in history()], "finite"),
     ],
 )
 def test_what_cannot_be_drawn_is_said(rows: Any, message: str) -> None:

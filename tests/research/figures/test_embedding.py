@@ -42,6 +42,7 @@ def setting() -> tuple[nn.Module, Pair, Pair, shiftmend.Profile]:
     return model, source, target, shiftmend.profile(model, source[0], device="cpu", progress=False)
 
 
+@pytest.mark.slow
 def test_one_panel_a_model_with_its_accuracy(setting: tuple[nn.Module, Pair, Pair, shiftmend.Profile]) -> None:
     model, source, target, profile = setting
     wrong = Identity()
@@ -59,6 +60,7 @@ def test_one_panel_a_model_with_its_accuracy(setting: tuple[nn.Module, Pair, Pai
     assert [axis.get_title() for axis in named_alike.axes] == ["source-only (100 %)", "source-only (33 %)"]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_points(setting: tuple[nn.Module, Pair, Pair, shiftmend.Profile]) -> None:
     model, source, target, profile = setting
     options = {"samples": 12, "seed": 3, "device": "cpu"}
@@ -70,6 +72,7 @@ def test_the_same_seed_gives_the_same_points(setting: tuple[nn.Module, Pair, Pai
         assert np.array_equal(left.get_offsets(), right.get_offsets())
 
 
+@pytest.mark.slow
 def test_classes_stay_together_and_apart(setting: tuple[nn.Module, Pair, Pair, shiftmend.Profile]) -> None:
     _, source, target, _ = setting
     places = embedding.embed(source[0].double().numpy(), target[0].double().numpy())

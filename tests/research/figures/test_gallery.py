@@ -36,6 +36,7 @@ def drawn(name: str, home: Path, **changes: Any) -> Any:
     return gallery.draw(name, Request(TINY, home, **(options | changes)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FIGURES if name != "shots"])
 def test_every_figure_can_be_drawn_from_a_run(name: str, home: Path) -> None:
     figure = drawn(name, home)
@@ -45,6 +46,7 @@ def test_every_figure_can_be_drawn_from_a_run(name: str, home: Path) -> None:
     assert artists
 
 
+@pytest.mark.slow
 def test_the_reliability_diagram_is_of_the_stored_bins(home: Path) -> None:
     request = Request(TINY, home, root=home, methods=["fr"])
     results = [result for result in request.results() if result.cell.method == "fr"]
@@ -78,6 +80,7 @@ def test_the_sheet_shows_the_same_images_clean_and_shifted(home: Path) -> None:
         draw_sheet({})
 
 
+@pytest.mark.slow
 def test_a_rerun_gives_the_weights_of_the_run(home: Path) -> None:
     cell = rerun(TINY, home, "noisy", ["fr"], root=home, device="cpu")
     request = Request(TINY, home, root=home, methods=["fr"], seed=cell.seed)
@@ -110,12 +113,14 @@ def test_what_cannot_be_drawn_is_one_sentence(home: Path, tmp_path: Path) -> Non
         drawn("curves", home, methods=["shot"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["curves", "moved", "affected", "activations"])
 def test_without_the_usual_methods_a_benchmarks_own_are_drawn(name: str, home: Path) -> None:
     """Draw other methods: there is no BUFR in this benchmark."""
     assert drawn(name, home, methods=None).axes
 
 
+@pytest.mark.slow
 def test_what_came_from_an_export_has_no_curves(home: Path, tmp_path: Path) -> None:
     file, merged = str(tmp_path / "tiny.json"), tmp_path / "merged"
     for command in (
@@ -130,6 +135,7 @@ def test_what_came_from_an_export_has_no_curves(home: Path, tmp_path: Path) -> N
     assert "seed 3" in str(drawn("curves", merged, root=home).get_suptitle())
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_says(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +169,7 @@ def test_figures_of_results_only_read_their_folder(home: Path, monkeypatch: pyte
         drawn("moved", home)
 
 
+@pytest.mark.slow
 def test_figures_of_results_can_be_drawn_from_an_export(home: Path, tmp_path: Path) -> None:
     file = tmp_path / "tiny.json"
     with pytest.raises(SystemExit, match="0"):

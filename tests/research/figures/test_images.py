@@ -145,6 +145,7 @@ layer_kinds = st.one_of(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using padding=.same.")
 @settings(max_examples=60)
 @example(kinds=[nn.Conv2d(1, 1, 2, padding="same"), nn.Conv2d(1, 1, 1, padding=2)], at=(0.0, 0.0))

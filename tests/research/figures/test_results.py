@@ -51,6 +51,7 @@ DOTS = [
 ]
 
 
+@pytest.mark.slow
 def test_points_are_means_over_seeds_and_lines_a_standard_deviation() -> None:
     figure = draw_dots(DOTS, ["fr", "bufr"])
     rows = [text.get_text() for text in figure.axes[0].get_yticklabels()]
@@ -96,6 +97,7 @@ def test_one_seed_has_no_spread_and_says_so() -> None:
     assert "one seed, hence no standard deviation" in footer(figure)
 
 
+@pytest.mark.slow
 def test_failed_missing_and_diverged_cells_leave_a_gap() -> None:
     results = [one for one in DOTS if (one.cell.method, one.cell.shift) != ("bufr", "sky")]
     results += [result("bufr", "sky", 0, error="AdaptationError: diverged"), result("pl", "fog", 0, math.nan, math.nan)]
@@ -144,6 +146,7 @@ def test_the_best_epoch_is_called_an_oracle() -> None:
     assert "oracle" in figure.legends[0].get_title().get_text()
 
 
+@pytest.mark.slow
 def test_a_whole_benchmark_fits_a_page() -> None:
     methods = list(find("cifar-10-c").settings["offline"])  # as many rows, on as many shifts, as any
     results = [result(method, f"shift_{n}", seed, 0.5, 0.1) for method in methods for n in range(19) for seed in (1, 2)]
@@ -154,6 +157,7 @@ def test_a_whole_benchmark_fits_a_page() -> None:
     assert figure.axes[0].get_yticklabels()[0].get_text() == "shift 0"
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_picture(tmp_path: Path) -> None:
     assert_same_bytes(lambda: draw_dots(DOTS), tmp_path)
 
@@ -192,6 +196,7 @@ SHOTS = [
 ]
 
 
+@pytest.mark.slow
 def test_points_are_means_over_shifts_and_spreads_those_over_seeds() -> None:
     figure = draw_shots(SHOTS)
     (axis,) = figure.axes
@@ -235,6 +240,7 @@ def test_lines_are_named_at_their_ends() -> None:
     assert not axis.figure.legends
 
 
+@pytest.mark.slow
 def test_a_point_needs_a_seed_with_all_shifts() -> None:
     lacking = [
         one for one in SHOTS if (one.cell.method, one.cell.protocol, one.cell.shift) != ("bufr", "few-shot-10", "fog")
@@ -247,6 +253,7 @@ def test_a_point_needs_a_seed_with_all_shifts() -> None:
     assert "sky" in whole.get_suptitle()
 
 
+@pytest.mark.slow
 def test_methods_of_one_protocol_are_left_out_unless_named() -> None:
     alone = [result("source-only", shift, 0, 0.1) for shift in SHIFTS]
     (axis,) = draw_shots([*SHOTS, *alone]).axes
@@ -255,6 +262,7 @@ def test_methods_of_one_protocol_are_left_out_unless_named() -> None:
     assert line(axis, "source-only")[:, 1] == pytest.approx([10])
 
 
+@pytest.mark.slow
 def test_other_protocols_and_clean_images_take_no_part() -> None:
     others = [result("bufr", "sky", 0, 0.9, protocol="online"), result("bufr", "clean", 0, 0.9)]
     (axis,), (plain,) = draw_shots([*SHOTS, *others]).axes, draw_shots(SHOTS).axes
@@ -275,6 +283,7 @@ def test_failed_cells_are_named_once() -> None:
     assert said.count("cells failed: bufr on sky, seed 9: AdaptationError: diverged") == 1
 
 
+@pytest.mark.slow
 def test_only_few_shots_or_only_offline() -> None:
     for kept, count in ((PROTOCOLS[:3], 3), (PROTOCOLS[3:], 1), (PROTOCOLS[:1], 1)):
         figure = draw_shots([one for one in SHOTS if one.cell.protocol in kept])
@@ -289,6 +298,7 @@ def test_examples_of_a_protocol(protocol: str, count: float | None) -> None:
     assert examples_per_class(protocol) == count
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_picture_of_shots(tmp_path: Path) -> None:
     assert_same_bytes(lambda: draw_shots(SHOTS), tmp_path)
 
@@ -315,6 +325,7 @@ def restored(table: dict[str, tuple[float, float]]) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_points_names_and_coefficient() -> None:
     figure = draw_restoration(restored(TABLE))
     (axis,) = figure.axes
@@ -332,6 +343,7 @@ def test_points_names_and_coefficient() -> None:
     assert_nothing_is_cut(figure)
 
 
+@pytest.mark.slow
 def test_shot_is_left_out_unless_named_or_allowed() -> None:
     everything = restored(TABLE | {"shot": (9.0, 0.2)})
     figure = draw_restoration(everything)
@@ -345,6 +357,7 @@ def test_shot_is_left_out_unless_named_or_allowed() -> None:
         assert "not drawn" not in footer(shown)
 
 
+@pytest.mark.slow
 def test_who_saw_labels_is_left_out_unless_named() -> None:
     everything = restored(TABLE | {"target-supervised": (0.1, 0.01)})
     figure = draw_restoration(everything)
@@ -355,6 +368,7 @@ def test_who_saw_labels_is_left_out_unless_named() -> None:
     assert "not drawn" not in footer(named)
 
 
+@pytest.mark.slow
 def test_only_places_that_all_methods_have() -> None:
     some = [one for one in restored(TABLE) if (one.cell.method, one.cell.shift) != ("fr", "fog")]
     figure = draw_restoration(some)
@@ -364,6 +378,7 @@ def test_only_places_that_all_methods_have() -> None:
     np.testing.assert_allclose(line(only.axes[0], "bufr"), [(1.2 + 0.15, 5 - 1.5)])
 
 
+@pytest.mark.slow
 def test_variants_without_a_common_seed_are_left_out_unless_named() -> None:
     everything = [*restored(TABLE), result("fr-sliced", "sky", 3, restoration_distance=0.5)]
     figure = draw_restoration(everything, variants=["fr-sliced"])
@@ -384,6 +399,7 @@ def test_a_diverged_method_is_not_drawn_and_leaves_no_coefficient() -> None:
     assert "no rank correlation: a value is not a number" in figure.get_suptitle().replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_two_methods_have_points_but_no_coefficient() -> None:
     figure = draw_restoration(restored(TABLE), ["fr", "bufr"])
     assert len(figure.axes[0].texts) == 2
@@ -391,6 +407,7 @@ def test_two_methods_have_points_but_no_coefficient() -> None:
     assert_nothing_is_cut(figure)
 
 
+@pytest.mark.slow
 def test_what_is_rebuilt_and_what_failed_is_said() -> None:
     figure = draw_restoration(
         [
@@ -403,6 +420,7 @@ def test_what_is_rebuilt_and_what_failed_is_said() -> None:
     assert "one seed" in footer(figure)
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_picture_of_restoration(tmp_path: Path) -> None:
     assert_same_bytes(lambda: draw_restoration(restored(TABLE)), tmp_path)
 
@@ -497,6 +515,7 @@ def test_bars_and_errors_are_those_of_all_predictions_together(
     assert ("one shift, 2 seeds" if shifts else "2 shifts, 2 seeds") in footer(figure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("methods", [["bufr"], ["fr", "bufr"]])
 def test_nothing_is_cut(methods: list[str]) -> None:
     assert_nothing_is_cut(draw_reliability(BINNED, methods))
@@ -524,6 +543,7 @@ def test_the_source_model_on_clean_images_is_a_column_of_its_own() -> None:
         draw_reliability(BINNED, ["clean", "bufr"])
 
 
+@pytest.mark.slow
 def test_failed_cells_and_missing_methods_are_named_at_the_foot() -> None:
     failed = result("fr", "stripe", 1, error="AdaptationError: the loss is not finite")
     figure = draw_reliability([*BINNED, failed], ["fr", "bufr", "tent"])
@@ -542,6 +562,7 @@ def test_bins_that_differ_are_not_pooled() -> None:
         draw_reliability([*BINNED, scored("bufr", "rain", 1, bins=15)], ["bufr"])
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_picture_of_reliability(tmp_path: Path) -> None:
     assert_same_bytes(lambda: draw_reliability(BINNED, ["fr", "bufr"]), tmp_path)
 

@@ -98,6 +98,7 @@ def test_letters_have_enough_contrast_and_keep_their_hue(colour: str) -> None:
     np.testing.assert_allclose(after * before.max(), before * after.max(), atol=1e-9)
 
 
+@pytest.mark.slow
 def test_importing_the_figures_imports_no_package_of_the_extra() -> None:
     names = "activations, curves, embedding, gallery, images, results, style, weights"
     code = f"import sys; from shiftmend.research.figures import {names}; "
@@ -136,6 +137,7 @@ def test_spread_values_keep_their_order_their_gap_and_the_bounds(values: list[fl
     assert placed.max() <= 1 + 1e-9
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(0.2, 0.8), min_size=2, max_size=6).map(sorted), st.floats(0.01, 0.03))
 def test_no_other_arrangement_is_nearer(values: list[float], gap: float) -> None:
     from scipy.optimize import minimize
@@ -146,6 +148,7 @@ def test_no_other_arrangement_is_nearer(values: list[float], gap: float) -> None
     assert ((placed - values) ** 2).sum() <= best.fun + 1e-6
 
 
+@pytest.mark.slow
 def test_names_beside_points_cover_neither_each_other_nor_a_point() -> None:
     figure, axes = style.make_canvas(width=4, height=3)
     points = [("fr", 1.0, 1.0, "#d55e00"), ("bufr", 1.02, 1.01, "#0072b2"), ("adabn", 1.0, 1.05, "#009e73")]
@@ -163,6 +166,7 @@ def test_names_beside_points_cover_neither_each_other_nor_a_point() -> None:
     assert_nothing_is_cut(figure)
 
 
+@pytest.mark.slow
 def test_names_of_lines_that_end_together_stand_apart_in_the_order_of_the_lines() -> None:
     figure, axes = style.make_canvas(width=4, height=2)
     ends = [("low", 1.0, 0.50, "#0072b2"), ("high", 1.0, 0.52, "#d55e00"), ("middle", 1.0, 0.51, "#009e73")]
@@ -177,6 +181,7 @@ def test_names_of_lines_that_end_together_stand_apart_in_the_order_of_the_lines(
     assert_nothing_is_cut(figure)
 
 
+@pytest.mark.slow
 def test_long_titles_and_notes_are_wrapped_and_the_axes_keep_their_size() -> None:
     plain, axes = style.make_canvas(width=3, height=2.5)
     wordy, others = style.make_canvas(width=3, height=2.5)
@@ -201,6 +206,7 @@ def test_a_title_and_its_legend_do_not_cover_each_other() -> None:
     assert entry.y0 >= axes[0, 0].bbox.y1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", style.FORMATS)
 def test_a_saved_figure_is_valid_and_the_same_twice(kind: str, tmp_path: Path) -> None:
     def drawn(name: str) -> Path:

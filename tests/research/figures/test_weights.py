@@ -53,6 +53,7 @@ def test_distances_are_those_of_plain_loops() -> None:
     assert measure_distances(model, model) == {"0": 0, "3": 0, "5": 0}
 
 
+@pytest.mark.slow
 @given(scale=st.floats(0.01, 100), units=st.integers(1, 5))
 def test_twice_the_way_is_twice_the_distance(scale: float, units: int) -> None:
     source = nn.Linear(3, units).double()

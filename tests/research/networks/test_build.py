@@ -8,6 +8,7 @@ from shiftmend.errors import DataError
 from shiftmend.research.networks import MODELS, build
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_builds_every_known_model(name: str) -> None:
     with torch.device("meta"):

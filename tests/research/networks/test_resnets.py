@@ -104,6 +104,7 @@ def test_state_dict_is_torchvisions(
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "depths", "cifar", "size"),
     [
@@ -136,6 +137,7 @@ def test_forward_equals_the_written_out_network(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "size", "units"),
     [(resnet18_cifar, 32, 512), (resnet18, 96, 512), (resnet18, 224, 512), (resnet101, 224, 2048)],
@@ -186,6 +188,7 @@ def test_cifar_layout_starts_as_pytorch_does() -> None:
     assert model.conv1.stride == (1, 1)
 
 
+@pytest.mark.slow
 def test_gradients_reach_the_stem() -> None:
     torch.manual_seed(0)
     model = resnet18_cifar(3)

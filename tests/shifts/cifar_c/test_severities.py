@@ -115,6 +115,7 @@ def test_constants_are_the_published_ones(name: str) -> None:
     assert rows == [tuple(pytest.approx(v) if name == "elastic_transform" else v for v in row) for row in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shift", "severity"), CELLS, ids=cell_name)
 def test_seeded_and_safe(shift: Shift, severity: int) -> None:
     images = smooth_images(3)

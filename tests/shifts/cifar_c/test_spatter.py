@@ -144,6 +144,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     return ndimage.uniform_filter(values, 3, mode="mirror")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("severity", [1, 2, 3])
 def test_shine_equals_the_chain_written_out(severity: int) -> None:
     drops = drops_of(severity, 3, seed=severity)

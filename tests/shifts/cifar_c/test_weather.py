@@ -65,6 +65,7 @@ def coded_textures(count: int) -> list[Tensor]:
     return textures
 
 
+@pytest.mark.slow
 def test_frost_cuts_windows_from_the_first_five_textures() -> None:
     textures = coded_textures(6)
     images = torch.zeros(4000, 3, 32, 32, dtype=torch.uint8)

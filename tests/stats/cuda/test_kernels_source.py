@@ -119,6 +119,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("samples", "units", "columns", "bins"), CASES)
 def test_alone(build: Callable[..., ctypes.CDLL], samples: int, units: int, columns: int, bins: Bins) -> None:
     values, low, scale, source = world(samples, units, bins)
@@ -137,6 +138,7 @@ def test_alone(build: Callable[..., ctypes.CDLL], samples: int, units: int, colu
     assert not slopes[:, 0].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("samples", "units", "columns", "bins"), CASES)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_in_parts(
@@ -176,6 +178,7 @@ def test_in_parts(
     np.testing.assert_allclose(plain * upstream, slopes, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_nan_comes_out_and_infinity_lies_in_an_outer_bin(build: Callable[..., ctypes.CDLL]) -> None:
     bins = Bins(8)
     values, low, scale, _ = world(40, 4, bins)
@@ -192,6 +195,7 @@ def test_nan_comes_out_and_infinity_lies_in_an_outer_bin(build: Callable[..., ct
     np.testing.assert_allclose(again[0][:, [2, 3]], partial[0][:, [2, 3]], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_read_and_rounded_as_torch_does(build: Callable[..., ctypes.CDLL]) -> None:
     bins = Bins(8)
     values, low, scale, source = world(37, 6, bins)
@@ -209,6 +213,7 @@ def test_bfloat16_is_read_and_rounded_as_torch_does(build: Callable[..., ctypes.
     np.testing.assert_allclose(got, gradient, rtol=2**-8, atol=2e-3 * np.abs(gradient).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.01, 0.05])
 @pytest.mark.parametrize("where", [0.0, 1.0, 0.5, 3 / 8, 0.31])
 def test_units_that_give_one_value_only(build: Callable[..., ctypes.CDLL], where: float, temperature: float) -> None:
@@ -262,6 +267,7 @@ def test_the_window_leaves_out_nothing_that_counts(temperature: float, count: in
     assert float(outside.max()) <= math.exp(-kernels._NEGLIGIBLE)
 
 
+@pytest.mark.slow
 def test_very_sharp_and_very_soft_bins(build: Callable[..., ctypes.CDLL]) -> None:
     for temperature in (1e-7, 50.0):
         bins = Bins(8, temperature=temperature)

@@ -259,12 +259,13 @@ class Run:
 
     def facts(self) -> dict[str, Any]:
         """What the choice between several runs saw, and where this one ended."""
-        judged = {name: getattr(self.kept, name) for name in ("epoch", "verification", "entropy")}
+        kept = self.kept
+        judged = {"epoch": kept.epoch, "verification": kept.verification, "entropy": kept.signals.get("entropy")}
         return judged | {"last": asdict(self.last)}
 
     def history(self) -> tuple[dict[str, Any], ...]:
         return tuple(
-            asdict(row) | ({"accuracy": at.accuracy, "ece": at.ece} if (at := self.outcomes.get(row.epoch)) else {})
+            row.to_json() | ({"accuracy": at.accuracy, "ece": at.ece} if (at := self.outcomes.get(row.epoch)) else {})
             for row in self.adaptation.history
         )
 
@@ -376,7 +377,7 @@ def _offline(given: Given, result: Result, rates: Sequence[float], tick: Tick) -
         selected=kept.outcomes[kept.kept.epoch],
         signals=_signals(seen),
         restoration_distance=_restoration(given, adapted, target),
-        alignment_loss=seen.marginals,
+        alignment_loss=seen.values.get("marginals"),
         epochs=kept.last.epoch,
         history=kept.history(),
         manifest=manifest,
@@ -447,7 +448,7 @@ def _online(given: Given, result: Result, tick: Tick) -> Result:
         selected=outcome,
         signals=_signals(seen),
         restoration_distance=_restoration(given, adapted, target),
-        alignment_loss=seen.marginals,
+        alignment_loss=seen.values.get("marginals"),
         ece_per_batch=sum(parts) / len(parts),
         epochs=1,
         manifest=manifest,
@@ -484,14 +485,7 @@ def _restoration(given: Given, adapted: nn.Module, target: Target) -> float | No
 
 
 def _signals(seen: signals.Signals) -> dict[str, float]:
-    slices = None if seen.verification is None else seen.verification.divergence
-    values = {
-        "slices": slices,
-        "marginals": seen.marginals,
-        "entropy": seen.entropy,
-        "confidence": seen.confidence,
-    }
-    return {name: value for name, value in values.items() if value is not None}
+    return dict(seen.values)
 
 
 def _labels(images: Images) -> Tensor:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from shiftmend.accelerate.cuda_graphs import no_collection
+from shiftmend.accelerate.cuda_graphs import pause_garbage_collection
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.research.bench.benchmark import USUAL_PRESET, Benchmark, Cell, Result
 from shiftmend.research.bench.cell import give_back, run_cell
@@ -495,7 +495,7 @@ def lanes(job: Job, advance: Advance, count: int) -> Iterator[Execute]:
             raise
 
     # garbage is collected between tasks
-    with no_collection(), _short_turns(), _torch_threads(job.threads), ThreadPoolExecutor(count) as pool:
+    with pause_garbage_collection(), _short_turns(), _torch_threads(job.threads), ThreadPoolExecutor(count) as pool:
         try:
             yield execute
         except BaseException:

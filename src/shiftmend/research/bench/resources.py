@@ -61,7 +61,7 @@ def obtain(
     path = home / "sources" / f"{recipe.network}-{digest}-{seed}.safetensors"
     if not path.exists():
         checkpoint = path.with_suffix(".checkpoint")
-        with checkpoints.alone_at(checkpoint) as alone:
+        with checkpoints.lock(checkpoint) as alone:
             model = train(
                 recipe,
                 data,

@@ -21,9 +21,9 @@ from torch.nn import functional
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
-from shiftmend.accelerate.bf16 import in_bfloat16, nothing_cached
-from shiftmend.accelerate.compile import captured_compiled
-from shiftmend.accelerate.cuda_graphs import CapturedEpoch, Sums, captured_epoch
+from shiftmend.accelerate.compile import capture_compiled
+from shiftmend.accelerate.cuda_graphs import CapturedEpoch, Sums, capture_epoch
+from shiftmend.accelerate.precision import cast_at_once, nothing_cached
 from shiftmend.engine import checkpoint as checkpoints
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.inputs.feed import Preprocess
@@ -257,15 +257,15 @@ class _Taught:
 
         def capture(compiled: bool = False) -> CapturedEpoch | None:
             number, size = len(batches.images), batches.size
-            return captured_epoch(once, model, optimiser, self.device, number, size, compiled=compiled)
+            return capture_epoch(once, model, optimiser, self.device, number, size, compiled=compiled)
 
-        quick = captured_compiled(capture, model, optimiser, True, self.recipe.network) if compile else None
+        quick = capture_compiled(capture, model, optimiser, True, self.recipe.network) if compile else None
         return quick or capture()
 
     def step(self, batch: Tensor, labels: Tensor, generator: Generator) -> Tensor:
         ready = self.preprocess(self.augment(batch, generator))
         ready = ready.contiguous(memory_format=layout_on(ready.device)) if ready.ndim == 4 else ready
-        with in_bfloat16(self.model, self.device) if self.half else nullcontext():
+        with cast_at_once(self.model, self.device, torch.bfloat16) if self.half else nullcontext():
             logits: Any = self.model(ready)
         if not isinstance(logits, Tensor) or logits.ndim != 2:
             given = list(logits.shape) if isinstance(logits, Tensor) else kind(logits)
@@ -300,13 +300,13 @@ def _resume(path: Path, run: str, model: nn.Module, optimiser: SGD) -> int:
     kept = checkpoints.load(path, run)
     if kept is None:
         return 0
-    saved, own = ({name: value.shape for name, value in state.items()} for state in (kept.state, held(model)))
+    saved, own = ({name: value.shape for name, value in state.items()} for state in (kept.model, held(model)))
     if saved != own:
         raise ShiftmendError(
             f"checkpoint {path} is of a network with other layers; delete it to start over, or name another file"
         )
-    put_back(model, kept.state)
-    checkpoints.restore_momentum(optimiser, model, kept.momentum)
+    put_back(model, kept.model)
+    checkpoints.restore_optimiser(optimiser, model, kept.optimiser)
     logger.info("going on from %s after epoch %d", path, kept.epoch)
     return kept.epoch
 

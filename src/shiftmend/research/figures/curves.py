@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shiftmend.engine.history import Epoch
@@ -83,7 +82,7 @@ def unfreezing_moments(history: History) -> list[tuple[int, str]]:
 
 
 def _to_dict(row: Epoch | Mapping[str, Any]) -> dict[str, Any]:
-    values = asdict(row) if isinstance(row, Epoch) else dict(row)
+    values = row.to_json() if isinstance(row, Epoch) else dict(row)
     losses = values.get("losses") or {}
     return values | {"loss": sum(losses.values()) if losses else None}
 

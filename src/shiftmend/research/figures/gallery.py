@@ -192,7 +192,7 @@ class Request:
             chosen(self.methods, known, "method", f"{benchmark.name}, {self.protocol}")
             return list(self.methods)
         kinds = {name: METHODS[row.method] for name, row in known.items()}
-        first = [name for name, kind in kinds.items() if kind is not SourceOnly and not kind.takes_labels]
+        first = [name for name, kind in kinds.items() if kind.adapts and not kind.takes_labels]
         return [name for name in usual if name in known] or first[: len(usual)] or list(known)[:1]
 
     def rerun(self, *usual: str) -> Rerun:

@@ -11,7 +11,7 @@ from worlds import sensors
 
 from shiftmend.inputs.feed import Feed
 from shiftmend.introspection.taps import Tap
-from shiftmend.passes.looks import Looker
+from shiftmend.passes.evaluation_pass import ActivationReader
 
 FEATURES, LOGITS = Tap.parse("features", "4"), Tap.parse("logits", "6")
 
@@ -22,7 +22,7 @@ def test_every_sample_is_seen_once_in_order_in_eval_mode_and_nothing_changes(bat
     expected = world.model[:5](world.target).detach()
     model = copy.deepcopy(world.model).train()
     before = copy.deepcopy(model.state_dict())
-    look = Looker(model, Feed(world.target, batch_size=batch_size))
+    look = ActivationReader(model, Feed(world.target, batch_size=batch_size))
     seen = look({"features": FEATURES})
     assert list(seen) == ["features"]
     torch.testing.assert_close(seen["features"], expected)
@@ -34,7 +34,9 @@ def test_every_sample_is_seen_once_in_order_in_eval_mode_and_nothing_changes(bat
 def test_the_network_runs_in_the_precision_asked_for() -> None:
     world = sensors()
     precision = functools.partial(torch.autocast, "cpu", torch.bfloat16)
-    seen = Looker(world.model, Feed(world.target, batch_size=100), precision)({"features": FEATURES})["features"]
+    seen = ActivationReader(world.model, Feed(world.target, batch_size=100), precision)({"features": FEATURES})[
+        "features"
+    ]
     full = world.model[:5](world.target).detach()
     assert seen.dtype == torch.bfloat16
     torch.testing.assert_close(seen.float(), full, rtol=0.05, atol=0.1)
@@ -47,7 +49,7 @@ def test_a_captured_look_follows_weights_and_taps() -> None:
     world, device = sensors(), torch.device("cuda", 0)
     model = copy.deepcopy(world.model).to(device).eval()
     feed = Feed(world.target, batch_size=16, device=device)
-    captured, plain = Looker(model, feed, capture=True), Looker(model, feed)
+    captured, plain = ActivationReader(model, feed, capture=True), ActivationReader(model, feed)
     for factor, taps in ((1.0, {"features": FEATURES}), (0.9, {"features": FEATURES}), (1.1, {"logits": LOGITS})):
         with torch.no_grad():
             for weight in model.parameters():

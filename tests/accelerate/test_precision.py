@@ -11,8 +11,8 @@ from torch.nn import functional
 from worlds import sensors
 
 import shiftmend
-from shiftmend.accelerate import bf16 as halves
-from shiftmend.accelerate.bf16 import in_bfloat16
+from shiftmend.accelerate import precision as halves
+from shiftmend.accelerate.precision import cast_at_once
 from shiftmend.research.networks import build
 
 CPU = torch.device("cpu")
@@ -50,7 +50,11 @@ class Scaled(nn.Conv2d):
 
 def gradients(model: nn.Module, images: Tensor, *, ours: bool) -> tuple[Tensor, dict[str, Tensor | None]]:
     model.zero_grad(set_to_none=True)
-    context = in_bfloat16(model, images.device) if ours else torch.autocast(images.device.type, torch.bfloat16)
+    context = (
+        cast_at_once(model, images.device, torch.bfloat16)
+        if ours
+        else torch.autocast(images.device.type, torch.bfloat16)
+    )
     with context:
         out = model(images)
     out.float().square().sum().backward()
@@ -75,6 +79,7 @@ def test_outputs_and_gradients_are_those_of_autocast(frozen: tuple[str, ...]) ->
             torch.testing.assert_close(gradient, other, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digit-cnn", "resnet18-cifar"])
 def test_the_papers_networks(name: str) -> None:
     torch.manual_seed(0)
@@ -90,14 +95,14 @@ def test_the_papers_networks(name: str) -> None:
 def test_weights_are_seen_as_they_are() -> None:
     model = Mixed()
     before = {name: id(weight) for name, weight in model.named_parameters()}
-    with in_bfloat16(model, CPU):
+    with cast_at_once(model, CPU, torch.bfloat16):
         assert {name: id(weight) for name, weight in model.named_parameters()} == before
         assert all(weight.dtype == torch.float32 for weight in model.parameters())
 
 
 def test_a_layer_without_gradient_gets_none() -> None:
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    with in_bfloat16(model, CPU):
+    with cast_at_once(model, CPU, torch.bfloat16):
         model[0](torch.ones(1, 2)).sum().backward()
     assert model[0].weight.grad is not None
     assert model[1].weight.grad is None
@@ -105,7 +110,7 @@ def test_a_layer_without_gradient_gets_none() -> None:
 
 def test_a_model_without_such_layers_and_those_of_other_precisions_are_left_to_autocast() -> None:
     for model in (nn.BatchNorm1d(3), nn.Linear(3, 3).bfloat16(), nn.Linear(3, 3).double()):
-        assert halves._halves(model) == {}
+        assert halves._cast_weights(model, torch.bfloat16) == {}
 
 
 def test_what_a_step_changes_is_seen_by_the_next() -> None:
@@ -113,10 +118,11 @@ def test_what_a_step_changes_is_seen_by_the_next() -> None:
     for value in (1.0, 3.0):
         with torch.no_grad():
             model.weight.fill_(value)
-        with in_bfloat16(model, CPU):
+        with cast_at_once(model, CPU, torch.bfloat16):
             assert model(inputs).item() == 2 * value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["adapt", "adapt in bfloat16", "stream"])
 def test_weights_that_the_callers_autocast_would_keep_are_cast_anew(way: str) -> None:
     """It keeps what it has cast until its block ends: all steps would run with the weights of the first."""
@@ -211,7 +217,11 @@ def test_whatever_else_a_model_does_with_its_weights_is_as_with_autocast(what: s
         optimiser = torch.optim.SGD(model.parameters(), lr=0.5)
         outputs = []
         for _ in range(3):
-            with in_bfloat16(model, CPU) if ours else torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            with (
+                cast_at_once(model, CPU, torch.bfloat16)
+                if ours
+                else torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+            ):
                 out = model(sample)
             optimiser.zero_grad()
             out.float().square().sum().backward()
@@ -228,7 +238,7 @@ def test_what_is_written_behind_the_back_of_autograd_is_not_lost() -> None:
     model = Odd("clipped data")
     with torch.no_grad():
         model.head.weight.fill_(3.0)
-    with in_bfloat16(model, CPU):
+    with cast_at_once(model, CPU, torch.bfloat16):
         model(torch.randn(8, 4))
     assert float(model.head.weight.detach().abs().max()) < 0.11
 
@@ -240,7 +250,7 @@ def test_adapting_in_bfloat16_gives_what_autocast_gives(monkeypatch: pytest.Monk
     found = []
     for ours in (True, False):
         if not ours:
-            monkeypatch.setattr(halves, "_halves", lambda model: {})
+            monkeypatch.setattr(halves, "_cast_weights", lambda model, dtype: {})
         result = shiftmend.adapt(
             model, inputs * 1.5, profile, "fr", epochs=3, learning_rate=0.1, autocast=True, progress=False
         )
@@ -254,11 +264,12 @@ def test_a_method_that_trains_nothing_asks_nothing_of_the_model() -> None:
     assert result.manifest["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_left_to_the_compiler() -> None:
     torch.manual_seed(0)
     model, sample = Odd("nothing"), torch.randn(8, 4)
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(sample)
     model.compile(backend="aot_eager")
-    with in_bfloat16(model, CPU):
+    with cast_at_once(model, CPU, torch.bfloat16):
         torch.testing.assert_close(model(sample), expected)

@@ -1,0 +1,204 @@
+"""The one evaluation loop: a model in eval mode over batches of data, shown to observers.
+
+Everything that looks at a model without training it goes through `run_pass`: profiles, verdicts, scores, signals,
+reports and figures. An observer says what it wants to see (taps) and keeps what it needs of each batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from shiftmend.accelerate.cuda_graphs import capture_call
+from shiftmend.accelerate.precision import Precision
+from shiftmend.distributed.batch_norm import synchronised
+from shiftmend.distributed.collectives import active, together
+from shiftmend.inputs.feed import Feed
+from shiftmend.introspection.modes import enter_eval, modes
+from shiftmend.introspection.taps import Tap, tapped
+from shiftmend.utils.rng import roll
+
+MAX_CAPTURED_VALUES = 1 << 14
+"""Values of one sample, above which a pass is not captured: a graph keeps its memory, and large samples gain little."""
+
+T = TypeVar("T")
+R = TypeVar("R", covariant=True)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One batch as an observer sees it.
+
+    Attributes:
+        inputs: The batch, preprocessed and on the device.
+        output: Whatever the model returned for the batch.
+        activations: Activations `[samples, units]` by tap.
+        labels: Labels of the batch, if the pass is over labelled data.
+    """
+
+    inputs: Tensor
+    output: Any
+    activations: dict[str, Tensor] = field(default_factory=dict)
+    labels: Tensor | None = None
+
+
+class Observer(Protocol[R]):
+    """Keeps what it needs of each batch, and sums it up at the end of the pass."""
+
+    def update(self, seen: Observation) -> None: ...
+
+    def result(self) -> R: ...
+
+
+def run_pass(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor | None]],
+    update: Callable[[Observation], None],
+    *,
+    taps: Mapping[str, Tap] | None = None,
+    precision: Precision = nullcontext,
+) -> None:
+    """Run a model over batches in eval mode, without gradients, and show each batch to an observer.
+
+    Args:
+        model: The model. Its train and eval modes are restored afterwards.
+        batches: Pairs of inputs and labels (or None).
+        update: Called with an `Observation` after each batch.
+        taps: Taps whose activations the observer needs.
+        precision: A context manager for the forward pass, such as autocast.
+    """
+    roll(0)
+    with torch.no_grad(), modes(model), ExitStack() as stack:
+        recorder = stack.enter_context(tapped(model, taps)) if taps else None
+        enter_eval(model)
+        for inputs, labels in batches:
+            with precision():
+                output = model(inputs)
+            update(Observation(inputs, output, recorder.read() if recorder else {}, labels))
+
+
+def without_labels(batches: Iterable[Tensor]) -> Iterator[tuple[Tensor, None]]:
+    """Pair each batch of inputs with None, as `run_pass` takes them."""
+    return ((inputs, None) for inputs in batches)
+
+
+def worth_capturing(inputs: Tensor) -> bool:
+    """Return whether a pass over these inputs consists of small kernels on a GPU."""
+    return inputs.is_cuda and inputs[0].numel() <= MAX_CAPTURED_VALUES
+
+
+class RepeatedPass(Generic[T]):
+    """The same pass over one feed, again and again; on CUDA, where samples are small, captured as a graph.
+
+    A captured pass follows weights that change in place, as training changes them. Each call writes into the tensors
+    that the call before has returned.
+
+    Args:
+        model: The model to look at.
+        feed: The data.
+        make_observer: Returns a fresh observer for each pass. Its result must hold tensors, not numbers, if the pass
+            is to be captured.
+        taps: Taps whose activations the observer needs.
+        limit: At most so many samples, the same ones in each pass; None takes all.
+        labelled: Whether the observer needs labels.
+        shared: Whether the processes of a group share the batches of a pass.
+        capture: Whether the pass may be captured.
+        precision: A context manager for the forward pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        feed: Feed,
+        make_observer: Callable[[], Observer[T]],
+        *,
+        taps: Mapping[str, Tap] | None = None,
+        limit: int | None = None,
+        labelled: bool = False,
+        shared: bool = False,
+        capture: bool = False,
+        precision: Precision = nullcontext,
+    ) -> None:
+        self.model, self.feed, self.taps, self.precision = model, feed, taps, precision
+        self.make_observer, self.limit, self.labelled, self.shared = make_observer, limit, labelled, shared
+        self._may_capture = capture and feed.inputs is not None and worth_capturing(feed.inputs)
+        self._replay: Callable[[], T] | None = None
+        self._parts: list[Tensor] = []  # The graph reads these indices, so they are kept as long as the graph is.
+
+    def __call__(self) -> T:
+        with ExitStack() as stack:
+            if self.shared:
+                stack.enter_context(together())
+                stack.enter_context(synchronised(self.model))
+            if self._may_capture and self._replay is None and not (self.shared and active()):
+                self._replay = capture_call(lambda: self._run(self._captured_batches()), self.model, self.feed.device)
+                self._may_capture = self._replay is not None
+            if self._replay is None:
+                return self._run(self._batches())
+            roll(0)
+            return self._replay()
+
+    def forget(self) -> None:
+        """Drop the captured graph: the model has changed otherwise than in the values of its tensors."""
+        self._replay = None
+
+    def _run(self, batches: Iterable[tuple[Tensor, Tensor | None]]) -> T:
+        observer = self.make_observer()
+        run_pass(self.model, batches, observer.update, taps=self.taps, precision=self.precision)
+        with torch.no_grad():
+            return observer.result()
+
+    def _batches(self) -> Iterable[tuple[Tensor, Tensor | None]]:
+        if self.labelled:
+            return self.feed.labelled()
+        if self.limit is None:
+            return without_labels(self.feed.batches(self.feed.at_once))
+        return without_labels(self.feed.subset(self.limit, 0, self.feed.at_once))
+
+    def _captured_batches(self) -> Iterable[tuple[Tensor, Tensor | None]]:
+        """Return the batches that a graph can read again: indices of a limited pass stay where they are."""
+        feed, inputs = self.feed, self.feed.inputs
+        if self.labelled or self.limit is None or inputs is None:
+            return self._batches()
+        self._parts = self._parts or feed.some(self.limit, 0, feed.at_once)
+        return without_labels(feed.ready(inputs.index_select(0, part)) for part in self._parts)
+
+
+class Activations:
+    """An observer that keeps what the taps gave for every sample, in the order of the samples."""
+
+    def __init__(self, taps: Mapping[str, Tap]) -> None:
+        self._seen: dict[str, list[Tensor]] = {name: [] for name in taps}
+
+    def update(self, seen: Observation) -> None:
+        for name, values in seen.activations.items():
+            self._seen[name].append(values)
+
+    def result(self) -> dict[str, Tensor]:
+        return {name: torch.cat(parts) for name, parts in self._seen.items()}
+
+
+class ActivationReader:
+    """Read the activations of all samples at any taps; the pass of the last taps is kept, and captured if it may be."""
+
+    def __init__(self, model: nn.Module, feed: Feed, precision: Precision = nullcontext, capture: bool = False) -> None:
+        self.model, self.feed, self.precision, self.capture = model, feed, precision, capture
+        self._pass: RepeatedPass[dict[str, Tensor]] | None = None
+
+    def __call__(self, taps: Mapping[str, Tap]) -> dict[str, Tensor]:
+        """Return activations `[samples, units]` by tap. The next call may write into the same tensors."""
+        if self._pass is None or self._pass.taps != taps:
+            self._pass = RepeatedPass(
+                self.model,
+                self.feed,
+                lambda taps=dict(taps): Activations(taps),  # type: ignore[misc]
+                taps=dict(taps),
+                capture=self.capture,
+                precision=self.precision,
+            )
+        return self._pass()
