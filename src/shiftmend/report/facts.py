@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,11 +25,12 @@ from shiftmend.evaluation.evaluate import metrics_for
 from shiftmend.evaluation.regression import RegressionMetrics, RegressionScores, in_one_shape
 from shiftmend.inputs.feed import Feed, Preprocess
 from shiftmend.inputs.sources import as_tensor
-from shiftmend.introspection.modes import modes
+from shiftmend.introspection.modes import enter_eval, modes
 from shiftmend.introspection.outputs import Entry, pick
-from shiftmend.introspection.taps import tapped
+from shiftmend.introspection.taps import Tap
 from shiftmend.introspection.validate import check_takes, unwrap
 from shiftmend.methods import METHODS
+from shiftmend.passes.evaluation_pass import Observation, run_pass
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.fingerprints import InputSummary
 from shiftmend.profiles.profile import Profile, as_profile
@@ -295,7 +296,7 @@ def gather(
         for each in models.values():
             stack.enter_context(placed(each, place))
             stack.enter_context(modes(each))
-            each.eval()
+            enter_eval(each)
         stack.enter_context(torch.no_grad())
         stack.enter_context(rolled(place, check))
         observers = _observe(models, feed, profile, targets, output, ignore_label)
@@ -540,19 +541,51 @@ def _observe(
     """Run each batch through both models, so that they can be compared sample by sample."""
     here = profile.to(feed.device)
     observers = {state: _Observer(here, output, ignore_label) for state in models}
-    with ExitStack() as stack:
-        recorders = {state: stack.enter_context(tapped(each, profile.specs)) for state, each in models.items()}
+    pair = _SideBySide(models)
+
+    def pair_with_labels() -> Iterator[tuple[Tensor, Tensor | None]]:
         position = 0
         for batch in feed.batches():
-            part = None if labels is None else sent(labels[position : position + len(batch)], feed.device)
+            yield batch, None if labels is None else sent(labels[position : position + len(batch)], feed.device)
             position += len(batch)
-            for state, each in models.items():
-                # The copy keeps a model that works in place from changing the input of the other model.
-                returned = each(batch.clone())
-                observers[state].update(returned, recorders[state].read(), len(batch), part)
-            if "after" in observers:
-                observers["after"].compare(observers["before"])
+
+    def update(seen: Observation) -> None:
+        for state, observer in observers.items():
+            values = {name: seen.activations[pair.tap_name(state, name)] for name in profile.specs}
+            observer.update(seen.output[state], values, len(seen.inputs), seen.labels)
+        if "after" in observers:
+            observers["after"].compare(observers["before"])
+
+    run_pass(pair, pair_with_labels(), update, taps=pair.taps(profile.specs))
     return observers
+
+
+class _SideBySide(nn.Module):
+    """Both models as one, so that one pass shows them the same batches. They are in eval mode already."""
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.models = nn.ModuleDict(models)
+
+    def forward(self, inputs: Tensor) -> dict[str, Any]:
+        # The copy keeps a model that works in place from changing the input of the other model.
+        return {state: model(inputs.clone()) for state, model in self.models.items()}
+
+    def train(self, mode: bool = True) -> _SideBySide:
+        return self
+
+    def taps(self, specs: Mapping[str, Tap]) -> dict[str, Tap]:
+        """Return the taps of both models."""
+        taps = {}
+        for state in self.models:
+            for name, tap in specs.items():
+                module = f"models.{state}.{tap.module}".rstrip(".")
+                taps[self.tap_name(state, name)] = replace(tap, name=self.tap_name(state, name), module=module)
+        return taps
+
+    @staticmethod
+    def tap_name(state: str, name: str) -> str:
+        return f"{state} {name}"
 
 
 def _compare_predictions(before: _Observer, after: _Observer | None) -> Predictions | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from shiftmend.errors import DataError, ProfileError, TapError
 from shiftmend.inputs.feed import Feed, Preprocess
 from shiftmend.introspection.modes import eager, modes
-from shiftmend.introspection.taps import Recorder, Tap, tapped
+from shiftmend.introspection.taps import Tap
 from shiftmend.introspection.trace import trace
 from shiftmend.introspection.validate import check_takes, unwrap
+from shiftmend.passes.evaluation_pass import Observation, run_pass, without_labels
 from shiftmend.profiles.profile import Profile
 from shiftmend.research.figures import style
 from shiftmend.stats.statistics import Histogram
@@ -36,15 +37,6 @@ _NORMALISATIONS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
 
 
 # ---- measuring
-
-
-@contextmanager
-def record(model: nn.Module, device: torch.device, taps: Mapping[str, Tap]) -> Iterator[tuple[nn.Module, Recorder]]:
-    """Put the model in eval mode on a device, with taps on it, and undo all of that at the end."""
-    plain = unwrap(model)
-    with placed(plain, device), modes(plain), torch.no_grad(), tapped(plain, dict(taps)) as recorder:
-        plain.eval()
-        yield plain, recorder
 
 
 def measure_shares(
@@ -68,13 +60,15 @@ def measure_shares(
     place = resolve_device(device, plain)
     feed = Feed(data, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
     counters = {name: profile.taps[name].to(place).counter() for name in names}
+
+    def count(seen: Observation) -> None:
+        for name, values in seen.activations.items():
+            counters[name].update(values)
+
     with placed(plain, place):
         check_takes(plain, feed.first(2))
-    with record(plain, place, {name: profile.specs[name] for name in names}) as (running, recorder):
-        for batch in feed.batches():
-            running(batch)
-            for name, values in recorder.read().items():
-                counters[name].update(values)
+        specs = {name: profile.specs[name] for name in names}
+        run_pass(plain, without_labels(feed.batches()), count, taps=specs)
     shares = {name: (counter.counts / counter.samples).float().cpu() for name, counter in counters.items()}
     for name, table in shares.items():
         if not bool(table[profile.taps[name].usable].isfinite().all()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from shiftmend.errors import DataError
 from shiftmend.inputs.feed import Feed, Preprocess
 from shiftmend.introspection.validate import check_takes, unwrap
+from shiftmend.passes.evaluation_pass import Observation, run_pass
 from shiftmend.profiles.profile import Profile
 from shiftmend.research.figures import style
-from shiftmend.research.figures.activations import record
 from shiftmend.utils.checks import require
 from shiftmend.utils.devices import placed, resolve_device
 
@@ -105,32 +105,43 @@ def read_features(
 
     Without `all_scored`, only the chosen samples are run and scored.
     """
-    profile.check_architecture(unwrap(model))
+    plain = unwrap(model)
+    profile.check_architecture(plain)
     kept: list[Tensor] = []
-    hits = scored = seen = 0
-    with placed(unwrap(model), feed.device):
-        check_takes(unwrap(model), feed.first(2))
-    taps = {name: profile.specs[name] for name in ("features", "logits")}
-    with record(model, feed.device, taps) as (running, recorder):
+    hits = scored = 0
+    places: list[int] | slice = slice(None)
+
+    def pick_batches() -> Iterator[tuple[Tensor, Tensor]]:
+        nonlocal places
+        start = 0
         for inputs, labels in feed.labelled():
-            here = (chosen[(chosen >= seen) & (chosen < seen + len(inputs))] - seen).to(feed.device)
-            seen += len(inputs)
-            if not all_scored:
-                inputs, labels, here = inputs[here], labels[here], torch.arange(len(here), device=feed.device)
-            if len(inputs) == 0:
-                continue
-            running(inputs)
-            values = recorder.read()
-            if len(values["features"]) != len(inputs) or len(values["logits"]) != len(inputs):
-                raise DataError(
-                    "expected one vector of features for each input, got several vectors (tokens or positions). "
-                    "Try a profile with taps={'features': ...} at a later layer"
-                )
-            if values["logits"].shape[1] < 2:
-                raise DataError("expected logits of at least two classes, got one number for each input")
-            kept.append(values["features"][here].cpu().double())
-            hits += int((values["logits"].argmax(1) == labels).sum())
-            scored += len(inputs)
+            places = (chosen[(chosen >= start) & (chosen < start + len(inputs))] - start).tolist()
+            start += len(inputs)
+            if all_scored:
+                yield inputs, labels
+            elif places:
+                inputs, labels, places = inputs[places], labels[places], slice(None)
+                yield inputs, labels
+
+    def update(seen: Observation) -> None:
+        nonlocal hits, scored
+        features, logits = seen.activations["features"], seen.activations["logits"]
+        if len(features) != len(seen.inputs) or len(logits) != len(seen.inputs):
+            raise DataError(
+                "expected one vector of features for each input, got several vectors (tokens or positions). "
+                "Try a profile with taps={'features': ...} at a later layer"
+            )
+        if logits.shape[1] < 2:
+            raise DataError("expected logits of at least two classes, got one number for each input")
+        assert seen.labels is not None
+        kept.append(features[places].cpu().double())
+        hits += int((logits.argmax(1) == seen.labels).sum())
+        scored += len(seen.inputs)
+
+    with placed(plain, feed.device):
+        check_takes(plain, feed.first(2))
+        taps = {name: profile.specs[name] for name in ("features", "logits")}
+        run_pass(plain, pick_batches(), update, taps=taps)
     return torch.cat(kept).numpy(), hits / scored
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,8 @@ from shiftmend.inputs.feed import Feed, Preprocess
 from shiftmend.introspection.modes import eager, modes
 from shiftmend.introspection.taps import Tap
 from shiftmend.introspection.validate import check_takes, unwrap
+from shiftmend.passes.evaluation_pass import Observation, run_pass
 from shiftmend.research.figures import style
-from shiftmend.research.figures.activations import record
 from shiftmend.stats.histograms import Bins, soft_histogram
 from shiftmend.stats.statistics import Histogram
 from shiftmend.utils.devices import placed, resolve_device
@@ -185,27 +185,35 @@ def find_strongest(
     ready = prepare(first)
     if ready.ndim != 4:
         raise DataError(f"expected images [N, channels, height, width], got {list(ready.shape)}")
-    with placed(unwrap(model), feed.device):
-        check_takes(unwrap(model), ready)
-        field = receptive_field(model, layer, ready)
-    with record(model, feed.device, {layer: Tap(layer, layer)}) as (running, recorder):
+    raw = first
+
+    def prepare_batches() -> Iterator[tuple[Tensor, None]]:
+        nonlocal raw
         for raw in feed.subset(samples, seed):
-            inputs = prepare(raw)
-            running(inputs)
-            tapped = recorder.read()[layer]
-            if not 0 <= number < tapped.shape[1]:
-                raise DataError(f"expected one of filters 0 to {tapped.shape[1] - 1} of {layer!r}, got {number}")
-            maps = tapped[:, number].reshape(len(inputs), *field.positions)
-            if not bool(maps.isfinite().all()):
-                raise DataError(f"expected finite activations at {layer!r} on the {feed.what}, got others")
-            values.append(maps.flatten().float().cpu())
-            shown = raw if raw.shape[-2:] == inputs.shape[-2:] else inputs
-            low, high = min(low, float(shown.min())), max(high, float(shown.max()))
-            peaks, at = maps.flatten(1).max(1)
-            for index in peaks.argsort(descending=True)[:count].tolist():
-                row, column = divmod(int(at[index]), field.positions[1])
-                best.append((float(peaks[index]), cut_patch(shown[index], field, row, column)))
-            best = sorted(best, key=lambda pair: -pair[0])[:count]
+            yield prepare(raw), None
+
+    def update(seen: Observation) -> None:
+        nonlocal low, high, best
+        activations, inputs = seen.activations[layer], seen.inputs
+        if not 0 <= number < activations.shape[1]:
+            raise DataError(f"expected one of filters 0 to {activations.shape[1] - 1} of {layer!r}, got {number}")
+        maps = activations[:, number].reshape(len(inputs), *field.positions)
+        if not bool(maps.isfinite().all()):
+            raise DataError(f"expected finite activations at {layer!r} on the {feed.what}, got others")
+        values.append(maps.flatten().float().cpu())
+        shown = raw if raw.shape[-2:] == inputs.shape[-2:] else inputs
+        low, high = min(low, float(shown.min())), max(high, float(shown.max()))
+        peaks, at = maps.flatten(1).max(1)
+        for index in peaks.argsort(descending=True)[:count].tolist():
+            row, column = divmod(int(at[index]), field.positions[1])
+            best.append((float(peaks[index]), cut_patch(shown[index], field, row, column)))
+        best = sorted(best, key=lambda pair: -pair[0])[:count]
+
+    plain = unwrap(model)
+    with placed(plain, feed.device):
+        check_takes(plain, ready)
+        field = receptive_field(plain, layer, ready)
+        run_pass(plain, prepare_batches(), update, taps={layer: Tap(layer, layer)})
     if first.dtype == torch.uint8 or (low >= 0 and high <= 1):
         low, high = (0.0, 255.0) if first.dtype == torch.uint8 and high > 1 else (0.0, 1.0)
     scaled = (np.stack([patch for _, patch in best]) - low) / max(high - low, 1e-12)
