@@ -91,12 +91,8 @@ TOUCHED: dict[str, tuple[int, list[str]]] = {
     "a report section": (
         2,
         [
-            "report/facts.py",
             "report/sections.py",
-            "report/charts.py",
-            "report/page.py",
-            "report/page.css",
-            "report/page.js",
+            "report/templates",
         ],
     ),
 }

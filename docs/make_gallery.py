@@ -10,19 +10,22 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from shiftmend.research.figures.gallery import FIGURES, Wanted, draw
+from shiftmend.research.figures.gallery import FIGURES, Request, draw
 from shiftmend.research.figures.style import save
 
 HERE = Path(__file__).parent
 INTRODUCTION = """# Figures
 
-Every figure is drawn from the folder of a benchmark's run: `shiftmend figure NAME BENCHMARK --folder bench`, as PNG or
-SVG; `shiftmend figure list` names them ([shifts](shifts.md) shows all shifts there are). Those that look into models
-adapt again, since a store holds numbers, not models. In Python each is one function `draw(...)` in
-`shiftmend.research.figures`, from results or from a model, a profile and data of your own.
+`shiftmend figure NAME BENCHMARK --folder bench` draws a figure from the folder of a benchmark's run, as PNG or SVG;
+`shiftmend figure list` names all figures. ([Shifts](shifts.md) shows all shifts.) A store holds numbers and not models,
+so figures that look into models adapt again. Figures need matplotlib and scikit-learn:
+`pip install 'shiftmend[research]'`.
 
-These are of `shiftmend bench run digits` (897 small digits, two seeds; those of one shift show *stripe*, the patches
-*oranges*, seed 123) and were made by `python docs/make_gallery.py bench`.
+In Python each figure is one function `draw_NAME(...)` in `shiftmend.research.figures`. Those in `results` draw results,
+those in `curves` a history, and those in `activations`, `embedding`, `images` and `weights` your own models and data.
+
+The figures below are of `shiftmend bench run digits` (897 small digits, two seeds). Figures of one shift show *stripe*,
+the patches *oranges*, with seed 123. `python docs/make_gallery.py bench` draws them again.
 """
 ONE_SHIFT = dict.fromkeys(("curves", "activations", "embedding", "affected", "moved"), "stripe") | {
     "patches": "oranges"
@@ -34,7 +37,7 @@ def main(folder: Path) -> None:
     for name, (_, text) in FIGURES.items():
         shifts = [ONE_SHIFT[name]] if name in ONE_SHIFT else None
         file = HERE / "images" / "figures" / f"{name}.png"
-        save(draw(name, Wanted("digits", folder, shifts=shifts, device="cpu", unit=1)), file)
+        save(draw(name, Request("digits", folder, shifts=shifts, device="cpu", unit=1)), file)
         lines += [f"## {name}", "", f"{text[0].upper()}{text[1:]}.", "", f"![{name}](images/figures/{name}.png)", ""]
     (HERE / "figures.md").write_text("\n".join(lines).rstrip() + "\n")
 

@@ -75,12 +75,12 @@ class Browser:
         return answer["result"].get("value")
 
     def requests(self) -> list[str]:
-        """Everything the page asked for, but itself and what it carries inside."""
+        """Return the addresses that the page loaded, except for itself and the data inside it."""
         asked = [e["params"]["request"]["url"] for e in self.events if e.get("method") == "Network.requestWillBeSent"]
         return [url for url in asked if not url.startswith("data:")][1:]
 
     def complaints(self) -> list[dict[str, Any]]:
-        """Errors and warnings: exceptions, console messages, policies that were broken."""
+        """Return errors and warnings: exceptions, console messages, broken policies."""
         kinds = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
         return [event["params"] for event in self.events if event.get("method") in kinds]
 
@@ -92,7 +92,7 @@ class Browser:
 
 @contextmanager
 def browser(home: Path) -> Iterator[Browser]:
-    """A browser with a profile of its own under `home`; it ends with the block."""
+    """Start a browser with a profile of its own under `home`, and end it with the block."""
     assert CHROMIUM is not None
     to_read, to_write = os.pipe(), os.pipe()
     # well above 3 and 4, the numbers under which the browser looks for its pipe

@@ -1,4 +1,4 @@
-"""Made-up results, and what can be read back from a figure: its artists' data rather than its pixels."""
+"""Make results up, and read back from a figure what was drawn: the data of its artists, not its pixels."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def result(
 
 
 def line(axis: Any, label: str) -> np.ndarray[Any, Any]:
-    """The points `[N, 2]` of the one line of that name."""
+    """Return the points `[N, 2]` of the only line of that name."""
     (found,) = [one for one in axis.get_lines() if one.get_label() == label]
     return np.asarray(found.get_xydata(), dtype=np.float64)
 
 
 def segments(axis: Any) -> list[np.ndarray[Any, Any]]:
-    """The spreads: lines of two points without a name or a marker."""
+    """Return the spreads: lines of two points without a name or a marker."""
     lines = [one for one in axis.get_lines() if one.get_label().startswith("_") and len(one.get_xydata()) == 2]
     return [np.asarray(one.get_xydata(), dtype=np.float64) for one in lines]
 
 
 def texts(figure: Figure) -> str:
-    """Everything that is written anywhere, a line each."""
+    """Return every text of a figure, one on each line."""
     return "\n".join(text.get_text() for text in figure.findobj(Text) if text.get_visible() and text.get_text())
 
 
 def footer(figure: Figure) -> str:
-    """Without its line breaks, which depend on the width."""
+    """Return the footer without its line breaks, which depend on the width."""
     return str(figure.get_supxlabel()).replace("\n", " ")
 
 
@@ -56,7 +56,7 @@ def assert_nothing_is_cut(figure: Figure) -> None:
 
 
 def assert_same_bytes(draw: Callable[[], Figure], folder: Path) -> None:
-    """Of one figure saved twice, and of the same one drawn again."""
+    """Check that a figure gives the same bytes when it is saved twice and when it is drawn again."""
     one, other = draw(), draw()
     for kind in FORMATS:
         paths = [folder / f"{name}.{kind}" for name in ("first", "second", "other")]

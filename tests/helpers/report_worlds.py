@@ -1,14 +1,17 @@
-"""One mended model for all tests of the report, made once: sensors whose gains have changed."""
+"""One mended model for all tests of the report, made once, and a parser of pages."""
 
 from __future__ import annotations
 
 import functools
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
 from worlds import World, sensors
 
 import shiftmend
+from shiftmend import report
 from shiftmend.adaptation.result import Adaptation
 from shiftmend.profiles.profile import Profile
 
@@ -24,7 +27,7 @@ def mended(method: str = "bufr") -> tuple[World, Profile, Adaptation]:
 
 
 class Page(HTMLParser):
-    """A page taken apart: elements with their attributes, text by section; refuses tags that do not nest."""
+    """A parsed page: elements with their attributes, and text by section. Tags that do not nest are refused."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -62,9 +65,21 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self._open and self._open[-1] in ("script", "style"):
             return
+        # A browser shows line breaks and indentation of the source as one space, and none at all beside a block.
+        data = re.sub(r"[ \t]*\n\s*", " ", re.sub(r"^[ \t]*\n\s*|[ \t]*\n\s*$", "", data))
         self.text += data
         if self._section:
             self.sections[self._section] += data
         if {"h1", "h2", "h3", "h4"} & set(self._open):
             level, before = self.headings[-1]
             self.headings[-1] = (level, before + data)
+
+
+def assert_refused(expected: str, *arguments: object, **options: object) -> None:
+    """Check that the report refuses these arguments in one sentence; None stands for what would fit."""
+    world, profile, _ = mended()
+    given = [world.model, world.target, profile]
+    given[: len(arguments)] = [one if one is not None else two for one, two in zip(arguments, given, strict=False)]
+    with pytest.raises(shiftmend.ShiftmendError, match=expected) as caught:
+        report.gather(*given, *arguments[3:], **options)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)

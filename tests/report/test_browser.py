@@ -20,10 +20,10 @@ VISIBLE = "Array.from(document.querySelectorAll('#drawn-0 [data-row]')).filter(e
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With texts that would act up if any of them became markup, and a class name longer than a phone is wide."""
+    """Write a page with texts that would run if they became markup, and with a class name wider than a phone."""
     world, profile, result = mended()
     classes = ["<img src=x onerror=alert(1)>", "<script>console.log('ran')</script>", "long" * 60]
-    found = report.facts(world.model, world.target, profile, result, labels=world.labels, classes=classes)
+    found = report.gather(world.model, world.target, profile, result, labels=world.labels, classes=classes)
     path = tmp_path_factory.mktemp("page") / "report.html"
     report.write(replace(found, cautions=("A caution <b>with</b> markup.",)), path)
     return path
@@ -104,7 +104,7 @@ def test_it_reads_without_scripts(shown: Browser, page: Path) -> None:
 
 
 def test_text_meets_its_contrast(shown: Browser, page: Path) -> None:
-    """4.5 to 1 for text, in both schemes: the colours of the style sheet against what they stand on."""
+    """Check a contrast of 4.5 to 1 between text and background, in light and dark."""
     pairs = [("--ink", "--paper"), ("--quiet", "--paper"), ("--quiet", "--card"), ("--before", "--paper")]
     pairs += [("--after", "--paper"), ("--good", "--good-back"), ("--unsure", "--unsure-back"), ("--bad", "--bad-back")]
     for dark in (False, True):

@@ -1,4 +1,4 @@
-"""Charts read as people read them: by the numbers at their axes, back to the values that were drawn."""
+"""Charts, read back to the values that were drawn by the numbers at their axes, as people read them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from markupsafe import Markup
 
 from shiftmend.evaluation.classification import ReliabilityBin
 from shiftmend.report import charts
-from shiftmend.report.drawing import MOST_POINTS, WIDTH
-from shiftmend.report.facts import Seen, Unit
-from shiftmend.report.markup import Markup
+from shiftmend.report.charts import MAX_POINTS, WIDTH
+from shiftmend.report.facts import Distribution, Unit
 from shiftmend.verification.verdict import Verification
 
 START, END = 44.0, 332.0  # of what lies beside a vertical axis
-STYLED = set(re.findall(r"\.([a-z][\w-]*)", Path(charts.__file__).with_name("page.css").read_text()))
+STYLED = set(
+    re.findall(r"\.([a-z][\w-]*)", Path(charts.__file__).with_name("templates").joinpath("page.css").read_text())
+)
 
 
 def check_that_it_can_be_seen(one: ElementTree.Element, height: float) -> None:
-    """A known shape of a known style that lies inside the drawing; letters are about half as wide as they are high."""
+    """Check that a shape is known, has a style, and lies inside the drawing; letters are half as wide as high."""
     assert one.tag in ("circle", "line", "path", "polyline", "rect", "text")
     styles = set(one.get("class", "").split()) - {"layer-before", "layer-after", "layer-plain"}
     assert styles
@@ -46,7 +48,7 @@ def check_that_it_can_be_seen(one: ElementTree.Element, height: float) -> None:
 
 
 class Drawing:
-    """An SVG taken apart."""
+    """A parsed SVG."""
 
     def __init__(self, chart: Markup) -> None:
         self.root = ElementTree.fromstring(chart)
@@ -60,7 +62,7 @@ class Drawing:
         self.texts = {text: (x, y) for text, x, y in texts if x != START - 4}
 
     def numbers(self, kind: str, *names: str) -> list[list[float]]:
-        """These attributes of all elements of a class."""
+        """Return these attributes of all elements of a class."""
         found = [one for one in self.root.iter() if kind in (one.get("class") or "").split()]
         return [[float(one.get(name, "")) for name in names] for one in found if one.tag != "text"]
 
@@ -69,7 +71,7 @@ class Drawing:
         return np.array([point.split(",") for point in line.get("points", "").split()], dtype=float)
 
     def scale(self, linear: bool = False) -> Callable[[float | np.ndarray], np.ndarray]:
-        """Heights to values, from the outermost numbers at the vertical axis; those between have to agree."""
+        """Return the map from heights to values, from the outermost numbers at the axis; check the others."""
         assert 1 < len(self.ticks) < 12
         assert [[y, y] for _, y in self.ticks] == pytest.approx(np.array(self.numbers("grid", "y1", "y2")))
         values, heights = np.array(sorted(self.ticks)).T
@@ -90,7 +92,7 @@ class Drawing:
 
 def test_units_are_drawn_worst_first_beside_what_chance_gives() -> None:
     before, after = [0.2, 1.5, 0.7, 0.05, 3.0], [0.02, 0.3, math.nan, 0.01, math.inf]
-    drawing = Drawing(charts.ranks(before, after, 0.006, "Distance of <all>"))
+    drawing = Drawing(charts.draw_ranks(before, after, 0.006, "Distance of <all>"))
     value = drawing.scale()
     assert value(drawing.curve("before")[:, 1]) == pytest.approx([3.0, 1.5, 0.7, 0.2, 0.05], rel=0.02)
     assert drawing.curve("before")[:, 0] == pytest.approx(np.linspace(START, END, 5))
@@ -106,9 +108,9 @@ def test_units_are_drawn_worst_first_beside_what_chance_gives() -> None:
 
 
 def test_of_many_units_the_ends_are_kept() -> None:
-    drawing = Drawing(charts.ranks(list(np.geomspace(0.001, 10, 1_234)), None, 0.01, ""))
+    drawing = Drawing(charts.draw_ranks(list(np.geomspace(0.001, 10, 1_234)), None, 0.01, ""))
     curve = drawing.curve("before")
-    assert len(curve) == MOST_POINTS
+    assert len(curve) == MAX_POINTS
     assert drawing.scale()(curve[[0, -1], 1]) == pytest.approx([10, 0.001], rel=0.03)
     assert curve[[0, -1], 0].tolist() == [START, END]
     assert np.abs(np.diff(curve, 2, axis=0)).max() < 0.5, "a straight line"
@@ -116,12 +118,12 @@ def test_of_many_units_the_ends_are_kept() -> None:
 
 
 def test_a_single_unit_is_drawn_and_none_that_is_infinite() -> None:
-    drawing = Drawing(charts.ranks([0.5], [math.inf], 0.01, ""))
+    drawing = Drawing(charts.draw_ranks([0.5], [math.inf], 0.01, ""))
     dash = drawing.curve("before")
     assert drawing.scale()(dash[:, 1]) == pytest.approx(0.5, rel=0.02)
     assert (dash[:, 0].mean(), np.ptp(dash[:, 0])) == (START, 6)
     assert drawing.numbers("after") == []
-    course = Drawing(charts.course([charts.Line("after", [(0.0, math.nan), (1.0, math.nan)])], [], 1, None, ""))
+    course = Drawing(charts.draw_epochs("after", [(0.0, math.nan), (1.0, math.nan)], [], 1, None, ""))
     assert course.numbers("after") == []
 
 
@@ -140,7 +142,7 @@ def test_a_single_unit_is_drawn_and_none_that_is_infinite() -> None:
 )
 def test_a_course_can_be_read_back(values: list[float]) -> None:
     points = [*zip((1.0, 2.0, 4.0, 8.0), values, strict=True), (3.0, math.nan)]
-    drawing = Drawing(charts.course([charts.Line("plain", points)], [(2, "b"), (6, "c")], 4, None, "Loss"))
+    drawing = Drawing(charts.draw_epochs("plain", points, [2, 6], 4, None, "Loss"))
     value, curve = drawing.scale(linear=min(values) < 0), drawing.curve("plain")
     assert value(curve[:, 1]) == pytest.approx(values, rel=0.02, abs=0.002)
     assert curve[:, 0] == pytest.approx([START + (END - START) * epoch / 8 for epoch in (1, 2, 4, 8)])
@@ -154,7 +156,7 @@ def test_a_course_can_be_read_back(values: list[float]) -> None:
 
 
 def test_a_course_shows_chance_and_a_single_epoch() -> None:
-    drawing = Drawing(charts.course([charts.Line("after", [(1.0, 0.3)])], [], 0, 0.02, "Distance"))
+    drawing = Drawing(charts.draw_epochs("after", [(1.0, 0.3)], [], 0, 0.02, "Distance"))
     ((y1, y2),) = drawing.numbers("chance", "y1", "y2")
     assert drawing.scale()(np.array([y1, y2])) == pytest.approx(0.02, rel=0.02)
     assert drawing.texts["chance"] == (END, pytest.approx(y1 - 4))
@@ -165,9 +167,9 @@ def test_a_course_shows_chance_and_a_single_epoch() -> None:
 
 
 def test_an_axis_ends_where_distances_are_as_good_as_none() -> None:
-    drawing = Drawing(charts.ranks([1.0, 0.0], [1e-9, 1e-9], 0.01, ""))
-    assert drawing.scale()(drawing.curve("before")[:, 1]) == pytest.approx([1.0, charts.SMALLEST], rel=0.03)
-    assert drawing.scale()(drawing.curve("after")[:, 1]) == pytest.approx(charts.SMALLEST, rel=0.03)
+    drawing = Drawing(charts.draw_ranks([1.0, 0.0], [1e-9, 1e-9], 0.01, ""))
+    assert drawing.scale()(drawing.curve("before")[:, 1]) == pytest.approx([1.0, charts.MIN_LEVEL], rel=0.03)
+    assert drawing.scale()(drawing.curve("after")[:, 1]) == pytest.approx(charts.MIN_LEVEL, rel=0.03)
 
 
 # ---- the line of the verdict
@@ -186,7 +188,7 @@ def marks(drawing: Drawing) -> dict[str, float]:
 @pytest.mark.parametrize(("before", "after"), [(0.8, 0.004), (3.0, 0.03), (0.9, 0.7), (0.5, 0.00012)])
 def test_marks_lie_where_their_distance_is_between_the_limits(before: float, after: float) -> None:
     last = Verification(after, 0.002, 5000)
-    drawing = Drawing(charts.gauge(Verification(before, 0.002, 5000), last))
+    drawing = Drawing(charts.draw_gauge(Verification(before, 0.002, 5000), last))
     limits, found = last.limits, zones(drawing)
     assert found["good"] == pytest.approx((10, found["unsure"][0]), abs=0.11)
     assert found["unsure"][1] == pytest.approx(found["bad"][0], abs=0.11)
@@ -207,21 +209,22 @@ def test_an_undecided_line_has_no_zone_of_home() -> None:
     last = Verification(0.012, 0.01, 100)
     assert last.verdict == "undecided"
     assert last.divergence > last.limits[0] > 0
-    found = zones(Drawing(charts.gauge(Verification(0.8, 0.01, 100), last)))
+    found = zones(Drawing(charts.draw_gauge(Verification(0.8, 0.01, 100), last)))
     assert found == {"unsure": (10, pytest.approx(found["bad"][0], abs=0.11)), "bad": found["bad"]}
 
 
 def test_what_is_infinite_lies_at_one_end_and_nothing_at_the_other() -> None:
-    drawing = Drawing(charts.gauge(Verification(math.nan, 0.002, 5000), None))
+    drawing = Drawing(charts.draw_gauge(Verification(math.nan, 0.002, 5000), None))
     assert marks(drawing) == {"before": WIDTH - 10}
     assert drawing.label == "Distance from home: here infinite"
     assert "here infinite" in drawing.texts
-    assert marks(Drawing(charts.gauge(Verification(0.0, 0.002, 5000), None))) == {"before": 10}
+    assert marks(Drawing(charts.draw_gauge(Verification(0.0, 0.002, 5000), None))) == {"before": 10}
 
 
 def test_words_of_marks_that_are_near_do_not_cover_each_other() -> None:
     near, far = (
-        Drawing(charts.gauge(Verification(before, 0.002, 5000), Verification(0.7, 0.002, 5000))) for before in (0.8, 90)
+        Drawing(charts.draw_gauge(Verification(before, 0.002, 5000), Verification(0.7, 0.002, 5000)))
+        for before in (0.8, 90)
     )
     assert near.texts["before 0.800"][1] - near.texts["after 0.700"][1] >= 12
     assert far.texts["before 90.00"][1] == far.texts["after 0.700"][1]
@@ -230,12 +233,12 @@ def test_words_of_marks_that_are_near_do_not_cover_each_other() -> None:
 # ---- shares
 
 
-def seen(*shares: float) -> Seen:
-    return Seen(shares=shares, divergence=0.1, outside=0.0, moved=0.0, spread=1.0)
+def seen(*shares: float) -> Distribution:
+    return Distribution(shares=shares, divergence=0.1, outside=0.0, moved=0.0, spread=1.0)
 
 
 def outline(drawing: Drawing, kind: str) -> list[tuple[float, float, float]]:
-    """Left, right and height of each step."""
+    """Return left, right and height of each step."""
     (path,) = [one.get("d", "") for one in drawing.root.iter("path") if kind in (one.get("class") or "").split()]
     steps = [step.replace("H", " ").split() for step in path[1:].split("L")]
     return [(float(left), float(right), float(y)) for left, y, right in steps]
@@ -243,7 +246,9 @@ def outline(drawing: Drawing, kind: str) -> list[tuple[float, float, float]]:
 
 def test_a_distribution_has_the_shares_and_the_range_of_home() -> None:
     home, before, after = (0.01, 0.3, 0.5, 0.19, 0.0), (0.1, 0.1, 0.2, 0.2, 0.4), (0.05, 0.35, 0.4, 0.2, 0.0)
-    drawing = Drawing(charts.distribution(Unit(7, -1.25, 3.5, home, seen(*before), seen(*after)), "unit 7 of <tap>"))
+    drawing = Drawing(
+        charts.draw_distribution(Unit(7, -1.25, 3.5, home, seen(*before), seen(*after)), "unit 7 of <tap>")
+    )
     bars = np.array(drawing.numbers("home-bar", "x", "y", "width", "height"))
     floor = drawing.numbers("axis", "y1")[0][0]
     assert bars[:, 1] + bars[:, 3] == pytest.approx(floor, abs=0.11)
@@ -269,7 +274,7 @@ def test_a_distribution_has_the_shares_and_the_range_of_home() -> None:
 
 def test_a_distribution_of_no_numbers_has_no_outline() -> None:
     nothing = Unit(0, 0.0, 1.0, (0.0, 1.0, 0.0), seen(0.0, 0.5, 0.5), seen(*[math.nan] * 3))
-    drawing = Drawing(charts.distribution(nothing, ""))
+    drawing = Drawing(charts.draw_distribution(nothing, ""))
     assert len(outline(drawing, "before")) == 3
     assert drawing.numbers("after") == []
 
@@ -281,7 +286,7 @@ def columns(drawing: Drawing, kind: str) -> np.ndarray:
 @pytest.mark.parametrize("after", [None, [5, 0, 0, 0, 0, 0, 0, 0, 15, 20]])
 def test_confidences_are_shares_of_their_own_total(after: Sequence[int] | None) -> None:
     before = [0, 0, 0, 10, 0, 0, 20, 30, 0, 40] if after else [0] * 9 + [7]
-    drawing = Drawing(charts.confidences(before, after))
+    drawing = Drawing(charts.draw_confidences(before, after))
     value = drawing.scale(linear=True)
     assert max(drawing.ticks)[0] == (50 if after else 100), "as high as the tallest"
     edges = [drawing.texts[f"{percent}"][0] for percent in range(0, 101, 20)]
@@ -306,7 +311,7 @@ def test_confidences_are_shares_of_their_own_total(after: Sequence[int] | None) 
 def test_reliability_is_accuracy_above_confidence() -> None:
     before = [(0.25, 0.4), (None, None), (0.95, 0.6)]
     bins = [ReliabilityBin(0.0, 1.0, 5, confidence, accuracy) for confidence, accuracy in before]
-    drawing = Drawing(charts.reliability(bins, [ReliabilityBin(0.0, 1.0, 5, 0.5, 0.52)]))
+    drawing = Drawing(charts.draw_reliability(bins, [ReliabilityBin(0.0, 1.0, 5, 0.5, 0.52)]))
     value = drawing.scale(linear=True)
     x, y = np.array(drawing.numbers("dot", "cx", "cy")).T
     assert (x - START) / (END - START) == pytest.approx([0.25, 0.95, 0.5], abs=0.001)
@@ -318,11 +323,11 @@ def test_reliability_is_accuracy_above_confidence() -> None:
     assert [drawing.texts[f"{percent} %"][0] for percent in (0, 50, 100)] == [START, (START + END) / 2, END]
     assert "confidence that the model stated" in drawing.texts
     assert drawing.label == "Accuracy by confidence"
-    assert len(Drawing(charts.reliability(bins, None)).numbers("dot")) == 2
+    assert len(Drawing(charts.draw_reliability(bins, None)).numbers("dot")) == 2
 
 
 def test_signals_share_the_scale_that_they_are_given() -> None:
-    drawing = Drawing(charts.signal([[-1.0, 0.0, 3.0], [1.0] * 2000], -1.0, 3.0, "Input 3"))
+    drawing = Drawing(charts.draw_signal([[-1.0, 0.0, 3.0], [1.0] * 2000], -1.0, 3.0, "Input 3"))
     first, second = drawing.curve("channel-0"), drawing.curve("channel-1")
     assert first.tolist() == [[8, 102], [170, 78.5], [332, 8]]
     assert np.unique(second[:, 1]).tolist() == [55]
@@ -337,12 +342,12 @@ def test_no_spike_of_a_long_signal_is_lost(length: int) -> None:
     values = [0.0] * length
     for place, value in zip(places, (4.0, -2.0, 3.0), strict=True):
         values[place] = value
-    curve = Drawing(charts.signal([values], -2.0, 4.0, "Input 0")).curve("channel-0")
+    curve = Drawing(charts.draw_signal([values], -2.0, 4.0, "Input 0")).curve("channel-0")
     assert len(curve) <= 402
     for place, height in zip(places, (8.0, 102.0, 23.7), strict=True):
         assert any(abs(curve - [8 + 324 * place / (length - 1), height]).max(axis=1) < 0.1)
 
 
 def test_a_signal_that_never_changes_is_a_level_line() -> None:
-    drawing = Drawing(charts.signal([[2.0, 2.0], [2.0]], 2.0, 2.0, "Input 0"))
+    drawing = Drawing(charts.draw_signal([[2.0, 2.0], [2.0]], 2.0, 2.0, "Input 0"))
     assert len({*drawing.curve("channel-0")[:, 1], *drawing.curve("channel-1")[:, 1]}) == 1

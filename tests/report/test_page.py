@@ -1,4 +1,4 @@
-"""The page taken apart: what is in it, whether its numbers are right, and that no text can become markup."""
+"""The parsed page: its sections, its numbers, and that no text can become markup."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import UndefinedError
+from markupsafe import Markup
 from PIL import Image
 from report_worlds import Page, mended
 from torch import nn
@@ -26,9 +28,9 @@ from shiftmend.engine.history import Epoch
 from shiftmend.introspection.taps import Tap
 from shiftmend.report import charts
 from shiftmend.report.facts import Unit
-from shiftmend.report.markup import Markup, element, escaped
-from shiftmend.report.page import render
-from shiftmend.report.verdicts import number
+from shiftmend.report.formatting import format_number
+from shiftmend.report.page import environment, render
+from shiftmend.report.sections import SECTIONS
 from shiftmend.verification.verdict import Verification
 
 HOSTILE = "</script><script>alert(1)</script><img src=//x.test/p onerror='alert(2)'>\"&amp;\u202e\x00"
@@ -38,7 +40,7 @@ ORDER = ["verdict", "inputs", "shift", "training", "predictions", "scores", "sto
 @pytest.fixture(scope="module")
 def found() -> report.Facts:
     world, profile, result = mended()
-    return report.facts(world.model, world.target, profile, result, labels=world.labels, original="home.safetensors")
+    return report.gather(world.model, world.target, profile, result, labels=world.labels, original="home.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +59,21 @@ def test_sections_are_there_in_order(page: Page, found: report.Facts) -> None:
     assert "training" not in Page(render(bare)).sections
 
 
+def test_every_section_has_a_template_and_every_template_a_section() -> None:
+    templates = {name.removesuffix(".html.j2") for name in environment().list_templates(extensions=["j2"])}
+    assert templates - {"page", "macros"} == {section.__name__ for section in SECTIONS} == set(ORDER)
+
+
 def test_before_only_has_no_word_of_mending_in_its_verdict() -> None:
     world, profile, _ = mended()
-    page = Page(render(report.facts(world.model, world.target, profile)))
+    page = Page(render(report.gather(world.model, world.target, profile)))
     assert list(page.sections) == ["verdict", "inputs", "shift", "predictions", "stored", "run", "undo"]
     assert page.headings[1][1].endswith("Shifted")
     assert "nothing to undo" in page.sections["undo"]
     assert "tapunitsmean distance hereclearly shiftedfeatures12" in page.sections["shift"]
     assert "seen by the model as it came" in page.text
     assert "mending" not in page.sections["predictions"] + page.sections["shift"]
-    scored = Page(render(report.facts(world.model, world.target, profile, labels=world.labels)))
+    scored = Page(render(report.gather(world.model, world.target, profile, labels=world.labels)))
     assert (
         f"hereaccuracy: right answers{100 * world.accuracy(world.model):.1f}\u00a0%calib" in scored.sections["scores"]
     )
@@ -76,7 +83,7 @@ def test_numbers_are_those_computed_elsewhere(page: Page) -> None:
     world, profile, result = mended()
     verdict = page.sections["verdict"]
     for model in (world.model, result.model):
-        assert number(shiftmend.verify(model, world.target, profile).divergence) in verdict
+        assert format_number(shiftmend.verify(model, world.target, profile).divergence) in verdict
     accuracies = [100 * world.accuracy(model) for model in (world.model, result.model)]
     assert f"{accuracies[0]:.1f}\u00a0% → {accuracies[1]:.1f}\u00a0%" in verdict
     with torch.no_grad():
@@ -105,17 +112,17 @@ def test_before_and_after_stand_under_their_own_heads(page: Page, found: report.
         assert tap.mean_after is not None
         assert tap.mean_before == pytest.approx(np.mean(tap.before))
         assert tap.mean_after == pytest.approx(np.mean(tap.after or ()))
-        means = f"{number(tap.mean_before)}{number(tap.mean_after)}"
+        means = f"{format_number(tap.mean_before)}{format_number(tap.mean_after)}"
         assert f"{tap.name}{tap.units}{means}{tap.clear_before}{tap.clear_after}" in shift
         unit = tap.worst[0]
         assert unit.after is not None
-        distances = [number(seen.divergence) for seen in (unit.before, unit.after)]
+        distances = [format_number(seen.divergence) for seen in (unit.before, unit.after)]
         assert f"Unit {unit.number}. Distance {distances[0]} before, {distances[1]} after. Before: values are " in shift
         outside = "".join(f"{100 * seen.outside:.1f}\u00a0%" for seen in (unit.before, unit.after))
         moved = "".join(f"{100 * seen.moved:+.0f}\u00a0% of range" for seen in (unit.before, unit.after))
         assert f"{unit.number}{distances[0]}{distances[1]}{outside}{moved}" in shift
-    assert f"distance of about {number(found.taps[0].floor)}." in shift
-    ends = [number(one.divergence) for one in (found.before, found.after)]
+    assert f"distance of about {format_number(found.taps[0].floor)}." in shift
+    ends = [format_number(one.divergence) for one in (found.before, found.after)]
     assert f"distance from home{ends[0]} → {ends[1]}" in verdict
     assert f", of 12{found.taps[0].clear_before} → {found.taps[0].clear_after}" in verdict
     made = found.predictions
@@ -155,7 +162,7 @@ def test_scores_stand_beside_their_names_and_say_what_labels_were_used_for(page:
     for kind, scores in (("before", before), ("after", after)):
         drawn = sum(a.get("class") == f"dot {kind} layer-{kind}" for _, a in page.elements)
         assert drawn == sum(one.accuracy is not None for one in scores.reliability)
-    assert str(charts.reliability(before.reliability, after.reliability)) in render(found)
+    assert str(charts.draw_reliability(before.reliability, after.reliability)) in render(found)
     assert found.mending is not None
     manifest = found.mending.manifest | {"method": {"name": "target-supervised"}}
     trained = Page(render(replace(found, mending=replace(found.mending, manifest=manifest)))).sections["scores"]
@@ -298,7 +305,7 @@ def test_units_are_sorted_by_their_own_numbers_and_what_is_not_finite_is_worst(f
 
 def test_the_same_facts_give_the_same_bytes(found: report.Facts, tmp_path: Path) -> None:
     world, profile, result = mended()
-    again = report.facts(world.model, world.target, profile, result, labels=world.labels, original="home.safetensors")
+    again = report.gather(world.model, world.target, profile, result, labels=world.labels, original="home.safetensors")
     report.write(found, tmp_path / "one.html")
     report.write(again, tmp_path / "two.html")
     assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
@@ -325,7 +332,7 @@ def test_text_from_models_and_files_stays_text() -> None:
     manifest = result.manifest | {"status": HOSTILE, "environment": {HOSTILE: HOSTILE}}
     history = [result.history[0], replace(result.history[1], block=HOSTILE), replace(result.history[1], epoch=2)]
     poisoned = Adaptation(result.model, history, manifest, result.before, result.after)
-    found = report.facts(
+    found = report.gather(
         model, data + 1, profile, poisoned, classes=[HOSTILE, "b", "c"], title=HOSTILE, original=HOSTILE
     )
     text = render(found)
@@ -341,21 +348,28 @@ def test_text_from_models_and_files_stays_text() -> None:
 
 
 @given(st.text(), st.text())
-def test_escaped_text_comes_back_as_text(text: str, other: str) -> None:
-    page = Page(element("p", text, title=other))
+def test_text_in_templates_arrives_escaped(text: str, other: str) -> None:
+    template = environment().from_string('<p title="{{ other }}">{{ text }}</p>')
+    page = Page(template.render(text=text, other=other))
     ((tag, attributes),) = page.elements
-    assert tag == "p"
-    plain = [escaped(one) for one in (text, other)]
-    assert "<" not in plain[0] + plain[1]
-    assert '"' not in plain[1]
-    assert set(attributes) == {"title"}
+    assert (tag, set(attributes)) == ("p", {"title"})
     if other.isprintable():
         assert attributes["title"] == other
 
 
-def test_markup_is_only_what_says_so() -> None:
-    assert element("p", "<i>", Markup("<br>"), None, 3) == "<p>&lt;i&gt;<br>3</p>"
-    assert element("input", checked=True, hidden=False, data_toggle="x") == '<input checked data-toggle="x">'
+def test_only_markup_is_markup_and_misspelt_names_raise() -> None:
+    template = environment().from_string("<p>{{ text }}{{ chart }}</p>")
+    assert template.render(text="<i>", chart=Markup("<br>")) == "<p>&lt;i&gt;<br></p>"
+    assert template.render(text="a\n\tb\u00a0c\x00\u202e", chart="") == "<p>a\n\tb\u00a0c\ufffd\ufffd</p>"
+    with pytest.raises(UndefinedError, match="chart"):
+        template.render(text="")
+
+
+def test_text_in_charts_arrives_escaped() -> None:
+    chart = charts.draw_ranks([0.1, 0.2], None, 0.01, HOSTILE)
+    page = Page(chart)
+    assert {tag for tag, _ in page.elements} <= {"svg", "line", "text", "polyline"}
+    assert page.elements[0][1]["aria-label"] == HOSTILE.replace("\u202e", "\ufffd").replace("\x00", "\ufffd")
 
 
 @pytest.mark.slow
@@ -369,7 +383,7 @@ def test_inputs_are_shown_in_the_way_that_suits_them(shape: tuple[int, ...], kin
     model = nn.Sequential(nn.Flatten(), nn.Linear(size, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
     data = torch.randn(20, *shape)
     profile = shiftmend.profile(model, data, progress=False)
-    found = report.facts(model, data, profile)
+    found = report.gather(model, data, profile)
     text = render(found)
     page = Page(text)
     pictures = [attributes["src"] for tag, attributes in page.elements if tag == "img"]
@@ -391,7 +405,7 @@ def test_inputs_are_shown_in_the_way_that_suits_them(shape: tuple[int, ...], kin
 
 
 class Parts(nn.Module):
-    """Real and imaginary parts side by side."""
+    """A layer that puts real and imaginary parts side by side."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.view_as_real(x).flatten(1)
@@ -402,7 +416,7 @@ def test_complex_inputs_are_shown_too(shape: tuple[int, ...], shown: str) -> Non
     torch.manual_seed(0)
     model = nn.Sequential(Parts(), nn.Linear(2 * int(np.prod(shape)), 4), nn.ReLU(), nn.Linear(4, 2)).eval()
     data = torch.randn(20, *shape, dtype=torch.complex64)
-    page = render(report.facts(model, data, shiftmend.profile(model, data, progress=False)))
+    page = render(report.gather(model, data, shiftmend.profile(model, data, progress=False)))
     assert shown in page
     assert ("how large their complex numbers are" in page) == (len(shape) > 1)
 
@@ -415,7 +429,7 @@ def test_eight_bit_images_are_shown_as_they_are() -> None:
         return batch.float() / 255
 
     profile = shiftmend.profile(model, images, preprocess=preprocess, progress=False)
-    page = Page(render(report.facts(model, images, profile, preprocess=preprocess, samples=1)))
+    page = Page(render(report.gather(model, images, profile, preprocess=preprocess, samples=1)))
     (source,) = [attributes["src"] for tag, attributes in page.elements if tag == "img"]
     assert source is not None
     image = Image.open(io.BytesIO(base64.b64decode(source.removeprefix("data:image/png;base64,"))))
@@ -424,14 +438,14 @@ def test_eight_bit_images_are_shown_as_they_are() -> None:
 
 def test_no_inputs_where_none_may_leave(found: report.Facts) -> None:
     world, profile, result = mended()
-    page = Page(render(report.facts(world.model, world.target, profile, result, samples=0)))
+    page = Page(render(report.gather(world.model, world.target, profile, result, samples=0)))
     assert "No inputs are shown" in page.sections["inputs"]
     assert "value 0" not in page.sections["inputs"]
 
 
 def test_shown_inputs_are_said_to_be_in_the_file() -> None:
     world, profile, _ = mended()
-    whole = Page(render(report.facts(world.model, world.target, profile, samples=5))).sections["inputs"]
+    whole = Page(render(report.gather(world.model, world.target, profile, samples=5))).sections["inputs"]
     assert "5 of 600 inputs, from all over the data." in whole
     assert "pass it on only to those who may see them" in whole
 
@@ -444,7 +458,7 @@ def test_large_models_give_small_pages() -> None:
     profile = shiftmend.profile(model, data, progress=False)
     adapted = shiftmend.adapt(model, data + 0.5, profile, "fr", epochs=1, progress=False)
     rows = [Epoch(n, "block", 0.1, {"features": 1 / (n + 1)}, 0.1, {"slices": 1 / (n + 1)}) for n in range(3000)]
-    found = report.facts(model, data + 0.5, profile, replace(adapted, history=rows))
+    found = report.gather(model, data + 0.5, profile, replace(adapted, history=rows))
     text = render(found)
     assert len(text.encode()) < 1_000_000
     assert "rarest classes are not shown" in Page(text).sections["predictions"]
@@ -460,7 +474,7 @@ def test_many_taps_and_noisy_pictures_stay_small() -> None:
     images = torch.rand(100, 3, 96, 96)
     profile = shiftmend.profile(model, images, taps={f"tap {n}": str(n) for n in range(2, 42)}, progress=False)
     result = shiftmend.adapt(model, images + 0.1, profile, "source-only", progress=False)
-    text = render(report.facts(model, images + 0.1, profile, result, samples=100))
+    text = render(report.gather(model, images + 0.1, profile, result, samples=100))
     page = Page(text)
     assert len(text.encode()) < 3_000_000
     assert "30 more taps" in page.sections["shift"]
@@ -484,7 +498,7 @@ def test_of_many_taps_those_far_from_home_are_shown(found: report.Facts) -> None
 def test_features_that_are_not_finite_are_called_so() -> None:
     world, profile, result = mended()
     broken = replace(result, model=_broken(result.model))
-    found = report.facts(world.model, world.target, profile, broken)
+    found = report.gather(world.model, world.target, profile, broken)
     page = Page(render(found))
     assert page.headings[1][1].endswith("Not restored")
     assert "no finite numbers" in page.sections["verdict"]
@@ -515,7 +529,8 @@ def test_the_documentation_runs_as_written(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_line_is_not_green_where_the_verdict_is_not() -> None:
     near = Verification(0.002, 0.001, 600, marginals=0.0345)
-    drawn, green = (str(charts.gauge(Verification(0.8, 0.001, 600), replace(near, marginals=m))) for m in (0.0345, 0.0))
+    before = Verification(0.8, 0.001, 600)
+    drawn, green = (charts.draw_gauge(before, replace(near, marginals=value)) for value in (0.0345, 0.0))
     assert "zone-good" not in drawn
     assert ">partly as at home<" in drawn
     assert "zone-good" in green
@@ -533,7 +548,26 @@ def test_the_line_is_not_green_where_the_verdict_is_not() -> None:
 def test_the_line_has_no_zone_that_so_few_samples_cannot_reach(
     divergence: float, floor: float, words: set[str]
 ) -> None:
-    drawn = str(charts.gauge(Verification(0.8, floor, 100), Verification(divergence, floor, 100, adapted=True)))
+    drawn = str(charts.draw_gauge(Verification(0.8, floor, 100), Verification(divergence, floor, 100, adapted=True)))
     assert {
         word for word in ("as at home", "between", "not as at home", "too few samples to tell") if f">{word}<" in drawn
     } == words
+
+
+@pytest.mark.parametrize("path", [None, 3, ""])
+def test_a_page_is_written_of_facts_into_a_file(path: object, tmp_path: Path) -> None:
+    world, profile, _ = mended()
+    with pytest.raises(shiftmend.ShiftmendError, match="expected a name"):
+        report.write(report.gather(world.model, world.target, profile), path)  # type: ignore[arg-type]
+    with pytest.raises(shiftmend.ShiftmendError, match="Profile"):
+        report.write(profile, tmp_path / "report.html")  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_where_no_page_can_be_written_is_named(tmp_path: Path) -> None:
+    world, profile, _ = mended()
+    found = report.gather(world.model, world.target, profile)
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "file" / "report.html"):
+        with pytest.raises(shiftmend.DataError, match="cannot be written"):
+            report.write(found, place)

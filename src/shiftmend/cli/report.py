@@ -1,4 +1,4 @@
-"""`report`: one page on what happened to a model at a new site."""
+"""The command `report`: write one page on what happened to a model at a new site."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def report(
 
     Labels are used for scores alone, where the data has any.
     """
-    from shiftmend.report.facts import facts
+    from shiftmend.report.facts import gather as gather_facts
     from shiftmend.report.page import write
-    from shiftmend.report.verdicts import state
+    from shiftmend.report.verdicts import state_verdict
 
-    _check_place(out)
+    _check_target(out)
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
-    found = facts(
+    found = gather_facts(
         net,
         given.inputs,
         profile,
@@ -87,22 +87,23 @@ def report(
         title=title,
     )
     write(found, out)
-    said = state(found)
+    statement = state_verdict(found)
     if as_json:
         checks = {"before": found.before, "after": found.after}
         values = {name: asdict(one) | {"verdict": one.verdict} for name, one in checks.items() if one is not None}
-        print(dumps({"report": str(out), "verdict": said.headline.lower(), "cautions": found.cautions, **values}))
+        print(dumps({"report": str(out), "verdict": statement.headline.lower(), "cautions": found.cautions, **values}))
     else:
-        sentence = said.sentence.translate({ord("’"): "'", ord("\u00a0"): " "})  # what every terminal can show
-        say(f"{said.headline}. {sentence}\nwritten to {out}")
+        # Every terminal can show these characters.
+        sentence = statement.sentence.translate({ord("’"): "'", ord("\u00a0"): " "})
+        say(f"{statement.headline}. {sentence}\nwritten to {out}")
 
 
-def _check_place(out: Path) -> None:
-    """A page may replace a page, and nothing else."""
+def _check_target(out: Path) -> None:
+    """Check that the page replaces nothing but another page."""
     check_folder(out.parent)
     if out.is_dir():
-        raise DataError(f"--out {out} is a folder, expected the name of the HTML file to write")
+        raise DataError(f"expected --out to name an HTML file, got the folder {out}")
     if out.is_file():
         with out.open("rb") as file:
             if not file.read(64).lstrip().lower().startswith((b"<!doctype html", b"<html")):
-                raise DataError(f"{out} is there already and is no HTML page; remove it, or name another file")
+                raise DataError(f"expected an HTML page to replace, got {out}. Try another name")

@@ -214,7 +214,7 @@ def _write_report(
     from shiftmend import report
 
     title = "The demo’s digit reader, behind a device that sees oranges everywhere"
-    found = report.facts(model, images, profile, mended, labels=labels, preprocess=preprocess, title=title)
+    found = report.gather(model, images, profile, mended, labels=labels, preprocess=preprocess, title=title)
     report.write(found, path)
 
 

@@ -124,6 +124,8 @@ class Method:
     """Whether dropout is on during training; on a stream it is always off."""
     minimises_entropy: ClassVar[bool] = False
     """Whether the method makes predictions certain by itself, so that their certainty says nothing about success."""
+    bottom_up: ClassVar[bool] = False
+    """Whether the method restores the lowest layers first."""
 
     def __post_init__(self) -> None:
         """Turn numbers of numpy into Python's, which can be written into a manifest."""

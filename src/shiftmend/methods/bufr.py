@@ -22,6 +22,7 @@ class BUFR(Alignment):
 
     name: ClassVar[str] = "bufr"
     online: ClassVar[bool] = False
+    bottom_up: ClassVar[bool] = True
     staged_rate: ClassVar[float] = 0.1
     unnormalised_rate: ClassVar[float] = 3e-3
     layerwise_rate: ClassVar[float] = 0.01

@@ -1,12 +1,12 @@
-"""One self-contained page: what happened to the model at a new site, and did mending help?
+"""Reports: one self-contained page on what happened to a model at a new site, and on whether mending helped.
 
->>> found = shiftmend.report.facts(model, target, profile, adaptation)  # doctest: +SKIP
+>>> found = shiftmend.report.gather(model, target, profile, adaptation)  # doctest: +SKIP
 >>> shiftmend.report.write(found, "report.html")  # doctest: +SKIP
 """
 
 from __future__ import annotations
 
-from shiftmend.report.facts import Facts, facts
+from shiftmend.report.facts import Facts, gather
 from shiftmend.report.page import write
 
-__all__ = ["Facts", "facts", "write"]
+__all__ = ["Facts", "gather", "write"]

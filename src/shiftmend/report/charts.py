@@ -1,55 +1,54 @@
-"""The charts of a report. Colours come from the page's style sheet, so that they follow light, dark and print."""
+"""Draw the pictures of a report: charts as inline SVG, sample inputs as small PNGs.
+
+Drawings are 340 units wide: one fits a phone at full size, and on wider screens they stand side by side. Colours come
+from the style sheet of the page, so that they follow light, dark and print.
+"""
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import numpy as np
+from markupsafe import Markup
+from numpy.typing import NDArray
 
 from shiftmend.evaluation.classification import ReliabilityBin
-from shiftmend.report.drawing import (
-    BOTTOM,
-    LEFT,
-    RIGHT,
-    SMALLEST,
-    TOP,
-    WIDTH,
-    Axis,
-    across,
-    coordinate,
-    dot,
-    extremes,
-    finite,
-    polyline,
-    rectangle,
-    segment,
-    svg,
-    text,
-    thinned,
-)
 from shiftmend.report.facts import Unit
-from shiftmend.report.markup import Markup, Part, element
-from shiftmend.report.verdicts import number
+from shiftmend.report.formatting import format_number, make_printable
 from shiftmend.utils.checks import counted
 from shiftmend.verification.verdict import Verification
 
+WIDTH = 340
+LEFT, RIGHT, TOP, BOTTOM = 44, 8, 10, 34
 
-@dataclass(frozen=True)
-class Line:
-    """One curve: its class in the style sheet, and its points."""
+MIN_LEVEL = 1e-4
+"""The lowest value on a logarithmic axis; anything below is drawn there."""
 
-    kind: str
-    points: Sequence[tuple[float, float]]
+MAX_POINTS = 200
+
+IMAGE_SIDES_PIXELS = (192, 128, 96, 64, 32)
+"""Images are scaled down to the first of these sides with which all of them stay below `MAX_IMAGE_BYTES`."""
+
+MAX_IMAGE_BYTES = 1_500_000
+
+Point = tuple[float, float]
 
 
-def gauge(before: Verification, after: Verification | None) -> Markup:
-    """Where the features lie between home and far away, on a logarithmic line with the zones of the verdict."""
+# ---- charts
+
+
+def draw_gauge(before: Verification, after: Verification | None) -> Markup:
+    """Draw how far the features are from home, on a logarithmic line with the zones of the verdict."""
     last = before if after is None else after
     restored, failed = last.limits
-    values = [before.divergence, *([after.divergence] if after is not None else [])]
-    top = max([10 * failed, *(2 * value for value in finite(values))])
-    start = min(restored / 10, *(finite(values) or [restored]), 0.001)
-    low, high = math.log10(max(start / 1.5, SMALLEST)), math.log10(top)
+    marks = [("before", before.divergence)] + ([("after", after.divergence)] if after is not None else [])
+    known = _finite([value for _, value in marks])
+    top = max([10 * failed, *(2 * value for value in known)])
+    start = min(restored / 10, *(known or [restored]), 0.001)
+    low, high = math.log10(max(start / 1.5, MIN_LEVEL)), math.log10(top)
 
     def place(value: float) -> float:
         value = value if math.isfinite(value) else top
@@ -62,32 +61,30 @@ def gauge(before: Verification, after: Verification | None) -> Markup:
         (place(restored), place(failed), "zone-unsure", "between"),
         (place(failed), WIDTH - 10, "zone-bad", "not as at home"),
     ]
-    few = last.verdict == "undecided" or restored == 0  # so few samples would never be called as at home
-    if few or last.strayed:  # which no slices, however near, would undo
+    # A limit of 0 means that so few samples are never called as at home.
+    few = last.verdict == "undecided" or restored == 0
+    if few or last.strayed:
         word = "too few samples to tell" if few else "partly as at home"
         zones = [(10, place(failed), "zone-unsure", word), zones[-1]]
-    parts = [rectangle(x1, y, x2 - x1, thick, kind) for x1, x2, kind, _ in zones]
-    for x1, x2, _, word in zones:
-        if x2 - x1 > 6.2 * len(word):
-            parts.append(text((x1 + x2) / 2, y + thick + 15, word))
-    both = [("before", before.divergence)] + ([("after", after.divergence)] if after is not None else [])
+    parts = [_rectangle(x1, y, x2 - x1, thick, kind) for x1, x2, kind, _ in zones]
+    parts += [_text((x1 + x2) / 2, y + thick + 15, word) for x1, x2, _, word in zones if x2 - x1 > 6.2 * len(word)]
     words = {"before": "here" if after is None else "before", "after": "after"}
-    places = [place(value) for _, value in both]
+    places = [place(value) for _, value in marks]
     apart = len(places) < 2 or abs(places[0] - places[1]) > 90
-    for row, ((kind, value), x) in enumerate(zip(both, places, strict=True)):
+    for row, ((kind, value), x) in enumerate(zip(marks, places, strict=True)):
         level = y - 9 - (0 if apart else 15 * row)
         anchor = "start" if x < 60 else "end" if x > WIDTH - 60 else "middle"
-        parts.append(element("path", d=f"M{x:.1f} {y + 2}l-6 -9h12z", class_=f"mark {kind}"))
-        parts.append(text(x, level - 4, f"{words[kind]} {number(value)}", f"label {kind}", anchor))
-    label = f"Distance from home: {', '.join(f'{words[kind]} {number(value)}' for kind, value in both)}"
-    return svg(80, label, *parts)
+        parts.append(_shape("path", d=f"M{x:.1f} {y + 2}l-6 -9h12z", class_=f"mark {kind}"))
+        parts.append(_text(x, level - 4, f"{words[kind]} {format_number(value)}", f"label {kind}", anchor))
+    told = ", ".join(f"{words[kind]} {format_number(value)}" for kind, value in marks)
+    return _svg(80, f"Distance from home: {told}", parts)
 
 
-def distribution(unit: Unit, name: str) -> Markup:
-    """Shares of a unit's values in the bins of home: grey columns at home, outlines before and after."""
+def draw_distribution(unit: Unit, name: str) -> Markup:
+    """Draw the shares of a unit's values in the bins of home: grey columns at home, outlines before and after."""
     height = 150
     layers = [("before", unit.before.shares)] + ([("after", unit.after.shares)] if unit.after is not None else [])
-    tallest = max(finite([*unit.home, *(share for _, shares in layers for share in shares)]) or [1.0]) or 1.0
+    tallest = max(_finite([*unit.home, *(share for _, shares in layers for share in shares)]) or [1.0]) or 1.0
     bins = len(unit.home)
     step = (WIDTH - 20) / bins
     floor = height - 30
@@ -96,137 +93,293 @@ def distribution(unit: Unit, name: str) -> Markup:
         return floor - (floor - 8) * min(1.0, max(0.0, share / tallest))
 
     parts = [
-        rectangle(10 + index * step + 1, top(share), step - 2, floor - top(share), "home-bar")
+        _rectangle(10 + index * step + 1, top(share), step - 2, floor - top(share), "home-bar")
         for index, share in enumerate(unit.home)
     ]
     for kind, shares in layers:
         if all(map(math.isfinite, shares)):
             path = "".join(
-                f"{'M' if index == 0 else 'L'}{coordinate(10 + index * step)} {coordinate(top(share))}"
-                f"H{coordinate(10 + (index + 1) * step)}"
+                f"{'M' if index == 0 else 'L'}{_coordinate(10 + index * step)} {_coordinate(top(share))}"
+                f"H{_coordinate(10 + (index + 1) * step)}"
                 for index, share in enumerate(shares)
             )
-            parts.append(element("path", d=path, class_=f"outline {kind} layer-{kind}"))
-    parts.append(segment(10, floor, WIDTH - 10, floor, "axis"))
+            parts.append(_shape("path", d=path, class_=f"outline {kind} layer-{kind}"))
+    parts.append(_segment(10, floor, WIDTH - 10, floor, "axis"))
     for edge, value in ((10 + step, unit.low), (10 + step * (bins - 1), unit.high)):
-        parts.append(segment(edge, floor, edge, floor + 4, "axis"))
-        parts.append(text(edge, floor + 15, f"{value:.3g}"))
-    parts.append(text(10, height - 3, "lower than ever", anchor="start"))
-    parts.append(text(WIDTH / 2, height - 3, "range at home"))
-    parts.append(text(WIDTH - 10, height - 3, "higher than ever", anchor="end"))
-    return svg(height, f"Distribution of {name}", *parts)
+        parts.append(_segment(edge, floor, edge, floor + 4, "axis"))
+        parts.append(_text(edge, floor + 15, f"{value:.3g}"))
+    parts.append(_text(10, height - 3, "lower than ever", anchor="start"))
+    parts.append(_text(WIDTH / 2, height - 3, "range at home"))
+    parts.append(_text(WIDTH - 10, height - 3, "higher than ever", anchor="end"))
+    return _svg(height, f"Distribution of {name}", parts)
 
 
-def ranks(before: Sequence[float], after: Sequence[float] | None, floor: float, label: str) -> Markup:
-    """Distance of every unit, worst first, each curve sorted by itself; what is infinite leaves its place empty."""
+def draw_ranks(before: Sequence[float], after: Sequence[float] | None, floor: float, label: str) -> Markup:
+    """Draw the distance of every unit, worst first, each curve sorted by itself; infinite ones leave a gap."""
     height = 190
     curves = {"before": before} | ({"after": after} if after is not None else {})
-    axis = Axis([floor, *(value for values in curves.values() for value in values)], height)
-    parts: list[Part] = [axis.drawn(), segment(LEFT, axis(floor), WIDTH - RIGHT, axis(floor), "chance")]
-    parts.append(text(WIDTH - RIGHT, axis(floor) - 4, "chance", "label chance-label", "end"))
+    axis = _Axis([floor, *(value for values in curves.values() for value in values)], height)
+    parts = [*axis.draw(), *_draw_chance(axis(floor))]
     longest = max(map(len, curves.values()), default=0)
     for kind, values in curves.items():
-        known = sorted(finite(values), reverse=True)
+        known = sorted(_finite(values), reverse=True)
         first = len(values) - len(known)
-        points = [(across(first + place, longest - 1), axis(known[place])) for place in thinned(len(known))]
-        parts.append(polyline(points, kind))
-    parts.append(text(LEFT, height - 18, "worst", anchor="start"))
-    parts.append(text(WIDTH - RIGHT, height - 18, counted(longest, "unit"), anchor="end"))
-    parts.append(text((LEFT + WIDTH) / 2, height - 4, "units, sorted by distance from home"))
-    return svg(height, label, *parts)
+        points = [(_across(first + place, longest - 1), axis(known[place])) for place in _thin_out(len(known))]
+        parts.append(_polyline(points, f"{kind} layer-{kind}"))
+    parts.append(_text(LEFT, height - 18, "worst", anchor="start"))
+    parts.append(_text(WIDTH - RIGHT, height - 18, counted(longest, "unit"), anchor="end"))
+    parts.append(_text((LEFT + WIDTH) / 2, height - 4, "units, sorted by distance from home"))
+    return _svg(height, label, parts)
 
 
-def course(
-    lines: Sequence[Line], marks: Sequence[tuple[int, str]], kept: int, floor: float | None, label: str
+def draw_epochs(
+    kind: str, points: Sequence[Point], releases: Sequence[int], kept: int, floor: float | None, label: str
 ) -> Markup:
-    """Values by epoch; dashed uprights where a further part of the network was released, a ring at the kept epoch."""
+    """Draw values by epoch, with dashed uprights where a block was unfrozen and a ring at the kept epoch."""
     height = 200
-    axis = Axis([value for line in lines for _, value in line.points] + ([floor] if floor else []), height)
-    last = max((x for line in lines for x, _ in line.points), default=1) or 1
-    parts: list[Part] = [axis.drawn()]
-    if floor:
-        parts.append(segment(LEFT, axis(floor), WIDTH - RIGHT, axis(floor), "chance"))
-        parts.append(text(WIDTH - RIGHT, axis(floor) - 4, "chance", "label chance-label", "end"))
-    for epoch, _ in marks:
-        parts.append(segment(across(epoch, last), TOP, across(epoch, last), height - BOTTOM, "release"))
-    for line in lines:
-        known = [(x, y) for x, y in line.points if math.isfinite(y)]
-        chosen = [known[place] for place in thinned(len(known))]
-        parts.append(polyline([(across(x, last), axis(y)) for x, y in chosen], line.kind))
-        parts += [dot(across(x, last), axis(y), 5, "kept") for x, y in known if x == kept]
+    axis = _Axis([value for _, value in points] + ([floor] if floor else []), height)
+    last = max((x for x, _ in points), default=1) or 1
+    parts = [*axis.draw(), *(_draw_chance(axis(floor)) if floor else [])]
+    for epoch in releases:
+        parts.append(_segment(_across(epoch, last), TOP, _across(epoch, last), height - BOTTOM, "release"))
+    known = [(x, y) for x, y in points if math.isfinite(y)]
+    drawn = [(_across(x, last), axis(y)) for x, y in (known[place] for place in _thin_out(len(known)))]
+    parts.append(_polyline(drawn, f"{kind} layer-{kind}"))
+    parts += [_dot(_across(x, last), axis(y), 5, "kept") for x, y in known if x == kept]
     parts += [
-        text(across(0, last), height - 18, "0"),
-        text(across(last, last), height - 18, f"{last:g}", anchor="end"),
-        text((LEFT + WIDTH) / 2, height - 4, "epoch (one run through the data)"),
+        _text(_across(0, last), height - 18, "0"),
+        _text(_across(last, last), height - 18, f"{last:g}", anchor="end"),
+        _text((LEFT + WIDTH) / 2, height - 4, "epoch (one run through the data)"),
     ]
-    return svg(height, label, *parts)
+    return _svg(height, label, parts)
 
 
-def confidences(before: Sequence[int], after: Sequence[int] | None) -> Markup:
-    """Share of predictions in each tenth of confidence."""
+def draw_confidences(before: Sequence[int], after: Sequence[int] | None) -> Markup:
+    """Draw the share of predictions in each tenth of confidence."""
     height = 170
     layers = {"before": before} | ({"after": after} if after is not None else {})
     shares = {kind: [count / max(1, sum(counts)) for count in counts] for kind, counts in layers.items()}
     tallest = max(max(values) for values in shares.values()) or 1.0
     floor, step = height - BOTTOM, (WIDTH - LEFT - RIGHT) / 10
     wide = (step - 4) / len(shares)
-    parts: list[Part] = []
+    parts: list[Markup] = []
     for share in (0.0, tallest / 2, tallest):
         y = floor - (floor - TOP) * share / tallest
-        parts += [
-            segment(LEFT, y, WIDTH - RIGHT, y, "grid"),
-            text(LEFT - 4, y + 4, f"{100 * share:.0f} %", anchor="end"),
-        ]
+        parts += _draw_gridline(y, f"{100 * share:.0f} %")
     for row, (kind, values) in enumerate(shares.items()):
         for index, share in enumerate(values):
             high = (floor - TOP) * share / tallest
             x = LEFT + index * step + 2 + row * wide
-            parts.append(rectangle(x, floor - high, wide, high, f"column {kind} layer-{kind}"))
-    for index in range(0, 11, 2):
-        parts.append(text(LEFT + index * step, height - 18, f"{10 * index}"))
-    parts.append(text((LEFT + WIDTH) / 2, height - 4, "confidence of a prediction, %"))
-    return svg(height, "How confident the predictions were", *parts)
+            parts.append(_rectangle(x, floor - high, wide, high, f"column {kind} layer-{kind}"))
+    parts += [_text(LEFT + index * step, height - 18, f"{10 * index}") for index in range(0, 11, 2)]
+    parts.append(_text((LEFT + WIDTH) / 2, height - 4, "confidence of a prediction, %"))
+    return _svg(height, "How confident the predictions were", parts)
 
 
-def reliability(before: Sequence[ReliabilityBin], after: Sequence[ReliabilityBin] | None) -> Markup:
-    """Accuracy against confidence: an honest model lies on the diagonal."""
+def draw_reliability(before: Sequence[ReliabilityBin], after: Sequence[ReliabilityBin] | None) -> Markup:
+    """Draw accuracy against confidence; a calibrated model lies on the diagonal."""
     height = 250
     floor, breadth = height - BOTTOM, WIDTH - LEFT - RIGHT
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def place(x: float, y: float) -> Point:
         return LEFT + breadth * x, floor - (floor - TOP) * y
 
-    parts: list[Part] = []
+    parts: list[Markup] = []
     for tick in (0.0, 0.5, 1.0):
-        _, y = place(0, tick)
-        parts += [
-            segment(LEFT, y, WIDTH - RIGHT, y, "grid"),
-            text(LEFT - 4, y + 4, f"{100 * tick:.0f} %", anchor="end"),
-            text(place(tick, 0)[0], height - 18, f"{100 * tick:.0f} %", anchor="end" if tick == 1 else "middle"),
-        ]
-    parts.append(segment(*place(0, 0), *place(1, 1), "chance"))
+        x, y = place(tick, tick)
+        words = f"{100 * tick:.0f} %"
+        parts += [*_draw_gridline(y, words), _text(x, height - 18, words, anchor="end" if tick == 1 else "middle")]
+    parts.append(_segment(*place(0, 0), *place(1, 1), "chance"))
     for kind, bins in (("before", before), ("after", after or ())):
         points = [
-            place(one.confidence, one.accuracy)
-            for one in bins
-            if one.confidence is not None and one.accuracy is not None
+            place(each.confidence, each.accuracy)
+            for each in bins
+            if each.confidence is not None and each.accuracy is not None
         ]
-        parts.append(polyline(points, kind))
-        parts += [dot(x, y, 3.5, f"dot {kind} layer-{kind}") for x, y in points]
-    parts.append(text((LEFT + WIDTH) / 2, height - 4, "confidence that the model stated"))
-    return svg(height, "Accuracy by confidence", *parts)
+        parts.append(_polyline(points, f"{kind} layer-{kind}"))
+        parts += [_dot(x, y, 3.5, f"dot {kind} layer-{kind}") for x, y in points]
+    parts.append(_text((LEFT + WIDTH) / 2, height - 4, "confidence that the model stated"))
+    return _svg(height, "Accuracy by confidence", parts)
 
 
-def signal(channels: Sequence[Sequence[float]], low: float, high: float, label: str) -> Markup:
-    """One recording, each channel a line; all recordings of a page share one scale."""
+def draw_signal(channels: Sequence[Sequence[float]], low: float, high: float, label: str) -> Markup:
+    """Draw one recording, each channel a line, on the scale that all recordings of a page share."""
     height = 110
     extent = high - low or 1.0
     parts = []
-    for number_, values in enumerate(channels):
+    for index, values in enumerate(channels):
         last = max(1, len(values) - 1)
         points = [
             (8 + (WIDTH - 16) * place / last, height - 8 - (height - 16) * (values[place] - low) / extent)
-            for place in extremes(values)
+            for place in _find_extremes(values)
         ]
-        parts.append(polyline(points, f"channel channel-{number_ % 6}", layer=False))
-    return svg(height, label, *parts)
+        parts.append(_polyline(points, f"channel channel-{index % 6}"))
+    return _svg(height, label, parts)
+
+
+# ---- axes and points
+
+
+class _Axis:
+    """A vertical axis over some values: logarithmic, unless one of them is negative, as some losses are."""
+
+    def __init__(self, values: Sequence[float], height: float) -> None:
+        known = _finite(values) or [MIN_LEVEL, 1.0]
+        self.linear = min(known) < 0
+        low, high = self._level(min(known)), self._level(max(known))
+        room = 0.06 * max(high - low, max(abs(low), abs(high)) if self.linear else 0.5)
+        self.low, self.high, self.height = low - room, high + room, height
+
+    def _level(self, value: float) -> float:
+        return value if self.linear else math.log10(max(value, MIN_LEVEL))
+
+    def __call__(self, value: float) -> float:
+        share = (self._level(value) - self.low) / (self.high - self.low)
+        return TOP + (self.height - TOP - BOTTOM) * (1 - min(1.0, max(0.0, share)))
+
+    def _ticks(self) -> list[float]:
+        """Return powers of ten and numbers between them, or equal steps where these would be fewer than two."""
+        if self.linear:
+            return _round_numbers(self.low, self.high)
+        steps = (1, 2, 5) if self.high - self.low < 1.2 else (1, 3) if self.high - self.low < 2.2 else (1,)
+        powers = range(math.floor(self.low), math.ceil(self.high) + 1)
+        ticks = [step * 10.0**power for power in powers for step in steps]
+        shown = [tick for tick in ticks if self.low <= math.log10(tick) <= self.high]
+        return shown if len(shown) > 1 else _round_numbers(10**self.low, 10**self.high)
+
+    def draw(self) -> list[Markup]:
+        return [part for tick in self._ticks() for part in _draw_gridline(self(tick), f"{tick:g}")]
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    """Return four to ten round numbers in a range."""
+    step = 10.0 ** math.floor(math.log10(high - low))
+    step /= 5 if high - low < 2 * step else 2 if high - low < 5 * step else 1
+    return [count * step for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _across(place: float, last: float) -> float:
+    return LEFT + (WIDTH - LEFT - RIGHT) * place / max(1, last)
+
+
+def _finite(values: Sequence[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
+
+
+def _find_extremes(values: Sequence[float], stretches: int = 200) -> list[int]:
+    """Return the places of the lowest and the highest value of each stretch, so that no spike is lost."""
+    size = math.ceil(len(values) / stretches)
+    if size <= 2:
+        return list(range(len(values)))
+    chosen = {0, len(values) - 1}
+    for start in range(0, len(values), size):
+        part = range(start, min(start + size, len(values)))
+        chosen |= {min(part, key=values.__getitem__), max(part, key=values.__getitem__)}
+    return sorted(chosen)
+
+
+def _thin_out(count: int) -> list[int]:
+    """Return the places of at most `MAX_POINTS` out of `count` points, the ends included."""
+    if count <= MAX_POINTS:
+        return list(range(count))
+    return sorted({round(place * (count - 1) / (MAX_POINTS - 1)) for place in range(MAX_POINTS)})
+
+
+# ---- SVG
+
+
+def _shape(name: str, content: str = "", **attributes: str | float) -> Markup:
+    """Write one element. Text and attributes are escaped, and underscores in names become dashes."""
+    written = Markup("").join(
+        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), make_printable(value))
+        for key, value in attributes.items()
+    )
+    return Markup("<{0}{1}>{2}</{0}>").format(name, written, make_printable(content))
+
+
+def _svg(height: float, label: str, parts: Sequence[Markup]) -> Markup:
+    viewbox = f"0 0 {WIDTH} {height:g}"
+    return _shape("svg", Markup("").join(parts), viewBox=viewbox, role="img", aria_label=label)
+
+
+def _text(x: float, y: float, words: str, kind: str = "tick", anchor: str = "middle") -> Markup:
+    return _shape("text", words, x=_coordinate(x), y=_coordinate(y), class_=kind, text_anchor=anchor)
+
+
+def _segment(x1: float, y1: float, x2: float, y2: float, kind: str) -> Markup:
+    return _shape("line", x1=_coordinate(x1), y1=_coordinate(y1), x2=_coordinate(x2), y2=_coordinate(y2), class_=kind)
+
+
+def _rectangle(x: float, y: float, width: float, height: float, kind: str) -> Markup:
+    size = {"width": _coordinate(max(0, width)), "height": _coordinate(max(0, height))}
+    return _shape("rect", x=_coordinate(x), y=_coordinate(y), **size, class_=kind)
+
+
+def _dot(x: float, y: float, radius: float, kind: str) -> Markup:
+    return _shape("circle", cx=_coordinate(x), cy=_coordinate(y), r=radius, class_=kind)
+
+
+def _polyline(points: Sequence[Point], kind: str) -> Markup:
+    if not points:
+        return Markup("")
+    if len(points) == 1:
+        # A line of one point would be invisible.
+        points = [(points[0][0] - 3, points[0][1]), (points[0][0] + 3, points[0][1])]
+    listed = " ".join(f"{_coordinate(x)},{_coordinate(y)}" for x, y in points)
+    return _shape("polyline", points=listed, class_=f"curve {kind}")
+
+
+def _draw_gridline(y: float, words: str) -> list[Markup]:
+    return [_segment(LEFT, y, WIDTH - RIGHT, y, "grid"), _text(LEFT - 4, y + 4, words, anchor="end")]
+
+
+def _draw_chance(y: float) -> list[Markup]:
+    """Draw a line at the distance that chance gives."""
+    label = _text(WIDTH - RIGHT, y - 4, "chance", "label chance-label", "end")
+    return [_segment(LEFT, y, WIDTH - RIGHT, y, "chance"), label]
+
+
+def _coordinate(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")
+
+
+# ---- images
+
+
+def encode_images(arrays: Sequence[NDArray[np.generic]]) -> list[str]:
+    """Encode images `[channels, height, width]` as data URIs, as large as the room for all of them allows.
+
+    8-bit images stay as they are, others are scaled to their common range. Of other than 1 or 3 channels the first is
+    shown.
+    """
+    low, high = find_range(arrays)
+    sources: list[str] = []
+    for side in IMAGE_SIDES_PIXELS:
+        sources = [_encode_image(values, low, high, side) for values in arrays]
+        if sum(map(len, sources)) <= MAX_IMAGE_BYTES:
+            break
+    return sources
+
+
+def find_range(arrays: Sequence[NDArray[np.generic]]) -> Point:
+    """Return the lowest and the highest value of all arrays."""
+    numbers = [np.asarray(array, dtype=np.float64) for array in arrays]
+    return float(min(each.min() for each in numbers)), float(max(each.max() for each in numbers))
+
+
+def _encode_image(values: NDArray[np.generic], low: float, high: float, max_side: int) -> str:
+    from PIL import Image
+
+    planes = values if values.shape[0] in (1, 3) else values[:1]
+    if planes.dtype != np.uint8:
+        scaled = (planes.astype(np.float64) - low) * (255 / ((high - low) or 1.0))
+        planes = np.rint(scaled).clip(0, 255).astype(np.uint8)
+    array = np.ascontiguousarray(np.moveaxis(planes, 0, -1))
+    image = Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
+    longest = max(image.size)
+    if longest > max_side:
+        width, height = (max(1, round(side * max_side / longest)) for side in image.size)
+        image = image.resize((width, height), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

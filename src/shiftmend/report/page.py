@@ -1,71 +1,93 @@
-"""`write`: one HTML file that needs nothing else, from facts."""
+"""Write one HTML file that needs nothing else, from facts."""
 
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import os
 from importlib import resources
+from typing import TYPE_CHECKING
+
+from markupsafe import Markup
 
 from shiftmend.__about__ import __version__
 from shiftmend.errors import DataError
-from shiftmend.report import answers, distances, protocol, sections
+from shiftmend.report import charts
 from shiftmend.report.facts import Facts
-from shiftmend.report.markup import Markup, element, join
-from shiftmend.report.verdicts import state
-from shiftmend.utils.checks import kind
+from shiftmend.report.formatting import format_number, format_percent, make_printable
+from shiftmend.report.sections import SECTIONS
+from shiftmend.report.verdicts import state_verdict
+from shiftmend.utils.checks import counted, kind
 from shiftmend.utils.files import as_path, said_where, write_atomically
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 
 def write(facts: Facts, path: str | os.PathLike[str]) -> None:
-    """Write the report to one file, in one step."""
+    """Write a report to one HTML file, in one step.
+
+    Args:
+        facts: the result of `shiftmend.report.gather`.
+        path: the file to write; a file of that name is replaced.
+
+    Raises:
+        ShiftmendError: if `facts` is something else, or the file cannot be written.
+
+    Example:
+        >>> shiftmend.report.write(found, "report.html")  # doctest: +SKIP
+    """
     target = as_path(path, "the file to write")
     if not isinstance(facts, Facts):
-        raise DataError(f"a report is written of {kind(facts)}; expected what report.facts gives")
+        raise DataError(f"expected the facts that report.gather returns, got {kind(facts)}")
     page = render(facts).encode()
     with said_where(target):
         write_atomically(target, page)
 
 
 def render(facts: Facts) -> str:
-    """The whole page as text."""
-    style, script = _part("page.css"), _part("page.js")
-    # the page may load nothing, and run nothing but this very script, whatever its texts hold
+    """Return the whole page as text."""
+    templates = environment()
+    parts = {section.__name__: section(facts) for section in SECTIONS}
+    sections = [
+        Markup(templates.get_template(f"{name}.html.j2").render(context, facts=facts, mended=facts.after is not None))
+        for name, context in parts.items()
+        if context is not None
+    ]
+    style, script = _read("page.css"), _read("page.js")
+    # The page may load nothing and run nothing but this script, whatever its texts hold.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=policy),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name="referrer", content="no-referrer"),
-        element("title", f"{facts.title}: {state(facts).headline.lower()}"),
-        element("style", Markup(style)),
+    return templates.get_template("page.html.j2").render(
+        facts=facts,
+        mended=facts.after is not None,
+        headline=state_verdict(facts).headline,
+        sections=sections,
+        policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
+        style=Markup(style),
+        script=Markup(script),
+        version=__version__,
     )
-    body = element(
-        "body",
-        sections.opening(facts),
-        element(
-            "main",
-            sections.verdict(facts),
-            sections.inputs(facts),
-            distances.section(facts),
-            sections.training(facts),
-            answers.predictions(facts),
-            answers.scores(facts),
-            protocol.stored(facts),
-            protocol.run(facts),
-            protocol.undo(facts),
-        ),
-        element(
-            "footer",
-            f"Made by shiftmend {__version__} from this site’s data and the profile alone. The page loads nothing "
-            "from elsewhere and sends nothing.",
-        ),
-        element("script", Markup(script)),
-    )
-    return join(Markup("<!DOCTYPE html>\n"), element("html", head, body, lang="en"), "\n")
 
 
-def _part(name: str) -> str:
-    return resources.files("shiftmend.report").joinpath(name).read_text(encoding="utf-8")
+@functools.cache
+def environment() -> Environment:
+    """Return the templates' environment: text is escaped, control characters are replaced, misspelt names raise."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    templates = Environment(
+        loader=PackageLoader("shiftmend.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=make_printable,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    templates.filters |= {"number": format_number, "percent": format_percent, "counted": counted}
+    templates.globals["charts"] = charts
+    return templates
+
+
+def _read(name: str) -> str:
+    return resources.files("shiftmend.report").joinpath("templates", name).read_text(encoding="utf-8")

@@ -1,177 +1,351 @@
-"""The first sections of the page, each from facts to HTML: verdict, sample inputs, how mending went."""
+"""The sections of a report, in order: what each template needs beside the facts.
+
+A section is a function here and a template of the same name in `templates/`. The function returns the variables of the
+template, or None to leave the section out.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from shiftmend.evaluation.classification import Scores
 from shiftmend.evaluation.regression import RegressionScores
-from shiftmend.report import charts, pictures
-from shiftmend.report.facts import Facts
-from shiftmend.report.markup import Markup, Part, element, figure
-from shiftmend.report.verdicts import number, percent, state
-from shiftmend.utils.checks import counted
+from shiftmend.report import charts
+from shiftmend.report.facts import Distribution, Facts, ModelPredictions, TapShift, Unit
+from shiftmend.report.formatting import format_number, format_percent
+from shiftmend.report.verdicts import state_verdict
+from shiftmend.utils.checks import counted, is_whole
 
-SIGNS = {"good": "✓", "unsure": "?", "bad": "✕"}
+Context = dict[str, Any]
 
+MAX_COLUMNS = 12
+"""Numbers in an input that is shown as a row of a table; longer ones are drawn as a line."""
 
-def opening(facts: Facts) -> Markup:
-    shape = " × ".join(facts.shape) or "single numbers"
-    what = "before and after mending" if facts.after is not None else "as it came"
-    return element(
-        "header",
-        element("h1", facts.title),
-        element("p", f"{counted(facts.samples, 'input')} ({shape}), seen by the model {what}"),
-    )
+MAX_CHANNELS = 6
+"""Channels of a signal that are drawn."""
 
+DRAWN_UNITS = 6
+"""Units of a tap whose distributions are drawn at once."""
 
-def verdict(facts: Facts) -> Markup:
-    said = state(facts)
-    sign = element("span", SIGNS[said.level], class_="sign", aria_hidden="true")
-    cautions = element(
-        "div",
-        element("strong", "Before you believe anything below"),
-        element("ul", *(element("li", caution) for caution in facts.cautions)),
-        class_="caution",
-        role="note",
-    )
-    return element(
-        "section",
-        element("div", element("h2", sign, said.headline), element("p", said.sentence), class_=f"verdict {said.level}"),
-        cautions if facts.cautions else None,
-        element(
-            "div",
-            element(
-                "div",
-                element("h3", "How far from home"),
-                charts.gauge(facts.before, facts.after),
-                element(
-                    "p",
-                    f"The judge is {facts.slices} random mixtures of the features (the numbers that the model’s "
-                    "last layer reads), whose distribution at home was stored and which mending never adjusts. "
-                    + "Single features have no say but a veto, since mending may adjust them. "
-                    + "The line is logarithmic: left is home.",
-                    class_="note",
-                ),
-            ),
-            element("div", element("h3", "What to do next"), element("ol", *(_step(step) for step in said.next_steps))),
-            class_="first",
-        ),
-        element("dl", *(_tile(*tile) for tile in _tiles(facts)), class_="tiles"),
-        id="verdict",
-    )
+LISTED_UNITS = 30
+"""Units of a tap whose numbers are listed at once."""
+
+DETAILED_TAPS = 12
+"""Taps that are shown in detail, so that the page stays small."""
+
+EXPLAINED_TAPS = {
+    "features": "what the last layer reads: the network’s summary of an input",
+    "logits": "what the last layer writes: one score for each answer",
+}
+
+SHOWN_CLASSES = 20
 
 
-def _step(text: str) -> Markup:
-    """Text with commands between backquotes."""
-    parts = text.split("`")
-    return element("li", *(element("code", part) if place % 2 else part for place, part in enumerate(parts)))
+def verdict(facts: Facts) -> Context:
+    """Say how far from home the model is, and what to do next."""
+    return {"statement": state_verdict(facts), "tiles": _list_tiles(facts)}
 
 
-def _tile(name: str, value: str) -> Markup:
-    return element("div", element("dt", name), element("dd", value), class_="tile")
+def _list_tiles(facts: Facts) -> list[tuple[str, str]]:
+    """List the numbers that sum everything up: a name, and the value before and after."""
 
-
-def _tiles(facts: Facts) -> list[tuple[str, str]]:
     def both(before: str, after: str | None) -> str:
         return before if after is None else f"{before} → {after}"
 
-    after = facts.after
-    tiles = [("distance from home", both(number(facts.before.divergence), number(after.divergence) if after else None))]
-    tap = facts.taps[0]
+    tap, made = facts.taps[0], facts.predictions
+    distance = None if facts.after is None else format_number(facts.after.divergence)
     clear = None if tap.clear_after is None else str(tap.clear_after)
-    tiles.append((f"clearly shifted features, of {tap.units:,}", both(str(tap.clear_before), clear)))
-    made = facts.predictions
+    tiles = [
+        ("distance from home", both(format_number(facts.before.divergence), distance)),
+        (f"clearly shifted features, of {tap.units:,}", both(str(tap.clear_before), clear)),
+    ]
     if made is not None:
-        sure = None if made.after is None else percent(made.after.confidence)
+        confidence = None if made.after is None else format_percent(made.after.confidence)
         if made.changed is not None:
-            tiles.append(("predictions that changed", percent(made.changed / made.total)))
-        tiles.append(("mean confidence", both(percent(made.before.confidence), sure)))
-    if isinstance(facts.scores_before, Scores):
-        right = percent(facts.scores_after.accuracy, 1) if isinstance(facts.scores_after, Scores) else None
-        tiles.append(("accuracy, by labels", both(percent(facts.scores_before.accuracy, 1), right)))
-    elif facts.scores_before is not None:
-        later = facts.scores_after
-        off = f"{later.mean_absolute_error:.3g}" if isinstance(later, RegressionScores) else None
-        tiles.append(("mean absolute error", both(f"{facts.scores_before.mean_absolute_error:.3g}", off)))
+            tiles.append(("predictions that changed", format_percent(made.changed / made.total)))
+        tiles.append(("mean confidence", both(format_percent(made.before.confidence), confidence)))
+    first, last = facts.scores_before, facts.scores_after
+    if isinstance(first, Scores):
+        accuracy = format_percent(last.accuracy, 1) if isinstance(last, Scores) else None
+        tiles.append(("accuracy, by labels", both(format_percent(first.accuracy, 1), accuracy)))
+    elif first is not None:
+        error = f"{last.mean_absolute_error:.3g}" if isinstance(last, RegressionScores) else None
+        tiles.append(("mean absolute error", both(f"{first.mean_absolute_error:.3g}", error)))
     return tiles
 
 
-def inputs(facts: Facts) -> Markup:
+def inputs(facts: Facts) -> Context:
+    """Show sample inputs in the way that suits their shape: as images, lines or numbers."""
     if not facts.inputs:
-        return element(
-            "section",
-            element("h2", "Sample inputs"),
-            element("p", "No inputs are shown: this report was made without, or they are too large to show."),
-            id="inputs",
-        )
-    remark = pictures.remark(facts)
-    read = " Below each: what the model took it for, and how sure it was." if facts.inputs[0].before is not None else ""
-    whole = facts.inputs[-1].number == facts.samples - 1
-    return element(
-        "section",
-        element("h2", "Sample inputs"),
-        element("div", pictures.gallery(facts)),
-        element(
-            "p",
-            f"{len(facts.inputs)} of {facts.samples:,} inputs, {'from all over the data' if whole else 'the first'}. "
-            "What to look for: do they look as they should at this site: right way up, right colours, nothing cut off?"
-            f"{read} {remark}",
-            class_="note",
-        ),
-        element(
-            "p",
-            "These inputs are part of this file: pass it on only to those who may see them. "
-            "A report without them is made with --samples 0.",
-            class_="note",
-        ),
-        id="inputs",
+        return {"kind": "none"}
+    values = [sample.values for sample in facts.inputs]
+    shape = values[0].shape
+    if len(shape) == 1 and shape[0] <= MAX_COLUMNS:
+        return {"kind": "table", "remark": "", "columns": shape[0]}
+    remarks = []
+    if np.iscomplexobj(values[0]):
+        remarks.append("Shown is how large their complex numbers are.")
+        values = [np.abs(each) for each in values]
+    if len(shape) == 3:
+        if facts.inputs[0].values.dtype != np.uint8:
+            remarks.append("Their values were scaled together to what a screen can show.")
+        if shape[0] not in (1, 3):
+            remarks.append(f"Shown is the first of {shape[0]} channels.")
+        return {"kind": "images", "remark": " ".join(remarks), "pictures": charts.encode_images(values)}
+    if len(shape) not in (1, 2):
+        return {"kind": "others", "remark": " ".join(remarks), "sizes": " × ".join(map(str, shape)) or "one number"}
+    many = len(shape) == 2 and shape[0] > MAX_CHANNELS
+    remarks.append(
+        f"All share one scale; shown are the first {MAX_CHANNELS} of {shape[0]} channels."
+        if many
+        else "All share one scale."
     )
+    channels = [np.atleast_2d(each).astype(np.float64)[:MAX_CHANNELS] for each in values]
+    low, high = charts.find_range(channels)
+    pictures = [
+        charts.draw_signal(each.tolist(), low, high, f"Input {sample.number}")
+        for sample, each in zip(facts.inputs, channels, strict=True)
+    ]
+    return {"kind": "signals", "remark": " ".join(remarks), "pictures": pictures}
 
 
-def training(facts: Facts) -> Part:
+def shift(facts: Facts) -> Context:
+    """Show where in the network the shift is: each tap, and its worst units."""
+    mended = facts.after is not None
+    detailed = _pick_taps(facts.taps)
+    return {
+        "detailed": [(tap, _pick_units(tap, mended)) for tap in detailed],
+        "left_out": len(facts.taps) - len(detailed),
+        "explained": EXPLAINED_TAPS,
+        "drawn_units": DRAWN_UNITS,
+        "listed_units": LISTED_UNITS,
+        "describe_unit": _describe_unit,
+        "sort_keys": _sort_keys,
+    }
+
+
+def _pick_taps(taps: Sequence[TapShift]) -> list[TapShift]:
+    """Pick all taps; where there are many, the model's own two and those of the others that are farthest from home."""
+    own = [tap for tap in taps if tap.name in EXPLAINED_TAPS]
+    others = [tap for tap in taps if tap.name not in EXPLAINED_TAPS]
+
+    def distance(tap: TapShift) -> float:
+        return _sortable(tap.mean_before if tap.mean_after is None else tap.mean_after)
+
+    chosen = own + sorted(others, key=distance, reverse=True)[: DETAILED_TAPS - len(own)]
+    return [tap for tap in taps if tap in chosen]
+
+
+def _pick_units(tap: TapShift, mended: bool) -> list[Unit]:
+    """Pick the units that are worst by any of the orders of the page, worst before mending first."""
+    orders = ["before", "after", "gain"] if mended else ["before"]
+    keys = {unit.number: _sort_keys(unit) for unit in tap.worst}
+    chosen = {
+        unit.number: unit
+        for order in orders
+        for unit in sorted(tap.worst, key=lambda unit: -keys[unit.number][order])[:DRAWN_UNITS]
+    }
+    return sorted(chosen.values(), key=lambda unit: (-keys[unit.number]["before"], unit.number))
+
+
+def _sort_keys(unit: Unit) -> dict[str, float]:
+    """Return the numbers that the script of the page sorts a unit by."""
+    last = unit.after if unit.after is not None else unit.before
+    gain = unit.before.divergence - last.divergence
+    return {
+        "before": _sortable(unit.before.divergence),
+        "after": _sortable(last.divergence),
+        "gain": gain if math.isfinite(gain) else -1e308,
+        "outside": last.outside,
+    }
+
+
+def _sortable(value: float) -> float:
+    return value if math.isfinite(value) else 1e308
+
+
+def _describe_unit(unit: Unit) -> str:
+    """Say in words how far a unit is from home, and which way it went."""
+    words = f"Distance {format_number(unit.before.divergence)}"
+    if unit.after is None:
+        return f"{words}: {_describe_change(unit.before)}."
+    return f"{words} before, {format_number(unit.after.divergence)} after. Before: {_describe_change(unit.before)}."
+
+
+def _describe_change(values: Distribution) -> str:
+    if not math.isfinite(values.divergence):
+        return "some values are no finite numbers"
+    ways = []
+    if abs(values.moved) > 0.05:
+        ways.append("higher" if values.moved > 0 else "lower")
+    if not 0.8 < values.spread < 1.25:
+        ways.append("spread wider" if values.spread > 1 else "bunched together")
+    way = f"values are {' and '.join(ways)}" if ways else "values are about where they were, in another shape"
+    return way + (f", {format_percent(values.outside)} beyond the range at home" if values.outside >= 0.01 else "")
+
+
+def training(facts: Facts) -> Context | None:
+    """Show how mending went, epoch by epoch."""
     mending = facts.mending
     if mending is None or len(mending.history) < 2:
         return None
     rows = mending.history
-    starts = [
+    releases = [
         (before.epoch, row.block) for before, row in pairwise(rows) if row.block != before.block and before.epoch > 0
     ]
-    slices = [(float(row.epoch), row.verification) for row in rows if row.verification is not None]
+    distances = [(float(row.epoch), row.verification) for row in rows if row.verification is not None]
     losses = [(float(row.epoch), row.loss) for row in rows if row.loss is not None]
-    figures = []
-    if slices:
-        chart = charts.course(
-            [charts.Line("after", slices)], starts, mending.kept, mending.floor_per_epoch, "Distance from home by epoch"
-        )
-        text = (
-            "What to look for: a curve that falls and stays low. If it rises while the other falls, the features were "
-            "scrambled instead of restored. The ring is the epoch that was kept."
-        )
-        figures.append(figure(chart, "Distance from home, which judges. ", text))
-    if losses:
-        chart = charts.course([charts.Line("plain", losses)], starts, -1, None, "Loss by epoch")
-        text = (
-            "What to look for: that it settles. A low value alone proves nothing: it is what mending was told to lower."
-        )
-        figures.append(figure(chart, "Loss, which was minimised. ", text))
-    if not figures:
+    if not distances and not losses:
         return None
-    released = ""
-    if starts:
-        names = ", ".join(dict.fromkeys([rows[1].block, *(name for _, name in starts)]))
-        released = (
-            " Dashed uprights mark where a further part of the network was released for training, from the input "
-            f"upwards: {names}."
+    return {
+        "epochs": rows[-1].epoch,
+        "releases": [epoch for epoch, _ in releases],
+        "blocks": list(dict.fromkeys([rows[1].block, *(name for _, name in releases)])) if releases else [],
+        "distances": distances,
+        "losses": losses,
+    }
+
+
+def predictions(facts: Facts) -> Context:
+    """Show the predictions before and after: classes, confidence, changes."""
+    made = facts.predictions
+    if made is None:
+        return {"shown": []}
+    last = made.after or made.before
+    by_count = sorted(range(len(last.counts)), key=lambda k: (-max(made.before.counts[k], last.counts[k]), k))
+    states: dict[str, ModelPredictions] = {"before": made.before} | ({"after": made.after} if made.after else {})
+    return {
+        "shown": sorted(by_count[:SHOWN_CLASSES]),
+        "left_out": len(by_count[SHOWN_CLASSES:]),
+        "states": states,
+        "total": max(1, sum(made.before.counts)),
+        "most": max(max(each.counts) for each in states.values()) or 1,
+    }
+
+
+def scores(facts: Facts) -> Context | None:
+    """Show scores by labels, if there are any."""
+    before, after = facts.scores_before, facts.scores_after
+    if before is None:
+        return None
+    columns = [_list_scores(found) for found in (before, after) if found is not None]
+    reliability = None
+    if isinstance(before, Scores):
+        reliability = charts.draw_reliability(
+            before.reliability, after.reliability if isinstance(after, Scores) else None
         )
-    return element(
-        "section",
-        element("h2", "How mending went"),
-        element(
-            "p",
-            f"The method {mending.method} ran {counted(rows[-1].epoch, 'epoch')} over the data (an epoch is one run "
-            f"through it).{released}",
-        ),
-        element("div", *figures, class_="charts pair"),
-        id="training",
+    return {
+        "heads": ["before", "after"] if after is not None else ["here"],
+        "rows": [(name, [column[name] for column in columns]) for name in columns[0]],
+        "reliability": reliability,
+        "used_labels": facts.mending is not None and facts.mending.method_class.takes_labels,
+    }
+
+
+def _list_scores(found: Scores | RegressionScores) -> dict[str, str]:
+    """Return each score by what it measures, in words."""
+    if isinstance(found, Scores):
+        areas = {} if found.mean_iou is None else {"mean IoU: how far true and predicted areas meet": found.mean_iou}
+        shares = {
+            "accuracy: right answers": found.accuracy,
+            "calibration error: how far stated confidence is from accuracy, on average": found.ece,
+            "the same at its worst": found.mce,
+            **areas,
+        }
+        return {name: format_percent(value, 1) for name, value in shares.items()}
+    several = f", of {len(found.quantities)} quantities" if found.quantities else ""
+    explained = {} if found.r2 is None else {f"R²: 1 is perfect, 0 no better than the mean{several}": f"{found.r2:.3f}"}
+    return {
+        f"mean absolute error{several}": f"{found.mean_absolute_error:.4g}",
+        f"root mean square error{several}": f"{found.root_mean_square_error:.4g}",
+        **explained,
+    }
+
+
+def stored(facts: Facts) -> Context:
+    """List what the profile holds about the source."""
+    home = facts.home
+    taps = {
+        f"tap “{name}”": f"{counted(units, 'unit')} at {where}"
+        + (f", {constant:,} of them constant" if constant else "")
+        for name, (where, units, constant) in home.taps.items()
+    }
+    slices = ", ".join(f"{count} for {name}" for name, count in home.slices.items())
+    return {
+        "rows": {
+            "samples at home": f"{home.samples:,}",
+            **taps,
+            "of every unit": f"its lowest and highest value, and how many values fell into each bin ({home.bins})",
+            "of the features": f"their {home.moments}, and the same counts for random mixtures of them: {slices}",
+            "of the inputs": f"{home.inputs}, and their mean and spread by channel",
+            "preset": home.preset,
+            "made with": f"shiftmend {home.library}",
+            "belongs to weights": home.weights,
+            "size": f"{home.size:,} bytes",
+        }
+    }
+
+
+def run(facts: Facts) -> Context:
+    """List what was run, from the manifest."""
+    mending = facts.mending
+    if mending is None:
+        return {"rows": {}}
+    manifest = mending.manifest
+    target, environment = (
+        entry if isinstance(entry := manifest.get(name), dict) else {} for name in ("target", "environment")
     )
+    options = {name: value for name, value in manifest["method"].items() if name != "name" and value is not None}
+    rows = {
+        "method": mending.method,
+        "its options": ", ".join(f"{name} {_format_option(value)}" for name, value in options.items()),
+        "learning rate chosen": manifest.get("learning_rate_chosen"),
+        "epochs": manifest.get("epochs"),
+        "kept": f"epoch {mending.kept}, "
+        + ("chosen without labels" if manifest["kept"] == "selected" else "the last one"),
+        "ended": manifest["status"],
+        "adapted to": counted(target["samples"], "input") if is_whole(target.get("samples")) else None,
+        "judged on": {
+            True: "the very inputs that were adapted to, which the verdict allows for",
+            False: "other inputs than those that were adapted to",
+            None: "it is not known whether these inputs were adapted to",
+        }[mending.same_data],
+        "batch size": manifest.get("batch_size"),
+        "seed": manifest.get("seed"),
+        "seconds": manifest.get("seconds"),
+        "versions": ", ".join(f"{name} {value}" for name, value in environment.items() if name != "platform"),
+    }
+    return {
+        "rows": {name: str(value) for name, value in rows.items() if value not in (None, "")},
+        "manifest": json.dumps(manifest, indent=1, ensure_ascii=False, default=str),
+    }
+
+
+def _format_option(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}" if math.isfinite(value) else str(value)
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def undo(facts: Facts) -> Context:
+    """Say how to go back to the original model."""
+    return {}
+
+
+SECTIONS: tuple[Callable[[Facts], Context | None], ...] = (
+    verdict,
+    inputs,
+    shift,
+    training,
+    predictions,
+    scores,
+    stored,
+    run,
+    undo,
+)

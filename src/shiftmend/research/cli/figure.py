@@ -1,4 +1,4 @@
-"""`figure`: the paper's figures from a benchmark's run."""
+"""The command `figure`: draw the paper's figures from a benchmark's run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def figure(
 
     Figures of results alone (dots, shots, restoration) can be drawn from a compact export as well.
     """
-    from shiftmend.research.figures.gallery import FIGURES, Wanted, draw
+    from shiftmend.research.figures.gallery import FIGURES, Request, draw
     from shiftmend.research.figures.style import save
 
     if name == "list":
@@ -46,21 +46,19 @@ def figure(
         show(table)
         return
     target = out or Path(f"{name}.png")
-    drawn = draw(
-        name,
-        Wanted(
-            benchmark,
-            folder,
-            protocol,
-            names(methods),
-            names(shifts),
-            seed,
-            root_of(data_root),
-            device,
-            layer,
-            unit,
-        ),
+    request = Request(
+        benchmark,
+        folder,
+        protocol,
+        names(methods),
+        names(shifts),
+        seed,
+        root_of(data_root),
+        device,
+        layer,
+        unit,
     )
+    drawn = draw(name, request)
     with said_where(target):
         save(drawn, target)
     say(f"written to {target}")

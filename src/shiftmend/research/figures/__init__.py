@@ -1,3 +1,3 @@
-"""Figures, one file each. Importing this package does not import matplotlib; drawing does."""
+"""Figures of the paper. Importing this package does not import matplotlib; drawing does."""
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How an adaptation went, epoch by epoch, and when each block was unfrozen (the paper's figure of BUFR)."""
+"""The course of an adaptation: loss, verification and accuracy by epoch (the paper's figure of BUFR)."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from shiftmend.engine.history import Epoch
 from shiftmend.errors import DataError
@@ -15,12 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 History = Sequence[Epoch] | Sequence[Mapping[str, Any]]
-"""That of an `Adaptation`, or of a benchmark's `Result`, whose epochs have been scored as well."""
-
-
-ONLY = "adaptation"
-"""The label of the lines of a history without a name."""
-
+"""The history of an `Adaptation`, or of a benchmark's `Result`, whose epochs also have scores."""
 
 _PANELS = {
     "loss": "loss\n(mean over batches)",
@@ -29,49 +24,55 @@ _PANELS = {
 }
 
 
-def draw(
+def draw_curves(
     history: History | Mapping[str, History], title: str = "", *, selected: int | None = None, notes: Sequence[str] = ()
 ) -> Figure:
-    """Loss, verification slices and accuracy over epochs, as far as each is known; one line for each named history.
+    """Draw loss, verification slices and accuracy over epochs, as far as each is known.
 
-    Dashed lines are the moments at which the next block is unfrozen, with its name; where several histories differ in
-    them, those of the first. `selected` marks the epoch that a choice without labels keeps.
+    Dashed lines, with the name of a block, are the moments at which the block is unfrozen in the first history.
+
+    Args:
+        history: one history, or several by name; each is a line.
+        title: title of the figure.
+        selected: the epoch that a choice without labels keeps; a ring marks it.
+        notes: further notes for the foot.
     """
     named = {"": history} if isinstance(history, Sequence) else history
-    rows = {name: [_row(row) for row in one] for name, one in named.items()}
-    if not rows or any(len(one) < 2 for one in rows.values()):
-        lacking = next((name for name, one in rows.items() if len(one) < 2), "")
-        whose = f"the history of {lacking}" if lacking else "the history"
-        raise DataError(f"{whose} has no epoch after the first state; draw one of a method that adapts")
-    lines = {panel: {name: _points(one, panel) for name, one in rows.items()} for panel in _PANELS}
+    rows = {name: [_to_dict(row) for row in each] for name, each in named.items()}
+    if not rows or any(len(each) < 2 for each in rows.values()):
+        lacking = next((name for name, each in rows.items() if len(each) < 2), "")
+        whose = f" of {lacking}" if lacking else ""
+        raise DataError(f"expected a history{whose} with an epoch after the first state, got none. Try another method")
+    lines = {panel: {name: _points(each, panel) for name, each in rows.items()} for panel in _PANELS}
     panels = [panel for panel, known in lines.items() if any(known.values())]
     if not panels:
-        raise DataError("the history has no finite loss, verification or accuracy; there is nothing to draw")
-    figure, axes = style.canvas(len(panels), 1, width=5.2, height=1.45, sharex=True)
+        raise DataError("expected a finite loss, verification or accuracy in the history, got none")
+    figure, axes = style.make_canvas(len(panels), 1, width=5.2, height=1.45, sharex=True)
     if len(panels) == 1:
         figure.set_figheight(2.4)
     shades = {name: _shade(name, index) for index, name in enumerate(rows)}
     for axis, panel in zip(axes[:, 0], panels, strict=True):
-        _panel(axis, panel, {name: points for name, points in lines[panel].items() if points}, shades, selected)
-    last = max(row["epoch"] for one in rows.values() for row in one)
+        _draw_panel(axis, panel, {name: points for name, points in lines[panel].items() if points}, shades, selected)
+    last = max(row["epoch"] for each in rows.values() for row in each)
     axes[-1, 0].set_xlabel("epoch", fontsize=style.LABEL)
     axes[-1, 0].set_xlim(0, last)
-    _unfreezing(axes[:, 0], next(iter(rows.values())), last)
+    moments = unfreezing_moments(next(iter(rows.values())))
+    _mark_unfreezing(axes[:, 0], moments, last)
     if title:
-        style.title(figure, title)
-    said = ["dashed: the block named is unfrozen from here on"] if unfreezing(next(iter(rows.values()))) else []
-    said += ["ring: the epoch kept by a choice without labels"] if selected is not None else []
-    style.footer(figure, [*said, *notes])
+        style.add_title(figure, title)
+    marks = ["dashed: the block named is unfrozen from here on"] if moments else []
+    marks += ["ring: the epoch kept by a choice without labels"] if selected is not None else []
+    style.add_footer(figure, [*marks, *notes])
     if len(rows) > 1:
         shown = lines[panels[-1]]
-        ends = [(style.words(name), *shown[name][-1], shades[name]) for name in rows if shown[name]]
+        ends = [(style.to_words(name), *shown[name][-1], shades[name]) for name in rows if shown[name]]
         style.label_ends(axes[-1, 0], ends)
     return figure
 
 
-def unfreezing(history: History) -> list[tuple[int, str]]:
-    """After which epoch each block joins in, and its name; empty where everything is trained from the start."""
-    rows = [_row(row) for row in history]
+def unfreezing_moments(history: History) -> list[tuple[int, str]]:
+    """Return the epoch after which each block is unfrozen, and its name; none if all is trained from the start."""
+    rows = [_to_dict(row) for row in history]
     marks = [
         (before["epoch"], after["block"])
         for before, after in itertools.pairwise(rows)
@@ -80,7 +81,7 @@ def unfreezing(history: History) -> list[tuple[int, str]]:
     return marks if len(marks) > 1 else []
 
 
-def _row(row: Epoch | Mapping[str, Any]) -> dict[str, Any]:
+def _to_dict(row: Epoch | Mapping[str, Any]) -> dict[str, Any]:
     values = row.to_json() if isinstance(row, Epoch) else dict(row)
     losses = values.get("losses") or {}
     return values | {"loss": sum(losses.values()) if losses else None}
@@ -93,10 +94,10 @@ def _points(rows: Sequence[Mapping[str, Any]], panel: str) -> list[tuple[float, 
 
 
 def _shade(name: str, index: int) -> str:
-    return style.colour(name) if name in style.METHODS else style.COLOURS[index % len(style.COLOURS)]
+    return style.colour_of(name) if name in style.METHODS else style.COLOURS[index % len(style.COLOURS)]
 
 
-def _panel(
+def _draw_panel(
     axis: Any,
     panel: str,
     lines: Mapping[str, list[tuple[float, float]]],
@@ -105,16 +106,10 @@ def _panel(
 ) -> None:
     for name, points in lines.items():
         epochs, values = zip(*points, strict=True)
-        few = len(points) <= 20  # so that epochs which were not scored do not look as if they were
-        axis.plot(
-            epochs,
-            values,
-            color=shades[name],
-            linewidth=1.4,
-            marker="o" if few else "",
-            markersize=3,
-            label=name or ONLY,
-        )
+        # Markers tell the epochs that were scored from those that were not.
+        marker = "o" if len(points) <= 20 else ""
+        look = {"color": shades[name], "linewidth": 1.4, "marker": marker, "markersize": 3}
+        axis.plot(epochs, values, label=name or "adaptation", **look)
         kept = [point for point in points if point[0] == selected]
         if kept:
             axis.plot(*kept[0], "o", markersize=7, markerfacecolor="none", markeredgecolor="black", clip_on=False)
@@ -122,12 +117,12 @@ def _panel(
     every = [value for points in lines.values() for _, value in points]
     if panel == "accuracy":
         axis.set_ylim(0, 100)
-    elif min(every) > 0 and max(every) > 10 * min(every):  # losses with entropy in them may be negative
-        _logarithmic(axis, max(every) / min(every))
+    elif min(every) > 0 and max(every) > 10 * min(every):
+        _make_logarithmic(axis, max(every) / min(every))
 
 
-def _logarithmic(axis: Any, ratio: float) -> None:
-    """With plain numbers beside it, and enough of them where it spans little more than a power of ten."""
+def _make_logarithmic(axis: Any, ratio: float) -> None:
+    """Make the vertical axis logarithmic, with plain numbers and enough of them for the ratio of its ends."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axis.set_yscale("log")
@@ -136,14 +131,13 @@ def _logarithmic(axis: Any, ratio: float) -> None:
     axis.yaxis.set_minor_locator(NullLocator())
 
 
-def _unfreezing(axes: Sequence[Any], rows: Sequence[Mapping[str, Any]], last: int) -> None:
-    """Lines through all panels, and above the first the names: upright where they are too long for their span."""
-    marks = unfreezing(cast(History, rows))
+def _mark_unfreezing(axes: Sequence[Any], marks: Sequence[tuple[int, str]], last: int) -> None:
+    """Draw lines through all panels, with names above the first: upright where they are too long for their span."""
     if not marks:
         return
     spans = [end - start for (start, _), end in zip(marks, [*(at for at, _ in marks[1:]), last], strict=True)]
-    width = 4.3 * 72 / max(last, 1)  # of an epoch, in points
-    tight = any(0.6 * 7 * len(name) > width * span for (_, name), span in zip(marks, spans, strict=True))
+    points_per_epoch = 4.3 * 72 / max(last, 1)
+    tight = any(0.6 * 7 * len(name) > points_per_epoch * span for (_, name), span in zip(marks, spans, strict=True))
     if tight:
         figure = axes[0].figure
         figure.set_figheight(figure.get_figheight() + max(0.6 * 7 / 72 * len(name) for _, name in marks))

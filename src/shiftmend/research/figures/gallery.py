@@ -2,34 +2,157 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import shiftmend
+from shiftmend.adaptation.result import Adaptation
+from shiftmend.engine.history import Epoch
 from shiftmend.errors import DataError
+from shiftmend.inputs.feed import Preprocess
 from shiftmend.inputs.images import Split
-from shiftmend.research.bench.benchmark import CLEAN, Images, Result
+from shiftmend.methods import METHODS
+from shiftmend.methods.source_only import SourceOnly
+from shiftmend.profiles.profile import Profile
+from shiftmend.research.bench.benchmark import CLEAN, Images, Result, Setting, Target
+from shiftmend.research.bench.footnotes import source_remarks
 from shiftmend.research.bench.plan import chosen, settings_of, variants_of, with_another_source
-from shiftmend.research.bench.resources import inputs_of, labelled
+from shiftmend.research.bench.resources import Workshop, inputs_of, labelled
 from shiftmend.research.bench.results import read
 from shiftmend.research.bench.suite import find
-from shiftmend.research.figures.scenes import Scene, after_each_block, stage
+from shiftmend.research.figures.activations import draw_activations, draw_affected, layer_taps
+from shiftmend.research.figures.curves import draw_curves
+from shiftmend.research.figures.embedding import draw_embedding
+from shiftmend.research.figures.images import draw_patches, draw_sheet
+from shiftmend.research.figures.results import draw_dots, draw_reliability, draw_restoration, draw_shots
+from shiftmend.research.figures.weights import draw_moved, group_by_block
+from shiftmend.utils.checks import require
 from shiftmend.utils.files import check_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHOWN = 10
+SHEET_COLUMNS = 10
 """Images in a row of the contact sheet."""
 
 
+# ---- a cell run again
+
+
+@dataclass
+class Rerun:
+    """A cell of a benchmark run again, for figures that look into models: a store holds numbers, not models."""
+
+    workshop: Workshop
+    model: nn.Module
+    profile: Profile
+    source: Images
+    target: Target
+    shift: str
+    seed: int
+    protocol: str
+    adapted: dict[str, Adaptation] = field(default_factory=dict)
+
+    @property
+    def preprocess(self) -> Preprocess:
+        return self.workshop.benchmark.preprocess
+
+    @property
+    def device(self) -> torch.device:
+        return self.workshop.device
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """Return the adapted models by method."""
+        return {name: result.model for name, result in self.adapted.items()}
+
+    def adapt(self, method: str, profile: Profile | None = None, **changes: Any) -> Adaptation:
+        """Adapt as the benchmark does, except for `changes` of the method's options."""
+        benchmark = self.workshop.benchmark
+        setting, protocol = settings_of(benchmark, self.protocol)[method], benchmark.protocols[self.protocol]
+        if setting.source != "plain":
+            raise DataError(f"expected methods with the same source model, got {method}, which has one of its own")
+        if setting.preset != (profile or self.profile).preset:
+            if profile is not None:
+                raise DataError(
+                    f"expected a row with the preset {profile.preset} for this figure, got {method} with "
+                    f"{setting.preset}. Try a row without a preset"
+                )
+            home = benchmark.source_for(setting, self.shift)
+            profile = self.workshop.profile(home, self.seed, protocol.temperature, setting.preset)
+        return shiftmend.adapt(
+            self.model,
+            inputs_of(self.target.adapt),
+            profile or self.profile,
+            setting.method,
+            batch_size=protocol.batch_size,
+            autocast=protocol.in_bfloat16(self.device),
+            seed=self.seed,
+            preprocess=self.preprocess,
+            device=self.device,
+            **{**setting.options, **changes},
+        )
+
+    def adapt_by_blocks(self, method: str, profile: Profile) -> dict[str, nn.Module]:
+        """Return the model after the first block was restored, and after all blocks."""
+        states: dict[str, nn.Module] = {}
+
+        def keep(model: nn.Module, row: Epoch) -> None:
+            if row.block:
+                states[row.block] = copy.deepcopy(model)
+
+        last = self.adapt(method, profile, on_epoch=keep).model
+        first = next(iter(states))
+        return {f"after {first}": states[first], "after all": last} if len(states) > 1 else {"after adapting": last}
+
+    def profile_with(self, taps: Mapping[str, Any]) -> Profile:
+        """Profile the source again, with further taps."""
+        options: dict[str, Any] = {"preprocess": self.preprocess, "device": self.device, "progress": False}
+        return shiftmend.profile(self.model, inputs_of(self.source), taps=taps, **options)
+
+    def layer_taps(self) -> dict[str, Any]:
+        return layer_taps(self.model, self.preprocess(inputs_of(self.source)[:2]))
+
+
+def rerun(
+    benchmark: str,
+    folder: Path,
+    shift: str,
+    methods: Sequence[str] = (),
+    *,
+    seed: int | None = None,
+    root: Path | None = None,
+    device: str = "auto",
+    protocol: str = "offline",
+) -> Rerun:
+    """Take the source model and its profile from the folder of a run (or make them), and adapt with each method."""
+    found = find(benchmark)
+    (name,) = chosen([shift], found.shifts, "shift", found.name)
+    settings = settings_of(found, protocol)
+    wanted = chosen(list(methods), settings, "method", f"{found.name}, {protocol}") if methods else []
+    number = found.seeds[0] if seed is None else seed
+    workshop = Workshop(found, folder, root, device)
+    home = found.source_for(Setting(SourceOnly.name), name)
+    model, _ = workshop.model(home, number)
+    profile = workshop.profile(home, number, found.protocols[protocol].temperature)
+    source = workshop.source(home).profiled
+    cell = Rerun(workshop, model, profile, source, workshop.target(name), name, number, protocol)
+    cell.adapted = {method: cell.adapt(method) for method in wanted}
+    return cell
+
+
+# ---- what is asked for
+
+
 @dataclass(frozen=True)
-class Wanted:
-    """What is asked for; what is left open is up to the figure."""
+class Request:
+    """The run, methods, shifts and seed to draw; the figure decides on what is left open."""
 
     benchmark: str
     folder: Path
@@ -42,9 +165,13 @@ class Wanted:
     layer: str | None = None
     unit: int = 0
 
+    @property
+    def seeds(self) -> list[int] | None:
+        return None if self.seed is None else [self.seed]
+
     def results(self) -> list[Result]:
-        seeds = None if self.seed is None else [self.seed]
-        found = read(self.benchmark, self.folder, self.protocol, methods=self.methods, seeds=seeds, root=self.root)
+        """Read the results, those on clean images included."""
+        found = read(self.benchmark, self.folder, self.protocol, methods=self.methods, seeds=self.seeds, root=self.root)
         self.check_shifts()
         return [*found.results, *(result for result in found.clean if result not in found.results)]
 
@@ -53,213 +180,175 @@ class Wanted:
             benchmark = find(self.benchmark)
             chosen(self.shifts, (*benchmark.shifts, CLEAN), "shift", benchmark.name)
 
-    def shift(self) -> str:
-        """The one shift of a figure that shows one: the first that is named, or the benchmark's first."""
+    def first_shift(self) -> str:
+        """Return the shift of a figure that shows one: the first that is named, or the benchmark's first."""
         return self.shifts[0] if self.shifts else find(self.benchmark).shifts[0]
 
     def rows(self, *usual: str) -> list[str]:
-        """The methods asked for; else the usual ones of a figure, or where a benchmark has none of them its first."""
+        """Return the methods asked for, else the usual ones of a figure, else the first ones of the benchmark."""
         benchmark = find(self.benchmark)
         known = settings_of(benchmark, self.protocol)
         if self.methods:
             chosen(self.methods, known, "method", f"{benchmark.name}, {self.protocol}")
             return list(self.methods)
-        first = [name for name, row in known.items() if row.method not in ("source-only", "target-supervised")]
+        kinds = {name: METHODS[row.method] for name, row in known.items()}
+        first = [name for name, kind in kinds.items() if kind.adapts and not kind.takes_labels]
         return [name for name in usual if name in known] or first[: len(usual)] or list(known)[:1]
 
-    def scene(self, *usual: str) -> Scene:
-        """With models adapted by the methods asked for or the usual ones of a figure, if it has any."""
-        check_folder(self.folder)  # a source model may have to be trained
-        return stage(
-            self.benchmark,
-            self.folder,
-            self.shift(),
-            self.rows(*usual) if usual else (),
-            seed=self.seed,
-            root=self.root,
-            device=self.device,
-            protocol=self.protocol,
-        )
+    def rerun(self, *usual: str) -> Rerun:
+        """Run a cell again with the methods asked for, or with the usual ones of a figure, if it has any."""
+        # A source model may have to be trained, and is stored then.
+        check_folder(self.folder)
+        methods = self.rows(*usual) if usual else ()
+        options: dict[str, Any] = {"seed": self.seed, "root": self.root}
+        options |= {"device": self.device, "protocol": self.protocol}
+        return rerun(self.benchmark, self.folder, self.first_shift(), methods, **options)
 
 
-def _reliability(wanted: Wanted) -> Figure:
-    from shiftmend.research.figures import reliability
-
-    results = wanted.results()
-    usual = ("source-only", "shot-im", "fr", "bufr")
-    there = {result.cell.method for result in results}
-    return reliability.draw(
-        results, wanted.methods or [name for name in usual if name in there] or usual, wanted.shifts
-    )
+# ---- figures
 
 
-def _dots(wanted: Wanted) -> Figure:
-    from shiftmend.research.figures import dots
-
-    return dots.draw(wanted.results(), wanted.methods, wanted.shifts)
-
-
-def _shots(wanted: Wanted) -> Figure:
-    from shiftmend.research.figures import shots
-
-    found = find(wanted.benchmark)
-    if wanted.methods is not None:
-        known = dict.fromkeys(name for settings in found.settings.values() for name in settings)
-        chosen(wanted.methods, known, "method", found.name)
-    wanted.check_shifts()
-    seeds = None if wanted.seed is None else [wanted.seed]
-    results = [
-        result
-        for protocol in found.protocols
-        for result in read(wanted.benchmark, wanted.folder, protocol, seeds=seeds, root=wanted.root).results
-    ]
-    return shots.draw(results, wanted.methods, wanted.shifts)
-
-
-def _restoration(wanted: Wanted) -> Figure:
-    from shiftmend.research.figures import restoration
-
-    benchmark, protocol = find(wanted.benchmark), wanted.protocol
-    others, variants = with_another_source(benchmark, protocol), variants_of(benchmark, protocol)
-    return restoration.draw(wanted.results(), wanted.methods, wanted.shifts, exclude=others, variants=variants)
-
-
-def _curves(wanted: Wanted) -> Figure:
-    from shiftmend.research.bench.footnotes import source_remarks
-    from shiftmend.research.figures import curves
-
-    methods, shift = wanted.rows("bufr"), wanted.shift()
-    results = [
-        result
-        for result in wanted.results()
-        if result.cell.shift == shift and result.cell.method in methods and not result.failed
-    ]
-    if not results:
-        raise DataError(f"there is no finished result of {', '.join(methods)} on {shift}; run the benchmark first")
-    seeds = [result.cell.seed for result in results if result.history]
-    if not seeds:
+def draw(name: str, request: Request) -> Figure:
+    """Draw a figure by its name, one of `FIGURES`."""
+    if name not in FIGURES:
+        raise DataError(f"expected one of {', '.join(FIGURES)}, got the unknown figure {name!r}")
+    if request.folder.is_file() and name not in (*FROM_EXPORTS, "sheet"):
         raise DataError(
-            f"no result of {', '.join(methods)} on {shift} has a history, which streams and compact exports lack; "
-            "draw it where the benchmark was run"
+            f"expected the folder of a run for {name}, got the file {request.folder}. An export is enough for "
+            f"{', '.join(FROM_EXPORTS)}"
         )
-    seed = min(seeds)
-    own = {result.cell.method: result.history for result in results if result.cell.seed == seed and result.history}
-    notes = source_remarks(results)
-    return curves.draw(own if len(own) > 1 else next(iter(own.values())), f"{shift}, seed {seed}", notes=notes)
+    # Ask before adapting, which may take minutes.
+    require("matplotlib", "research")
+    return FIGURES[name][0](request)
 
 
-def _activations(wanted: Wanted) -> Figure:
-    from shiftmend.research.figures import activations
-
-    scene = wanted.scene("bufr")
-    return activations.draw(
-        scene.model,
-        inputs_of(scene.target.adapt),
-        scene.profile,
-        next(iter(scene.models().values())),
-        preprocess=scene.preprocess,
-        device=scene.device,
-    )
-
-
-def _embedding(wanted: Wanted) -> Figure:
-    from shiftmend.research.figures import embedding
-
-    scene = wanted.scene("shot-im", "fr", "bufr")
-    names = scene.target.score.classes if isinstance(scene.target.score, Split) else None
-    return embedding.draw(
-        scene.model,
-        scene.models(),
-        labelled(scene.source),
-        labelled(scene.target.score),
-        scene.profile,
-        class_names=names or None,
-        preprocess=scene.preprocess,
-        device=scene.device,
-    )
-
-
-def _patches(wanted: Wanted) -> Figure:
-    """The layer's own distribution is aligned for this one, as in the paper."""
-    import shiftmend
-    from shiftmend.research.figures import patches
-    from shiftmend.research.figures.measuring import layer_taps
-
-    scene = wanted.scene()
-    layer = wanted.layer or next(iter(layer_taps(scene.model, scene.preprocess(inputs_of(scene.source)[:2]))))
-    profile = shiftmend.profile(
-        scene.model,
-        inputs_of(scene.source),
-        taps={"early": layer},
-        preprocess=scene.preprocess,
-        device=scene.device,
-        progress=False,
-    )
-    adapted = scene.adapt(wanted.rows("bufr")[0], profile, align=("early",)).model
-    return patches.draw(
-        scene.model,
-        inputs_of(scene.source),
-        inputs_of(scene.target.adapt),
-        adapted,
-        layer=layer,
-        number=wanted.unit,
-        preprocess=scene.preprocess,
-        device=scene.device,
-    )
-
-
-def _affected(wanted: Wanted) -> Figure:
-    import shiftmend
-    from shiftmend.research.figures import affected
-    from shiftmend.research.figures.measuring import layer_taps
-
-    scene = wanted.scene()
-    profile = shiftmend.profile(
-        scene.model,
-        inputs_of(scene.source),
-        taps=layer_taps(scene.model, scene.preprocess(inputs_of(scene.source)[:2])),
-        preprocess=scene.preprocess,
-        device=scene.device,
-        progress=False,
-    )
-    return affected.draw(
-        scene.model,
-        inputs_of(scene.target.adapt),
-        profile,
-        after_each_block(scene, wanted.rows("bufr")[0], profile),
-        preprocess=scene.preprocess,
-        device=scene.device,
-    )
-
-
-def _moved(wanted: Wanted) -> Figure:
-    from shiftmend.research.figures import moved
-
-    scene = wanted.scene("fr", "bufr")
-    sample = scene.preprocess(inputs_of(scene.target.adapt)[:2].to(scene.device))
-    return moved.draw(scene.model, scene.models(), groups=moved.bottom_up(scene.model, sample))
-
-
-def _sheet(wanted: Wanted) -> Figure:
-    from shiftmend.research.figures import sheet
-
-    found = find(wanted.benchmark)
-    names = list(found.shifts) if wanted.shifts is None else chosen(wanted.shifts, found.shifts, "shift", found.name)
-    targets = {name: found.load_target(name, wanted.root) for name in names}
+def _sheet(request: Request) -> Figure:
+    found = find(request.benchmark)
+    names = list(found.shifts)
+    if request.shifts is not None:
+        names = chosen(request.shifts, found.shifts, "shift", found.name)
+    targets = {name: found.load_target(name, request.root) for name in names}
     first = next(iter(targets.values()))
-    rows = {"clean": _some(first.clean)} if first.clean is not None else {}
-    return sheet.draw(rows | {name: _some(target.score) for name, target in targets.items()}, found.title)
+    rows = {"clean": _pick_images(first.clean)} if first.clean is not None else {}
+    return draw_sheet(rows | {name: _pick_images(target.score) for name, target in targets.items()}, found.title)
 
 
-def _some(images: Images) -> Tensor:
-    """A few images, far apart, since sets are often sorted by class."""
-    places = torch.linspace(0, len(images) - 1, SHOWN).long()
+def _pick_images(images: Images) -> Tensor:
+    """Pick a few images that are far apart, since data sets are often sorted by class."""
+    places = torch.linspace(0, len(images) - 1, SHEET_COLUMNS).long()
     if isinstance(images, Split):
         return images.images[places]
     return torch.stack([images[int(place)][0] for place in places])
 
 
-FIGURES: Mapping[str, tuple[Callable[[Wanted], Figure], str]] = {
+def _reliability(request: Request) -> Figure:
+    results = request.results()
+    usual = ("source-only", "shot-im", "fr", "bufr")
+    there = {result.cell.method for result in results}
+    methods = request.methods or [name for name in usual if name in there] or usual
+    return draw_reliability(results, methods, request.shifts)
+
+
+def _dots(request: Request) -> Figure:
+    return draw_dots(request.results(), request.methods, request.shifts)
+
+
+def _shots(request: Request) -> Figure:
+    found = find(request.benchmark)
+    if request.methods is not None:
+        known = dict.fromkeys(name for settings in found.settings.values() for name in settings)
+        chosen(request.methods, known, "method", found.name)
+    request.check_shifts()
+    results = [
+        result
+        for protocol in found.protocols
+        for result in read(request.benchmark, request.folder, protocol, seeds=request.seeds, root=request.root).results
+    ]
+    return draw_shots(results, request.methods, request.shifts)
+
+
+def _restoration(request: Request) -> Figure:
+    benchmark, protocol = find(request.benchmark), request.protocol
+    others, variants = with_another_source(benchmark, protocol), variants_of(benchmark, protocol)
+    return draw_restoration(request.results(), request.methods, request.shifts, exclude=others, variants=variants)
+
+
+def _curves(request: Request) -> Figure:
+    methods, shift = request.rows("bufr"), request.first_shift()
+    results = [
+        result
+        for result in request.results()
+        if result.cell.shift == shift and result.cell.method in methods and not result.failed
+    ]
+    if not results:
+        named = ", ".join(methods)
+        raise DataError(f"expected results of {named} on {shift}, got no finished result. Try shiftmend bench run")
+    seeds = [result.cell.seed for result in results if result.history]
+    if not seeds:
+        raise DataError(
+            f"expected a result of {', '.join(methods)} on {shift} with a history, got none. Streams and compact "
+            "exports have no history. Try the folder of the run"
+        )
+    seed = min(seeds)
+    own = {result.cell.method: result.history for result in results if result.cell.seed == seed and result.history}
+    history = own if len(own) > 1 else next(iter(own.values()))
+    return draw_curves(history, f"{shift}, seed {seed}", notes=source_remarks(results))
+
+
+def _activations(request: Request) -> Figure:
+    cell = request.rerun("bufr")
+    adapted = next(iter(cell.models.values()))
+    options: dict[str, Any] = {"preprocess": cell.preprocess, "device": cell.device}
+    return draw_activations(cell.model, inputs_of(cell.target.adapt), cell.profile, adapted, **options)
+
+
+def _embedding(request: Request) -> Figure:
+    cell = request.rerun("shot-im", "fr", "bufr")
+    names = cell.target.score.classes if isinstance(cell.target.score, Split) else None
+    return draw_embedding(
+        cell.model,
+        cell.models,
+        labelled(cell.source),
+        labelled(cell.target.score),
+        cell.profile,
+        class_names=names or None,
+        preprocess=cell.preprocess,
+        device=cell.device,
+    )
+
+
+def _patches(request: Request) -> Figure:
+    """Draw patches with a model that was adapted by aligning the layer itself, as in the paper."""
+    cell = request.rerun()
+    layer = request.layer or next(iter(cell.layer_taps()))
+    adapted = cell.adapt(request.rows("bufr")[0], cell.profile_with({"early": layer}), align=("early",)).model
+    return draw_patches(
+        cell.model,
+        inputs_of(cell.source),
+        inputs_of(cell.target.adapt),
+        adapted,
+        layer=layer,
+        number=request.unit,
+        preprocess=cell.preprocess,
+        device=cell.device,
+    )
+
+
+def _affected(request: Request) -> Figure:
+    cell = request.rerun()
+    profile = cell.profile_with(cell.layer_taps())
+    adapted = cell.adapt_by_blocks(request.rows("bufr")[0], profile)
+    options: dict[str, Any] = {"preprocess": cell.preprocess, "device": cell.device}
+    return draw_affected(cell.model, inputs_of(cell.target.adapt), profile, adapted, **options)
+
+
+def _moved(request: Request) -> Figure:
+    cell = request.rerun("fr", "bufr")
+    sample = cell.preprocess(inputs_of(cell.target.adapt)[:2].to(cell.device))
+    return draw_moved(cell.model, cell.models, groups=group_by_block(cell.model, sample))
+
+
+FIGURES: Mapping[str, tuple[Callable[[Request], Figure], str]] = {
     "sheet": (_sheet, "the same images under every shift"),
     "reliability": (_reliability, "confidence against accuracy, with histograms of confidence"),
     "dots": (_dots, "accuracy and calibration error, shift by shift and method by method"),
@@ -272,20 +361,7 @@ FIGURES: Mapping[str, tuple[Callable[[Wanted], Figure], str]] = {
     "affected": (_affected, "which units of which layers a shift hits; adapts again"),
     "moved": (_moved, "how far the weights of each block were moved; adapts again"),
 }
-"""Name, function, and what it shows. Those that look into models adapt again: a store holds no models."""
+"""Name, function and description of each figure. Figures that look into models adapt again."""
 
-
-OF_RESULTS = ("dots", "shots", "restoration")
+FROM_EXPORTS = ("dots", "shots", "restoration")
 """Figures that a compact export is enough for; it has no histories and no reliability bins."""
-
-
-def draw(name: str, wanted: Wanted) -> Figure:
-    """A figure by its name."""
-    if name not in FIGURES:
-        raise DataError(f"unknown figure {name!r}, expected one of {', '.join(FIGURES)}")
-    if wanted.folder.is_file() and name not in (*OF_RESULTS, "sheet"):
-        raise DataError(
-            f"{wanted.folder} is a file: an export is enough for {', '.join(OF_RESULTS)}, but {name} needs the folder "
-            "of the run; name that"
-        )
-    return FIGURES[name][0](wanted)

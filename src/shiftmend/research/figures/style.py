@@ -1,4 +1,4 @@
-"""One look for all figures: colours that every eye can tell apart, that differ in lightness, and readable print."""
+"""The common style of all figures: colours that every eye can tell apart, names beside lines and points, saving."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SOURCE, TARGET, ADAPTED = "#555555", "#d55e00", "#0072b2"
-"""The source, the target as it came, the target after adapting; wherever the three meet."""
-
+"""Colours of the source, of the target as it came, and of the target after adapting."""
 
 Marker = str | tuple[int, int, int]
-"""As matplotlib names them, or for a star its points, 1 and its angle."""
-
+"""A marker as matplotlib names it; for a star its number of points, 1, and its angle."""
 
 METHODS: dict[str, tuple[str, Marker]] = {
     "bufr": ("#0072b2", "o"),
@@ -44,41 +42,37 @@ METHODS: dict[str, tuple[str, Marker]] = {
     "fr-features": ("#e6ba7e", (4, 1, 0)),
     "fr-one-sided": ("#660000", (6, 1, 0)),
 }
-"""Colour and marker of each method, and of rows that are one with other options: these in a shade of their method."""
-
+"""Colour and marker of each method. Rows of a benchmark that are a method with other options have a shade of it."""
 
 COLOURS = tuple(colour for colour, _ in METHODS.values())
 
-
 _MARKERS = tuple(marker for _, marker in METHODS.values())
-
 
 FORMATS = ("png", "svg")
 
-
 LABEL, SMALL = 8, 6.5
-"""Sizes of type in points: of labels, and of what stands at the foot."""
-
+"""Sizes of type in points: labels, and notes at the foot."""
 
 _DIRECTIONS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
 
 
-def colour(method: str) -> str:
-    """A method has the same colour in every figure; one that is not known here may share it with another."""
+def colour_of(method: str) -> str:
+    """Return the colour of a method in every figure; an unknown method may share its colour with another."""
     return METHODS[method][0] if method in METHODS else COLOURS[_number(method) % len(COLOURS)]
 
 
-def marker(method: str) -> Marker:
-    """And the same marker."""
+def marker_of(method: str) -> Marker:
+    """Return the marker of a method in every figure."""
     return METHODS[method][1] if method in METHODS else _MARKERS[_number(method) // len(COLOURS) % len(_MARKERS)]
 
 
 def _number(method: str) -> int:
-    return zlib.crc32(method.encode())  # the same in every process, which `hash` is not
+    # Unlike `hash`, a checksum is the same in every process.
+    return zlib.crc32(method.encode())
 
 
-def ink(shade: str) -> tuple[float, float, float]:
-    """A colour as dark as letters in it must be: at least 4.5 to 1 against white (WCAG AA), or as it is if darker."""
+def darken(shade: str) -> tuple[float, float, float]:
+    """Darken a colour until letters in it can be read: a contrast of 4.5 to 1 against white (WCAG AA)."""
     from matplotlib.colors import to_rgb
 
     red, green, blue = to_rgb(shade)
@@ -92,22 +86,26 @@ def _luminance(*channels: float) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def points(method: str, size: float) -> dict[str, Any]:
-    """How a method's points look, for `axis.plot`; stars are small for their size."""
-    scaled = size * (1.7 if marker(method) == "*" else 1.4 if isinstance(marker(method), tuple) else 1.0)
-    look = {"linestyle": "", "marker": marker(method), "color": colour(method), "markersize": scaled}
+def point_style(method: str, size: float) -> dict[str, Any]:
+    """Return the style of a method's points, for `axis.plot`. Stars are enlarged, since they look small."""
+    marker = marker_of(method)
+    scaled = size * (1.7 if marker == "*" else 1.4 if isinstance(marker, tuple) else 1.0)
+    look = {"linestyle": "", "marker": marker, "color": colour_of(method), "markersize": scaled}
     return look | {"markeredgecolor": "white", "markeredgewidth": 0.4, "zorder": 3, "label": method}
 
 
-def words(name: str) -> str:
-    """The name of a shift as words."""
+def to_words(name: str) -> str:
+    """Write the name of a shift as words."""
     return name.replace("_", " ")
 
 
-def canvas(
+def make_canvas(
     rows: int = 1, columns: int = 1, *, width: float = 4.0, height: float = 3.0, **options: Any
 ) -> tuple[Figure, Any]:
-    """A figure and its axes `[rows, columns]`, each of so many inches; no window, no global state."""
+    """Make a figure and its axes `[rows, columns]`, each of this width and height in inches.
+
+    No window is opened and no global state is touched. `options` are those of `Figure.subplots`.
+    """
     require("matplotlib", "research")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -123,21 +121,22 @@ def canvas(
     return figure, axes
 
 
-def title(figure: Figure, text: str) -> None:
-    lines = _wrapped(figure, text, 10)
+def add_title(figure: Figure, text: str) -> None:
+    """Write a title above the axes; the figure grows by its lines."""
+    lines = _wrap(figure, text, 10)
     _heighten(figure, lines, 10)
     figure.suptitle(lines, x=0.01, ha="left", fontsize=10)
 
 
-def legend(figure: Figure, text: str, entries: tuple[Sequence[Any], Sequence[str]], columns: int) -> None:
-    """The title and under it a legend, which as two things the layout would put into the same place."""
+def add_legend(figure: Figure, text: str, entries: tuple[Sequence[Any], Sequence[str]], columns: int) -> None:
+    """Write a title and a legend below it; as two artists they would get the same place in the layout."""
     found = figure.legend(
         *entries,
         loc="outside upper left",
         ncols=columns,
         fontsize=7.5,
         frameon=False,
-        title=_wrapped(figure, text, 10),
+        title=_wrap(figure, text, 10),
         title_fontsize=10,
         alignment="left",
         borderpad=0.1,
@@ -147,61 +146,62 @@ def legend(figure: Figure, text: str, entries: tuple[Sequence[Any], Sequence[str
     found.get_title().set_multialignment("left")
 
 
-def footer(figure: Figure, notes: Iterable[str]) -> None:
-    """What a reader has to know, in small type at the foot, each note on a line of its own; the figure grows by it."""
-    text = "\n".join(_wrapped(figure, note, SMALL) for note in notes)
+def add_footer(figure: Figure, notes: Iterable[str]) -> None:
+    """Write notes at the foot in small type, each on a line of its own; the figure grows by its lines."""
+    text = "\n".join(_wrap(figure, note, SMALL) for note in notes)
     _heighten(figure, text, SMALL)
-    # the one text below the axes that the layout makes room for
+    # The layout makes room for no other text below the axes.
     figure.supxlabel(text, x=0.01, ha="left", fontsize=SMALL, color="#444444")
 
 
 def _heighten(figure: Figure, text: str, size: float) -> None:
-    """By the lines of a text, so that the axes keep their size."""
+    """Make a figure higher by the lines of a text, so that the axes keep their size."""
     figure.set_figheight(figure.get_figheight() + 1.3 * size / 72 * len(text.splitlines()))
 
 
-def _wrapped(figure: Figure, text: str, size: float) -> str:
-    """In lines that fit the width of the figure; a little less, since an SVG may be shown in another font."""
+def _wrap(figure: Figure, text: str, size: float) -> str:
+    """Break a text into lines that fit the figure, with room to spare: an SVG may be shown in another font."""
     room = 0.94 * figure.bbox.width
     lines = [""]
     for word in text.split(" "):
         longer = f"{lines[-1]} {word}".lstrip()
-        if lines[-1] and _extent(figure, longer, size)[0] > room:
+        if lines[-1] and _measure(figure, longer, size)[0] > room:
             lines.append(word)
         else:
             lines[-1] = longer
     return "\n".join(lines)
 
 
-def _extent(figure: Figure, text: str, size: float) -> tuple[float, float]:
-    """Width and height in pixels of a text in one line."""
+def _measure(figure: Figure, text: str, size: float) -> tuple[float, float]:
+    """Return width and height in pixels of a text in one line."""
     from matplotlib.font_manager import FontProperties
 
     measure = figure.canvas.get_renderer().get_text_width_height_descent  # type: ignore[attr-defined]
     font = FontProperties(size=size)
     (width, height, _), (_, line, _) = measure(text, font, False), measure("lp", font, False)
-    return width, max(height, line)  # as matplotlib lays it out
+    # matplotlib gives every line at least the height of "lp".
+    return width, max(height, line)
 
 
 def label_ends(axis: Any, ends: Sequence[tuple[str, float, float, str]]) -> None:
-    """Names of lines to the right of the axes, at the height where each line ends: (name, x, y, colour).
+    """Write the names of lines to the right of the axes, at the height where each line ends: (name, x, y, colour).
 
-    Where lines end close to each other their names move apart, and a thin line leads to each. Call it last: it
-    measures the axes.
+    Where lines end close to each other, their names move apart and a thin line leads to each. Call this function last,
+    since it measures the axes.
     """
-    texts = [_end(axis, *end) for end in ends]
+    texts = [_write_at_end(axis, *end) for end in ends]
     axis.figure.draw_without_rendering()
     height = axis.bbox.height / axis.figure.dpi * 72
     heights = axis.transAxes.inverted().transform(axis.transData.transform([(x, y) for _, x, y, _ in ends]))[:, 1]
     order = np.argsort(heights, kind="stable")
-    for index, place in zip(order, spread(heights[order], 1.2 * LABEL / height, 0, 1), strict=True):
+    for index, place in zip(order, spread_out(heights[order], 1.2 * LABEL / height, 0, 1), strict=True):
         texts[index].set_y(place)
 
 
-def _end(axis: Any, name: str, x: float, y: float, shade: str) -> Any:
+def _write_at_end(axis: Any, name: str, x: float, y: float, shade: str) -> Any:
     from matplotlib.transforms import offset_copy
 
-    # A distance in points, as one in parts of the axes would change with the layout, and the layout with it.
+    # The distance is in points: in parts of the axes it would change with the layout, and the layout with it.
     beside = offset_copy(axis.transAxes, axis.figure, x=9, units="points")
     return axis.annotate(
         name,
@@ -210,18 +210,21 @@ def _end(axis: Any, name: str, x: float, y: float, shade: str) -> Any:
         textcoords=beside,
         va="center",
         fontsize=LABEL,
-        color=ink(shade),
+        color=darken(shade),
         arrowprops=_leader(shade),
         annotation_clip=False,
     )
 
 
-def spread(values: Sequence[float] | np.ndarray[Any, Any], gap: float, low: float, high: float) -> list[float]:
-    """Sorted values, moved as little as possible (in squares) to lie `gap` apart within bounds, if these allow it."""
+def spread_out(values: Sequence[float] | np.ndarray[Any, Any], gap: float, low: float, high: float) -> list[float]:
+    """Move sorted values as little as possible (in squares), so that they lie `gap` apart within bounds.
+
+    The gap shrinks where the bounds leave no room for it.
+    """
     count = len(values)
     if count > 1:
         gap = min(gap, (high - low) / (count - 1))
-    # without the gaps they need only not fall: pools of neighbours that do take their mean
+    # With the gaps taken off, this is isotonic regression: neighbours in the wrong order are pooled at their mean.
     pools: list[tuple[float, int]] = []
     for index, value in enumerate(values):
         mean, size = float(value) - index * gap, 1
@@ -235,9 +238,9 @@ def spread(values: Sequence[float] | np.ndarray[Any, Any], gap: float, low: floa
 
 
 def label_points(axis: Any, places: Sequence[tuple[str, float, float, str]]) -> None:
-    """Names beside points (name, x, y, colour), as near as they can be without covering each other or a point.
+    """Write names beside points (name, x, y, colour), as near as possible without covering a name or a point.
 
-    Those that stand further off are led to by a thin line. Call it last: it measures the axes.
+    A thin line leads to names that stand further off. Call this function last, since it measures the axes.
     """
     axis.figure.draw_without_rendering()
     scale = axis.figure.dpi / 72
@@ -245,10 +248,10 @@ def label_points(axis: Any, places: Sequence[tuple[str, float, float, str]]) -> 
     taken = [np.array([*at - 4 * scale, *at + 4 * scale]) for at in pixels]
     inside = np.array(axis.bbox.extents)
     for (name, x, y, shade), at in zip(places, pixels, strict=True):
-        size = np.array(_extent(axis.figure, name, LABEL))
+        size = np.array(_measure(axis.figure, name, LABEL))
         choices = []
         for distance, direction in itertools.product((6, 14, 24, 36), np.array(_DIRECTIONS)):
-            # a corner or the middle of a side faces the point
+            # A corner of the text, or the middle of a side, faces the point.
             corner = at + direction * distance * scale + (direction - 1) / 2 * size
             area = np.array([*corner, *corner + size])
             covered = sum(_overlap(area, other) for other in taken) + np.prod(size) - _overlap(area, inside)
@@ -262,7 +265,7 @@ def label_points(axis: Any, places: Sequence[tuple[str, float, float, str]]) -> 
             ha=("right", "center", "left")[direction[0] + 1],
             va=("top", "center", "bottom")[direction[1] + 1],
             fontsize=LABEL,
-            color=ink(shade),
+            color=darken(shade),
             arrowprops=_leader(shade) if distance > 6 else None,
         )
         taken.append(area)
@@ -278,13 +281,13 @@ def _overlap(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG or an SVG, as the name says, in one step; the same figure gives the same bytes.
+    """Write a PNG or an SVG, as the name of the file says, in one step. The same figure gives the same bytes.
 
-    The first time settles where everything stands, since a layout that starts from the last one ends elsewhere.
+    The first call fixes the layout: a layout that starts from an earlier one ends elsewhere.
     """
     kind = path.suffix.lstrip(".").lower()
     if kind not in FORMATS:
-        raise DataError(f"a figure is written as .png or .svg, got {path.name!r}")
+        raise DataError(f"expected a file .png or .svg, got {path.name!r}")
     import matplotlib
 
     if figure.get_layout_engine() is not None:

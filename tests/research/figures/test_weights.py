@@ -1,3 +1,5 @@
+"""Distances that weights were moved, against a loop by hand."""
+
 from __future__ import annotations
 
 import copy
@@ -11,7 +13,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from shiftmend.errors import DataError
-from shiftmend.research.figures import moved, style
+from shiftmend.research.figures import style
+from shiftmend.research.figures.weights import draw_moved, group_by_block, measure_distances, measure_unit_distances
 
 
 def network() -> nn.Sequential:
@@ -31,7 +34,7 @@ def shaken(model: nn.Module, seed: int = 1) -> nn.Module:
 
 
 def by_hand(source: nn.Module, adapted: nn.Module) -> float:
-    """Unit by unit, in plain loops."""
+    """Compute the mean distance unit by unit, in plain loops."""
     lengths = []
     for unit in range(len(source.weight)):
         change = list((adapted.weight[unit] - source.weight[unit]).detach().double().numpy().ravel())
@@ -45,9 +48,9 @@ def test_distances_are_those_of_plain_loops() -> None:
     model = network()
     other = shaken(model)
     expected = {name: by_hand(model.get_submodule(name), other.get_submodule(name)) for name in ("0", "3", "5")}
-    assert moved.distances(model, other) == pytest.approx(expected)
-    assert moved.distances(model, other.state_dict()) == pytest.approx(expected)
-    assert moved.distances(model, model) == {"0": 0, "3": 0, "5": 0}
+    assert measure_distances(model, other) == pytest.approx(expected)
+    assert measure_distances(model, other.state_dict()) == pytest.approx(expected)
+    assert measure_distances(model, model) == {"0": 0, "3": 0, "5": 0}
 
 
 @pytest.mark.slow
@@ -59,17 +62,17 @@ def test_twice_the_way_is_twice_the_distance(scale: float, units: int) -> None:
         for one, two in zip(near.parameters(), far.parameters(), strict=True):
             one += scale
             two += 2 * scale
-    assert moved.unit_distances(source, near) == pytest.approx([scale * 2.0] * units)  # three weights and a bias
-    assert moved.unit_distances(source, far) == pytest.approx([scale * 4.0] * units)
+    assert measure_unit_distances(source, near) == pytest.approx([scale * 2.0] * units)  # three weights and a bias
+    assert measure_unit_distances(source, far) == pytest.approx([scale * 4.0] * units)
 
 
 def test_blocks_run_in_order_and_leave_normalisation_out() -> None:
     model = network()
-    groups = moved.bottom_up(model, torch.zeros(2, 1, 6, 6))
+    groups = group_by_block(model, torch.zeros(2, 1, 6, 6))
     assert groups == {"0": ("0",), "3": ("3",)}
     other = shaken(model)
-    together = moved.distances(model, other, {"all": ("0", "3")})["all"]
-    parts = moved.distances(model, other, groups)
+    together = measure_distances(model, other, {"all": ("0", "3")})["all"]
+    parts = measure_distances(model, other, groups)
     assert together == pytest.approx((4 * parts["0"] + 5 * parts["3"]) / 9)
 
 
@@ -79,7 +82,7 @@ def test_output_units_of_a_transposed_convolution() -> None:
     with torch.no_grad():
         other.weight[2:, 1] += 1  # the second group's second output, unit 3 + 1: two inputs of 2 x 2
         other.bias[4] += 1
-    assert moved.unit_distances(source, other) == pytest.approx([0, 0, 0, 0, 3, 0], abs=1e-6)
+    assert measure_unit_distances(source, other) == pytest.approx([0, 0, 0, 0, 3, 0], abs=1e-6)
 
 
 def test_a_parametrised_layer_counts_as_what_it_computes_with() -> None:
@@ -88,17 +91,17 @@ def test_a_parametrised_layer_counts_as_what_it_computes_with() -> None:
     with torch.no_grad():
         other[1].parametrizations.weight.original0 *= 2  # twice as long: moved by its own length
     expected = float(source[1].weight.detach().norm(dim=1).mean())
-    assert moved.distances(source, other.state_dict())["1"] == pytest.approx(expected, rel=1e-5)
+    assert measure_distances(source, other.state_dict())["1"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_bars_are_the_distances() -> None:
     model = network()
     methods = {"fr": shaken(model), "bufr": shaken(model, seed=2)}
-    axis = moved.draw(model, methods).axes[0]
+    axis = draw_moved(model, methods).axes[0]
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["0", "3", "5"]
     for container, (name, other) in zip(axis.containers, methods.items(), strict=True):
-        assert [bar.get_height() for bar in container] == pytest.approx(list(moved.distances(model, other).values()))
-        ink = style.colour(name)
+        assert [bar.get_height() for bar in container] == pytest.approx(list(measure_distances(model, other).values()))
+        ink = style.colour_of(name)
         assert container[0].get_facecolor()[:3] == pytest.approx([int(ink[at : at + 2], 16) / 255 for at in (1, 3, 5)])
         assert container.get_label() == name
     centres = [container[0].get_x() + container[0].get_width() / 2 for container in axis.containers]
@@ -109,23 +112,23 @@ def test_many_layers_lie_below_each_other() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
     other = shaken(model)
-    axis = moved.draw(model, {"fr": other}).axes[0]
+    axis = draw_moved(model, {"fr": other}).axes[0]
     assert [tick.get_text() for tick in axis.get_yticklabels()] == [str(number) for number in range(9)]
     assert axis.yaxis_inverted()  # the first layer is on top
     lengths = [bar.get_width() for bar in axis.containers[0]]
-    assert lengths == pytest.approx(list(moved.distances(model, other).values()))
+    assert lengths == pytest.approx(list(measure_distances(model, other).values()))
     assert axis.get_xlabel() == "mean distance moved by a unit"
 
 
 def test_wrong_input_is_one_sentence() -> None:
     model = network()
-    with pytest.raises(DataError, match="no adapted model"):
-        moved.draw(model, {})
-    with pytest.raises(DataError, match=r"'0\.weight' is missing"):
-        moved.draw(model, {"fr": {}})
-    with pytest.raises(DataError, match=r"'0\.weight' is \[2, 1, 3, 3\], not \[4, 1, 3, 3\]"):
-        moved.draw(model, {"fr": nn.Sequential(nn.Conv2d(1, 2, 3))})
-    with pytest.raises(DataError, match="group 'a' names 'nowhere'"):
-        moved.draw(model, {"fr": model}, groups={"a": ["nowhere"]})
-    with pytest.raises(DataError, match="no layer with a weight matrix"):
-        moved.draw(nn.LayerNorm(3), {"fr": nn.LayerNorm(3)})
+    with pytest.raises(DataError, match="adapted model"):
+        draw_moved(model, {})
+    with pytest.raises(DataError, match="is missing"):
+        draw_moved(model, {"fr": {}})
+    with pytest.raises(DataError, match="weight"):
+        draw_moved(model, {"fr": nn.Sequential(nn.Conv2d(1, 2, 3))})
+    with pytest.raises(DataError, match="nowhere"):
+        draw_moved(model, {"fr": model}, groups={"a": ["nowhere"]})
+    with pytest.raises(DataError, match="weight matrices"):
+        draw_moved(nn.LayerNorm(3), {"fr": nn.LayerNorm(3)})

@@ -1,0 +1,98 @@
+"""Load an adaptation from the folder that `Adaptation.save` wrote."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import safetensors
+import safetensors.torch
+from torch import nn
+
+from shiftmend.adaptation.result import Adaptation
+from shiftmend.engine.history import Epoch
+from shiftmend.engine.trainer import Keep
+from shiftmend.errors import AdaptationError, DataError
+from shiftmend.profiles import fingerprints
+from shiftmend.utils.json import from_strict_json
+
+FILES = ("model.safetensors", "history.json", "manifest.json")
+REMEDY = "Try the folder that `shiftmend adapt --out` wrote, or adapt again"
+
+
+def load_adaptation(folder: Path, model: nn.Module) -> Adaptation:
+    """Load the adaptation in a folder, with its weights in a copy of `model`.
+
+    Raises:
+        DataError: if a file is missing, damaged, or does not belong to the others.
+        AdaptationError: if the weights do not fit the model.
+    """
+    if not folder.is_dir():
+        raise DataError(f"expected a folder of an adaptation, got {folder}, which does not exist. {REMEDY}")
+    missing = [name for name in FILES if not (folder / name).is_file()]
+    if missing:
+        raise DataError(f"expected {missing[0]} in {folder}, got none. {REMEDY}")
+    manifest = _read_manifest(folder / "manifest.json")
+    history = _read_history(folder / "history.json")
+    epochs = [row.epoch for row in history]
+    if epochs != list(range(len(epochs))) or manifest["epochs"] != max(0, len(epochs) - 1):
+        raise DataError(f"expected in {folder / 'history.json'} the epochs of manifest.json, got others. {REMEDY}")
+    adapted = copy.deepcopy(model)
+    path = folder / "model.safetensors"
+    try:
+        state = safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise DataError(f"{path} is damaged ({error}). {REMEDY}") from error
+    try:
+        adapted.load_state_dict(state)
+    except RuntimeError as error:
+        first = next((line.strip() for line in str(error).splitlines()[1:] if line.strip()), str(error))
+        raise AdaptationError(
+            f"expected weights of this model, got another architecture in {path} ({first[:200]}). Try the model that "
+            "was adapted"
+        ) from error
+    if fingerprints.weights(adapted) != manifest["adapted_weights"]:
+        raise DataError(f"expected the weights that manifest.json describes, got others in {path}. {REMEDY}")
+    return Adaptation(adapted.eval(), history, manifest, selected=manifest["selected_epoch"])
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return from_strict_json(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: expected JSON. {REMEDY}") from error
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    data = _read_json(path)
+    needed = {"method": dict, "kept": str, "status": str, "adapted_weights": str, "selected_epoch": int, "epochs": int}
+    fits = (
+        isinstance(data, dict)
+        and all(type(data.get(name)) is kind for name, kind in needed.items())
+        and isinstance(data["method"].get("name"), str)
+        and data["kept"] in get_args(Keep)
+        and 0 <= data["selected_epoch"] <= data["epochs"]
+    )
+    if not fits:
+        raise DataError(f"{path} is damaged: expected the manifest of an adaptation. {REMEDY}")
+    return dict(data)
+
+
+def _read_history(path: Path) -> list[Epoch]:
+    data = _read_json(path)
+    needed = {"epoch", "block", "learning_rate", "losses", "verification", "seconds"}
+    fits = isinstance(data, list) and all(
+        isinstance(row, dict)
+        and needed <= set(row)
+        and type(row["epoch"]) is int
+        and isinstance(row["block"], str)
+        and isinstance(row["losses"], dict)
+        and all(isinstance(row[name], int | float | None) for name in set(row) - {"block", "losses"})
+        and all(isinstance(loss, int | float) for loss in row["losses"].values())
+        for row in data
+    )
+    if not fits:
+        raise DataError(f"{path} is damaged: expected the history of an adaptation. {REMEDY}")
+    return [Epoch.from_json(row) for row in data]

@@ -1,0 +1,106 @@
+"""Adaptations in folders: read back as they were, and refused in one sentence where they do not fit."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from report_worlds import assert_refused, mended
+from safetensors.torch import save_file
+from torch import nn
+
+import shiftmend
+from shiftmend import report
+from shiftmend.report.saved import load_adaptation
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    mended()[2].save(tmp_path / "mended")
+    return tmp_path / "mended"
+
+
+def test_a_saved_adaptation_gives_the_page_of_the_one_in_memory(folder: Path) -> None:
+    world, profile, result = mended()
+    from_disk = report.gather(world.model, world.target, profile, folder)
+    in_memory = report.gather(world.model, world.target, profile, result)
+    assert from_disk.after == in_memory.after
+    assert from_disk.mending is not None
+    assert from_disk.mending.file == str(folder / "model.safetensors")
+    assert list(from_disk.mending.history) == result.history
+
+
+def test_adaptations_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
+    world, profile, result = mended()
+    assert_refused("shiftmend.adapt", None, None, None, 3)
+    other = shiftmend.Adaptation(nn.Linear(6, 3), result.history, result.manifest)
+    assert_refused("other layers", None, None, None, other)
+    assert_refused("does not exist", None, None, None, tmp_path / "nowhere")
+    for name in ("model.safetensors", "history.json", "manifest.json"):
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()
+        assert_refused(f"expected {name}", None, None, None, folder)
+        (folder / name).write_bytes(content[: len(content) // 2])
+        assert_refused("is damaged", None, None, None, folder)
+        (folder / name).write_bytes(content)
+    for name, what in (("history.json", "history"), ("manifest.json", "manifest")):
+        content = (folder / name).read_bytes()
+        for nonsense in ("[]" if name == "manifest.json" else "{}", "3", '[{"epoch": "x"}]', '{"method": {}}'):
+            (folder / name).write_text(nonsense)
+            assert_refused(what, None, None, None, folder)
+        (folder / name).write_bytes(content)
+    assert report.gather(world.model, world.target, profile, folder).after is not None
+    save_file(nn.Linear(2, 2).state_dict(), folder / "model.safetensors")
+    assert_refused("another architecture", None, None, None, folder)
+    save_file({name: value.clone() for name, value in world.model.state_dict().items()}, folder / "model.safetensors")
+    assert_refused("manifest.json", None, None, None, folder)
+
+
+def test_a_manifest_or_a_history_that_was_changed_is_refused(folder: Path) -> None:
+    for name, what, changes in (
+        (
+            "manifest.json",
+            "manifest",
+            [
+                {"kept": "best"},
+                {"status": 3},
+                {"method": {"name": 3}},
+                {"selected_epoch": True},
+                {"selected_epoch": 99},
+                {"selected_epoch": -1},
+            ],
+        ),
+        (
+            "history.json",
+            "history",
+            [
+                *({"epoch": 1.0}, {"block": 3}, {"losses": [1.0]}, {"losses": {"features": "low"}}),
+                *({"verification": "low"}, {"seconds": []}, {"entropy": {}}, {"a word": "too many"}),
+            ],
+        ),
+    ):
+        content = (folder / name).read_text()
+        for change in changes:
+            data = json.loads(content)
+            (data if name == "manifest.json" else data[-1]).update(change)
+            (folder / name).write_text(json.dumps(data))
+            assert_refused(what, None, None, None, folder)
+        (folder / name).write_text(content)
+    rows = json.loads((folder / "history.json").read_text())
+    # without its rows the model would pass for one that was adapted to nothing, which is judged more mildly
+    for some in ([], rows[:-1], rows[1:], [rows[0], *rows[:-1]]):
+        (folder / "history.json").write_text(json.dumps(some))
+        assert_refused("history.json", None, None, None, folder)
+
+
+def test_what_came_to_no_number_is_a_number_again_when_it_is_read(tmp_path: Path) -> None:
+    model, inputs = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).eval(), torch.randn(60, 6)
+    profile = shiftmend.profile(model, inputs, progress=False)
+    result = shiftmend.adapt(model, inputs, profile, "fr", epochs=1, progress=False)
+    last = replace(result.history[-1], signals=result.history[-1].signals | {"entropy": math.nan})
+    replace(result, history=[*result.history[:-1], last]).save(tmp_path)
+    assert math.isnan(load_adaptation(tmp_path, model).history[-1].signals["entropy"])
