@@ -10,11 +10,12 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # `python benchmarks/speed` puts the folder itself there
+# `python benchmarks/speed` puts the folder itself on the path.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from shiftmend.errors import ShiftmendError
 from speed import TABLES, report
-from speed.printing import show
+from speed.timing import show
 
 
 def main() -> None:

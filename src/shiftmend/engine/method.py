@@ -102,7 +102,11 @@ class Method:
     name: ClassVar[str]
     trains: ClassVar[bool] = True
     """Whether gradients are involved at all; what does not train takes any model."""
+    adapts: ClassVar[bool] = True
+    """False for the method that leaves every model as it is."""
     needs_profile: ClassVar[bool] = False
+    needs_covariance: ClassVar[bool] = False
+    """Needs a profile with the covariance of the features: `profile(gaussian="full")`."""
     momentum: ClassVar[float] = 0.9
     online: ClassVar[bool] = True
     """Whether it can learn from a stream: one stage, and nothing to know of the samples beforehand."""

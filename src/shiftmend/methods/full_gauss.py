@@ -27,6 +27,7 @@ class FullGauss(Prediction):
 
     name: ClassVar[str] = "full-gauss"
     needs_profile: ClassVar[bool] = True
+    needs_covariance: ClassVar[bool] = True
     shrinkage: float = 0.0
 
     def __post_init__(self) -> None:

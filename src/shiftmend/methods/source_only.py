@@ -15,6 +15,7 @@ class SourceOnly(Method):
 
     name: ClassVar[str] = "source-only"
     trains: ClassVar[bool] = False
+    adapts: ClassVar[bool] = False
     several_processes: ClassVar[bool] = True
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection
 from numbers import Integral, Real
+from types import ModuleType
 from typing import Any
 
 from shiftmend.errors import DataError, ShiftmendError, TapError
 
 _SHORT = 60
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import a module of an optional package; without the package, name the extra that brings it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ShiftmendError(f"Expected the package {package}. Try: pip install 'shiftmend[{extra}]'") from error
 
 
 def kind(value: Any) -> str:

@@ -17,8 +17,7 @@ import pytest
 from shiftmend.cli import main
 from shiftmend.research.bench.benchmark import Benchmark, Cell, Outcome, Result
 from shiftmend.research.bench.plan import plan
-from shiftmend.research.bench.run import STORE
-from shiftmend.research.bench.store import Store
+from shiftmend.research.bench.store import STORE, Store
 from shiftmend.research.bench.suite import find
 
 Accuracy = Callable[[Cell], float]

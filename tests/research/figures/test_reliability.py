@@ -11,7 +11,7 @@ from drawn import assert_nothing_is_cut, assert_same_bytes, footer, result, text
 from shiftmend.errors import DataError
 from shiftmend.evaluation.classification import ClassificationMetrics
 from shiftmend.research.bench.benchmark import Result
-from shiftmend.research.bench.cell import reliability_of
+from shiftmend.research.bench.cell import list_reliability
 from shiftmend.research.figures import reliability
 
 CLASSES = 4
@@ -31,7 +31,7 @@ def predictions(seed: int, count: int = 300, sharpness: float = 2.0) -> tuple[to
 def scored(method: str, shift: str, seed: int, bins: int = 10, **options: Any) -> Result:
     metrics = ClassificationMetrics(bins)
     metrics.update(*predictions(seed + sum(map(ord, method + shift)), **options))
-    return result(method, shift, seed, manifest={"reliability": reliability_of(metrics.compute())})
+    return result(method, shift, seed, manifest={"reliability": list_reliability(metrics.compute())})
 
 
 RESULTS = [

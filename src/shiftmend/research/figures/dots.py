@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from shiftmend.research.bench import footnotes
 from shiftmend.research.bench.benchmark import Result, Which
-from shiftmend.research.bench.grids import Beside, Entry, Grid
+from shiftmend.research.bench.grids import Beside, Grid
+from shiftmend.research.bench.rendering import Entry
 from shiftmend.research.figures import picking, style
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import Tensor
 from shiftmend.errors import DataError
 from shiftmend.inputs.images import Split
 from shiftmend.research.bench.benchmark import CLEAN, Images, Result
-from shiftmend.research.bench.plan import chosen, settings_of, variants_of, with_another_source
+from shiftmend.research.bench.plan import choose, settings_of, variants_of, with_another_source
 from shiftmend.research.bench.resources import inputs_of, labelled
 from shiftmend.research.bench.results import read
 from shiftmend.research.bench.suite import find
@@ -51,7 +51,7 @@ class Wanted:
     def check_shifts(self) -> None:
         if self.shifts is not None:
             benchmark = find(self.benchmark)
-            chosen(self.shifts, (*benchmark.shifts, CLEAN), "shift", benchmark.name)
+            choose(self.shifts, (*benchmark.shifts, CLEAN), "shift", benchmark.name)
 
     def shift(self) -> str:
         """The one shift of a figure that shows one: the first that is named, or the benchmark's first."""
@@ -62,7 +62,7 @@ class Wanted:
         benchmark = find(self.benchmark)
         known = settings_of(benchmark, self.protocol)
         if self.methods:
-            chosen(self.methods, known, "method", f"{benchmark.name}, {self.protocol}")
+            choose(self.methods, known, "method", f"{benchmark.name}, {self.protocol}")
             return list(self.methods)
         first = [name for name, row in known.items() if row.method not in ("source-only", "target-supervised")]
         return [name for name in usual if name in known] or first[: len(usual)] or list(known)[:1]
@@ -105,7 +105,7 @@ def _shots(wanted: Wanted) -> Figure:
     found = find(wanted.benchmark)
     if wanted.methods is not None:
         known = dict.fromkeys(name for settings in found.settings.values() for name in settings)
-        chosen(wanted.methods, known, "method", found.name)
+        choose(wanted.methods, known, "method", found.name)
     wanted.check_shifts()
     seeds = None if wanted.seed is None else [wanted.seed]
     results = [
@@ -244,7 +244,7 @@ def _sheet(wanted: Wanted) -> Figure:
     from shiftmend.research.figures import sheet
 
     found = find(wanted.benchmark)
-    names = list(found.shifts) if wanted.shifts is None else chosen(wanted.shifts, found.shifts, "shift", found.name)
+    names = list(found.shifts) if wanted.shifts is None else choose(wanted.shifts, found.shifts, "shift", found.name)
     targets = {name: found.load_target(name, wanted.root) for name in names}
     first = next(iter(targets.values()))
     rows = {"clean": _some(first.clean)} if first.clean is not None else {}

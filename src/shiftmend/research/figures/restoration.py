@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from shiftmend.errors import DataError
 from shiftmend.research.analysis.correlations import restoration_and_calibration
-from shiftmend.research.bench.benchmark import Result, Which
-from shiftmend.research.bench.grids import SUPERVISED
+from shiftmend.research.bench.benchmark import Result, Which, sees_labels
 from shiftmend.research.figures import picking, style
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def draw(
     seed in common with the rest, unless they are named.
     """
     grid = picking.pick(results, methods, shifts, which=which)
-    labelled = [method for method in grid.methods if method.startswith(SUPERVISED)]
+    labelled = [method for method in grid.methods if sees_labels(method)]
     left_out = {method for method in (*exclude, *labelled) if methods is None or method not in methods}
     dispensable = [method for method in variants if methods is None or method not in methods]
     found = restoration_and_calibration(grid.cells.values(), which, left_out, dispensable)

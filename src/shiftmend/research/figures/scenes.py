@@ -18,8 +18,8 @@ from shiftmend.errors import DataError
 from shiftmend.inputs.feed import Preprocess
 from shiftmend.profiles.profile import Profile
 from shiftmend.research.bench.benchmark import Images, Setting, Target
-from shiftmend.research.bench.plan import chosen, settings_of
-from shiftmend.research.bench.resources import Workshop, inputs_of
+from shiftmend.research.bench.plan import choose, settings_of
+from shiftmend.research.bench.resources import Resources, inputs_of
 from shiftmend.research.bench.suite import find
 
 
@@ -27,7 +27,7 @@ from shiftmend.research.bench.suite import find
 class Scene:
     """The source model of a seed, its profile, and the data of both sides."""
 
-    workshop: Workshop
+    workshop: Resources
     model: nn.Module
     profile: Profile
     source: Images
@@ -91,11 +91,11 @@ def stage(
 ) -> Scene:
     """Take source model and profile from the folder of a run (or make them), and adapt again with each method."""
     found = find(benchmark)
-    (name,) = chosen([shift], found.shifts, "shift", found.name)
+    (name,) = choose([shift], found.shifts, "shift", found.name)
     settings = settings_of(found, protocol)
-    wanted = chosen(list(methods), settings, "method", f"{found.name}, {protocol}") if methods else []
+    wanted = choose(list(methods), settings, "method", f"{found.name}, {protocol}") if methods else []
     number = found.seeds[0] if seed is None else seed
-    workshop = Workshop(found, folder, root, device)
+    workshop = Resources(found, folder, root, device)
     home = found.source_for(Setting("source-only"), name)
     model, _ = workshop.model(home, number)
     profile = workshop.profile(home, number, found.protocols[protocol].temperature)

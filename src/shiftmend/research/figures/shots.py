@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from shiftmend.errors import DataError
 from shiftmend.research.bench import footnotes
 from shiftmend.research.bench.benchmark import CLEAN, Result, Which
-from shiftmend.research.bench.grids import METRICS, Entry, Grid
+from shiftmend.research.bench.grids import METRICS, Grid
+from shiftmend.research.bench.rendering import Entry
 from shiftmend.research.figures import picking, style
 
 if TYPE_CHECKING:
