@@ -1,4 +1,4 @@
-"""How fast this machine adapts: ratios measured in one run, warm, with their spread.
+"""The speed of adaptation on this machine: ratios measured in one run, warm, with their spread.
 
 PYTHONPATH=src python benchmarks/speed [--device cuda] [--only steps,histogram] [--out speed.json] [--json]
 """

@@ -1,4 +1,4 @@
-"""How many cells of a benchmark a GPU gets through in a minute, one after the other and side by side."""
+"""The number of cells of a benchmark that a GPU does in a minute, one after the other and side by side."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PackedTime:
     at_once: int
     cells: int
     seconds: float
-    """From the first to the last, with the start of each thread."""
+    """The time from the first cell to the last, with the start of each thread."""
     cell: Timing
     """Seconds of a cell among the others."""
 

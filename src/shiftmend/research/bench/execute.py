@@ -53,7 +53,7 @@ TASKS_PER_COLLECTION = 16
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker has to know about a run; all of it can travel to another machine."""
+    """The facts about a run that a worker needs; all of them can travel to another machine."""
 
     benchmark: str
     home: str

@@ -66,7 +66,7 @@ class Sizes:
     trained: bool
     """True if the model is the file of a trained one."""
     remark: str = ""
-    """How the source images differ from the published ones."""
+    """The difference between the source images and the published ones."""
 
 
 def measure(benchmark: str, folder: str | os.PathLike[str] | None = None, root: Root = None) -> Sizes:

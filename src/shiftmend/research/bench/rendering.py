@@ -58,7 +58,7 @@ class Row:
     summary: bool = False
     """Sums up the rows above it."""
     counts: bool = False
-    """Has the numbers of seeds of its columns; such a row is a summary too."""
+    """Counts the seeds of its columns; such a row is a summary too."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Table:
 
     title: str
     corner: str
-    """What the labels of the rows name."""
+    """The kind of thing that the labels of the rows name."""
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
     marked: str = ""
-    """What it means to be marked as best; empty where nothing is."""
+    """The meaning of being marked as best; empty where nothing is."""
 
 
 def render(tables: Table | Sequence[Table], format: Format, *, width: int = 100) -> str:

@@ -15,7 +15,6 @@ import csv
 import io
 import json
 import math
-import operator
 import os
 import sqlite3
 from collections import Counter
@@ -321,44 +320,18 @@ def _explain_errors(path: Path) -> Iterator[None]:
 
 def flatten(result: Result) -> dict[str, Value]:
     """Give a result the form of `COLUMNS`, history and manifest as JSON text."""
-    if result.last is None and not result.failed:
-        raise DataError(f"{result.cell}: the result has neither a last outcome nor an error, expected one of them")
-    unknown = sorted(set(result.signals) - set(SIGNALS))
-    if unknown:
-        raise DataError(f"{result.cell}: unknown signals {', '.join(unknown)}; expected some of {', '.join(SIGNALS)}")
     values: dict[str, Any] = asdict(result.cell) | {name: result.signals.get(name) for name in SIGNALS}
     for moment in _MOMENTS:
         outcome: Outcome | None = getattr(result, moment)
         values |= {f"{moment}_{score}": None if outcome is None else getattr(outcome, score) for score in _SCORES}
     values |= {
         "status": "failed" if result.failed else "done",
+        # Messages may quote file names that are not UTF-8.
+        "error": None if result.error is None else result.error.encode("utf-8", "backslashreplace").decode(),
         "history": dumps(result.history, "history"),
         "manifest": dumps(result.manifest, "manifest"),
     }
-    return {
-        name: _convert(values[name] if name in values else getattr(result, name), name, kind)
-        for name, kind in COLUMNS.items()
-    }
-
-
-def _convert(value: Any, name: str, kind: str) -> Value:
-    """Convert a value to the Python type of its column, so that scalars of numpy and torch are kept."""
-    if value is None and name not in REQUIRED:
-        return None
-    try:
-        if kind == "REAL":
-            return float(value)
-        if kind == "INTEGER":
-            number = operator.index(value)
-            if -(2**63) <= number < 2**63:
-                return number
-        elif isinstance(value, str):
-            # Messages may quote file names that are not UTF-8.
-            return value.encode("utf-8", "backslashreplace" if name == "error" else "strict").decode()
-    except (TypeError, ValueError):
-        # An encoding may also fail.
-        pass
-    raise DataError(f"{name} is {value!r}, expected {_TYPE_NAMES[kind]}")
+    return {name: values[name] if name in values else getattr(result, name) for name in COLUMNS}
 
 
 def unflatten(row: Mapping[str, Any]) -> Result:
