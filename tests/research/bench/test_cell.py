@@ -342,7 +342,7 @@ def test_supervised_with_two_sets_uses_both_whole(spy: Spy) -> None:
 def test_supervised_is_never_scored_on_what_it_was_trained_with() -> None:
     for shift, protocol in (("dim", "apart"), ("apart", "offline")):
         error = run("target-supervised", shift, protocol).error
-        assert error.startswith("target-supervised would be scored on what it was trained with"), error
+        assert "scored on what it was trained with" in error, error
         assert done("fr", shift, protocol).last is not None
 
 
@@ -575,7 +575,8 @@ def test_images_without_labels_cannot_be_scored() -> None:
     error = run("fr", load_target=lambda *_: Target(unlabelled, unlabelled)).error
     assert "no labels" in error
     assert (
-        "secret has no labels" in run("fr", "dim", "few-shot-5", load_target=lambda *_: Target(*[unlabelled] * 2)).error
+        "a label for each image of secret"
+        in run("fr", "dim", "few-shot-5", load_target=lambda *_: Target(*[unlabelled] * 2)).error
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import functools
 import gc
 import multiprocessing
@@ -728,7 +727,7 @@ def test_without_a_limit_everything_is_begun() -> None:
 
 @pytest.mark.parametrize("minutes", [0.0, -1.0, float("inf"), float("nan")])
 def test_impossible_limits_are_refused(minutes: float) -> None:
-    with pytest.raises(DataError, match="minutes that a run may take must be a positive number"):
+    with pytest.raises(DataError, match="minutes"):
         TimeLimit(TINY, minutes)
 
 
@@ -740,7 +739,7 @@ def cluster() -> Iterator[Any]:
     """A cluster of two workers as `on_ray` starts it where there is none; tests find it and leave it running."""
     ray = pytest.importorskip("ray", reason="Ray is not installed")
     before = signal.getsignal(signal.SIGTERM)
-    with execution._connected(ray, workers=2):
+    with execution._connect(ray, workers=2):
         assert ray.cluster_resources()["CPU"] == 2
         yield ray
         assert ray.is_initialized()
@@ -811,27 +810,27 @@ def test_what_nobody_waits_for_is_cancelled(cluster: Any, tmp_path: Path, root: 
 def test_files_travel_to_workers_without_a_shared_disk(tmp_path: Path, root: Path) -> None:
     near, far, elsewhere = (tmp_path / name for name in ("near", "far", "elsewhere"))
     task: Task = Preparation("plain", 1, 0.01)
-    pattern = execution._files(TINY, task)
+    pattern = execution._file_pattern(TINY, task)
     job = Job(FILE, str(far), str(root), "cpu")
-    result, files = execution._work_there(job, task, pattern, {})
+    result, files = execution._do_task_on_ray(job, task, pattern, {})
     assert result is None
     assert sorted(Path(name).parent.name for name in files) == ["profiles", "sources"]
     execution._unpack(near, files)
     assert execution._bundle(near, pattern) == files
 
     (cell,) = plan(TINY, methods=["adabn"], shifts=["dark"], seeds=[1])
-    assert execution._files(TINY, cell) == pattern
+    assert execution._file_pattern(TINY, cell) == pattern
     before = {name: (near / name).stat().st_mtime_ns for name in files}
     bundle = execution._bundle(near, pattern)
-    result, made = execution._work_there(Job(FILE, str(elsewhere), str(root), "cpu"), cell, pattern, bundle)
+    result, made = execution._do_task_on_ray(Job(FILE, str(elsewhere), str(root), "cpu"), cell, pattern, bundle)
     assert result is not None
     assert not result.failed
     assert made == {}  # the source model was not trained again
     assert {name: (elsewhere / name).read_bytes() for name in files} == files
-    assert execution._work_there(job, task, pattern, bundle) == (None, {})
+    assert execution._do_task_on_ray(job, task, pattern, bundle) == (None, {})
     execution._unpack(near, files)
     assert {name: (near / name).stat().st_mtime_ns for name in files} == before
-    other = execution._files(TINY, Preparation("plain", 11, 0.01))  # seed 11 is not seed 1
+    other = execution._file_pattern(TINY, Preparation("plain", 11, 0.01))  # seed 11 is not seed 1
     assert execution._bundle(near, other) == {}
 
 
@@ -843,15 +842,9 @@ def test_a_gpu_for_each_task_where_there_are_some() -> None:
 
 
 def test_without_ray(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = builtins.__import__
-
-    def missing(name: str, *arguments: Any, **options: Any) -> Any:
-        if name == "ray":
-            raise ModuleNotFoundError("No module named 'ray'")
-        return found(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ShiftmendError, match=r"^--executor ray needs Ray: pip install 'shiftmend\[ray\]'$"):
+    # None stands for a module that cannot be imported.
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ShiftmendError, match=r"shiftmend\[ray\]"):
         run(FILE, tmp_path / "home", root=root, executor="ray")
 
 
@@ -910,7 +903,7 @@ def test_the_cluster_that_is_named_is_used_and_left_as_it_was_found(
 ) -> None:
     ray, before = Pretended(), signal.getsignal(signal.SIGTERM)
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(KeyboardInterrupt), execution._connected(ray, workers=3):
+    with pytest.raises(KeyboardInterrupt), execution._connect(ray, workers=3):
         raise KeyboardInterrupt
     here = {"address": "local", "num_cpus": 3, "include_dashboard": False}
     assert {name: value for name, value in ray.begun.items() if not name.startswith("log")} == ({} if address else here)
