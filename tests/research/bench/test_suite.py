@@ -344,6 +344,8 @@ PROTOCOLS = {"offline": Offline()}
     [
         ("", "defines no benchmark called OTHER; expected a shiftmend.research.bench.benchmark.Benchmark"),
         ("OTHER = 3", "defines no benchmark called OTHER"),
+        ("import nothing_of_the_kind", "could not be run: ModuleNotFoundError"),
+        ("def (", "could not be run: SyntaxError"),
         (
             "OTHER = replace(MINE, groups={'bad': ('snow',)})",
             "group 'bad' has the shift 'snow', expected some of bright",

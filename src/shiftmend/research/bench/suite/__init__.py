@@ -14,7 +14,7 @@ from shiftmend.methods import METHODS, method
 from shiftmend.profiles.presets import PRESETS
 from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Setting, labelled_methods, sees_labels
 from shiftmend.utils.checks import brief
-from shiftmend.utils.python_files import first_on_path, import_file
+from shiftmend.utils.python_files import first_on_path, import_file, reason
 
 BENCHMARKS = {
     "digits": "digits",
@@ -47,7 +47,10 @@ def _find_in_file(file: Path, attribute: str) -> Benchmark:
     if not file.is_file():
         raise DataError(f"{file} is missing: expected a Python file that defines the benchmark {attribute}")
     with first_on_path(file.resolve().parent):
-        found = getattr(import_file(file), attribute, None)
+        try:
+            found = getattr(import_file(file), attribute, None)
+        except (SyntaxError, ImportError) as error:
+            raise DataError(f"{file} could not be run: {reason(error)}") from error
         if not isinstance(found, Benchmark):
             raise DataError(
                 f"{file} defines no benchmark called {attribute or '(nothing)'}; expected a "
