@@ -23,7 +23,8 @@ from shiftmend.profiles.profile import Profile
 from shiftmend.report.facts import samples_needed
 from shiftmend.report.page import render
 from shiftmend.report.verdicts import state_verdict
-from shiftmend.stats.histograms import Bins, sampling_floor
+from shiftmend.stats.divergences import sampling_floor
+from shiftmend.stats.histograms import Bins
 from shiftmend.verification.verdict import Verification
 
 Array = NDArray[np.float64]
