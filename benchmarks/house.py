@@ -51,50 +51,10 @@ LONGEST_MATCH_WORDS = 4
 """A `match=` of more words than that pins a sentence."""
 
 TOUCHED: dict[str, tuple[int, list[str]]] = {
-    "a verdict signal": (
-        2,
-        [
-            "verification/signals.py",
-            "engine/history.py",
-            "engine/trainer.py",
-            "research/bench/benchmark.py",
-            "research/bench/cell.py",
-            "research/bench/pages.py",
-            "research/analysis/correlations.py",
-            "report/facts.py",
-        ],
-    ),
-    "a statistic in the profile": (
-        2,
-        [
-            "stats/gaussians.py",
-            "profiles/profile.py",
-            "profiles/collect.py",
-            "profiles/serialize.py",
-            "cli/profile.py",
-            "report/facts.py",
-        ],
-    ),
-    "an optimiser": (
-        1,
-        [
-            "engine/method.py",
-            "engine/modes.py",
-            "engine/step.py",
-            "engine/trainer.py",
-            "engine/checkpoint.py",
-            "accelerate/cuda_graphs.py",
-            "accelerate/compile.py",
-            "adaptation/stream.py",
-        ],
-    ),
-    "a report section": (
-        2,
-        [
-            "report/sections.py",
-            "report/templates",
-        ],
-    ),
+    "a verdict signal": (2, ["verification/signals.py", "research/bench/pages.py"]),
+    "a statistic in the profile": (2, ["stats/gaussians.py", "profiles/collect.py"]),
+    "an optimiser": (1, ["methods/fr.py"]),
+    "a report section": (2, ["report/sections.py", "report/templates/verdict.html.j2"]),
 }
 """Files of src/shiftmend to touch, with the aim for their number. Counted by hand: bring it up to date by reading."""
 

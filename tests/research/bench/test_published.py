@@ -6,11 +6,12 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 import pytest
-from shiftmend.research.datasets.shifted import CIFAR_CORRUPTIONS, EMNIST_SHIFTS, MNIST_CORRUPTIONS
 
 from shiftmend.errors import DataError
 from shiftmend.research.bench import published
 from shiftmend.research.bench.published import Figure, figure, is_published, notes
+from shiftmend.research.datasets.cifar import CIFAR_CORRUPTIONS
+from shiftmend.research.datasets.digits import EMNIST_SHIFTS, MNIST_CORRUPTIONS
 
 METHODS = {
     *("source-only", "adabn", "pl", "shot-im", "shot", "tent", "bnm", "bnm-im", "full-gauss", "fr", "bufr"),

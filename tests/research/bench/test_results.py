@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
-from shiftmend.engine.method import facts_of
+from shiftmend.engine.method import describe_method
 from shiftmend.errors import DataError
 from shiftmend.methods import method
 from shiftmend.research.bench import results as reading
@@ -160,7 +160,7 @@ def test_results_are_of_todays_options_and_defaults(file: Path) -> None:
     for result in load_results(file):
         setting = settings_of(benchmark, result.cell.protocol)[result.cell.method]
         options = {**setting.options, **({"labels": [0]} if setting.method == "target-supervised" else {})}
-        today = facts_of(method(setting.method, **options))
+        today = describe_method(method(setting.method, **options))
         assert _but_labels(result.manifest["method"]) == _but_labels(json.loads(json.dumps(today))), result.cell
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from data_layouts import python2_pickle, random_images, rng, write_idx, write_png
-from shiftmend.research.datasets.shifted import EMNIST_SHIFTS
 from torch import Tensor
 
 from shiftmend import shifts
@@ -28,7 +27,7 @@ from shiftmend.research.bench.recipes import AUGMENTATIONS, Recipe, build_untrai
 from shiftmend.research.bench.resources import identify_data
 from shiftmend.research.bench.suite import BENCHMARKS, find, list_problems, mnist_m
 from shiftmend.research.bench.suite.usps import enlarge
-from shiftmend.research.datasets.digits import emnist, mnist
+from shiftmend.research.datasets.digits import EMNIST_SHIFTS, emnist, mnist
 
 PUBLISHED = [name for name in BENCHMARKS if name not in ("digits", "usps")]
 
