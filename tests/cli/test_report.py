@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 from report_worlds import Page
 from safetensors.torch import save_file
-from shiftmend.research.networks.digit_cnn import DigitCNN
 
 from shiftmend.cli import main
+from shiftmend.research.networks import DigitCNN
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for _ in range(5):
             model(images.float() / 127.5 - 1)
     (home / "factory.py").write_text(
-        "from shiftmend.research.networks.digit_cnn import DigitCNN\n"
+        "from shiftmend.research.networks import DigitCNN\n"
         "def make(): return DigitCNN(classes=2, width=4, channels=1, image_size=16)\n"
     )
     save_file(model.state_dict(), home / "w.safetensors")
