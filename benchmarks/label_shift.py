@@ -22,7 +22,7 @@ from torch import Tensor
 
 import shiftmend
 from shiftmend.inputs.images import Split
-from shiftmend.research.bench.resources import Workshop
+from shiftmend.research.bench.resources import Resources
 from shiftmend.research.bench.suite.usps import BENCHMARK, SHIFTS
 from shiftmend.utils.files import write_atomically
 
@@ -45,11 +45,11 @@ def balanced(labels: Tensor, seed: int) -> Tensor:
     return torch.cat([shuffled[labels[shuffled] == digit][:least] for digit in range(10)])
 
 
-def mixed(workshop: Workshop, source: str, seed: int, shares: Tensor) -> shiftmend.Profile:
+def mixed(resources: Resources, source: str, seed: int, shares: Tensor) -> shiftmend.Profile:
     """The source's profile, if its digits had these shares."""
-    model, _ = workshop.model(source, seed)
-    data = workshop.source(source).profiled
-    whole = workshop.profile(source, seed, BENCHMARK.protocols["offline"].temperature)
+    model, _ = resources.model(source, seed)
+    data = resources.source(source).profiled
+    whole = resources.profile(source, seed, BENCHMARK.protocols["offline"].temperature)
     assert isinstance(data, Split)
     parts = [
         shiftmend.profile(
@@ -65,15 +65,15 @@ def mixed(workshop: Workshop, source: str, seed: int, shares: Tensor) -> shiftme
     return shiftmend.Profile.mixture(parts, shares.tolist())
 
 
-def measure(workshop: Workshop, shift: str, method: str, way: str, seed: int) -> dict[str, Any]:
+def measure(resources: Resources, shift: str, method: str, way: str, seed: int) -> dict[str, Any]:
     setting, protocol = BENCHMARK.settings["offline"][method], BENCHMARK.protocols["offline"]
-    source, target = BENCHMARK.source_for(setting, shift), workshop.target(shift)
-    model, _ = workshop.model(source, seed)
+    source, target = BENCHMARK.source_for(setting, shift), resources.target(shift)
+    model, _ = resources.model(source, seed)
     assert isinstance(target.adapt, Split)
     labels, images = labels_of(target.adapt), target.adapt.images
-    profile = workshop.profile(source, seed, protocol.temperature)
+    profile = resources.profile(source, seed, protocol.temperature)
     if way == "mixed profile":
-        profile = mixed(workshop, source, seed, labels.bincount(minlength=10))
+        profile = mixed(resources, source, seed, labels.bincount(minlength=10))
     if way == "balanced target":
         images = images[balanced(labels, seed).to(images.device)]
     result = shiftmend.adapt(
@@ -84,8 +84,8 @@ def measure(workshop: Workshop, shift: str, method: str, way: str, seed: int) ->
         batch_size=protocol.batch_size,
         seed=seed,
         preprocess=BENCHMARK.preprocess,
-        device=workshop.device,
-        autocast=protocol.in_bfloat16(workshop.device),
+        device=resources.device,
+        autocast=protocol.in_bfloat16(resources.device),
         progress=False,
         **setting.options,
     )
@@ -101,7 +101,7 @@ def measure(workshop: Workshop, shift: str, method: str, way: str, seed: int) ->
         "slices": result.after.divergence,
         "verdict": result.after.verdict,
         "seconds": result.manifest["seconds"],
-        "device": str(workshop.device),
+        "device": str(resources.device),
     }
 
 
@@ -115,13 +115,13 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
-    workshop = Workshop(BENCHMARK, options.folder, options.data_root, options.device)
+    resources = Resources(BENCHMARK, options.folder, options.data_root, options.device)
     rows: list[dict[str, Any]] = json.loads(options.out.read_text()) if options.out.exists() else []
     done = {tuple(row[name] for name in KNOWN) for row in rows}
     for place in itertools.product(options.shifts, options.methods, WAYS, options.seeds):
         if place in done:
             continue
-        row = dict(zip(KNOWN, place, strict=True)) | measure(workshop, *place)
+        row = dict(zip(KNOWN, place, strict=True)) | measure(resources, *place)
         rows.append(row)
         write_atomically(options.out, json.dumps(rows, indent=1).encode())
         print(

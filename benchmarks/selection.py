@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 
 from shiftmend.research.bench.benchmark import CLEAN, Cell
-from shiftmend.research.bench.results import stored
+from shiftmend.research.bench.store import load_results
 
 DEFAULT = ("emnist-da", "cifar-10-c", "mnist-c", "mnist-m", "usps")
 METHODS = ("bufr", "fr", "bufr-sliced", "fr-sliced")
@@ -26,7 +26,7 @@ def gains(path: Path, method: str) -> dict[Cell, float]:
     """Points that the selected epoch is better than the last, by cell."""
     return {
         result.cell: round(100 * (result.selected.accuracy - result.last.accuracy), 4)  # exactly 0.05 is not more
-        for result in stored(path)
+        for result in load_results(path)
         if result.selected is not None and result.last is not None
         if (result.cell.method, result.cell.protocol) == (method, "offline") and result.cell.shift != CLEAN
     }

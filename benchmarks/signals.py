@@ -22,7 +22,7 @@ from shiftmend.research.analysis.correlations import HIGH_IS_GOOD, TOGETHER, are
 from shiftmend.research.bench.benchmark import CLEAN, Cell, Result
 from shiftmend.research.bench.footnotes import source_remarks
 from shiftmend.research.bench.pages import verification
-from shiftmend.research.bench.results import stored
+from shiftmend.research.bench.store import load_results
 
 DEFAULT = ("emnist-da", "cifar-10-c", "mnist-c", "mnist-m", "digits")
 SIGNALS = ("slices", "marginals", "entropy", "confidence")
@@ -45,7 +45,7 @@ class Judged:
 
 
 def judged(path: Path) -> Judged:
-    results = [result for result in stored(path) if result.cell.protocol == "offline" and not result.failed]
+    results = [result for result in load_results(path) if result.cell.protocol == "offline" and not result.failed]
     clean = [result for result in results if result.cell.shift == CLEAN and result.cell.method == "source-only"]
     cells = [r for r in results if r.cell.shift != CLEAN and r.cell.method not in OWN_SOURCE]
     good: dict[Cell, bool] = near_clean(cells, clean)

@@ -1,4 +1,4 @@
-"""How fast adaptation is here: tables of things measured in one run, warm, with their spread.
+"""The speed of adaptation here: tables of things measured in one run, warm, with their spread.
 
 Each table is a module with `measure(device, repeats)`, which gives one row after the other, and `table(rows)`, which
 puts them into words.
@@ -24,7 +24,7 @@ from shiftmend.utils.files import said_where, write_atomically
 from speed import compilation, growth, histogram, packing, precision, steps
 from speed.timing import Table
 
-__all__ = ["TABLES", "Table", "chosen", "manifest", "report"]
+__all__ = ["TABLES", "Table", "choose", "manifest", "report"]
 
 
 class _Row(Protocol):
@@ -60,7 +60,7 @@ def report(
     `show` gets each table as soon as it is measured, the machine first; the file `out` is written anew after each row,
     so that a run that was cut off leaves what it had. `repeats` is 5 on a GPU and 3 on a CPU.
     """
-    names, place = chosen(only), resolve_device(device)
+    names, place = choose(only), resolve_device(device)
     if repeats is None:
         repeats = 5 if place.type == "cuda" else 3
     if repeats < 1:
@@ -73,7 +73,8 @@ def report(
         with said_where(out):
             write_atomically(out, (json.dumps(facts, indent=1, allow_nan=False) + "\n").encode())
 
-    note()  # a place that nothing can be written to is better known now than in two minutes
+    # A place that nothing can be written to is better known now than in two minutes.
+    note()
     show = show or (lambda table: None)
     show(Table(notes=(_introduction(facts),)))
     for name in names:
@@ -88,8 +89,8 @@ def report(
     return facts
 
 
-def chosen(only: Iterable[str] | None) -> list[str]:
-    """The tables asked for, in their own order; all if none is."""
+def choose(only: Iterable[str] | None) -> list[str]:
+    """List the tables asked for, in their own order; all by default."""
     wanted = list(TABLES) if only is None else list(only)
     for name in wanted:
         if name not in TABLES:
@@ -102,7 +103,7 @@ def chosen(only: Iterable[str] | None) -> list[str]:
 
 
 def manifest(device: torch.device) -> dict[str, Any]:
-    """What a figure depends on beside the code."""
+    """List what a figure depends on beside the code."""
     facts: dict[str, Any] = {**environment(device), "processor": _processor(), "threads": torch.get_num_threads()}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

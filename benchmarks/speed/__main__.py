@@ -1,4 +1,4 @@
-"""How fast this machine adapts: ratios measured in one run, warm, with their spread.
+"""The speed of adaptation on this machine: ratios measured in one run, warm, with their spread.
 
 PYTHONPATH=src python benchmarks/speed [--device cuda] [--only steps,histogram] [--out speed.json] [--json]
 """
@@ -10,11 +10,12 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # `python benchmarks/speed` puts the folder itself there
+# `python benchmarks/speed` puts the folder itself on the path.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from shiftmend.errors import ShiftmendError
 from speed import TABLES, report
-from speed.printing import show
+from speed.timing import show
 
 
 def main() -> None:

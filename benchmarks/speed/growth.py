@@ -44,7 +44,7 @@ class GrowthTime:
 
 
 def sizes(base: Size) -> dict[str, list[Size]]:
-    """What grows, by its name. More bins under one temperature are softer ones, and other forms may be needed."""
+    """List the sizes by what grows. More bins under one temperature are softer, and other forms may be needed."""
     samples, units, taps = base.samples, base.units, base.taps
     return {
         "samples": [Size(factor * samples, units) for factor in FACTORS],

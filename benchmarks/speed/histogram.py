@@ -40,7 +40,7 @@ class HistogramTimes:
 
     @property
     def bytes(self) -> int:
-        """Of the input."""
+        """The size of the input."""
         return 4 * self.samples * self.units
 
     def facts(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def measure(device: torch.device, repeats: int) -> Iterator[HistogramTimes]:
 def histogram_times(
     samples: int, units: int, device: torch.device, repeats: int, bins: Bins | None = None
 ) -> HistogramTimes:
-    """Of values between 0.1 below and 0.1 above a range from 0 to 1."""
+    """Time histograms of values between 0.1 below and 0.1 above a range from 0 to 1."""
     bins = bins or Bins()
     generator = torch.Generator(device).manual_seed(0)
     values = torch.rand(samples, units, device=device, generator=generator) * 1.2 - 0.1

@@ -1,4 +1,4 @@
-"""How many cells of a benchmark a GPU gets through in a minute, one after the other and side by side."""
+"""The number of cells of a benchmark that a GPU does in a minute, one after the other and side by side."""
 
 from __future__ import annotations
 
@@ -14,37 +14,33 @@ from typing import Any
 import torch
 
 from shiftmend.errors import ShiftmendError
-from shiftmend.inputs.images import Split
-from shiftmend.research.bench.execute import Job, Task, inline, lanes, preparation
+from shiftmend.inputs.images import Split, signed
+from shiftmend.research.bench.benchmark import Benchmark, Offline, Setting, Source, Target
+from shiftmend.research.bench.execute import Job, Task, in_gpu_threads, in_this_process, preparation_for
 from shiftmend.research.bench.plan import plan
+from shiftmend.research.bench.recipes import Recipe
 from shiftmend.research.bench.suite import find
 from speed.timing import Table, Timing, figure
 
 AT_ONCE = (1, 2, 4, 8, 16)
 
+MAX_CELLS, MIN_CELLS = 16, 4
 
-CELLS = 16
-"""That there are at most."""
+CLASSES, SAMPLES, EPOCHS_PER_BLOCK, SCORED_EVERY = 47, 18_800, 8, 5
+"""A cell is as in EMNIST-DA, but for 8 epochs a block instead of 30; with 2, setting up and scoring was most of it."""
 
-
-FEWEST = 4
-
-
-SAMPLES, EPOCHS_PER_BLOCK, SCORED_EVERY = 18_800, 8, 5
-"""Of a cell: as in EMNIST-DA, but for 8 epochs a block instead of 30; with 2, setting up and scoring was most of it."""
-
-
-NOISE = f"{Path(__file__).with_name('noise.py')}:NOISE"
+NOISE = f"{Path(__file__)}:BENCHMARK"
+"""The benchmark below by its name, as anybody's own benchmark is run."""
 
 
 @dataclass(frozen=True)
 class PackedTime:
-    """So many cells at once, as `bench run --workers` has them."""
+    """The time of so many cells at once, as `bench run --workers` has them."""
 
     at_once: int
     cells: int
     seconds: float
-    """From the first to the last, with the start of each lane."""
+    """The time from the first cell to the last, with the start of each thread."""
     cell: Timing
     """Seconds of a cell among the others."""
 
@@ -57,25 +53,25 @@ class PackedTime:
 
 
 def measure(device: torch.device, repeats: int) -> Iterator[PackedTime]:
-    """Each number once: it is the median over cells that is given, whatever `repeats` says."""
+    """Measure each number once: the median is over cells, whatever `repeats` says."""
     if device.type != "cuda":
         return
     yield from packed_times(AT_ONCE, device)
 
 
 def packed_times(at_once: Sequence[int], device: torch.device, benchmark: str = NOISE) -> Iterator[PackedTime]:
-    """Source model, profile and one cell to get warm with come first and are not timed."""
+    """Time cells. Source model, profile and one cell to get warm with come first and are not timed."""
     chosen = find(benchmark)
     cells = plan(chosen)
     with tempfile.TemporaryDirectory() as home:
         job = Job(benchmark, home, device=str(device))
-        with inline(job, _unwatched) as execute:
-            for task, result in execute([preparation(chosen, cells[0]), cells[0]]):
+        with in_this_process(job, _unwatched) as execute:
+            for task, result in execute([preparation_for(chosen, cells[0]), cells[0]]):
                 _refuse_failed(task, result)
         for count in at_once:
-            some = cells[: max(FEWEST, count)]
+            some = cells[: max(MIN_CELLS, count)]
             seconds = []
-            with inline(job, _unwatched) if count == 1 else lanes(job, _unwatched, count) as execute:
+            with in_this_process(job, _unwatched) if count == 1 else in_gpu_threads(job, _unwatched, count) as execute:
                 started = time.perf_counter()
                 for task, result in execute(some):
                     seconds.append(_refuse_failed(task, result))
@@ -101,7 +97,7 @@ def table(rows: Sequence[PackedTime]) -> Table:
 
 @functools.cache
 def random_images(samples: int, classes: int) -> Split:
-    """Made once: its making is nobody's speed."""
+    """Draw images, once: drawing them is nobody's speed."""
     generator = torch.Generator().manual_seed(samples)
     images = torch.randint(0, 256, (samples, 3, 28, 28), generator=generator, dtype=torch.uint8)
     labels = torch.randint(0, classes, (samples,), generator=generator)
@@ -109,11 +105,49 @@ def random_images(samples: int, classes: int) -> Split:
 
 
 def _unwatched(task: Task, done: int, total: int) -> None:
-    """Nobody looks at the progress."""
+    """Ignore progress."""
 
 
 def _refuse_failed(task: Task, result: Any) -> float:
-    """Seconds of a cell; a figure in which some failed would say nothing."""
+    """Return the seconds of a cell; a figure in which some failed would say nothing."""
     if result is not None and result.failed:
         raise ShiftmendError(f"{task} failed while speed was measured: {result.error}")
     return 0.0 if result is None else float(result.seconds)
+
+
+def make_benchmark(
+    samples: int = SAMPLES,
+    epochs_per_block: int = EPOCHS_PER_BLOCK,
+    width: int = 64,
+    batch: int = 256,
+    learning_rate: float = 0.01,
+) -> Benchmark:
+    """Make a benchmark of random images, in which every cell is one BUFR adaptation of the paper's CNN."""
+
+    def load_source(source: str, root: object) -> Source:
+        home = random_images(min(samples, 2048), CLASSES)
+        return Source(home, home, home)
+
+    def load_target(shift: str, root: object) -> Target:
+        away = random_images(samples, CLASSES)
+        return Target(away, away, away)
+
+    setting = Setting("bufr", {"epochs_per_block": epochs_per_block, "learning_rate": learning_rate})
+    network = {"classes": CLASSES, "width": width}
+    return Benchmark(
+        name="noise",
+        title="random images",
+        shifts=("none",),
+        groups={},
+        sources={"plain": Recipe(network="digit-cnn", options=network, epochs=1, batch_size=batch)},
+        protocols={"offline": Offline(batch_size=batch, score_every=SCORED_EVERY, autocast=True)},
+        settings={"offline": {f"cell-{number}": setting for number in range(MAX_CELLS)}},
+        load_source=load_source,
+        load_target=load_target,
+        origin=lambda shift, root: "own",
+        preprocess=signed,
+        seeds=(1,),
+    )
+
+
+BENCHMARK = make_benchmark()

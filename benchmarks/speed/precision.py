@@ -15,7 +15,7 @@ LAYOUTS = {"NCHW": torch.contiguous_format, "channels last": torch.channels_last
 
 
 PRECISIONS = {"float32": False, "bfloat16": True}
-"""By whether autocast is on."""
+"""Names of the precisions; True has autocast on."""
 
 
 COMBINATIONS = [(precision, layout) for precision in PRECISIONS for layout in LAYOUTS]
@@ -30,7 +30,7 @@ class PrecisionTime:
     layout: str
     time: Timing
     device: str
-    """Its kind."""
+    """The type of the device, such as `cuda`."""
 
     def facts(self) -> dict[str, Any]:
         return asdict(self) | {"images": self.workload.batch / self.time.median}
@@ -68,7 +68,7 @@ def table(rows: Sequence[PrecisionTime]) -> Table:
 
 
 def tensor_float() -> dict[str, bool]:
-    """Whether what is called float32 keeps 10 bits behind the point only, on GPUs that have such units."""
+    """Tell where float32 is run as TF32, which keeps 10 bits behind the point only, on GPUs that have such units."""
     return {
         "tf32_convolutions": torch.backends.cudnn.allow_tf32,
         "tf32_products": torch.backends.cuda.matmul.allow_tf32,

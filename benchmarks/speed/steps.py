@@ -65,7 +65,7 @@ class Scene:
 
     @property
     def steps(self) -> int:
-        """Of an epoch."""
+        """The number of steps in an epoch."""
         return self.work.samples // self.work.batch
 
 
@@ -115,7 +115,7 @@ def time_step(
     capture: bool = True,
     repeats: int,
 ) -> Timing:
-    """Of whole epochs, divided by the number of their steps."""
+    """Time whole epochs, divided by the number of their steps."""
     precision = under(stage, autocast, ours=capture)
     steps = Steps(stage.model, stage.feed, stage.taps, objective, sgd(stage), precision=precision, capture=capture)
     return epoch_time(steps, repeats, targets) / stage.steps
@@ -141,7 +141,7 @@ def under(stage: Scene, autocast: bool, ours: bool = True) -> Precision:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Of one workload: seconds a step of each loop, and what follows from them."""
+    """The seconds a step of each loop on one workload, and what follows from them."""
 
     workload: Workload
     autocast: bool
@@ -151,7 +151,7 @@ class StepTimes:
     supervised: Timing
     """Cross-entropy with everything else as in ours: the floor."""
     flops: float
-    """Of a step."""
+    """The operations of a step."""
     throughput: float
     """Operations a second of a large matrix product here, in the precision of the step."""
     peak_memory: int | None
@@ -172,7 +172,7 @@ class StepTimes:
 
     @property
     def share(self) -> float:
-        """Of the chip's throughput."""
+        """The share of the chip's throughput."""
         return self.flops / self.ours.median / self.throughput
 
     def facts(self) -> dict[str, Any]:

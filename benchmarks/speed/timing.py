@@ -1,4 +1,4 @@
-"""What all measurements share: how time and memory are taken, and what a table is."""
+"""Time and memory of a function, and tables of what was measured."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ import torch
 
 Run = Callable[[], Any]
 
-
 WARM_UP = 3
-"""Runs before a capture, as in `captures.py`."""
+"""Runs before a capture, as in `shiftmend.accelerate.cuda_graphs`."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,32 @@ class Table:
     notes: tuple[str, ...] = ()
 
 
+WIDTH = 150
+"""Characters in a line where there is no terminal that says how many it has."""
+
+
+def show(table: Table) -> None:
+    """Print a table. Nothing is cut off: what is too wide goes on in the next line."""
+    from rich.console import Console
+    from rich.table import Table as Grid
+
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = WIDTH
+    if table.titles:
+        grid = Grid(box=None, pad_edge=False, header_style="bold")
+        for title in table.titles:
+            grid.add_column(title, overflow="fold")
+        for row in table.rows:
+            grid.add_row(*row)
+        console.print(grid, soft_wrap=False)
+    for note in table.notes:
+        console.print(note, markup=False)
+    console.print()
+
+
 def figure(value: float) -> str:
-    """Three digits that count, and all of those before the point."""
+    """Write three digits that count, and all of those before the point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
@@ -58,7 +81,7 @@ def mebibytes(count: int) -> str:
 
 
 def timed(run: Run, device: torch.device, *, repeats: int, inner: int = 1) -> Timing:
-    """Warm, then `repeats` measurements of `inner` runs each; seconds of one run."""
+    """Run once to get warm, then measure `inner` runs `repeats` times; the seconds are those of one run."""
     run()
     wait(device)
     seconds = []
@@ -72,14 +95,14 @@ def timed(run: Run, device: torch.device, *, repeats: int, inner: int = 1) -> Ti
 
 
 def timed_on_device(run: Run, device: torch.device, *, repeats: int, inner: int = 1) -> Timing:
-    """`timed`, but on CUDA without the time that Python needs to launch kernels, as it is inside a captured step."""
+    """Measure as `timed` does, but on CUDA without the time that Python needs to launch kernels."""
     if device.type != "cuda":
         return timed(run, device, repeats=repeats, inner=inner)
     return timed(captured(run, device, inner), device, repeats=repeats) / inner
 
 
 def captured(run: Run, device: torch.device, inner: int = 1) -> Run:
-    """Replays so many runs, captured as one CUDA graph."""
+    """Capture so many runs as one CUDA graph and return its replay."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -105,7 +128,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def memory_of(run: Run, device: torch.device) -> int | None:
-    """Bytes of tensors that a run needs at most beyond what was there before; None where nobody counts them."""
+    """Measure the bytes of tensors that a run needs at most beyond what was there; None where nobody counts them."""
     if device.type == "cuda":
         forget_peak(device)
         before = torch.cuda.memory_allocated(device)
@@ -116,9 +139,9 @@ def memory_of(run: Run, device: torch.device) -> int | None:
 
 
 def _memory_on_cpu(run: Run) -> int:
-    """By the profiler, which sees every tensor come and go; what the system says moves with malloc's habits."""
+    """Measure by the profiler, which sees every tensor come and go; the system's figures move with malloc's habits."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    # some versions of the profiler announce their start and their end, and know no way to be told not to
+    # Some versions of the profiler announce their start and their end, and cannot be told not to.
     with _silent_errors(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         kept = run()
     with tempfile.TemporaryDirectory() as folder:
@@ -136,7 +159,7 @@ def _memory_on_cpu(run: Run) -> int:
 
 @contextmanager
 def _silent_errors() -> Iterator[None]:
-    """Nothing reaches standard error, not even from C++."""
+    """Keep everything from standard error, even from C++."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:
@@ -149,7 +172,7 @@ def _silent_errors() -> Iterator[None]:
 
 
 def matrix_throughput(device: torch.device, dtype: torch.dtype, *, repeats: int) -> float:
-    """Operations a second of one large matrix product, at its best: what the chip really gives."""
+    """Measure the operations a second of one large matrix product, at its best: what the chip really gives."""
     size = 8192 if device.type == "cuda" else 1024
     one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return 2 * size**3 / timed(lambda: one @ other, device, repeats=repeats, inner=5).low

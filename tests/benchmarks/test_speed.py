@@ -261,9 +261,9 @@ def test_growth_is_told_as_a_ratio_to_the_base() -> None:
 @pytest.fixture
 def small(tmp_path: Path) -> str:
     """Cells of a second, and one kind that fails."""
-    text = "from speed.noise import benchmark\n"
-    text += "SMALL = benchmark(samples=96, epochs_per_block=1, width=2, batch=32)\n"
-    text += "DOOMED = benchmark(samples=96, epochs_per_block=1, width=2, batch=32, learning_rate=1e30)\n"
+    text = "from speed.packing import make_benchmark\n"
+    text += "SMALL = make_benchmark(samples=96, epochs_per_block=1, width=2, batch=32)\n"
+    text += "DOOMED = make_benchmark(samples=96, epochs_per_block=1, width=2, batch=32, learning_rate=1e30)\n"
     (tmp_path / "small.py").write_text(text)
     return f"{tmp_path / 'small.py'}:"
 
@@ -271,7 +271,7 @@ def small(tmp_path: Path) -> str:
 @pytest.mark.slow
 def test_cells_are_counted_by_the_minute(small: str) -> None:
     (found,) = packing.packed_times([1], CPU, f"{small}SMALL")
-    assert (found.at_once, found.cells) == (1, packing.FEWEST)
+    assert (found.at_once, found.cells) == (1, packing.MIN_CELLS)
     assert found.a_minute == 60 * 4 / found.seconds
     assert found.cell.low <= found.cell.median <= found.cell.high
     assert 4 * found.cell.low <= found.seconds
@@ -362,8 +362,8 @@ def test_wrong_wishes_are_refused_before_anything_is_measured(tmp_path: Path) ->
         speed.report("cpu", ["packed"], repeats=0)
     with pytest.raises(DataError, match="cannot be written"):
         speed.report("cpu", ["packed"], out=tmp_path)
-    assert speed.chosen(["growth", "steps"]) == ["steps", "growth"]
-    assert speed.chosen(None) == ["steps", "precision", "compiled", "histogram", "packed", "growth"]
+    assert speed.choose(["growth", "steps"]) == ["steps", "growth"]
+    assert speed.choose(None) == ["steps", "precision", "compiled", "histogram", "packed", "growth"]
 
 
 @pytest.mark.slow

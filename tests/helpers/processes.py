@@ -15,7 +15,7 @@ def silent(task: Task, done: int, total: int) -> None:
 
 
 def eventually(condition: Callable[[], object], process: Popen[str] | None = None, seconds: float = 60.0) -> bool:
-    """Whether it comes true in time, and before the process ends."""
+    """Wait until the condition holds; False if it does not in time, or the process ends first."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end or (process is not None and process.poll() is not None):
@@ -25,7 +25,7 @@ def eventually(condition: Callable[[], object], process: Popen[str] | None = Non
 
 
 def alive(pid: int) -> bool:
-    """Still running: one that has ended may wait for its parent to ask about it."""
+    """Tell if a process still runs: an ended one may wait for its parent to ask about it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -33,5 +33,5 @@ def alive(pid: int) -> bool:
 
 
 def seen(root: Path) -> set[int]:
-    """The processes that have loaded data."""
+    """List the processes that have loaded data."""
     return {int(file.name.rpartition("-")[2]) for file in root.glob("seen/*")}

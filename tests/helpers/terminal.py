@@ -51,7 +51,7 @@ class Terminal:
         os.write(self._outer, text.encode())
 
     def screen(self) -> str:
-        """What is to be read there now."""
+        """Read the screen as it is now."""
         lines, row = [""], 0
         for part in re.split(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)", self.everything):
             if part == "\n":

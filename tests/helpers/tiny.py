@@ -118,7 +118,7 @@ TINY = Benchmark(
 )
 _OTHER = {**TINY.settings["offline"], "fr": Setting("fr", {"epochs": 4, "learning_rate": 0.2})}
 OTHER_RATE = replace(TINY, settings={**TINY.settings, "offline": _OTHER})
-"""The same with another setting of FR."""
+"""`TINY` with another setting of FR."""
 _GENTLY = {
     "adabn": Setting("adabn"),
     "fr": Setting("fr", {"epochs": 4, "learning_rate": 1e-3}),

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
+from small_worlds import BENCHMARK
 
 from shiftmend.errors import DataError
 from shiftmend.research.bench import footnotes, tables
 from shiftmend.research.bench import pages as label_free
-from shiftmend.research.bench import tables as tabular
 from shiftmend.research.bench.benchmark import SIGNALS, Cell, Outcome, Result
-from shiftmend.research.bench.pages import Part, page
+from shiftmend.research.bench.pages import (
+    Part,
+    few_verdicts,
+    page,
+    restoration,
+    sanity,
+    signals,
+    slices,
+    variants,
+    verification,
+)
 from shiftmend.research.bench.plan import plan
 from shiftmend.research.bench.published import figure
-from shiftmend.research.bench.results import read
+from shiftmend.research.bench.rendering import Table
+from shiftmend.research.bench.results import Reading, read
 from shiftmend.research.bench.store import to_compact
 from shiftmend.research.bench.suite import find
 
@@ -369,12 +383,335 @@ def test_two_tables_become_one() -> None:
     results = [made(cell, "published", 0.5) for cell in cells]
     asked = {"benchmark": "emnist-da", "protocol": "offline", "methods": ["fr"], "shifts": find("emnist-da").shifts}
     paper, again, none = (tables.summary(results, **asked, beside=side) for side in ("paper", "re-run", None))  # type: ignore[arg-type]
-    both = tabular.beside_both(paper, again)
+    both = tables.beside_both(paper, again)
     assert [column.title for column in both.columns] == ["ours", "paper", "ours - paper", "re-run", "ours - re-run"]
     assert both.rows[0].entries == (*paper.rows[0].entries, *again.rows[0].entries[1:])
     assert set(both.notes) == {*paper.notes, *again.notes}
     assert len(both.notes) == len(set(both.notes)) > len(paper.notes) > 1
-    assert [column.title for column in tabular.beside_both(paper, none).columns] == ["ours", "paper", "ours - paper"]
-    assert [column.title for column in tabular.beside_both(none, again).columns] == ["ours", "re-run", "ours - re-run"]
-    with pytest.raises(DataError, match="at least one"):
-        tables.across(results, benchmark="emnist-da", protocols={}, methods=["fr"], shifts=["sky"])
+    assert [column.title for column in tables.beside_both(paper, none).columns] == ["ours", "paper", "ours - paper"]
+    assert [column.title for column in tables.beside_both(none, again).columns] == ["ours", "re-run", "ours - re-run"]
+
+
+# ---- What a page says of options, of restoring features and of the model without adaptation, worked out by hand
+
+SEEDS = (123, 234, 345)
+
+
+def result(
+    method: str, shift: str, seed: int, accuracy: float, ece: float = 0.1, distance: float | None = 1.0
+) -> Result:
+    outcome = Outcome(1, accuracy, ece, 0.1, 0.1, 0.1)
+    return Result(Cell("", "offline", method, shift, seed, method), "own", outcome, restoration_distance=distance)
+
+
+def part(benchmark: str, results: Sequence[Result]) -> Part:
+    named = [replace(one, cell=replace(one.cell, benchmark=benchmark)) for one in results]
+    return Part("offline", Reading(find(benchmark), [one.cell for one in named], named, [], 0))
+
+
+def published(benchmark: str, metric: str, method: str, shift: str = "all", source: str = "paper") -> float:
+    found = figure(benchmark, "offline", metric, method, shift, source)
+    assert found is not None
+    return found.mean
+
+
+def test_a_variant_stands_beside_its_method_and_the_papers_difference() -> None:
+    """Worse on the first shift, no different on the second, better on all others."""
+    shifts = find("cifar-10-c").shifts
+    noise = np.random.default_rng(0).normal(0, 0.001, (2, len(shifts), len(SEEDS)))
+    gains = np.full(len(shifts), 0.2)
+    gains[:2] = -0.2, 0.0
+    scores = {"fr": 0.5 + noise[0], "fr-features": 0.5 + gains[:, None] + noise[1]}
+    results = [
+        result(method, shift, seed, float(values[i, k]))
+        for method, values in scores.items()
+        for i, shift in enumerate(shifts)
+        for k, seed in enumerate(SEEDS)
+    ]
+    (table,) = variants(part("cifar-10-c", results))
+    assert isinstance(table, Table)
+    [row] = table.rows
+    against, seeds, points, paper, chance, verdict, counted = row.entries
+    differences = 100 * (scores["fr-features"] - scores["fr"])
+    assert (row.label, against.text, seeds.value) == ("fr-features", "fr", 3)
+    assert (points.value, points.deviation) == pytest.approx(
+        (differences.mean(), differences.mean(axis=0).std(ddof=1)), abs=1e-9
+    )
+    there = [published("cifar-10-c", "accuracy", name) for name in ("fr-features", "fr")]
+    assert paper.value == pytest.approx(100 * (there[0] - there[1]))
+    assert (chance.value, chance.text, verdict.text) == (None, "< 0.001", "fr-features better")
+    assert counted.text == f"{len(shifts) - 2} / 1 / 1"
+    assert len(table.notes) == 1
+    # a seed that lacks a shift is in no mean, and neither are those of one method alone
+    lone = [result("fr", shift, 1, 0.9) for shift in shifts]
+    some = [result(method, shifts[0], 7, 0.9) for method in scores]
+    (cut,) = variants(part("cifar-10-c", [*results, *lone, *some]))
+    assert isinstance(cut, Table)
+    assert cut.rows[0].entries[:4] == row.entries[:4]
+    assert cut.notes[1:] == ("fr-features: without seeds that lack shifts (7)",)
+    failed = [replace(one, last=None, error="out of memory") for one in results if one.cell.method == "fr-features"]
+    assert variants(part("cifar-10-c", [*(one for one in results if one.cell.method == "fr"), *failed])) == []
+
+
+def test_a_chance_is_printed_unless_it_would_be_none() -> None:
+    gains = (0.01, 0.02, 0.06)
+    results = [
+        result(method, shift, seed, 0.5 + (gain if method == "fr-sliced" else 0.0))
+        for method in ("fr", "fr-sliced")
+        for shift in find("usps").shifts
+        for seed, gain in zip(SEEDS, gains, strict=True)
+    ]
+    (table,) = slices(part("usps", results))
+    assert isinstance(table, Table)
+    p = stats.ttest_1samp(gains, 0).pvalue
+    assert [row.summary for row in table.rows] == [False, False, True]
+    assert [row.entries[2].value for row in table.rows] == pytest.approx([p] * 3)
+    assert [row.entries[3].value for row in table.rows] == pytest.approx([min(1, 2 * p)] * 2 + [p])
+    assert [row.entries[1].value for row in table.rows] == pytest.approx([3.0] * 3)
+
+
+def test_restoration_is_in_the_order_of_the_distances_beside_the_papers_figures() -> None:
+    ours = {"pl": (2.5, 0.3), "bufr": (1.5, 0.06), "fr": (1.0, 0.05), "fr-sliced": (3.0, 0.04)}
+    results = [
+        result(method, shift, seed, 0.5, ece + sign * 0.01, distance + sign / 2)
+        for method, (distance, ece) in ours.items()
+        for shift, sign in (("sky", 1), ("fog", -1))
+        for seed in SEEDS
+    ]
+    others = [result(method, "sky", 123, 0.5, 0.0, 0.0) for method in ("shot", "target-supervised")]
+    said, table = restoration(part("emnist-da", [*results, *others, result("bnm", "sky", 123, 0.5, distance=None)]))
+    assert isinstance(table, Table)
+    order = ["fr", "bufr", "pl", "fr-sliced"]
+    assert [row.label for row in table.rows] == order
+    for row in table.rows:
+        distance, ece = ours[row.label]
+        known = [
+            None if row.label == "fr-sliced" else scale * published("emnist-da", metric, row.label)
+            for metric, scale in (("restoration_distance", 1), ("ece", 100))
+        ]
+        assert [entry.value for entry in row.entries] == pytest.approx([distance, 100 * ece, *known])
+    # ranks 1 2 3 4 against 2 3 4 1; bufr, fr and pl are in one order by both in the paper
+    assert said == (
+        "Spearman's rank correlation of the two over methods: -0.20 (4 methods); "
+        "of the paper's figures for the same methods: +1.00 (3 methods)."
+    )
+    assert table.notes[0].startswith("means over the 6 pairs of shift and seed that every method has done")
+
+
+def test_restoration_compares_methods_though_their_variants_have_other_seeds() -> None:
+    results = [result(method, "fog", 123, 0.5, 0.1, distance) for method, distance in (("fr", 1.0), ("bufr", 2.0))]
+    _, table = restoration(part("emnist-da", [*results, result("fr-sliced", "fog", 234, 0.5, 0.1, 0.5)]))
+    assert isinstance(table, Table)
+    assert [row.label for row in table.rows] == ["fr", "bufr"]
+    assert "; without fr-sliced, for lack of common seeds" in table.notes[0]
+    assert len(restoration(part("emnist-da", [*results, result("pl", "fog", 234, 0.5, 0.1, 0.5)]))) == 1
+
+
+@pytest.mark.parametrize("off", [0.11, -0.11])
+def test_only_the_model_without_adaptation_is_held_against_the_published_one(off: float) -> None:
+    shifts = find("emnist-da").shifts
+    there = {shift: published("emnist-da", "accuracy", "source-only", shift, "re-run") for shift in shifts}
+    results = [result("source-only", s, 123, there[s] + (off if s == "fog" else 0.09)) for s in shifts]
+    results += [result("fr", shift, 123, 0.01) for shift in shifts]
+    said, table = sanity(part("emnist-da", results))
+    assert said == "Source-only accuracy lies within 10 points of the authors' re-run on 12 of 13 shifts."
+    assert isinstance(table, Table)
+    [fog] = table.rows
+    assert [entry.value for entry in fog.entries] == pytest.approx(
+        [100 * (there["fog"] + off), 100 * there["fog"], 100 * off]
+    )
+
+
+# ---- What is said of cells without their labels: every figure of the tables worked out by hand
+
+JUDGED = {"floor": 0.0001, "samples": 1000}
+CELLS = (  # method, shift, accuracy, divergence of the slices
+    ("source-only", "dim", 0.5, 0.5),
+    ("fr", "dim", 0.85, 0.002),
+    ("bufr", "dim", 0.78, 0.004),
+    ("shot", "dim", 0.86, 0.001),  # from a source model of its own
+    ("target-supervised", "dim", 0.95, 0.001),
+    ("source-only", "inverse", 0.82, 0.0025),
+    ("fr", "inverse", 0.3, 0.7),
+    ("bufr", "inverse", 0.88, 0.002),
+)
+
+
+def judged_result(
+    method: str, shift: str, accuracy: float, slices: float, seed: int = 1, protocol: str = "offline", **after: Any
+) -> Result:
+    """Confidence tells the accuracy, entropy tells the opposite of what it should."""
+    told = {"slices": slices, "marginals": 2 * slices, "entropy": accuracy, "confidence": accuracy}
+    manifest = {"method": {"name": method.removesuffix("-sliced")}, "verification": {"after": JUDGED | after}}
+    cell = Cell("small", protocol, method, shift, seed, method)
+    return Result(cell, "own", Outcome(1, accuracy, 0.1, 0.1, 0.1, 0.1), signals=told, manifest=manifest)
+
+
+AT_HOME = [judged_result("source-only", "clean", 0.9, 0.0)]  # of the first seed alone
+
+
+def judged_part(
+    results: Sequence[Result], protocol: str = "offline", clean: Sequence[Result] = AT_HOME, **changes: Any
+) -> Part:
+    cells = [one.cell for one in results]
+    return Part(protocol, Reading(replace(BENCHMARK, **changes), cells, list(results), list(clean), 0))
+
+
+def shown(table: object) -> dict[str, list[object]]:
+    """The rows of a table, numbers to a hundredth."""
+    assert isinstance(table, Table)
+    return {
+        row.label: [entry.text or (None if entry.value is None else round(entry.value, 2)) for entry in row.entries]
+        for row in table.rows
+    }
+
+
+def test_every_figure_of_the_signals() -> None:
+    made = [judged_result(*cell) for cell in CELLS]
+    another_seed = judged_result("fr", "dim", 0.1, 0.9, seed=2)
+    correlated, near, better, verdicts = signals(judged_part([*made, another_seed]))
+    # of eight cells, without the supervised one; over all of them two divergences are equal: -40 / sqrt(42 * 41.5)
+    assert shown(correlated)["confidence"] == [1.0, 2, 1.0, 8]
+    assert shown(correlated)["entropy"] == [1.0, 2, 1.0, 8]
+    assert shown(correlated)["slices"] == [-1.0, 2, -0.96, 8]
+
+    # good: 0.85, 0.82 and 0.88, of 0.9 at home; held out, each shift's threshold is half way between the other's kinds,
+    # which lets one of three bad ones through
+    held_out = [83.33, 33.33, 0.0]
+    assert shown(near) == {
+        "slices": [1.0, "≤ 0.00325", 100.0, *held_out],
+        "marginals": [1.0, "≤ 0.0065", 100.0, *held_out],
+        "entropy": [0.0, "never", 50.0, 50.0, 0.0, 100.0],
+        "confidence": [1.0, "≥ 0.8", 100.0, *held_out],
+        "slices and marginals": [None, "slices ≤ 0.00325 and marginals ≤ 0.0065", 100.0, *held_out],
+    }
+    assert isinstance(near, Table)
+    assert [(column.heading, column.title, column.digits) for column in near.columns] == [
+        ("", "AUC", 2),
+        ("", "accept if", 1),
+        ("", "balanced accuracy", 1),
+        ("held-out shifts", "balanced accuracy", 1),
+        ("held-out shifts", "bad ones accepted", 1),
+        ("held-out shifts", "good ones rejected", 1),
+    ]
+    meaning = "accuracy at most 10 points below that of the source model on clean images"
+    said = f"good: {meaning} (left out: 1 cells that start from another model)"
+    assert near.notes[0] == f"{said}; cells that are: 3, that are not: 3"
+    assert near.notes[-1] == "cells of the rarer kind: 3; read with care"
+    assert isinstance(better, Table)
+    assert better.notes[0].endswith("cells that are: 4, that are not: 1")
+    # bufr on dim is the one that is taken for good
+    assert shown(verdicts) == {"restored": [3, 1], "not restored": [0, 2]}
+    assert isinstance(verdicts, Table)
+    assert verdicts.notes == (said,)
+
+
+def test_a_signal_that_was_not_measured_judges_nothing() -> None:
+    made = [judged_result(*cell) for cell in CELLS]
+    near = signals(judged_part([replace(one, signals={"slices": one.signals["slices"]}) for one in made]))[1]
+    assert {name: row for name, row in shown(near).items() if name != "slices"} == dict.fromkeys(
+        ("marginals", "entropy", "confidence", "slices and marginals"), [None] * 6
+    )
+
+
+def test_what_a_correlation_leaves_out_is_said() -> None:
+    """A run that has diverged has no signal to rank."""
+    made = [judged_result(*cell) for cell in CELLS]
+    diverged = replace(judged_result("fr", "dim", 0.1, 0.9, seed=2), signals={"slices": math.nan, "entropy": 0.5})
+    correlated = signals(judged_part([*made, diverged]))[0]
+    assert [row[3] for row in shown(correlated).values()] == [7, 7, 8, 7]
+    assert isinstance(correlated, Table)
+    assert correlated.notes[1:] == ("slices: left out 1 whose signal or accuracy is not a number",)
+    unmeasured = signals(judged_part([replace(one, signals={"slices": one.signals["slices"]}) for one in made]))[0]
+    assert isinstance(unmeasured, Table)
+    assert unmeasured.notes[1] == "marginals: too few points, expected at least 3"
+    whole = signals(judged_part(made))[0]
+    assert isinstance(whole, Table)
+    assert len(whole.notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("clean", "said"), [((), "0 cells are good and 0 bad"), ((1.1,), "0 cells are good and 6 bad"), ((0.1,), "6 cells")]
+)
+def test_one_kind_alone_leaves_nothing_to_tell_apart(clean: Sequence[float], said: str) -> None:
+    at_home = [judged_result("source-only", "clean", accuracy, 0.0) for accuracy in clean]
+    _, near, better, *verdicts = signals(judged_part([judged_result(*cell) for cell in CELLS], clean=at_home))
+    assert isinstance(near, str)
+    assert f": {said}" in near
+    assert isinstance(better, Table)
+    assert len(verdicts) == len(clean)  # with cells that are neither good nor bad there is nothing to count
+
+
+def test_ten_cells_of_a_kind_need_no_warning() -> None:
+    def made(number: int) -> list[Result]:
+        good = [judged_result(f"fr-{n}", "dim", 0.9, 0.001 * n) for n in range(number)]
+        return good + [judged_result(f"fr-{n}", "inverse", 0.1, 0.5 + n) for n in range(number)]
+
+    settings = {"offline": {f"fr-{n}": BENCHMARK.settings["offline"]["fr"] for n in range(10)}}
+    settings["offline"] |= {"source-only": BENCHMARK.settings["offline"]["source-only"]}
+    for number, warned in ((9, True), (10, False)):
+        near = signals(judged_part(made(number), settings=settings))[1]
+        assert isinstance(near, Table)
+        assert any("read with care" in note for note in near.notes) == warned
+
+
+@pytest.mark.parametrize(
+    ("method", "after", "expected"),
+    [
+        # half of the floor may be chance in what was not adapted, and in what was, all of it or nothing
+        ("source-only", {"floor": 0.004}, "restored"),
+        ("fr", {"floor": 0.004}, "partly restored"),
+        ("fr", {"floor": 0.004, "adapted": False}, "restored"),
+        ("source-only", {"floor": 0.004, "adapted": True}, "partly restored"),
+    ],
+)
+def test_a_cell_is_judged_by_whether_its_model_was_adapted(method: str, after: dict[str, Any], expected: str) -> None:
+    judged = verification(judged_result(method, "dim", 0.5, 0.006, source_samples=70, **after))
+    assert judged is not None
+    assert (judged.verdict, judged.samples, judged.source_samples) == (expected, 1000, 70)
+
+
+@pytest.mark.parametrize(
+    ("marginals", "expected"),
+    [({}, "restored"), ({"marginals": 0.009}, "restored"), ({"marginals": 0.03}, "partly restored")],
+)
+def test_a_cell_is_judged_by_its_marginals_too(marginals: dict[str, float], expected: str) -> None:
+    judged = verification(
+        replace(judged_result("full-gauss", "dim", 0.5, 0.003), signals={"slices": 0.003} | marginals)
+    )
+    assert judged is not None
+    assert (judged.divergence, judged.marginals, judged.verdict) == (0.003, marginals.get("marginals"), expected)
+
+
+def test_a_cell_that_was_not_measured_is_not_judged() -> None:
+    whole = judged_result("fr", "dim", 0.5, 0.006)
+    assert verification(replace(whole, signals={"entropy": 0.1})) is None
+    assert verification(replace(whole, manifest={"method": {"name": "fr"}})) is None
+
+
+def test_few_images_are_judged_by_the_methods_that_restore_features() -> None:
+    """Of the same source model as the clean images; a variant goes by the method it is one of."""
+    rows = BENCHMARK.settings["offline"]
+    changes = {
+        "settings": {"offline": rows, "few-shot-5": {**rows, "fr-sliced": rows["fr"]}},
+        "source_for": lambda setting, shift: "shot" if shift == "apart" else setting.source,
+    }
+    few = [
+        judged_result(*cell, protocol="few-shot-5")
+        for cell in (*CELLS, ("fr-sliced", "dim", 0.86, 0.0065), ("fr", "apart", 0.9, 0.001))
+    ]
+    parts = {
+        "offline": judged_part([], **changes),
+        "few-shot-5": judged_part(few, "few-shot-5", clean=(), **changes),
+        "few-shot-10": judged_part([], "few-shot-10", **changes),
+    }
+    (table,) = few_verdicts(parts)
+    assert isinstance(table, Table)
+    assert [(column.heading, column.title) for column in table.columns] == [("5 a class", "good"), ("5 a class", "bad")]
+    said = "good: accuracy at most 10 points below that of the source model plain (of dim, inverse) on clean images"
+    assert table.notes == (f"{said} (left out: 1 cells that start from another model)",)
+    assert shown(table) == {"restored": [2, 1], "partly restored": [1, 0], "not restored": [0, 1]}
+    near = [one for one in few if one.cell.shift != "apart"]
+    (table,) = few_verdicts(parts | {"few-shot-5": judged_part(near, "few-shot-5", clean=(), **changes)})
+    assert isinstance(table, Table)
+    assert table.notes == (said,)

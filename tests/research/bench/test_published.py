@@ -6,12 +6,11 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 import pytest
+from shiftmend.research.datasets.shifted import CIFAR_CORRUPTIONS, EMNIST_SHIFTS, MNIST_CORRUPTIONS
 
 from shiftmend.errors import DataError
 from shiftmend.research.bench import published
-from shiftmend.research.bench.published import Figure, figure, known, notes
-from shiftmend.research.datasets.cifar import CIFAR_CORRUPTIONS
-from shiftmend.research.datasets.digits import EMNIST_SHIFTS, MNIST_CORRUPTIONS
+from shiftmend.research.bench.published import Figure, figure, is_published, notes
 
 METHODS = {
     *("source-only", "adabn", "pl", "shot-im", "shot", "tent", "bnm", "bnm-im", "full-gauss", "fr", "bufr"),
@@ -332,8 +331,8 @@ def test_known_benchmarks_are_the_files() -> None:
     folder = resources.files("shiftmend.research.bench") / "paper"
     names = {file.name.removesuffix(".json") for file in folder.iterdir()} - {"storage"}
     assert names == set(published.BENCHMARKS)
-    assert all(known(name) for name in names)
-    assert not known("imagenet-c")
+    assert all(is_published(name) for name in names)
+    assert not is_published("imagenet-c")
 
 
 def test_notes_name_every_contradiction() -> None:

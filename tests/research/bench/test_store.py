@@ -1,5 +1,10 @@
+""""""
+
 from __future__ import annotations
 
+import csv
+import io
+import json
 import math
 import os
 import shutil
@@ -16,14 +21,25 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shiftmend.errors import DataError
 from shiftmend.research.bench import store as store_module
 from shiftmend.research.bench.benchmark import SIGNALS, Cell, Origin, Outcome, Result
-from shiftmend.research.bench.results import stored
-from shiftmend.research.bench.store import COLUMNS, Store, to_compact
+from shiftmend.research.bench.store import (
+    COLUMNS,
+    Store,
+    flatten,
+    from_compact,
+    load_results,
+    read_compact,
+    to_compact,
+    to_csv,
+    to_json,
+    unflatten,
+)
 
 CELL = Cell("emnist-da", "offline", "bufr", "sky", 123, "a1b2")
 EARLIER, LATER = "2022-04-25T09:00:00Z", "2022-04-25T10:00:00Z"
@@ -227,8 +243,8 @@ def test_merging_is_idempotent_and_knows_no_order_of_what_is_done(parts: list[li
             with Store(Path(folder, f"from {order[0].name}")) as store:
                 before = 0
                 for path in order:
-                    store.merge(stored(path))
-                    assert store.merge(stored(path)) == 0
+                    store.merge(load_results(path))
+                    assert store.merge(load_results(path)) == 0
                     assert len(store.cells()) >= before
                     before = len(store.cells())
                 merged.append((store.results(status="done"), [result.cell for result in store.results()]))
@@ -253,7 +269,7 @@ def test_who_wins_a_merge(here: Result, there: Result, winner: str, tmp_path: Pa
     other = filled(tmp_path / "other", there, done(cell=replace(CELL, seed=1)))
     untouched = other.read_bytes()
     with Store(filled(tmp_path / "store", here)) as store:
-        assert store.merge(stored(other)) == (2 if winner == "there" else 1)
+        assert store.merge(load_results(other)) == (2 if winner == "there" else 1)
         assert store.results(seed=123) == [there if winner == "there" else here]
         assert store.merge(store.results()) == 0  # with itself
     assert other.read_bytes() == untouched
@@ -263,7 +279,7 @@ def test_an_export_is_merged_like_the_store_it_was_made_from(tmp_path: Path) -> 
     known = [done(0.25), done(0.5, replace(CELL, seed=1)), failed("it broke", replace(CELL, seed=2))]
     (tmp_path / "export.json").write_text(to_compact(known))
     with Store(filled(tmp_path / "store", known[0])) as store:
-        assert store.merge(stored(tmp_path / "export.json")) == 2
+        assert store.merge(load_results(tmp_path / "export.json")) == 2
         assert [(found.cell, found.error) for found in store.results()] == [
             (result.cell, result.error) for result in sorted(known, key=lambda result: result.cell)
         ]
@@ -433,7 +449,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytes
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", refuse)
-    for look in (stored, Store):
+    for look in (load_results, Store):
         with pytest.raises(DataError, match="store cannot be read: Permission denied; permit it or name another file"):
             look(path)
 
@@ -594,13 +610,13 @@ def test_two_processes_write_the_same_and_different_cells(tmp_path: Path) -> Non
 def test_a_writer_waits_for_another_and_says_so_if_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = filled(tmp_path / "store", done())
     other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    monkeypatch.setattr(store_module, "PATIENCE", 0.1)
+    monkeypatch.setattr(store_module, "SECONDS_TO_WAIT", 0.1)
     with Store(path) as store:
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(DataError, match=r"held by another process for 0.1 seconds; end it or try later"):
             store.record(done(cell=replace(CELL, seed=1)))
         assert store.results() == [done()]  # reading goes on
-    monkeypatch.setattr(store_module, "PATIENCE", 20.0)
+    monkeypatch.setattr(store_module, "SECONDS_TO_WAIT", 20.0)
     with Store(path) as store:
         release = threading.Timer(0.2, other.execute, ("COMMIT",))
         release.start()
@@ -614,3 +630,275 @@ def test_a_closed_store_is_closed(tmp_path: Path) -> None:
         store.record(done())
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
         store.results()
+
+
+# ---- Results in a small file: what comes back, what is left out, and how large it is
+
+MANIFEST: dict[str, Any] = {
+    "environment": {"torch": "2.5", "device": "cpu", "platform": "Linux-6.1"},
+    "cell": {"seed": 123},
+    "source": {"name": "größer", "recipe": {"learning_rate": 0.1}},
+    "target": {"mean": [[0.123456789, 2 / 3]]},
+    "reliability": [{"lower": 0.0, "count": 3}],
+    "verification": {"before": {"divergence": 1.2345678, "verdict": "not restored"}, "after": {"divergence": 0.5}},
+    "adapted_weights": "ab" * 32,
+}
+DONE = Result(
+    CELL,
+    "rebuilt",
+    last=Outcome(150, 0.853563829787234, 0.05, 0.1, 0.7, 0.3),
+    best=Outcome(140, 0.81, 0.04, 0.11, 0.69, 0.29),
+    signals={"slices": 0.5, "entropy": 0.4},
+    restoration_distance=1.25,
+    alignment_loss=0.5,
+    epochs=150,
+    seconds=12.5,
+    peak_memory=2**40,
+    history=({"epoch": 0, "loss": 3.5},),
+    manifest=MANIFEST,
+    finished="2022-04-25T09:00:00Z",
+)
+FAILED = Result(replace(CELL, seed=234), "rebuilt", error='out of "memory",\nafter all', manifest=MANIFEST)
+
+
+def test_everything_comes_back_but_what_is_left_out() -> None:
+    first, second = from_compact(to_compact([FAILED, DONE]))
+    kept = {
+        "environment": {"torch": "2.5", "device": "cpu"},
+        "source": MANIFEST["source"],
+        "target": {"mean": [[0.123457, 0.666667]]},
+        "verification": {"before": {"divergence": 1.23457, "verdict": "not restored"}, "after": {}},
+    }
+    assert first == replace(DONE, last=replace(DONE.last, accuracy=0.853564), history=(), manifest=kept)  # type: ignore[type-var]
+    assert second == replace(FAILED, manifest=kept)
+    for judged in ({"before": {"divergence": 1.5}}, {"after": None}, {}, None):  # as after an interrupted verification
+        (back,) = from_compact(to_compact([replace(DONE, manifest={"verification": judged})]))
+        assert back.manifest == {"verification": judged}
+
+
+def test_what_manifests_share_stands_once_and_cells_are_lines() -> None:
+    cells = [replace(DONE, cell=replace(CELL, seed=seed)) for seed in range(50)]
+    text = to_compact(cells)
+    assert text.count("größer") == 1
+    assert json.loads(text)["shared"]["environment"] == [{"torch": "2.5", "device": "cpu"}]
+    assert sum(line.startswith('  ["emnist-da"') for line in text.splitlines()) == 50
+    other = replace(cells[7], seconds=3.0)
+    changed = to_compact([*cells[:7], other, *cells[8:]])
+    assert sum(a != b for a, b in zip(text.splitlines(), changed.splitlines(), strict=True)) == 1
+
+
+def test_a_thousand_cells_stay_below_a_megabyte() -> None:
+    """With digits that do not end, and a target, a profile and a verdict of its own for every seed and shift."""
+    results = []
+    for number in range(1000):
+        seed, place = number % 5, number % 65
+        third = (number + 1) / 3e3
+        outcome = Outcome(137, third, third / 3, third / 7, third * 7, third / 11)
+        manifest = MANIFEST | {
+            "target": {"sha256": f"{place:064x}", "samples": 18800, "mean": [third] * 3, "deviation": [third] * 3},
+            "profile_sha256": f"{seed:064x}",
+            "method": {"name": f"method-{number % 14}", "learning_rate": 0.1, "epochs": 150},
+            "verification": {"before": {"divergence": place / 7, "floor": 0.000123456789}, "after": {"floor": 0.1}},
+        }
+        cell = Cell("emnist-da", "few-shot-20", f"method-{number % 14}", f"some_noise-{place}", number, "0" * 16)
+        results.append(
+            replace(DONE, cell=cell, last=outcome, best=outcome, selected=outcome, manifest=manifest)
+            if number
+            else DONE
+        )
+    results = [replace(one, signals=dict.fromkeys(SIGNALS, 1 / 3)) for one in results]
+    assert len(to_compact(results).encode()) < 1_000_000
+
+
+compact_numbers = st.floats(allow_nan=True, allow_infinity=True)
+values = st.recursive(st.none() | st.integers(-9, 9) | compact_numbers | st.text(max_size=5), st.lists)
+
+
+@given(
+    accuracy=compact_numbers,
+    signals=st.dictionaries(st.sampled_from(SIGNALS), compact_numbers),
+    distance=st.none() | compact_numbers,
+    manifest=st.dictionaries(st.text(max_size=4), values, max_size=3),
+)
+def test_what_was_read_is_written_again_as_it_was(
+    accuracy: float, signals: dict[str, float], distance: float | None, manifest: dict[str, Any]
+) -> None:
+    result = replace(
+        DONE,
+        last=Outcome(1, accuracy, 0.1, 0.1, 0.1, 0.1),
+        signals=signals,
+        restoration_distance=distance,
+        manifest=manifest,
+    )
+    text = to_compact([result, FAILED])
+    first, _ = back = from_compact(text)
+    assert to_compact(back) == text
+    assert first.last is not None
+    assert first.last.accuracy == pytest.approx(accuracy, rel=1e-5, nan_ok=True)
+    assert first.signals == pytest.approx(signals, rel=1e-5, nan_ok=True)
+    assert (first.restoration_distance is None) == (distance is None)
+
+
+def test_numbers_that_are_not_finite_come_back() -> None:
+    odd = replace(DONE, last=Outcome(1, 0.1, math.nan, 0.1, math.inf, 0.9), alignment_loss=-math.inf)
+    text = to_compact([odd])
+    json.loads(text, parse_constant=pytest.fail)
+    (back,) = from_compact(text)
+    assert back.last is not None
+    assert math.isnan(back.last.ece)
+    assert (back.last.nll, back.alignment_loss) == (math.inf, -math.inf)
+
+
+def test_nothing_is_a_file_too() -> None:
+    assert from_compact(to_compact([])) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: [], "it holds no results"),
+        (lambda content: content | {"format": "other"}, "it holds no results"),
+        (lambda content: content | {"version": 9}, "has version 9, expected 1"),
+        (lambda content: {key: value for key, value in content.items() if key != "rows"}, "damaged .KeyError"),
+        (lambda content: content | {"rows": [content["rows"][0][:-1]]}, "damaged .ValueError"),
+        (lambda content: content | {"shared": {**content["shared"], "source": []}}, "damaged .IndexError"),
+        (lambda content: content | {"rows": [[*content["rows"][0][:4], "7", *content["rows"][0][5:]]]}, "seed is '7'"),
+        (lambda content: content | {"rows": content["rows"] * 2}, "it has 2 rows of bufr on sky, seed 123"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, change: Any, message: str) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(change(json.loads(to_compact([DONE])))))
+    with pytest.raises(DataError, match=rf"results\.json cannot be used as results: .*{message}"):
+        read_compact(file)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="bytes cannot be read"):
+        read_compact(tmp_path / "bytes")
+
+
+# ----
+
+EXPORTED = Result(
+    CELL,
+    "published",
+    last=Outcome(150, 0.8, 0.05, 0.1, 0.7, 0.3),
+    best=Outcome(140, 0.81, 0.04, 0.11, 0.69, 0.29),
+    selected=None,
+    signals={"slices": 0.01, "entropy": 0.4},
+    restoration_distance=1.25,
+    alignment_loss=0.5,
+    ece_per_batch=None,
+    epochs=150,
+    seconds=12.5,
+    peak_memory=2**40,
+    history=({"epoch": 0, "loss": 3.5}, {"epoch": 1, "loss": math.inf, "why": 'a "quoted", line\nand another'}),
+    manifest={"rate": 0.01, "parts": [0.8, 0.1, 0.1], "source": {"epochs": 150, "name": "größer"}},
+    finished="2022-04-25T09:00:00Z",
+)
+EXPORTED_FAILED = Result(replace(CELL, seed=234), "published", error="out of memory,\nafter all")
+
+
+def test_every_fact_has_a_column() -> None:
+    row = flatten(EXPORTED)
+    assert list(row) == list(COLUMNS)
+    assert [row[name] for name in ("benchmark", "protocol", "method", "shift", "seed", "recipe")] == [
+        *("emnist-da", "offline", "bufr", "sky", 123, "a1b2")
+    ]
+    assert (row["status"], row["error"], row["origin"]) == ("done", None, "published")
+    assert (row["last_epoch"], row["last_accuracy"], row["last_ece"]) == (150, 0.8, 0.05)
+    assert (row["best_mce"], row["best_nll"], row["best_brier"]) == (0.11, 0.69, 0.29)
+    assert all(row[f"selected_{score}"] is None for score in ("epoch", "accuracy", "ece", "mce", "nll", "brier"))
+    assert [row[name] for name in SIGNALS] == [0.01, None, 0.4, None]
+    assert (row["peak_memory"], row["seconds"], row["finished"]) == (2**40, 12.5, "2022-04-25T09:00:00Z")
+    assert json.loads(str(row["manifest"])) == EXPORTED.manifest
+    assert unflatten(row) == EXPORTED
+
+
+def test_csv_has_the_columns_and_one_line_a_result() -> None:
+    rows = list(csv.DictReader(io.StringIO(to_csv([EXPORTED, EXPORTED_FAILED]))))
+    assert [list(row) for row in rows] == [list(COLUMNS)] * 2
+    for row, result in zip(rows, (EXPORTED, EXPORTED_FAILED), strict=True):
+        assert row == {name: "" if value is None else str(value) for name, value in flatten(result).items()}
+    assert rows[1]["status"] == "failed"
+    assert rows[1]["error"] == "out of memory,\nafter all"
+    assert float(rows[0]["last_accuracy"]) == 0.8
+
+
+def test_csv_of_nothing_is_a_header() -> None:
+    assert to_csv([]).split("\n") == [",".join(COLUMNS), ""]
+
+
+def test_json_holds_history_and_manifest_as_objects() -> None:
+    first, second = json.loads(to_json([EXPORTED, EXPORTED_FAILED]), parse_constant=pytest.fail)
+    assert list(first) == list(COLUMNS)
+    assert first["manifest"] == EXPORTED.manifest
+    assert first["history"][0] == EXPORTED.history[0]
+    assert first["history"][1]["loss"] == "Infinity"
+    assert first["last_accuracy"] == 0.8
+    assert (second["status"], second["last_accuracy"], second["history"]) == ("failed", None, [])
+    assert json.loads(to_json([])) == []
+
+
+def test_numbers_that_are_not_finite_stay_visible() -> None:
+    result = replace(EXPORTED, last=Outcome(1, 0.1, math.nan, 0.1, math.inf, 0.9), alignment_loss=-math.inf)
+    (row,) = csv.DictReader(io.StringIO(to_csv([result])))
+    assert (row["last_ece"], row["last_nll"], row["alignment_loss"]) == ("nan", "inf", "-inf")
+    (entry,) = json.loads(to_json([result]), parse_constant=pytest.fail)
+    assert (entry["last_ece"], entry["last_nll"], entry["alignment_loss"]) == ("NaN", "Infinity", "-Infinity")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"manifest": {"a": [{"b": Path("x")}]}}, r"manifest\.a\[0\]\.b is a PosixPath"),
+        ({"manifest": {"rates": {0: 0.1}}}, r"manifest\.rates is a dict .* strings as keys"),
+        ({"history": ({"loss": torch.zeros(2)},)}, r"history\[0\]\.loss is a Tensor"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        flatten(replace(EXPORTED, **changes))
+
+
+def test_words_that_stand_for_numbers_come_back_as_these() -> None:
+    found = unflatten(flatten(replace(EXPORTED, manifest={"a": "Infinity", "b": ["-Infinity", "nan", "NaN and more"]})))
+    assert found.manifest == {"a": math.inf, "b": [-math.inf, "nan", "NaN and more"]}
+
+
+def test_whole_numbers_of_64_bits_are_kept() -> None:
+    for seed in (-(2**63), 2**63 - 1):
+        assert flatten(replace(EXPORTED, cell=replace(CELL, seed=seed)))["seed"] == seed
+
+
+def test_an_error_may_quote_a_file_name_that_is_not_unicode() -> None:
+    assert flatten(replace(EXPORTED_FAILED, error="no file \udcff"))["error"] == r"no file \udcff"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"history": "[1"}, "Expecting"),
+        ({"history": "{}"}, "history or manifest is of the wrong form"),
+        ({"manifest": "[]"}, "history or manifest is of the wrong form"),
+        ({"manifest": None}, "manifest is None, expected text"),
+        ({"last_accuracy": None}, "last_accuracy is missing"),
+        ({"last_epoch": None}, "last_epoch is missing"),
+        ({"last_accuracy": "high"}, "last_accuracy is 'high', expected a number"),
+        ({"last_accuracy": True}, "last_accuracy is True, expected a number"),
+        (
+            {f"last_{score}": None for score in ("epoch", "accuracy", "ece", "mce", "nll", "brier")},
+            "there is neither a last",
+        ),
+        ({"selected_nll": 0.5}, "selected_epoch is missing"),
+        ({"seconds": None}, "seconds is None, expected a number"),
+        ({"origin": "elsewhere"}, "origin is 'elsewhere', expected one of published"),
+        ({"status": "failed"}, "status is 'failed', but the error is None"),
+        ({"error": "boom"}, "status is 'done', but the error is 'boom'"),
+    ],
+)
+def test_a_damaged_row_is_named(damage: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=f"the row of bufr on sky, seed 123 is damaged .{message}.*; delete it and run"):
+        unflatten(flatten(EXPORTED) | damage)

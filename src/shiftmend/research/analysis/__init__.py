@@ -1,1 +1,1 @@
-"""Questions put to results: comparisons, correlations, toy problems."""
+"""Analysis of results: paired comparisons, correlations, and toy problems."""

@@ -1,4 +1,4 @@
-"""Is one method better than another, or were its seeds luckier? Paired tests over the seeds both have run."""
+"""Paired tests of two methods over the seeds both have run: is one better, or were its seeds luckier?"""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import numpy as np
 
 from shiftmend.errors import DataError
 from shiftmend.research.bench.benchmark import Cell, Origin, Outcome, Result, Which
-from shiftmend.research.bench.store import DIGITS
+from shiftmend.research.bench.store import COMPACT_DIGITS
 from shiftmend.utils.checks import require
 
 METRICS = tuple(field.name for field in fields(Outcome) if field.name != "epoch")
-
 
 HIGHER_IS_BETTER = ("accuracy",)
 
@@ -36,17 +35,17 @@ class Comparison:
     deviation: float | None
     """Standard deviation of the differences (of a sample, n - 1); None for fewer than two."""
     p: float | None
-    """Of a two-sided paired t-test, as if it were the only one; None where `remark` says why."""
+    """The p-value of a two-sided paired t-test, as if it were the only one; None where `remark` says why."""
     corrected: float | None
     """`p` after Holm's correction for the number of shifts. Over all shifts, which is a single test, `p` itself."""
     verdict: str
     """Either `NAME better`, `no difference shown` or `too few seeds`."""
     remark: str = ""
     shifts: int = 1
-    """How many the pairs are of; over all shifts it may be fewer than the benchmark has."""
+    """The number of shifts of the pairs; over all shifts it may be fewer than the benchmark has."""
 
     def over(self, known: int) -> str:
-        """What a row of a table is called; `known` is how many shifts the benchmark has."""
+        """Name the row of a table; `known` is the number of the benchmark's shifts."""
         if self.shift is not None:
             return self.shift
         return "all shifts" if self.shifts in (0, known) else f"{self.shifts} of {known} shifts"
@@ -99,14 +98,14 @@ def compare(
 
 
 def leads(compared: Iterable[Comparison], metric: str) -> tuple[int, int]:
-    """In how many comparisons the first and the second are better, whether that is shown or not."""
+    """Count the comparisons in which the first and the second are better, shown by the test or not."""
     sign = 1 if metric in HIGHER_IS_BETTER else -1
     ahead = [sign * one.difference for one in compared if one.difference is not None]
     return sum(lead > 0 for lead in ahead), sum(lead < 0 for lead in ahead)
 
 
 def by_place(results: Iterable[Result]) -> dict[Cell, Result]:
-    """The results that did not fail by their cells, whose recipes are left empty: methods differ in them by nature.
+    """Map cells to their results but for failed ones; recipes are left empty, since methods differ in them.
 
     Two recipes for one place of the table are an error, since a mean over both would belong to neither; and so are two
     origins of one shift's images, since methods can only be compared on the same ones.
@@ -132,7 +131,7 @@ def by_place(results: Iterable[Result]) -> dict[Cell, Result]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down correction: the smallest of m times m, the next times m - 1; never falling, at most 1."""
+    """Correct p-values by Holm's step-down: the smallest of m times m, the next times m - 1; at most 1."""
     corrected = [0.0] * len(p_values)
     largest = 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
@@ -163,7 +162,7 @@ def _over_all_shifts(
     by_seed = [[pairs[seed] for pairs in paired.values() if seed in pairs] for seed in seeds]
     means = [tuple(np.mean(pairs, axis=0)) for pairs in by_seed]
     comparison = replace(_test(table, first, second, None, means), shifts=sum(map(bool, paired.values())))
-    # Still pairs, but each of another mixture: worth knowing when a run is not finished yet.
+    # Each pair is of another mixture of shifts, which is worth knowing when a run is not finished yet.
     if len({tuple(seed in pairs for pairs in paired.values()) for seed in seeds}) > 1:
         remarks = (comparison.remark, "not every seed has been run on the same shifts")
         comparison = replace(comparison, remark="; ".join(filter(None, remarks)))
@@ -173,9 +172,10 @@ def _over_all_shifts(
 def _test(
     table: tuple[str, str], first: str, second: str, shift: str | None, pairs: Sequence[tuple[float, float]]
 ) -> Comparison:
-    """Everything but the correction and the verdict."""
+    """Compare pairs, but for the correction and the verdict."""
     values = np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
-    with np.errstate(invalid="ignore"):  # infinities have a remark of their own
+    # Infinities have a remark of their own.
+    with np.errstate(invalid="ignore"):
         differences = values[:, 0] - values[:, 1]
         difference = float(differences.mean()) if pairs else None
         deviation = float(differences.std(ddof=1)) if len(pairs) > 1 else None
@@ -184,22 +184,21 @@ def _test(
         remark = "no seed done by both" if not pairs else "only one seed done by both"
     elif not np.isfinite(values).all():
         remark = "a score is not finite"
-    elif deviation <= _rounding(float(np.abs(values).max())):
+    elif deviation <= _bound_rounding(float(np.abs(values).max())):
         remark = "the difference is the same for every seed, which leaves a t-test nothing to go by"
     else:
-        special = require("scipy.special", "research")
         t = difference / (deviation / math.sqrt(len(pairs)))
-        p = float(2 * special.stdtr(len(pairs) - 1, -abs(t)))
+        p = float(2 * require("scipy.special", "research").stdtr(len(pairs) - 1, -abs(t)))
     return Comparison(*table, first, second, shift, len(pairs), difference, deviation, p, p, "", remark)
 
 
-def _rounding(largest: float) -> float:
-    """The deviation that differences may have which are equal but for the rounding of scores in a compact export.
+def _bound_rounding(largest: float) -> float:
+    """Bound the deviation of differences that are equal but for the rounding of scores in a compact file.
 
     Each score is off by at most half a unit of its last digit, hence a difference by a unit, and the deviation of two
     differences is at most the square root of 2 times that.
     """
-    return 1.5 * 10.0 ** (math.floor(math.log10(largest)) + 1 - DIGITS) if largest else 0.0
+    return 1.5 * 10.0 ** (math.floor(math.log10(largest)) + 1 - COMPACT_DIGITS) if largest else 0.0
 
 
 def _verdict(comparison: Comparison, metric: str, level: float) -> str:

@@ -1,8 +1,9 @@
-"""Can one tell a good adaptation from a bad one without labels? Signals as judges, and at which threshold.
+"""Correlations over results: restoration with calibration, and label-free signals with accuracy.
 
-Which side of a signal should be good is fixed beforehand, not fitted: an area under the curve below one half is a
-signal that misleads. A threshold is found with labels, and so flatters itself on the cells it was found on; what counts
-is how it does on shifts that had no part in it.
+Signals are also tried as judges: can one tell a good adaptation from a bad one without labels? Which side of a signal
+should be good is fixed beforehand, not fitted: an area under the curve below one half is a signal that misleads. A
+threshold is found with labels, and so flatters itself on the cells it was found on; what counts is how it does on
+shifts that had no part in it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,19 @@ from numpy.typing import NDArray
 
 from shiftmend.errors import DataError
 from shiftmend.research.analysis.comparisons import by_place
-from shiftmend.research.bench.benchmark import SIGNALS, Cell, Outcome, Result, Which
-from shiftmend.research.bench.grids import SUPERVISED
+from shiftmend.research.bench.benchmark import SIGNALS, UNADAPTED, Cell, Outcome, Result, Which, sees_labels
 
-FEWEST = 3
+FEWEST_POINTS = 3
 """Two points always correlate by 1 or -1."""
+
+HIGH_IS_GOOD = ("confidence",)
+"""Signals of which a high value should be good; of the others a low one."""
+
+TOGETHER = ("slices", "marginals")
+"""A method can fool either by aligning what it sees: marginals by scrambling features, slices by their covariance."""
+
+MARGIN = 0.1
+"""A good cell is at most this much less accurate than the source model at home."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +44,11 @@ class Correlation:
 
 @dataclass(frozen=True)
 class RestorationAndCalibration:
-    """Over methods: does who restores the source's features better (a smaller distance) also have a smaller ECE?"""
+    """The correlation over methods of restoration distance and ECE: do they get smaller together?"""
 
     correlation: Correlation
     means: Mapping[str, tuple[float, float]]
-    """Of each method: restoration distance, and ECE as a fraction."""
+    """Restoration distance, and ECE as a fraction, of each method."""
     places: int
     """Shifts x seeds that every one of these methods has done, over which the means are."""
     without: tuple[str, ...] = ()
@@ -48,7 +57,7 @@ class RestorationAndCalibration:
 
 @dataclass(frozen=True)
 class SignalAndAccuracy:
-    """How a label-free signal goes with accuracy: over the methods and seeds of a shift, and over everything.
+    """The correlation of a label-free signal with accuracy: over the methods and seeds of a shift, and over all cells.
 
     The two may well differ: a signal can tell easy shifts from hard ones without telling good methods from bad ones.
     """
@@ -56,14 +65,14 @@ class SignalAndAccuracy:
     within_shifts: float | None
     """Mean of the shifts' coefficients; None if no shift has one."""
     shifts: int
-    """How many have one."""
+    """The number of shifts that have one."""
     overall: Correlation
 
 
 def restoration_and_calibration(
     results: Iterable[Result], which: Which = "last", exclude: Collection[str] = (), variants: Collection[str] = ()
 ) -> RestorationAndCalibration:
-    """Spearman's correlation over methods between mean restoration distance and mean ECE.
+    """Correlate, over methods, mean restoration distance and mean ECE (Spearman).
 
     Both are averaged over the shifts and seeds that all compared methods have done, so that none is favoured by the
     shifts it lacks. Methods without any restoration distance are not compared. `exclude` is for those that cannot be,
@@ -79,11 +88,11 @@ def restoration_and_calibration(
         if cell.method not in exclude and outcome is not None and result.restoration_distance is not None:
             points.setdefault(cell.method, {})[cell.shift, cell.seed] = result.restoration_distance, outcome.ece
     without: tuple[str, ...] = ()
-    shared = _shared(points.values())
+    shared = _intersect(points.values())
     if not shared:
         without = tuple(method for method in variants if method in points)
         points = {method: of for method, of in points.items() if method not in without}
-        shared = _shared(points.values())
+        shared = _intersect(points.values())
     if not shared:
         nothing = "there is no shift and seed for which all methods have a restoration distance"
         return RestorationAndCalibration(Correlation(None, 0, nothing), {}, 0)
@@ -95,7 +104,7 @@ def restoration_and_calibration(
 
 
 def signals_and_accuracy(results: Iterable[Result]) -> dict[str, SignalAndAccuracy]:
-    """For each of `SIGNALS`, its Spearman correlation with the accuracy of the last epoch, to which it belongs.
+    """Correlate each of `SIGNALS` with the accuracy of the last epoch, to which it belongs (Spearman).
 
     Cells for which a signal was not measured take no part in its correlations.
     """
@@ -123,12 +132,12 @@ def signals_and_accuracy(results: Iterable[Result]) -> dict[str, SignalAndAccura
 
 
 def correlate(first: Sequence[float], second: Sequence[float]) -> Correlation:
-    """Pearson's coefficient of the ranks, ties having their average rank. NaN has no rank; infinities do."""
+    """Compute Pearson's coefficient of the ranks, ties having their average rank. NaN has no rank; infinities do."""
     points = len(first)
     if points != len(second):
         raise DataError(f"cannot correlate {points} values with {len(second)}; expected as many")
-    if points < FEWEST:
-        return Correlation(None, points, f"too few points, expected at least {FEWEST}")
+    if points < FEWEST_POINTS:
+        return Correlation(None, points, f"too few points, expected at least {FEWEST_POINTS}")
     values = np.asarray([first, second], dtype=np.float64)
     if np.isnan(values).any():
         return Correlation(None, points, "a value is not a number")
@@ -139,13 +148,13 @@ def correlate(first: Sequence[float], second: Sequence[float]) -> Correlation:
 
 
 def ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """From 1 for the smallest; equal values share the mean of the ranks that they take up."""
+    """Rank values from 1 for the smallest; equal values share the mean of the ranks that they take up."""
     _, position, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[position]
 
 
-def _shared(points: Iterable[Mapping[tuple[str, int], object]]) -> list[tuple[str, int]]:
-    """The shifts and seeds that all have."""
+def _intersect(points: Iterable[Mapping[tuple[str, int], object]]) -> list[tuple[str, int]]:
+    """List the shifts and seeds that all have."""
     places = [set(of) for of in points]
     return sorted(set.intersection(*places)) if places else []
 
@@ -159,26 +168,12 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _one_table(results: Iterable[Result]) -> dict[Cell, Result]:
-    """Finished results by their cells, all of one benchmark and protocol: others have other scales of everything."""
+    """Map cells to finished results, all of one benchmark and protocol: others have other scales of everything."""
     table = by_place(results)
     names = sorted({f"{cell.benchmark} ({cell.protocol})" for cell in table})
     if len(names) > 1:
         raise DataError(f"the results are of several tables: {', '.join(names)}; choose those of one")
     return table
-
-
-HIGH_IS_GOOD = ("confidence",)
-"""Of the other signals a low value should be good."""
-
-
-TOGETHER = ("slices", "marginals")
-"""A method can fool either by aligning what it sees: marginals by scrambling features, slices by their covariance."""
-
-
-MARGIN = 0.1
-
-
-NOTHING_DONE = "source-only"
 
 
 @dataclass(frozen=True)
@@ -188,24 +183,24 @@ class HeldOut:
     balanced: float
     """Balanced accuracy: the mean of the shares of good ones accepted and of bad ones rejected."""
     bad_accepted: float
-    """Share of the bad ones."""
+    """The share of the bad ones."""
     good_rejected: float
-    """Share of the good ones."""
+    """The share of the good ones."""
     shifts: int
-    """Those that could be judged: the others have both good and bad cells."""
+    """The number of shifts that could be judged: the others have both good and bad cells."""
 
 
 @dataclass(frozen=True)
 class Judge:
-    """How well a signal tells good cells from bad ones; what needs both is None where one kind is missing."""
+    """The power of a signal to tell good cells from bad ones; what needs both is None where one kind is missing."""
 
     signal: str
     good: int
     bad: int
     area: float | None = None
-    """Under the ROC curve: how often a good cell has the better signal than a bad one; ties count one half."""
+    """The area under the ROC curve: how often a good cell has the better signal; ties count one half."""
     threshold: float | None = None
-    """Of the signal, with the best balanced accuracy; the strictest of equals. NaN: to accept nothing."""
+    """The value of the signal with the best balanced accuracy; the strictest of equals. NaN accepts nothing."""
     balanced: float | None = None
     held_out: HeldOut | None = None
     second: tuple[str, float] | None = None
@@ -213,28 +208,29 @@ class Judge:
 
 
 def near_clean(results: Iterable[Result], clean: Iterable[Result], margin: float = MARGIN) -> dict[Cell, bool]:
-    """Good: accuracy at most `margin` below that of the same seed's source model on clean images."""
+    """Call a cell good if its accuracy is at most `margin` below that of its seed's source model on clean images."""
     at_home = {result.cell.seed: result.last.accuracy for result in clean if result.last is not None}
     return {
-        cell: at_home[cell.seed] - result.last.accuracy <= margin + 1e-9  # as floats 0.8 - 0.7 is above 0.1
+        # As floats, 0.8 - 0.7 is above 0.1.
+        cell: at_home[cell.seed] - result.last.accuracy <= margin + 1e-9
         for cell, result in _judged(results).items()
         if result.last is not None and cell.seed in at_home
     }
 
 
 def helped(results: Iterable[Result]) -> dict[Cell, bool]:
-    """Good: more accurate than the model that was not adapted, on the same shift and seed."""
+    """Call a cell good if it is more accurate than the model that was not adapted, on the same shift and seed."""
     judged = _judged(results)
     found = {}
     for cell, result in judged.items():
-        before = judged.get(replace(cell, method=NOTHING_DONE))
-        if cell.method != NOTHING_DONE and before is not None and before.last is not None and result.last is not None:
+        before = judged.get(replace(cell, method=UNADAPTED))
+        if cell.method != UNADAPTED and before is not None and before.last is not None and result.last is not None:
             found[cell] = result.last.accuracy > before.last.accuracy
     return found
 
 
 def judges(results: Iterable[Result], good: Mapping[Cell, bool]) -> dict[str, Judge]:
-    """Each signal as a judge of the cells in `good`, and two `TOGETHER`, as far as they were measured on them."""
+    """Try each signal, and two `TOGETHER`, as a judge of the cells in `good`, as far as it was measured on them."""
     judged = _judged(results)
     found = {}
     for signal in SIGNALS:
@@ -249,7 +245,7 @@ def judges(results: Iterable[Result], good: Mapping[Cell, bool]) -> dict[str, Ju
 
 
 def judge(signal: str, values: Sequence[float], good: Sequence[bool], shifts: Sequence[str]) -> Judge:
-    """One signal over cells. A value that is not a number is the worst there is: its run has diverged."""
+    """Try one signal over cells. A value that is not a number is the worst there is: its run has diverged."""
     sign = -1.0 if signal in HIGH_IS_GOOD else 1.0
     costs = [math.inf if math.isnan(value) else sign * value for value in values]
     made = Judge(signal, sum(good), len(good) - sum(good))
@@ -257,14 +253,14 @@ def judge(signal: str, values: Sequence[float], good: Sequence[bool], shifts: Se
         return made
     threshold, balanced = best_threshold(costs, good)
     known = np.asarray(costs)
-    held_out = _held_out(lambda seen, kinds: known <= best_threshold(known[seen].tolist(), kinds)[0], good, shifts)
+    held_out = _hold_out(lambda seen, kinds: known <= best_threshold(known[seen].tolist(), kinds)[0], good, shifts)
     return replace(made, area=area(costs, good), threshold=sign * threshold, balanced=balanced, held_out=held_out)
 
 
 def judge_together(
     first: Sequence[float], second: Sequence[float], good: Sequence[bool], shifts: Sequence[str]
 ) -> Judge:
-    """Both signals of `TOGETHER` over cells: accepted is what both accept."""
+    """Try both signals of `TOGETHER` over cells: accepted is what both accept."""
     made = Judge(TOGETHER[0], sum(good), len(good) - sum(good))
     if not (made.good and made.bad):
         return made
@@ -280,12 +276,12 @@ def judge_together(
         threshold=threshold,
         second=(TOGETHER[1], beside),
         balanced=balanced,
-        held_out=_held_out(decide, good, shifts),
+        held_out=_hold_out(decide, good, shifts),
     )
 
 
 def area(costs: Sequence[float], good: Sequence[bool]) -> float:
-    """The probability that a good one costs less than a bad one, ties counting one half; from ranks."""
+    """Compute from ranks the probability that a good cell costs less than a bad one, ties counting one half."""
     chosen = np.asarray(good, dtype=bool)
     number, others = int(chosen.sum()), int((~chosen).sum())
     bad_ranks = float(ranks(np.asarray(costs, dtype=np.float64))[~chosen].sum())
@@ -293,26 +289,28 @@ def area(costs: Sequence[float], good: Sequence[bool]) -> float:
 
 
 def best_threshold(costs: Sequence[float], good: Sequence[bool]) -> tuple[float, float]:
-    """What to accept up to, and the balanced accuracy of that; both kinds must occur.
+    """Find the cost to accept up to, and its balanced accuracy; both kinds must occur.
 
-    Between two neighbouring costs it is their midpoint. Where nothing beats chance it is NaN, up to which nothing lies.
+    The threshold is the midpoint of two neighbouring costs. Where nothing beats chance it is NaN: accept nothing.
     """
     values, position = np.unique(np.asarray(costs, dtype=np.float64), return_inverse=True)
     chosen = np.asarray(good, dtype=bool)
     accepted_good = np.cumsum(np.bincount(position[chosen], minlength=len(values)))
     accepted_bad = np.cumsum(np.bincount(position[~chosen], minlength=len(values)))
     number, others = int(chosen.sum()), int((~chosen).sum())
-    gains = accepted_good * others - accepted_bad * number  # whole numbers, so that equals are equal
+    # Whole numbers, so that equals are equal.
+    gains = accepted_good * others - accepted_bad * number
     best = int(np.argmax(gains))
-    if gains[best] <= 0:  # no better than to accept nothing, which is stricter
+    # To accept nothing is as good, and stricter.
+    if gains[best] <= 0:
         return math.nan, 0.5
-    return _above(values, best), 0.5 + float(gains[best]) / (2 * number * others)
+    return _go_half_way(values, best), 0.5 + float(gains[best]) / (2 * number * others)
 
 
 def best_pair(first: Sequence[float], second: Sequence[float], good: Sequence[bool]) -> tuple[float, float, float]:
-    """What to accept up to of two costs, and the balanced accuracy of accepting what is within both.
+    """Find the two costs to accept up to, and the balanced accuracy of accepting what is within both.
 
-    Of equals the one that is stricter with the first. NaN for both where nothing beats chance.
+    Of equals, the pair is taken that is stricter with the first. NaN for both where nothing beats chance.
     """
     one, other, chosen = np.asarray(first), np.asarray(second), np.asarray(good, dtype=bool)
     number, others = int(chosen.sum()), int((~chosen).sum())
@@ -327,12 +325,12 @@ def best_pair(first: Sequence[float], second: Sequence[float], good: Sequence[bo
         gains = accepted_good * others - accepted_bad * number
         at = int(np.argmax(gains))
         if gains[at] > best:
-            best, limits = int(gains[at]), (_above(values, index), _above(candidates, at))
+            best, limits = int(gains[at]), (_go_half_way(values, index), _go_half_way(candidates, at))
     return *limits, 0.5 + best / (2 * number * others)
 
 
-def _above(values: NDArray[np.float64], index: int) -> float:
-    """Half way to the next of the sorted values; the value itself where there is no such number, or no next."""
+def _go_half_way(values: NDArray[np.float64], index: int) -> float:
+    """Go half way to the next of the sorted values; stay where there is no such number, or no next."""
     low = float(values[index])
     if index + 1 == len(values):
         return low
@@ -341,17 +339,21 @@ def _above(values: NDArray[np.float64], index: int) -> float:
     return middle if low < middle < high else low
 
 
-def _held_out(
+def _hold_out(
     decide: Callable[[NDArray[np.bool_], list[bool]], NDArray[np.bool_]], good: Sequence[bool], shifts: Sequence[str]
 ) -> HeldOut | None:
-    """`decide` gets which cells may be learnt from and their kinds, and says of all cells whether to accept them."""
+    """Judge each shift by what was learnt on the others.
+
+    `decide` gets which cells may be learnt from and their kinds, and returns for all cells if they are accepted.
+    """
     chosen, where = np.asarray(good, dtype=bool), np.asarray(shifts)
     decided = np.zeros(len(chosen), dtype=bool)
     accepted = np.zeros(len(chosen), dtype=bool)
     judged = 0
     for shift in sorted(set(shifts)):
         here = where == shift
-        if chosen[~here].all() or not chosen[~here].any():  # nothing to find a threshold from
+        # Without both kinds there is nothing to find a threshold from.
+        if chosen[~here].all() or not chosen[~here].any():
             continue
         accepted |= here & decide(~here, chosen[~here].tolist())
         decided |= here
@@ -364,5 +366,5 @@ def _held_out(
 
 
 def _judged(results: Iterable[Result]) -> dict[Cell, Result]:
-    """Who saw the labels, or is scored on a part of them, is not judged."""
-    return {cell: result for cell, result in by_place(results).items() if not cell.method.startswith(SUPERVISED)}
+    """Leave out methods that saw the labels and are scored on a part of the images."""
+    return {cell: result for cell, result in by_place(results).items() if not sees_labels(cell.method)}

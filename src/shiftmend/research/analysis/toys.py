@@ -29,7 +29,7 @@ class Toy:
 def offset_toy(
     offset: float = 2.0, *, positives: float = 0.5, samples: int = 2000, normalised: bool = False, seed: int = 0
 ) -> Toy:
-    """X = U[L - 0.5, L + 0.5] + E with L in {-1, 1}: aligning works, because the shift leaves the classes apart.
+    """Make X = U[L - 0.5, L + 0.5] + E with L in {-1, 1}: aligning works, because the shift leaves the classes apart.
 
     E is 0 at the source and `offset` at the target; at 2 the target's negatives lie exactly where the source had its
     positives, and everything is taken for positive. The extractor is one affine map, all that is needed to undo an
@@ -48,14 +48,15 @@ def offset_toy(
 
     source, target = draw(0.5, 0.0), draw(positives, offset)
     affine = _linear(1, 1, generator)
-    nn.init.ones_(affine.weight)  # starts as X itself, so that positive stays on the right
+    # The features start as X itself, so that positive stays on the right.
+    nn.init.ones_(affine.weight)
     nn.init.zeros_(affine.bias)
     extractor = nn.Sequential(affine, nn.BatchNorm1d(1)) if normalised else nn.Sequential(affine)
-    return Toy(_trained(extractor, _linear(1, 2, generator), *source), *source, *target)
+    return Toy(_train(extractor, _linear(1, 2, generator), *source), *source, *target)
 
 
 def rotation_toy(degrees: float = 90.0, *, samples: int = 2000, seed: int = 0) -> Toy:
-    """X is L, a standard Gaussian in the plane, turned by E; Y is the sign of L's first component.
+    """Make X from L, a standard Gaussian in the plane, turned by E; Y is the sign of L's first component.
 
     A turned Gaussian is the same Gaussian: the inputs are distributed alike at any E, hence so are the features of any
     network and every projection of them. Nothing but labels could tell that they mean something else.
@@ -70,7 +71,7 @@ def rotation_toy(degrees: float = 90.0, *, samples: int = 2000, seed: int = 0) -
 
     source, target = draw(0.0), draw(math.radians(degrees))
     extractor = nn.Sequential(_linear(2, 8, generator), nn.Tanh())
-    return Toy(_trained(extractor, _linear(8, 2, generator), *source), *source, *target)
+    return Toy(_train(extractor, _linear(8, 2, generator), *source), *source, *target)
 
 
 def _check_samples(samples: int) -> None:
@@ -79,14 +80,14 @@ def _check_samples(samples: int) -> None:
 
 
 def _linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
-    """A layer that starts from the toy's own generator and leaves the global one alone."""
+    """Initialise a layer from the toy's own generator; the global one is left alone."""
     layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)
     for parameter in layer.parameters():
         nn.init.uniform_(parameter, -1 / math.sqrt(inputs), 1 / math.sqrt(inputs), generator=generator)
     return layer
 
 
-def _trained(extractor: nn.Module, head: nn.Module, inputs: Tensor, labels: Tensor, steps: int = 150) -> nn.Module:
+def _train(extractor: nn.Module, head: nn.Module, inputs: Tensor, labels: Tensor, steps: int = 150) -> nn.Module:
     model = nn.Sequential(OrderedDict(extractor=extractor, head=head))
     optimiser = torch.optim.Adam(model.parameters(), lr=0.05)
     for _ in range(steps):

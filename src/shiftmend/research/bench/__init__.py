@@ -1,3 +1,1 @@
-"""Benchmarks: what to run, a runner that can be stopped, tables that stand beside the paper's."""
-
-from __future__ import annotations
+"""Benchmarks: plan the cells, run them, store the results, and set them beside the paper's."""

@@ -1,4 +1,4 @@
-"""What a reader has to know about a table before believing it."""
+"""The notes at the foot of a table: what a reader has to know before believing it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from shiftmend.research.analysis.comparisons import Comparison, leads
-from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Result, Which
-from shiftmend.research.bench.grids import METRICS, SUPERVISED, Beside, Entry, Grid
+from shiftmend.research.bench.benchmark import CLEAN, UNADAPTED, Benchmark, Result, Which, sees_labels
+from shiftmend.research.bench.grids import METRICS, Beside, Grid
+from shiftmend.research.bench.published import is_published
+from shiftmend.research.bench.rendering import Column, Entry, format_number
 
 ORIGINS = {
     "rebuilt": ("†", "rebuilt, with other textures than the published ones"),
@@ -17,24 +19,16 @@ ORIGINS = {
 }
 """The mark of data that are not the published files, and what it means."""
 
-
-SOURCE_ONLY = "source-only"
-
-
 ORACLE = "best is an oracle: the epoch with the highest accuracy, found with labels that a new site does not have"
-
 
 PARTIAL = "a fraction counts the cells that are there: no mean is taken before one seed has every shift"
 
-
 NO_BEST = "none is marked as best where methods lack cells or have different seeds"
-
 
 STREAM = (
     "the published ECE of a stream is the mean over its batches, which small batches bias upwards: no difference is "
     "taken, and what compares with it is ece_per_batch"
 )
-
 
 RATES = (
     "learning rates are those that the authors published; the paper says that they chose them on a validation set of "
@@ -43,12 +37,13 @@ RATES = (
 
 
 def origin_marks(grid: Grid, shifts: Sequence[str]) -> str:
-    """To set behind the name of a shift or of a group of them."""
+    """Give the marks to set behind the name of a shift or of a group of shifts."""
     found = grid.origins(shifts)
     return "".join(mark for origin, (mark, _) in ORIGINS.items() if origin in found)
 
 
 def about_origins(grid: Grid) -> list[str]:
+    """Explain the marks."""
     found = grid.origins(grid.shifts)
     return [
         f"{mark} {meaning}: {'all shifts' if len(found[origin]) == len(grid.shifts) else ', '.join(found[origin])}"
@@ -58,12 +53,12 @@ def about_origins(grid: Grid) -> list[str]:
 
 
 def about_data(grid: Grid) -> list[str]:
-    """What is unlike the published images, of the source and of the shifts, and what does not belong together."""
+    """Say how the images differ from the published ones, and which results do not belong together."""
     return [*source_remarks(grid.cells.values()), *about_origins(grid), *about_mixtures(grid.cells.values())]
 
 
 def about_mixtures(results: Iterable[Result]) -> list[str]:
-    """Whether cells that stand side by side are of different images or models, which no recipe of a cell can know.
+    """Warn of cells side by side that are of different images or models, which no recipe of a cell can know.
 
     The code that reads or makes images may have been changed between two runs, or the files be others on another
     machine. A source model that was lost is trained again, and on a GPU never to quite the same weights.
@@ -74,8 +69,10 @@ def about_mixtures(results: Iterable[Result]) -> list[str]:
     for result in results:
         cell, manifest = result.cell, result.manifest
         source, digest = manifest.get("source") or {}, (manifest.get("target") or {}).get("sha256")
-        if digest and not cell.method.startswith(SUPERVISED):  # which is given a part of the images only
-            drawn = (manifest.get("protocol") or {}).get("kind") == "few-shot"  # by the seed
+        # A method with labels is given a part of the images only.
+        if digest and not sees_labels(cell.method):
+            # The seed draws the images of a few-shot protocol.
+            drawn = (manifest.get("protocol") or {}).get("kind") == "few-shot"
             inputs.setdefault((cell.shift, cell.seed if drawn else None), set()).add(digest)
         if source.get("file"):
             models.setdefault((source["name"], cell.seed), set()).add(source["file"])
@@ -92,7 +89,10 @@ def about_mixtures(results: Iterable[Result]) -> list[str]:
 
 
 def about_comparisons(compared: Sequence[Comparison], known: int, metric: str = "accuracy") -> list[str]:
-    """On how many shifts of both the first is better, then each remark once; `known` is how many the benchmark has."""
+    """Count the shifts on which each method is better, then give each remark once.
+
+    `known` is the number of the benchmark's shifts.
+    """
     *each, overall = compared
     first, second = leads(each, metric)
     done = sum(one.pairs > 0 for one in each)
@@ -108,16 +108,18 @@ def about_comparisons(compared: Sequence[Comparison], known: int, metric: str = 
 
 
 def source_remarks(results: Iterable[Result]) -> list[str]:
-    """What is unlike the published source images, as the manifests have it."""
+    """Say how the source images differ from the published ones, as the manifests have it."""
     sources = [result.manifest.get("source") or {} for result in results]
     return list(dict.fromkeys(str(source["remark"]) for source in sources if source.get("remark")))
 
 
 def about_numbers(grid: Grid, ours: Sequence[tuple[str, str, Entry]], line: str | None = None) -> list[str]:
-    """Unit and seeds of entries, each with its method and the name of what it is a mean over.
+    """Say the unit and the seeds of entries.
 
-    `line` is where seeds are counted if their numbers differ, a column or a row; see `tabular.counted`. Without one, as
-    in a figure, they are said here.
+    Args:
+        grid: The results.
+        ours: Entries, each with its method and the name of the set of shifts that it is a mean over.
+        line: Where `tables.count_seeds` counts seeds, a column or a row. None in a figure: the note counts them.
     """
     notes = [f"{grid.shown.title} in {grid.shown.unit}"] if grid.shown.unit else []
     shown = [(method, name, entry) for method, name, entry in ours if entry.value is not None]
@@ -143,8 +145,8 @@ def _about_seeds(shown: Sequence[tuple[str, str, Entry]], line: str | None) -> l
             for method, means in by_method.items()
         ]
         return [f"{note}; not the same everywhere: {listed(which, 4, '; ')}"]
-    if columns := _columns(by_method):
-        return [f"mean ± standard deviation over {columns}"]
+    if counts_by_set := _count_by_set(by_method):
+        return [f"mean ± standard deviation over {counts_by_set}"]
     if line is None:
         return [f"mean ± standard deviation over {max(counts)} seeds, but {_fewer(by_method, max(counts))}"]
     note = f"mean ± standard deviation over {min(counts)} to {max(counts)} seeds, see the {line} of seeds"
@@ -153,8 +155,8 @@ def _about_seeds(shown: Sequence[tuple[str, str, Entry]], line: str | None) -> l
     ]
 
 
-def _columns(by_method: dict[str, dict[str, tuple[int, ...]]]) -> str:
-    """The numbers of seeds, if they depend on what a mean is over and not on the method, and none is a single one."""
+def _count_by_set(by_method: dict[str, dict[str, tuple[int, ...]]]) -> str:
+    """Count seeds by the set of shifts, if their number does not depend on the method, and none is a single one."""
     numbers: dict[str, set[int]] = {}
     for means in by_method.values():
         for name, seeds in means.items():
@@ -182,7 +184,7 @@ def _fewer(by_method: dict[str, dict[str, tuple[int, ...]]], most: int) -> str:
 
 
 def _exceptions(by_method: dict[str, dict[str, tuple[int, ...]]]) -> list[str]:
-    """The means of a method that are over another number of seeds than most of its means."""
+    """List the means of a method that are over another number of seeds than most of its means."""
     found = []
     for method, means in by_method.items():
         numbers = Counter(map(len, means.values()))
@@ -211,19 +213,19 @@ def _about_unfinished(shown: Sequence[tuple[str, str, Entry]]) -> list[str]:
 
 
 def about_rows(grid: Grid, shown: Sequence[str], ours: Sequence[tuple[str, str, Entry]]) -> list[str]:
-    """Which methods have no row, and whether a set of shifts has no best although there are rivals."""
+    """List methods without a row, and say if a set of shifts has no best although there are rivals."""
     missing = [method for method in grid.methods if method not in shown]
     notes = [f"not run: {', '.join(missing)}"] if missing else []
     rivals: dict[str, list[Entry]] = {}
     for method, name, entry in ours:
-        if entry.value is not None and math.isfinite(entry.value) and not method.startswith(SUPERVISED):
+        if entry.value is not None and math.isfinite(entry.value) and not sees_labels(method):
             rivals.setdefault(name, []).append(entry)
     undecided = any(len(entries) > 1 and not any(entry.best for entry in entries) for entries in rivals.values())
     return [*notes, NO_BEST] if undecided and grid.shown.better is not None else notes
 
 
 def about_published(grid: Grid, found: bool) -> list[str]:
-    """`found` is whether the table has any published figure."""
+    """Say whose figures stand beside ours; `found` is True if the table has any."""
     if grid.beside is None:
         return []
     name = {"paper": "the paper", "re-run": "the authors' re-run of their released code"}[grid.beside]
@@ -234,17 +236,15 @@ def about_published(grid: Grid, found: bool) -> list[str]:
 
 
 def about_rates(grid: Grid) -> list[str]:
-    """Whether labels of the target had a part in the figures after all, by way of the published learning rates."""
-    from shiftmend.research.bench.published import known
-
+    """Say if the target's labels had a part in the figures after all, by way of the published learning rates."""
     given = any(result.manifest.get("learning_rate_chosen") == "given" for result in grid.cells.values())
-    return [RATES] if given and known(grid.benchmark) else []
+    return [RATES] if given and is_published(grid.benchmark) else []
 
 
 def about_clean(
     results: Sequence[Result], *, benchmark: Benchmark, metric: str, which: Which, beside: Sequence[Beside]
 ) -> list[str]:
-    """How the source model does at home, from its results on clean images, beside what is published of it."""
+    """Give the source model's score on clean images, beside what is published of it."""
     if METRICS[metric].of_the_run:
         return []
     said = ""
@@ -253,27 +253,26 @@ def about_clean(
             results=results,
             benchmark=benchmark.name,
             protocol="offline",
-            methods=[SOURCE_ONLY],
+            methods=[UNADAPTED],
             shifts=[CLEAN],
             metric=metric,
             which=which,
             beside=side,
         )
-        ours, there, _ = grid.comparisons({CLEAN: (CLEAN,)})[SOURCE_ONLY, CLEAN]
+        ours, there, _ = grid.comparisons({CLEAN: (CLEAN,)})[UNADAPTED, CLEAN]
         if ours.value is None:
             return []
+        column = Column("", digits=grid.shown.digits)
         if not said:
-            said = (
-                f"{grid.shown.title} of {clean_source(benchmark)} on clean images: {_number(ours, grid.shown.digits)}"
-            )
+            said = f"{grid.shown.title} of {clean_source(benchmark)} on clean images: {format_number(ours, column)}"
             said += f" ({'one seed' if len(ours.seeds) == 1 else f'{len(ours.seeds)} seeds'})"
-        said += "" if there.value is None else f", in the {side} {_number(there, grid.shown.digits)}"
+        said += "" if there.value is None else f", in the {side} {format_number(there, column)}"
     return [said]
 
 
 def clean_source(benchmark: Benchmark) -> str:
-    """The model that is scored on clean images, by its name and its shifts where other shifts have another one."""
-    setting = benchmark.settings.get("offline", {}).get(SOURCE_ONLY)
+    """Name the model that is scored on clean images, with its shifts where other shifts have another model."""
+    setting = benchmark.settings.get("offline", {}).get(UNADAPTED)
     if setting is None:
         return "the source model"
     name = benchmark.source_for(setting, CLEAN)
@@ -281,12 +280,8 @@ def clean_source(benchmark: Benchmark) -> str:
     return "the source model" if len(own) == len(benchmark.shifts) else f"the source model {name} (of {', '.join(own)})"
 
 
-def _number(entry: Entry, digits: int) -> str:
-    deviation = "" if entry.deviation is None else f" ± {entry.deviation:.{digits}f}"
-    return f"{entry.value:.{digits}f}{deviation}"
-
-
 def about_failures(grid: Grid) -> list[str]:
+    """Count the failed cells, and quote the first of them."""
     failed = [result for result in grid.cells.values() if result.failed]
     if not failed:
         return []
@@ -298,7 +293,7 @@ def about_failures(grid: Grid) -> list[str]:
 
 
 def listed(names: Iterable[str], most: int, between: str = ", ") -> str:
-    """So many of the names, and how many more there are."""
+    """Join at most so many of the names, and count the others."""
     names = list(names)
     rest = len(names) - most
     return between.join(names) if rest <= 0 else f"{between.join(names[:most])} and {rest} more"

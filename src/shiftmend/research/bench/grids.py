@@ -1,4 +1,4 @@
-"""The results of one benchmark as a grid of methods, shifts and seeds: what a table needs to know of them."""
+"""The results of one benchmark as a grid of methods, shifts and seeds, with the means that a table shows."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import Literal, Protocol
 import numpy as np
 
 from shiftmend.errors import DataError
-from shiftmend.research.bench.benchmark import Result, Which
-
-SUPERVISED = "target-supervised"
-"""A method of this name, or a variant of it, saw the target's labels and is no rival of the others."""
-
+from shiftmend.research.bench.benchmark import Result, Which, sees_labels
+from shiftmend.research.bench.published import Figure, figure
+from shiftmend.research.bench.rendering import Entry
 
 Beside = Literal["paper", "re-run"]
+"""Whose figures stand beside ours: the paper's, or those of the authors' re-run of their code."""
+
+Comparison = tuple[Entry, Entry, Entry]
+"""Ours, the published figure, and the difference."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """How a quantity is shown. `better` is None where it means nothing to be first.
+    """The way a quantity is shown. `better` is None where it means nothing to be first.
 
     Nobody is first in the alignment loss, which some methods optimise, nor in time and memory, where doing nothing is.
     """
@@ -48,39 +50,12 @@ METRICS = {
 }
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A number in the unit of its table, not rounded; or a text in its place; or nothing."""
-
-    value: float | None = None
-    deviation: float | None = None
-    text: str = ""
-    best: bool = False
-    seeds: tuple[int, ...] = ()
-    """Those that a mean is over; none for what is published."""
-    unfinished: tuple[int, ...] = ()
-    """Seeds that were begun but lack some of the shifts that the mean is over: they are not in it."""
-
-
-class Figure(Protocol):
-    """A published number, as a fraction where the metric is one."""
-
-    @property
-    def mean(self) -> float: ...
-    @property
-    def deviation(self) -> float | None: ...
-
-
 class Published(Protocol):
-    """Where published numbers come from; `shift` may be a summary such as `all` or `severe`."""
+    """A source of published numbers; `shift` may be a summary such as `all` or `severe`."""
 
     def __call__(
-        self, benchmark: str, protocol: str, metric: str, method: str, shift: str, *, source: Beside
+        self, benchmark: str, protocol: str, metric: str, method: str, shift: str, source: Beside
     ) -> Figure | None: ...
-
-
-Comparison = tuple[Entry, Entry, Entry]
-"""Ours, the published figure, and the difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +70,7 @@ class Grid:
     metric: str = "accuracy"
     which: Which = "last"
     beside: Beside | None = None
-    published: Published | None = None
-    """In place of `shiftmend.research.bench.published`."""
+    published: Published = figure
     cells: dict[tuple[str, str, int], Result] = field(init=False, default_factory=dict)
     """Results by method, shift and seed."""
 
@@ -107,9 +81,6 @@ class Grid:
             raise DataError(f"unknown choice of epoch {self.which!r}, expected last, best or selected")
         if self.shown.of_the_run and self.which != "last":
             raise DataError(f"{self.metric} is not known for the {self.which} epoch; ask for it with which='last'")
-        for what, names in (("methods", self.methods), ("shifts", self.shifts)):
-            if not names or len(set(names)) < len(names):
-                raise DataError(f"a table needs {what}, each named once, but got {list(names)}")
         for result in self.results:
             cell = result.cell
             if (cell.benchmark, cell.protocol) != (self.benchmark, self.protocol):
@@ -131,7 +102,7 @@ class Grid:
 
     @property
     def unlike(self) -> bool:
-        """Whether ours is the ECE of a whole stream: the published one is another quantity, not to be subtracted."""
+        """True if ours is the ECE of a whole stream: the published one is another quantity, not to be subtracted."""
         return self.metric == "ece" and any(result.ece_per_batch is not None for result in self.cells.values())
 
     @property
@@ -141,17 +112,11 @@ class Grid:
         return [method for method in self.methods if method in there]
 
     def sets(self, groups: Mapping[str, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
-        """All shifts, then each group of them."""
-        sets = {"all": tuple(self.shifts)} | {name: tuple(members) for name, members in (groups or {}).items()}
-        for name, members in sets.items():
-            unknown = [shift for shift in members if shift not in self.shifts]
-            if unknown or not members:
-                found = f"has the unknown shift {unknown[0]!r}" if unknown else "is empty"
-                raise DataError(f"the group {name!r} {found}; it must be made of {', '.join(self.shifts)}")
-        return sets
+        """List all shifts, then each group of them."""
+        return {"all": tuple(self.shifts)} | {name: tuple(members) for name, members in (groups or {}).items()}
 
     def mean(self, method: str, shifts: Sequence[str], read: Callable[[Result], float | None] | None = None) -> Entry:
-        """Over the seeds that have every shift; how many cells there are if no seed has."""
+        """Average over the seeds that have every shift; count the cells if no seed has."""
         read = read or self._read
         runs = [[self.cells.get((method, shift, seed)) for shift in shifts] for seed in self.seeds]
         values = [[None if result is None or result.failed else read(result) for result in run] for run in runs]
@@ -161,7 +126,8 @@ class Grid:
             if None not in found
         }
         if complete:
-            with np.errstate(invalid="ignore"):  # a diverged run has infinities, and a table shows them as they are
+            # A diverged run has infinities, and a table shows them as they are.
+            with np.errstate(invalid="ignore"):
                 means = self.shown.scale * np.asarray([*complete.values()], dtype=np.float64).mean(axis=1)
                 mean = float(means.mean())
                 deviation = float(means.std(ddof=1)) if len(means) > 1 and np.isfinite(mean) else None
@@ -172,21 +138,21 @@ class Grid:
         return Entry(text=f"{known}/{len(shifts) * len(self.seeds)}" if known or failed else "")
 
     def comparisons(self, sets: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], Comparison]:
-        """Every method on every set of shifts, by their names; the best method of each set is marked."""
+        """Compare every method on every set of shifts with the published figure, and mark the best of each set."""
         compared: dict[tuple[str, str], Comparison] = {}
         for name, members in sets.items():
             compared |= {(method, name): self._compare(method, name, members) for method in self.methods}
-            for method in self.first({method: compared[method, name][0] for method in self.methods}):
+            for method in self.best({method: compared[method, name][0] for method in self.methods}):
                 ours, there, difference = compared[method, name]
                 compared[method, name] = (replace(ours, best=True), there, difference)
         return compared
 
-    def first(self, entries: Mapping[str, Entry]) -> list[str]:
-        """The methods that are best, to the digits shown.
+    def best(self, entries: Mapping[str, Entry]) -> list[str]:
+        """List the methods that are best, to the digits shown.
 
-        None if one of the rivals lacks a mean, or has one over other seeds; who was not run at all is no rival.
+        None is if one of the rivals lacks a mean, or has one over other seeds; a method that was not run is no rival.
         """
-        rivals = {method: entries[method] for method in self.run if not method.startswith(SUPERVISED)}
+        rivals = {method: entries[method] for method in self.run if not sees_labels(method)}
         seeds = {entry.seeds for entry in rivals.values()}
         if self.shown.better is None or len(rivals) < 2 or len(seeds) > 1 or not all(seeds):
             return []
@@ -199,7 +165,7 @@ class Grid:
         return [method for method, value in values.items() if value == best]
 
     def origins(self, shifts: Sequence[str]) -> dict[str, list[str]]:
-        """The shifts of each origin of data that occurs."""
+        """List the shifts of each origin of data that occurs."""
         found: dict[str, set[str]] = {}
         for (_, shift, _), result in self.cells.items():
             found.setdefault(result.origin, set()).add(shift)
@@ -208,25 +174,22 @@ class Grid:
 
     def _compare(self, method: str, name: str, members: Sequence[str]) -> Comparison:
         ours = self.mean(method, members)
-        figure = self._figure(method, name) or (self._figure(method, members[0]) if len(members) == 1 else None)
-        if figure is None:
+        found = self._find_published(method, name)
+        if found is None and len(members) == 1:
+            found = self._find_published(method, members[0])
+        if found is None:
             return ours, Entry(), Entry()
         scale = self.shown.scale
-        there = Entry(scale * figure.mean, None if figure.deviation is None else scale * figure.deviation)
-        return ours, there, Entry(None if ours.value is None else ours.value - scale * figure.mean)
+        there = Entry(scale * found.mean, None if found.deviation is None else scale * found.deviation)
+        return ours, there, Entry(None if ours.value is None else ours.value - scale * found.mean)
 
     def _read(self, result: Result) -> float | None:
         outcome = result if self.shown.of_the_run else getattr(result, self.which)
         return None if outcome is None else getattr(outcome, self.metric)
 
-    def _figure(self, method: str, shift: str) -> Figure | None:
+    def _find_published(self, method: str, shift: str) -> Figure | None:
         if self.beside is None:
             return None
-        ask = self.published
-        if ask is None:
-            from shiftmend.research.bench.published import figure
-
-            ask = figure
         # What is published as the ECE of a stream is the mean over its batches.
         metric = "ece" if self.metric == "ece_per_batch" else self.metric
-        return ask(self.benchmark, self.protocol, metric, method, shift, source=self.beside)
+        return self.published(self.benchmark, self.protocol, metric, method, shift, source=self.beside)

@@ -1,4 +1,7 @@
-"""A page of results in Markdown, from a store or a compact export alone: what was run, how, and what came of it."""
+"""The page of a benchmark's results in Markdown: what was run, how, and what came of it.
+
+A store or a compact file is all that it needs. `page` lists the sections; their functions follow in the same order.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,123 @@ from pathlib import Path
 from typing import Any, get_args
 
 from shiftmend.errors import DataError
+from shiftmend.methods import METHODS
+from shiftmend.methods.fr import Alignment
 from shiftmend.research.analysis import comparisons, correlations
-from shiftmend.research.analysis import correlations as thresholds
-from shiftmend.research.analysis.correlations import MARGIN, Judge
 from shiftmend.research.bench import footnotes, published, tables
-from shiftmend.research.bench import tables as tabular
-from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Cell, Result
-from shiftmend.research.bench.grids import METRICS, SUPERVISED, Beside, Entry, Grid
+from shiftmend.research.bench.benchmark import CLEAN, UNADAPTED, Benchmark, Cell, Result, labelled_methods, sees_labels
+from shiftmend.research.bench.grids import METRICS, Beside, Grid
 from shiftmend.research.bench.plan import variants_of, with_another_source
-from shiftmend.research.bench.rendering import for_markdown, render
+from shiftmend.research.bench.rendering import Column, Entry, Row, Table, escape_markdown, render
 from shiftmend.research.bench.results import Reading, read
 from shiftmend.research.bench.suite import find
-from shiftmend.research.bench.tables import Column, Row, Table
 from shiftmend.utils.checks import counted
 from shiftmend.verification.verdict import Verdict, Verification
 
 Block = str | Table
+
+ONCE = (
+    "`last` is the end of a run. Where there are published figures, those of the paper and of the authors' re-run of "
+    "their code stand beside ours. A note stands under the first table that it belongs to, and is not said again. "
+    "See [benchmarks](../benchmarks.md) for the methods, and for how to read a table."
+)
+
+EPOCHS = (
+    "`selected` is the epoch that a new site would keep, chosen without labels. `best` looked at the labels of the "
+    "epochs that were scored: those that the protocol names, the last and the selected one. It says what a better "
+    "choice among them could have given, and the cost of selection is what lies between the two; an epoch that was not "
+    "scored may have been better still."
+)
+
+FEW = "Adapted to a few images of each class, scored on all of them; mean over all shifts."
+
+ONLINE = "One pass over the images: each batch is predicted before it is learnt from."
+
+VARIANTS = "Each row differs from its method in one option; the difference is the variant less the method as it is."
+
+SLICES = "Marginals can be matched by scrambling features; slices see how features go together."
+
+RESTORATION = (
+    "The restoration distance is how far the features of a shifted image are from those of its clean version. Do "
+    "methods that restore features also stay calibrated?"
+)
+
+SIGNALS = (
+    "Accuracy is not known at a new site. What is: the divergence of the verification slices and of the marginals from "
+    "the profile, and the mean entropy and confidence of the predictions. Cells of one shift or seed are alike, so "
+    "there are fewer independent ones than are counted here."
+)
+
+FOLDERS = re.compile(r"(?<![\w.:/\\])(?:~|[A-Za-z]:)?[/\\]+(?:[^\s/\\'\":;,()]+[/\\]+)+")
+"""The folders of an absolute path, on any system."""
+
+FAR_FROM_PUBLISHED = 0.1
+"""A source model whose accuracy is off by more than this was trained on, or sees, something else. A fraction."""
+
+FEWEST_CELLS = 10
+"""With fewer cells than this of one kind, shares of them are no more than a hint."""
+
+
+def page(
+    benchmark: str, folder: str | os.PathLike[str], notes: str = "", root: str | os.PathLike[str] | None = None
+) -> str:
+    """Write the page of a benchmark.
+
+    Args:
+        benchmark: A name, or `file.py:NAME`.
+        folder: The folder of a store, a store, or a compact file.
+        notes: Markdown of a person's own, for what a program cannot know.
+        root: The folder of the data sets, see `shiftmend.research.bench.results.read`. It need not be there.
+    """
+    chosen = find(benchmark)
+    parts = {protocol: Part(protocol, read(benchmark, folder, protocol, root=root)) for protocol in chosen.protocols}
+    run = {protocol: part for protocol, part in parts.items() if part.results}
+    if not run:
+        others = sum(part.reading.others for part in parts.values())
+        found = f", but {others} of other settings, data or learning rates" if others else ""
+        raise DataError(
+            f"{os.fspath(folder)} has no results of {benchmark} as it is now{found}; run the benchmark first"
+        )
+    main = run.get("offline") or next(iter(run.values()))
+    stories: list[tuple[str, list[Block]]] = [
+        ("", [_headline(parts), *_missing(parts), *_made_by(benchmark, parts)]),
+        # Tables are long: what to make of them stands first.
+        ("Notes", [notes.strip()] if notes.strip() else []),
+        ("Accuracy and calibration", [ONCE, *_clean(main), *averages(main)]),
+        ("Each shift", by_shift(main)),
+        ("Which epoch: last, selected, best", _introduce(EPOCHS, choice_of_epoch(main))),
+        ("Few images", _introduce(FEW, [*few_shot(parts), *few_verdicts(parts)])),
+        ("Online", _introduce(ONLINE, _online(run))),
+        ("Variants of a method", _introduce(VARIANTS, variants(main))),
+        ("Does it help to align slices too?", _introduce(SLICES, slices(main))),
+        ("Restoration and calibration", _introduce(RESTORATION, restoration(main))),
+        ("Signals that need no labels", _introduce(SIGNALS, signals(main))),
+        ("Does the model without adaptation do as published?", sanity(main)),
+        ("About the published figures", _published_notes(chosen.name)),
+        ("Data", _digests(main)),
+    ]
+    said: set[str] = set()
+    lines = [f"# {escape_markdown(chosen.title)}", ""]
+    for title, blocks in stories:
+        if blocks:
+            lines += [f"## {title}", ""] if title else []
+            lines += [text for block in blocks for text in (_write(block, said), "")]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _introduce(introduction: str, blocks: list[Block]) -> list[Block]:
+    return [introduction, *blocks] if blocks else []
+
+
+def _write(block: Block, said: set[str]) -> str:
+    """Write a table without the notes that the page has already."""
+    if isinstance(block, str):
+        return block
+    # An error may name a file; where it lies is nobody's business but the machine's.
+    new = tuple(FOLDERS.sub("", note) for note in block.notes if note not in said)
+    marked = "" if block.marked in said else block.marked
+    said.update((*block.notes, block.marked))
+    return render(replace(block, notes=new, marked=marked), "markdown").rstrip("\n")
 
 
 @dataclass(frozen=True)
@@ -44,7 +148,7 @@ class Part:
 
     @property
     def results(self) -> list[Result]:
-        """Of shifts; clean images are none."""
+        """The results on shifts; clean images are none."""
         return [result for result in self.reading.results if result.cell.shift != CLEAN]
 
     @property
@@ -63,25 +167,184 @@ class Part:
 
     @property
     def unsupervised(self) -> list[Result]:
-        """Those that saw no labels and can be compared with each other."""
-        return [result for result in self.results if not result.cell.method.startswith(SUPERVISED)]
+        """The results without labels, which can be compared with each other."""
+        return [result for result in self.results if not sees_labels(result.cell.method)]
 
-    def asked(self, **more: Any) -> dict[str, Any]:
-        """For a table: of all methods, as it says which of them were not run."""
+    def about(self, **more: Any) -> dict[str, Any]:
+        """Give the arguments of a table of all methods: it says which of them were not run."""
         shared = {"benchmark": self.benchmark.name, "protocol": self.protocol}
         return shared | {"methods": self.reading.methods, "shifts": self.shifts} | more
 
 
+# ---- the head of the page
+
+
+def _headline(parts: Mapping[str, Part]) -> str:
+    cells = sum(len(part.reading.cells) for part in parts.values())
+    done = sum(not result.failed for part in parts.values() for result in part.reading.results)
+    remarks = footnotes.source_remarks(result for part in parts.values() for result in part.reading.results)
+    images = " ".join([*(f"**{escape_markdown(remark)}.**" for remark in remarks), _images(parts)])
+    if done == cells:
+        return f"{images} All {cells:,} cells (one method on one shift from one seed) are done."
+    return (
+        f"**Partial: {done:,} of {cells:,} cells (one method on one shift from one seed) are done.** {images} "
+        "What is missing:"
+    )
+
+
+def _images(parts: Mapping[str, Part]) -> str:
+    """Say where the target images are from, in a sentence."""
+    origins: dict[str, set[str]] = {}
+    for part in parts.values():
+        for result in part.results:
+            origins.setdefault(result.origin, set()).add(result.cell.shift)
+    order = next(iter(parts.values())).benchmark.shifts
+
+    def listed(shifts: set[str]) -> str:
+        return "all shifts" if shifts == set(order) else ", ".join(_code(shift) for shift in order if shift in shifts)
+
+    meanings = {"published": "the published files"} | {
+        origin: meaning for origin, (_, meaning) in footnotes.ORIGINS.items()
+    }
+    said = [f"{meanings[origin]} ({listed(shifts)})" for origin, shifts in sorted(origins.items())]
+    return f"Target images: {'; '.join(said)}."
+
+
+def _missing(parts: Mapping[str, Part]) -> list[Block]:
+    """List the protocols that lack cells, and what has not been begun at all."""
+    lines = []
+    for protocol, part in parts.items():
+        reading = part.reading
+        missing = set(reading.cells) - {result.cell for result in reading.results if not result.failed}
+        if not missing:
+            continue
+        if not reading.results:
+            lines.append(f"- {protocol}: everything ({counted(len(missing), 'cell')})")
+            continue
+        failed = sum(result.failed for result in reading.results)
+        facts = [
+            _lacking("method", reading.methods, {result.cell.method for result in reading.results}),
+            _lacking("shift", part.benchmark.shifts, set(part.shifts)),
+            _lacking("seed", sorted({cell.seed for cell in reading.cells}), {r.cell.seed for r in reading.results}),
+            f"{failed} failed" if failed else "",
+        ]
+        detail = "; ".join(fact for fact in facts if fact)
+        lines.append(
+            f"- {protocol}: {len(missing):,} of {len(reading.cells):,} cells" + (f"; {detail}" if detail else "")
+        )
+    return ["\n".join(lines)] if lines else []
+
+
+def _lacking(what: str, known: Iterable[Any], there: set[Any]) -> str:
+    names = [str(name) for name in known if name not in there]
+    return f"nothing of the {what}{'s' if len(names) > 1 else ''} {', '.join(map(_code, names))}" if names else ""
+
+
+def _made_by(benchmark: str, parts: Mapping[str, Part]) -> list[Block]:
+    """List commands, machines, and how the source models were trained."""
+    # A file of one's own may be named by its whole path.
+    called = shlex.quote(Path(benchmark).name if Path(benchmark).is_absolute() else benchmark)
+    run = {protocol: part for protocol, part in parts.items() if part.results}
+    name = next(iter(parts.values())).benchmark.name
+    commands = [
+        f"shiftmend bench run {called}" + ("" if p == "offline" else f" --protocol {shlex.quote(p)}") for p in run
+    ]
+    export, written = shlex.quote(f"results/{name}.json"), shlex.quote(f"docs/results/{name}.md")
+    commands += [
+        f"shiftmend bench export {called} --format compact --out {export}",
+        f"shiftmend bench page {called} --folder {export} --out {written}",
+    ]
+    results = [result for part in run.values() for result in part.reading.results]
+    lines = [f"- {line}" for line in (*_machines(results), *_sources(results), *map(_protocol, run.values()))]
+    others = sum(part.reading.others for part in run.values())
+    if others:
+        lines.append(
+            f"- {others} more results in the file are of other settings, data or learning rates, and not shown"
+        )
+    intro = (
+        "These commands make it. They are no log: the runs may have been split by seeds, shifts or methods, and over "
+        "several machines."
+    )
+    return [intro, "```bash\n" + "\n".join(commands) + "\n```", "\n".join(lines)]
+
+
+def _machines(results: Sequence[Result]) -> list[str]:
+    names = {"device": "", "torch": "PyTorch ", "python": "Python ", "shiftmend": "shiftmend "}
+    found = Counter(
+        ", ".join(f"{words}{facts[key]}" for key, words in names.items() if key in facts)
+        for result in results
+        if (facts := result.manifest.get("environment"))
+    )
+    dates = sorted(result.finished[:10] for result in results if result.finished)
+    hours = sum(result.seconds for result in results) / 3600
+    lines = [f"{escape_markdown(text)}: {counted(count, 'cell')}" for text, count in found.most_common()]
+    if dates:
+        when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+        shared = any(result.manifest.get("lanes", 1) > 1 for result in results)
+        together = ", many of which ran side by side and so took longer," if shared else ""
+        lines.append(f"finished {when}; the times of all cells{together} add up to {hours:.1f} hours")
+    return lines
+
+
+def _sources(results: Sequence[Result]) -> list[str]:
+    """Say how source models were trained, by name, without what is off or empty."""
+    recipes: dict[str, str] = {}
+    for result in results:
+        source = result.manifest.get("source") or {}
+        facts = source.get("recipe") or {}
+        shown = [
+            f"{key.replace('_', ' ')} {_value(value)}"
+            for key, value in facts.items()
+            if value not in (None, 0.0, False, {}, "none")
+        ]
+        if shown:
+            recipes.setdefault(str(source.get("name")), ", ".join(shown))
+    return [f"source model `{name}`: {escape_markdown(text)}" for name, text in sorted(recipes.items())]
+
+
+def _protocol(part: Part) -> str:
+    facts = part.benchmark.protocols[part.protocol].facts()
+    shown = [
+        f"{key.replace('_', ' ')} {_value(value)}"
+        for key, value in facts.items()
+        if key != "kind" and value is not None
+    ]
+    return f"protocol `{part.protocol}`: {escape_markdown(', '.join(shown))}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "(" + ", ".join(f"{key.replace('_', ' ')} {_value(entry)}" for key, entry in value.items()) + ")"
+    if isinstance(value, list | tuple):
+        return " + ".join(map(_value, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _code(name: str) -> str:
+    return f"`{name}`"
+
+
+# ---- accuracy and calibration
+
+
+def _clean(part: Part) -> list[Block]:
+    """Give the source model's scores on clean images, beside what is published of it."""
+    asked: dict[str, Any] = {"benchmark": part.benchmark, "which": "last", "beside": ("paper", "re-run")}
+    metrics = ("accuracy", "ece")
+    said = [note for metric in metrics for note in footnotes.about_clean(part.reading.clean, metric=metric, **asked)]
+    return ["\n".join(f"- {escape_markdown(note)}" for note in said)] if said else []
+
+
 def averages(part: Part, metrics: Sequence[str] = ("accuracy", "ece")) -> list[Block]:
-    """Means over all shifts beside the paper and the authors' re-run, then those over groups of shifts."""
+    """Show means over all shifts beside the paper and the authors' re-run, then those over groups of shifts."""
     if not part.whole:
         number = len(part.benchmark.shifts)
         return [f"No mean is taken before all {number} shifts have been run; see the figures of each shift below."]
     blocks: list[Block] = []
     for metric in metrics:
-        asked = part.asked(groups=part.benchmark.groups, metric=metric)
+        asked = part.about(groups=part.benchmark.groups, metric=metric)
         paper, rerun = (tables.summary(part.results, **asked, beside=side) for side in ("paper", "re-run"))
-        both = tabular.beside_both(paper, rerun)
+        both = tables.beside_both(paper, rerun)
         everything, groups = _over(both, of_all=True), _over(both, of_all=False)
         blocks.append(everything)
         if groups.columns:
@@ -90,16 +353,16 @@ def averages(part: Part, metrics: Sequence[str] = ("accuracy", "ece")) -> list[B
 
 
 def _over(table: Table, *, of_all: bool) -> Table:
-    """The columns of all shifts, which come first, or those of the groups; the latter without differences, as narrower.
+    """Take the columns of all shifts, which come first, or those of the groups, which do without differences.
 
     What all columns have in common goes into the title.
     """
     first = next(column for column in table.columns if column.kind != "seeds")
     name = first.heading or first.title
     if not of_all:
-        groups = tabular.only(table, lambda column: (column.heading or column.title) != name)
-        return tabular.only(groups, lambda column: column.kind != "difference")
-    chosen = tabular.only(table, lambda column: (column.heading or column.title) == name)
+        groups = tables.keep_columns(table, lambda column: (column.heading or column.title) != name)
+        return tables.keep_columns(groups, lambda column: column.kind != "difference")
+    chosen = tables.keep_columns(table, lambda column: (column.heading or column.title) == name)
     columns = tuple(
         replace(column, title=column.title if column.heading or column.kind == "seeds" else "ours", heading="")
         for column in chosen.columns
@@ -108,13 +371,14 @@ def _over(table: Table, *, of_all: bool) -> Table:
 
 
 def by_shift(part: Part, metrics: Sequence[str] = ("accuracy", "ece")) -> list[Block]:
+    """Show each shift, and folded below its difference from the published figures."""
     blocks: list[Block] = []
     folded: list[Block] = []
     for metric in metrics:
         blocks.append(_per_shift(part, metric, None))
         for side in ("paper", "re-run"):
             table = _per_shift(part, metric, side)
-            compared = tabular.only(table, lambda column: column.kind == "difference")
+            compared = tables.keep_columns(table, lambda column: column.kind == "difference")
             if compared.columns:
                 columns = tuple(replace(column, title=column.heading, heading="") for column in compared.columns)
                 folded.append(
@@ -127,19 +391,23 @@ def by_shift(part: Part, metrics: Sequence[str] = ("accuracy", "ece")) -> list[B
 
 def _per_shift(part: Part, metric: str, beside: Beside | None) -> Table:
     groups = part.benchmark.groups if part.whole else {}
-    table = tables.per_shift(part.results, **part.asked(groups=groups, metric=metric, beside=beside))
-    return table if part.whole else tabular.without_means(table)
+    table = tables.per_shift(part.results, **part.about(groups=groups, metric=metric, beside=beside))
+    return table if part.whole else tables.drop_means(table)
 
 
 def choice_of_epoch(part: Part) -> list[Block]:
-    table = tables.selection(part.results, **part.asked())
+    """Show the accuracy of the last, the selected and the best epoch."""
+    table = tables.selection(part.results, **part.about())
     if not part.whole:
         table = replace(table, title=f"{table.title.rpartition(', ')[0]}, mean over the shifts run so far")
     return [table]
 
 
+# ---- few images, and online
+
+
 def few_shot(parts: Mapping[str, Part]) -> list[Block]:
-    """Accuracy from few images of each class, beside that from all of them."""
+    """Show accuracy from few images of each class, beside that from all of them."""
     run = {protocol: part for protocol, part in parts.items() if part.results}
     few = {f"{name.removeprefix('few-shot-')} a class": name for name in run if name.startswith("few-shot-")}
     if not few:
@@ -154,65 +422,45 @@ def few_shot(parts: Mapping[str, Part]) -> list[Block]:
     }
     results = [result for part in run.values() for result in part.results]
     paper, rerun = (tables.across(results, **asked, beside=side) for side in ("paper", "re-run"))
-    return [tabular.only(tabular.beside_both(paper, rerun), lambda column: column.kind != "difference")]
+    return [tables.keep_columns(tables.beside_both(paper, rerun), lambda column: column.kind != "difference")]
 
 
-FAR = 0.1
-"""A source model whose accuracy is off by more than this was trained on, or sees, something else."""
-
-
-def restoration(part: Part) -> list[Block]:
-    """Restoration distance and ECE of each method, and how they go together; nothing if no image has a clean twin."""
-    if all(result.restoration_distance is None for result in part.unsupervised):
+def few_verdicts(parts: Mapping[str, Part]) -> list[Block]:
+    """Count the verdicts on methods that restore features from few samples: what they adapted to is judged."""
+    few = {protocol: part for protocol, part in parts.items() if protocol.startswith("few-shot-") and part.results}
+    # No other protocol has clean images.
+    clean = parts["offline"].reading.clean if "offline" in parts else []
+    restoring_methods = [name for name, method in METHODS.items() if issubclass(method, Alignment)]
+    counts, left_out = [], 0
+    for part in few.values():
+        restoring = [result for result in _with_the_clean_source(part) if _method(result) in restoring_methods]
+        left_out += sum(_method(result) in restoring_methods for result in part.unsupervised) - len(restoring)
+        counts.append(_count_verdicts(restoring, correlations.near_clean(restoring, clean)))
+    if not any(counts):
         return []
-    others = with_another_source(part.benchmark, part.protocol)
-    variants = variants_of(part.benchmark, part.protocol)
-    found = correlations.restoration_and_calibration(part.unsupervised, exclude=others, variants=variants)
-    if not found.means:
-        return [f"Nothing can be said yet: {found.correlation.remark}."]
-    name = part.benchmark.name
-    theirs = {
-        method: tuple(
-            published.figure(name, part.protocol, metric, method, "all") for metric in ("restoration_distance", "ece")
-        )
-        for method in found.means
-    }
-    digits = 2 if max(distance for distance, _ in found.means.values()) >= 1 else 3
-    columns = [Column("restoration distance", digits=digits), Column("ECE, percent")]
-    known = {method: (distance.mean, ece.mean) for method, (distance, ece) in theirs.items() if distance and ece}
-    if known:
-        columns += [
-            Column("distance in the paper", kind="published", digits=2),
-            Column("ECE in the paper", kind="published"),
-        ]
-    rows = []
-    for method, (distance, ece) in sorted(found.means.items(), key=lambda item: item[1]):
-        entries = [Entry(distance), Entry(100 * ece)]
-        if known:
-            entries += (
-                [Entry(known[method][0]), Entry(100 * known[method][1])] if method in known else [Entry(), Entry()]
-            )
-        rows.append(Row(method, tuple(entries)))
-    said = f"Spearman's rank correlation of the two over methods: {_coefficient(found.correlation)}"
-    if known:
-        paper = correlations.correlate([d for d, _ in known.values()], [e for _, e in known.values()])
-        said += f"; of the paper's figures for the same methods: {_coefficient(paper)}"
-    left_out = [f"{method} (whose source model is another)" for method in part.methods if method in others]
-    left_out += [SUPERVISED] if len(part.unsupervised) < len(part.results) else []
-    note = f"means over the {found.places} pairs of shift and seed that every method has done"
-    note += f"; {' and '.join(left_out)} {'are' if len(left_out) > 1 else 'is'} left out" if left_out else ""
-    note += f"; without {', '.join(found.without)}, for lack of common seeds" if found.without else ""
-    note += "; the paper's are means over all shifts" if known else ""
-    return [
-        f"{said}.",
-        Table(f"{name}, {part.protocol}: restoration and calibration", "method", tuple(columns), tuple(rows), (note,)),
-    ]
+    names = [f"{protocol.removeprefix('few-shot-')} a class" for protocol in few]
+    columns = tuple(Column(kind, name, digits=0) for name in names for kind in ("good", "bad"))
+    first = next(iter(few.values()))
+    title = (
+        f"{first.benchmark.name}, few-shot: the library's own verdict on {' and '.join(restoring_methods)}, in cells"
+    )
+    return [Table(title, "verdict", columns, _rows(counts), (f"good: {_near_clean(first, left_out)}",))]
+
+
+def _online(run: Mapping[str, Part]) -> list[Block]:
+    if "online" not in run:
+        return []
+    part, metrics = run["online"], ("accuracy", "ece_per_batch", "ece")
+    return [*averages(part, metrics), *by_shift(part, metrics[:2])]
+
+
+# ---- variants of a method, and slices
 
 
 def variants(part: Part) -> list[Block]:
-    """Rows that are a method with other options, each against the method as it is: what the option is worth."""
+    """Compare rows that are a method with other options with the method as it is: what the option is worth."""
     bases = variants_of(part.benchmark, part.protocol)
-    found = {name: compared for name, base in bases.items() if (compared := _compared(part, name, base))}
+    found = {name: compared for name, base in bases.items() if (compared := _compare(part, name, base))}
     rows = [_variant(part, name, bases[name], compared) for name, compared in found.items()]
     if not rows:
         return []
@@ -256,10 +504,11 @@ def _variant(part: Part, name: str, base: str, compared: Sequence[comparisons.Co
 
 
 def slices(part: Part) -> list[Block]:
-    """Does it help to align slices too? Shift by shift, for the methods that have been run both ways."""
+    """Compare, shift by shift, methods that also align slices with themselves without."""
     blocks: list[Block] = []
-    for base in ("fr", "bufr"):
-        compared = _compared(part, f"{base}-sliced", base)
+    settings = part.benchmark.settings[part.protocol]
+    for name, base in variants_of(part.benchmark, part.protocol).items():
+        compared = _compare(part, name, base) if settings[name].preset == "sliced" else []
         if not compared:
             continue
         rows = [
@@ -272,7 +521,7 @@ def slices(part: Part) -> list[Block]:
         ]
         columns = (
             Column("seeds", digits=0),
-            Column(f"{base}-sliced - {base}", kind="difference"),
+            Column(f"{name} - {base}", kind="difference"),
             Column("p", digits=3),
             Column("corrected p", digits=3),
             Column("verdict"),
@@ -287,8 +536,8 @@ def slices(part: Part) -> list[Block]:
     return blocks
 
 
-def _compared(part: Part, first: str, second: str) -> list[comparisons.Comparison]:
-    """Shift by shift, and last over all of them, where as in a table a seed counts only if it has every shift."""
+def _compare(part: Part, first: str, second: str) -> list[comparisons.Comparison]:
+    """Compare shift by shift, and last over all of them, where a seed counts only if it has every shift."""
     own = [result for result in part.results if result.cell.method in (first, second) and not result.failed]
     if len({result.cell.method for result in own}) < 2:
         return []
@@ -318,32 +567,59 @@ def _points(one: comparisons.Comparison) -> Entry:
 
 
 def _chance(p: float | None) -> Entry:
-    """No p is 0: one that would be printed so is called less than the smallest that would not."""
+    """Show a p-value; no p is 0, so a smaller one is called less than the smallest that is printed."""
     return Entry(p) if p is None or p >= 0.001 else Entry(text="< 0.001")
 
 
-def sanity(part: Part) -> list[Block]:
-    """Shifts on which the unadapted model does otherwise than the published one: there the data or the model differ."""
-    method = thresholds.NOTHING_DONE
-    for side, name in (("re-run", "the authors' re-run"), ("paper", "the paper")):
-        if method not in part.methods:
-            break
-        asked = part.asked(methods=[method], beside=side)
-        grid = Grid(results=part.results, **asked)
-        compared = grid.comparisons({shift: (shift,) for shift in part.shifts})
-        known = {shift: entries for (_, shift), entries in compared.items() if entries[2].value is not None}
-        if not known:
-            continue
-        far = [shift for shift, (_, _, gap) in known.items() if abs(gap.value or 0.0) > 100 * FAR]
-        near = f"{len(known) - len(far)} of {len(known)} shifts"
-        said = f"Source-only accuracy lies within {100 * FAR:g} points of {name} on {near}."
-        if not far:
-            return [said]
-        titles = (Column("ours"), Column(side, kind="published"), Column("difference", kind="difference"))
-        rows = tuple(Row(shift + footnotes.origin_marks(grid, [shift]), known[shift]) for shift in far)
-        title = f"{part.benchmark.name}, {part.protocol}: shifts where source-only is far from {name}"
-        return [said, Table(title, "shift", titles, rows, tuple(footnotes.about_data(grid)))]
-    return []
+# ---- restoration and calibration
+
+
+def restoration(part: Part) -> list[Block]:
+    """Show restoration distance and ECE of each method, and their correlation; nothing without clean images."""
+    if all(result.restoration_distance is None for result in part.unsupervised):
+        return []
+    others = with_another_source(part.benchmark, part.protocol)
+    variants = variants_of(part.benchmark, part.protocol)
+    found = correlations.restoration_and_calibration(part.unsupervised, exclude=others, variants=variants)
+    if not found.means:
+        return [f"Nothing can be said yet: {found.correlation.remark}."]
+    name = part.benchmark.name
+    theirs = {
+        method: tuple(
+            published.figure(name, part.protocol, metric, method, "all") for metric in ("restoration_distance", "ece")
+        )
+        for method in found.means
+    }
+    digits = 2 if max(distance for distance, _ in found.means.values()) >= 1 else 3
+    columns = [Column("restoration distance", digits=digits), Column("ECE, percent")]
+    known = {method: (distance.mean, ece.mean) for method, (distance, ece) in theirs.items() if distance and ece}
+    if known:
+        columns += [
+            Column("distance in the paper", kind="published", digits=2),
+            Column("ECE in the paper", kind="published"),
+        ]
+    rows = []
+    for method, (distance, ece) in sorted(found.means.items(), key=lambda item: item[1]):
+        entries = [Entry(distance), Entry(100 * ece)]
+        if known:
+            entries += (
+                [Entry(known[method][0]), Entry(100 * known[method][1])] if method in known else [Entry(), Entry()]
+            )
+        rows.append(Row(method, tuple(entries)))
+    said = f"Spearman's rank correlation of the two over methods: {_coefficient(found.correlation)}"
+    if known:
+        paper = correlations.correlate([d for d, _ in known.values()], [e for _, e in known.values()])
+        said += f"; of the paper's figures for the same methods: {_coefficient(paper)}"
+    left_out = [f"{method} (whose source model is another)" for method in part.methods if method in others]
+    left_out += list(labelled_methods()) if len(part.unsupervised) < len(part.results) else []
+    note = f"means over the {found.places} pairs of shift and seed that every method has done"
+    note += f"; {' and '.join(left_out)} {'are' if len(left_out) > 1 else 'is'} left out" if left_out else ""
+    note += f"; without {', '.join(found.without)}, for lack of common seeds" if found.without else ""
+    note += "; the paper's are means over all shifts" if known else ""
+    return [
+        f"{said}.",
+        Table(f"{name}, {part.protocol}: restoration and calibration", "method", tuple(columns), tuple(rows), (note,)),
+    ]
 
 
 def _coefficient(correlation: correlations.Correlation) -> str:
@@ -352,15 +628,11 @@ def _coefficient(correlation: correlations.Correlation) -> str:
     return f"{correlation.value:+.2f} ({correlation.points} methods)"
 
 
-RESTORING = ("fr", "bufr")
-
-
-FEW_LABEL_FREE = 10
-"""With fewer cells than this of one kind, shares of them are no more than a hint."""
+# ---- signals that need no labels
 
 
 def signals(part: Part) -> list[Block]:
-    """How the label-free signals go with accuracy, and whether one of them tells good adaptations from bad ones."""
+    """Show how the label-free signals go with accuracy, and how well each tells good adaptations from bad ones."""
     found = correlations.signals_and_accuracy(part.unsupervised)
     rows = [
         Row(
@@ -383,10 +655,10 @@ def signals(part: Part) -> list[Block]:
     title = f"{part.benchmark.name}, {part.protocol}: signals and accuracy"
     blocks: list[Block] = [Table(title, "signal", columns, tuple(rows), (note, *remarks))]
     at_home = _with_the_clean_source(part)
-    near = thresholds.near_clean(at_home, part.reading.clean)
+    near = correlations.near_clean(at_home, part.reading.clean)
     meaning = _near_clean(part, len(part.unsupervised) - len(at_home))
     blocks += _judges(part, at_home, near, "near clean", meaning)
-    better = thresholds.helped(part.unsupervised)
+    better = correlations.helped(part.unsupervised)
     blocks += _judges(
         part, part.unsupervised, better, "has helped", "more accurate than source-only on the same shift and seed"
     )
@@ -394,15 +666,17 @@ def signals(part: Part) -> list[Block]:
 
 
 def _near_clean(part: Part, left_out: int) -> str:
-    """What a good cell is, and how many cells cannot be judged by it."""
-    meaning = f"accuracy at most {100 * MARGIN:g} points below that of {footnotes.clean_source(part.benchmark)}"
+    """Say what a good cell is, and how many cells cannot be judged by it."""
+    meaning = (
+        f"accuracy at most {100 * correlations.MARGIN:g} points below that of {footnotes.clean_source(part.benchmark)}"
+    )
     others = f" (left out: {left_out} cells that start from another model)" if left_out else ""
     return f"{meaning} on clean images{others}"
 
 
 def _with_the_clean_source(part: Part) -> list[Result]:
-    """A shift or a method may have a source model of its own: accuracy on clean images is known of one model only."""
-    nothing_done = part.benchmark.settings.get("offline", {}).get(thresholds.NOTHING_DONE)
+    """Keep results from the model whose accuracy on clean images is known: shifts and methods may have another."""
+    nothing_done = part.benchmark.settings.get("offline", {}).get(UNADAPTED)
     if nothing_done is None:
         return []
     settings, source = part.benchmark.settings[part.protocol], part.benchmark.source_for
@@ -411,7 +685,8 @@ def _with_the_clean_source(part: Part) -> list[Result]:
 
 
 def _judges(part: Part, results: Sequence[Result], good: Mapping[Cell, bool], name: str, meaning: str) -> list[Block]:
-    found = thresholds.judges(results, good)
+    """Show how well each signal tells good cells from bad ones."""
+    found = correlations.judges(results, good)
     counts = Counter(good.values())
     if not (counts[True] and counts[False]):
         said = f"{counts[True]} cells are good and {counts[False]} bad"
@@ -424,14 +699,14 @@ def _judges(part: Part, results: Sequence[Result], good: Mapping[Cell, bool], na
         Column("bad ones accepted", "held-out shifts"),
         Column("good ones rejected", "held-out shifts"),
     )
-    rows = tuple(Row(name, _judged(value)) for name, value in found.items())
+    rows = tuple(Row(name, _list_judge(value)) for name, value in found.items())
     notes = (
         f"good: {meaning}; cells that are: {counts[True]}, that are not: {counts[False]}",
         "AUC: how often a good cell has the better signal than a bad one; 0.5 is chance, below it the signal misleads",
         "the threshold was found with labels on these cells; held-out: found on all other shifts each time; percent",
         *(
             [f"cells of the rarer kind: {rare}; read with care"]
-            if (rare := min(counts.values())) < FEW_LABEL_FREE
+            if (rare := min(counts.values())) < FEWEST_CELLS
             else []
         ),
     )
@@ -446,11 +721,11 @@ def _judges(part: Part, results: Sequence[Result], good: Mapping[Cell, bool], na
     ]
 
 
-def _judged(judge: Judge) -> tuple[Entry, ...]:
+def _list_judge(judge: correlations.Judge) -> tuple[Entry, ...]:
     held = judge.held_out
     if judge.threshold is None or judge.balanced is None:
         return (Entry(),) * 6
-    sign = "≥" if judge.signal in thresholds.HIGH_IS_GOOD else "≤"
+    sign = "≥" if judge.signal in correlations.HIGH_IS_GOOD else "≤"
     accept = f"{sign} {judge.threshold:.3g}"
     if judge.second is not None:
         accept = f"{judge.signal} {accept} and {judge.second[0]} ≤ {judge.second[1]:.3g}"
@@ -466,25 +741,9 @@ def _judged(judge: Judge) -> tuple[Entry, ...]:
     )
 
 
-def verification(result: Result) -> Verification | None:
-    """What the library says of a cell now, whatever it said when the cell was run."""
-    after, slices = result.manifest.get("verification", {}).get("after", {}), result.signals.get("slices")
-    if slices is None or "floor" not in after:
-        return None
-    adapted = after.get("adapted", _method(result) != thresholds.NOTHING_DONE)
-    source, marginals = after.get("source_samples"), result.signals.get("marginals")
-    return Verification(slices, after["floor"], after["samples"], source, adapted, marginals, after.get("units"))
-
-
-def _method(result: Result) -> str | None:
-    """The method of a cell, whatever its row is called."""
-    name: str | None = result.manifest.get("method", {}).get("name")
-    return name
-
-
 def _verdicts(part: Part, good: Mapping[Cell, bool], meaning: str) -> list[Block]:
-    """What the library itself says of an adaptation, by limits that are the same everywhere."""
-    counts = _counted(part.unsupervised, good)
+    """Count the library's own verdicts, by limits that are the same everywhere."""
+    counts = _count_verdicts(part.unsupervised, good)
     if not counts:
         return []
     columns = (Column("good", digits=0), Column("bad", digits=0))
@@ -492,25 +751,23 @@ def _verdicts(part: Part, good: Mapping[Cell, bool], meaning: str) -> list[Block
     return [Table(title, "verdict", columns, _rows([counts]), (f"good: {meaning}",))]
 
 
-def few_verdicts(parts: Mapping[str, Part]) -> list[Block]:
-    """The same for methods that restore features, from few samples: what they were adapted to is what is judged."""
-    few = {protocol: part for protocol, part in parts.items() if protocol.startswith("few-shot-") and part.results}
-    clean = parts["offline"].reading.clean if "offline" in parts else []  # no other protocol has clean images
-    counts, left_out = [], 0
-    for part in few.values():
-        restoring = [result for result in _with_the_clean_source(part) if _method(result) in RESTORING]
-        left_out += sum(_method(result) in RESTORING for result in part.unsupervised) - len(restoring)
-        counts.append(_counted(restoring, thresholds.near_clean(restoring, clean)))
-    if not any(counts):
-        return []
-    names = [f"{protocol.removeprefix('few-shot-')} a class" for protocol in few]
-    columns = tuple(Column(kind, name, digits=0) for name in names for kind in ("good", "bad"))
-    first = next(iter(few.values()))
-    title = f"{first.benchmark.name}, few-shot: the library's own verdict on {' and '.join(RESTORING)}, in cells"
-    return [Table(title, "verdict", columns, _rows(counts), (f"good: {_near_clean(first, left_out)}",))]
+def verification(result: Result) -> Verification | None:
+    """Verify a cell as the library does now, whatever it said when the cell was run."""
+    after, slices = result.manifest.get("verification", {}).get("after", {}), result.signals.get("slices")
+    if slices is None or "floor" not in after:
+        return None
+    adapted = after.get("adapted", _method(result) != UNADAPTED)
+    source, marginals = after.get("source_samples"), result.signals.get("marginals")
+    return Verification(slices, after["floor"], after["samples"], source, adapted, marginals, after.get("units"))
 
 
-def _counted(results: Sequence[Result], good: Mapping[Cell, bool]) -> dict[str, Counter[bool]]:
+def _method(result: Result) -> str | None:
+    """Name the method of a cell, whatever its row is called."""
+    name: str | None = result.manifest.get("method", {}).get("name")
+    return name
+
+
+def _count_verdicts(results: Sequence[Result], good: Mapping[Cell, bool]) -> dict[str, Counter[bool]]:
     counts: dict[str, Counter[bool]] = {}
     for cell, result in comparisons.by_place(results).items():
         judged = verification(result)
@@ -528,287 +785,50 @@ def _rows(counts: Sequence[Mapping[str, Counter[bool]]]) -> tuple[Row, ...]:
     )
 
 
-ONCE = (
-    "`last` is the end of a run. Where there are published figures, those of the paper and of the authors' re-run of "
-    "their code stand beside ours. A note stands under the first table that it belongs to, and is not said again. "
-    "See [benchmarks](../benchmarks.md) for the methods, and for how to read a table."
-)
+# ---- comparison with what is published, and data
 
 
-EPOCHS = (
-    "`selected` is the epoch that a new site would keep, chosen without labels. `best` looked at the labels of the "
-    "epochs that were scored: those that the protocol names, the last and the selected one. It says what a better "
-    "choice among them could have given, and the cost of selection is what lies between the two; an epoch that was not "
-    "scored may have been better still."
-)
-
-
-FEW = "Adapted to a few images of each class, scored on all of them; mean over all shifts."
-
-
-ONLINE = "One pass over the images: each batch is predicted before it is learnt from."
-
-
-VARIANTS = "Each row differs from its method in one option; the difference is the variant less the method as it is."
-
-
-SLICES = "Marginals can be matched by scrambling features; slices see how features go together."
-
-
-RESTORATION = (
-    "The restoration distance is how far the features of a shifted image are from those of its clean version. Do "
-    "methods that restore features also stay calibrated?"
-)
-
-
-SIGNALS = (
-    "Accuracy is not known at a new site. What is: the divergence of the verification slices and of the marginals from "
-    "the profile, and the mean entropy and confidence of the predictions. Cells of one shift or seed are alike, so "
-    "there are fewer independent ones than are counted here."
-)
-
-
-FOLDERS = re.compile(r"(?<![\w.:/\\])(?:~|[A-Za-z]:)?[/\\]+(?:[^\s/\\'\":;,()]+[/\\]+)+")
-"""Of an absolute path, on any system, what stands before the name of the file."""
-
-
-def page(
-    benchmark: str, folder: str | os.PathLike[str], notes: str = "", root: str | os.PathLike[str] | None = None
-) -> str:
-    """The page of a benchmark; `notes` are Markdown of a person's own, for what a program cannot know.
-
-    `root` is the folder of the data sets, see `shiftmend.research.bench.results.read`; they need not be there.
-    """
-    chosen = find(benchmark)
-    parts = {protocol: Part(protocol, read(benchmark, folder, protocol, root=root)) for protocol in chosen.protocols}
-    run = {protocol: part for protocol, part in parts.items() if part.results}
-    if not run:
-        others = sum(part.reading.others for part in parts.values())
-        found = f", but {others} of other settings, data or learning rates" if others else ""
-        raise DataError(
-            f"{os.fspath(folder)} has no results of {benchmark} as it is now{found}; run the benchmark first"
-        )
-    main = run.get("offline") or next(iter(run.values()))
-    stories: list[tuple[str, list[Block]]] = [
-        ("", [_headline(parts), *_missing(parts), *_made_by(benchmark, parts)]),
-        ("Notes", [notes.strip()] if notes.strip() else []),  # first, since tables are long: what to make of them
-        ("Accuracy and calibration", [ONCE, *_clean(main), *averages(main)]),
-        ("Each shift", by_shift(main)),
-        ("Which epoch: last, selected, best", _with(EPOCHS, choice_of_epoch(main))),
-        ("Few images", _with(FEW, [*few_shot(parts), *few_verdicts(parts)])),
-        ("Online", _with(ONLINE, _online(run))),
-        ("Variants of a method", _with(VARIANTS, variants(main))),
-        ("Does it help to align slices too?", _with(SLICES, slices(main))),
-        ("Restoration and calibration", _with(RESTORATION, restoration(main))),
-        ("Signals that need no labels", _with(SIGNALS, signals(main))),
-        ("Does the model without adaptation do as published?", sanity(main)),
-        ("About the published figures", _published_notes(chosen.name)),
-        ("Data", _digests(main)),
-    ]
-    said: set[str] = set()
-    lines = [f"# {for_markdown(chosen.title)}", ""]
-    for title, blocks in stories:
-        if blocks:
-            lines += [f"## {title}", ""] if title else []
-            lines += [text for block in blocks for text in (_text(block, said), "")]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _with(introduction: str, blocks: list[Block]) -> list[Block]:
-    return [introduction, *blocks] if blocks else []
-
-
-def _text(block: Block, said: set[str]) -> str:
-    """A table without the notes that the page has already."""
-    if isinstance(block, str):
-        return block
-    new = tuple(_without_folders(note) for note in block.notes if note not in said)
-    marked = "" if block.marked in said else block.marked
-    said.update((*block.notes, block.marked))
-    return render(replace(block, notes=new, marked=marked), "markdown").rstrip("\n")
-
-
-def _without_folders(note: str) -> str:
-    """What an error says of a file without where it lies, which is nobody's business but the machine's."""
-    return FOLDERS.sub("", note)
-
-
-def _headline(parts: Mapping[str, Part]) -> str:
-    cells = sum(len(part.reading.cells) for part in parts.values())
-    done = sum(not result.failed for part in parts.values() for result in part.reading.results)
-    remarks = footnotes.source_remarks(result for part in parts.values() for result in part.reading.results)
-    images = " ".join([*(f"**{for_markdown(remark)}.**" for remark in remarks), _images(parts)])
-    if done == cells:
-        return f"{images} All {cells:,} cells (one method on one shift from one seed) are done."
-    return (
-        f"**Partial: {done:,} of {cells:,} cells (one method on one shift from one seed) are done.** {images} "
-        "What is missing:"
-    )
-
-
-def _images(parts: Mapping[str, Part]) -> str:
-    """Where the target images are from, in a sentence; the published files only where all of them are."""
-    origins: dict[str, set[str]] = {}
-    for part in parts.values():
-        for result in part.results:
-            origins.setdefault(result.origin, set()).add(result.cell.shift)
-    order = next(iter(parts.values())).benchmark.shifts
-
-    def listed(shifts: set[str]) -> str:
-        return "all shifts" if shifts == set(order) else ", ".join(_code(shift) for shift in order if shift in shifts)
-
-    meanings = {"published": "the published files"} | {
-        origin: meaning for origin, (_, meaning) in footnotes.ORIGINS.items()
-    }
-    said = [f"{meanings[origin]} ({listed(shifts)})" for origin, shifts in sorted(origins.items())]
-    return f"Target images: {'; '.join(said)}."
-
-
-def _missing(parts: Mapping[str, Part]) -> list[Block]:
-    """A line for each protocol that lacks cells, and what has not been begun at all."""
-    lines = []
-    for protocol, part in parts.items():
-        reading = part.reading
-        missing = set(reading.cells) - {result.cell for result in reading.results if not result.failed}
-        if not missing:
+def sanity(part: Part) -> list[Block]:
+    """Show shifts on which the unadapted model differs from the published one: there the data or the model differ."""
+    method = UNADAPTED
+    for side, name in (("re-run", "the authors' re-run"), ("paper", "the paper")):
+        if method not in part.methods:
+            break
+        asked = part.about(methods=[method], beside=side)
+        grid = Grid(results=part.results, **asked)
+        compared = grid.comparisons({shift: (shift,) for shift in part.shifts})
+        known = {shift: entries for (_, shift), entries in compared.items() if entries[2].value is not None}
+        if not known:
             continue
-        if not reading.results:
-            lines.append(f"- {protocol}: everything ({counted(len(missing), 'cell')})")
-            continue
-        failed = sum(result.failed for result in reading.results)
-        facts = [
-            _lacking("method", reading.methods, {result.cell.method for result in reading.results}),
-            _lacking("shift", part.benchmark.shifts, set(part.shifts)),
-            _lacking("seed", sorted({cell.seed for cell in reading.cells}), {r.cell.seed for r in reading.results}),
-            f"{failed} failed" if failed else "",
-        ]
-        detail = "; ".join(fact for fact in facts if fact)
-        lines.append(
-            f"- {protocol}: {len(missing):,} of {len(reading.cells):,} cells" + (f"; {detail}" if detail else "")
-        )
-    return ["\n".join(lines)] if lines else []
-
-
-def _lacking(what: str, known: Iterable[Any], there: set[Any]) -> str:
-    names = [str(name) for name in known if name not in there]
-    return f"nothing of the {what}{'s' if len(names) > 1 else ''} {', '.join(map(_code, names))}" if names else ""
-
-
-def _made_by(benchmark: str, parts: Mapping[str, Part]) -> list[Block]:
-    """Commands, machines, and how the source models were trained."""
-    called = shlex.quote(Path(benchmark).name if Path(benchmark).is_absolute() else benchmark)  # a file of your own
-    run = {protocol: part for protocol, part in parts.items() if part.results}
-    name = next(iter(parts.values())).benchmark.name
-    commands = [
-        f"shiftmend bench run {called}" + ("" if p == "offline" else f" --protocol {shlex.quote(p)}") for p in run
-    ]
-    export, written = shlex.quote(f"results/{name}.json"), shlex.quote(f"docs/results/{name}.md")
-    commands += [
-        f"shiftmend bench export {called} --format compact --out {export}",
-        f"shiftmend bench page {called} --folder {export} --out {written}",
-    ]
-    results = [result for part in run.values() for result in part.reading.results]
-    lines = [f"- {line}" for line in (*_machines(results), *_sources(results), *map(_protocol, run.values()))]
-    others = sum(part.reading.others for part in run.values())
-    if others:
-        lines.append(
-            f"- {others} more results in the file are of other settings, data or learning rates, and not shown"
-        )
-    intro = (
-        "These commands make it. They are no log: the runs may have been split by seeds, shifts or methods, and over "
-        "several machines."
-    )
-    return [intro, "```bash\n" + "\n".join(commands) + "\n```", "\n".join(lines)]
-
-
-def _machines(results: Sequence[Result]) -> list[str]:
-    names = {"device": "", "torch": "PyTorch ", "python": "Python ", "shiftmend": "shiftmend "}
-    found = Counter(
-        ", ".join(f"{words}{facts[key]}" for key, words in names.items() if key in facts)
-        for result in results
-        if (facts := result.manifest.get("environment"))
-    )
-    dates = sorted(result.finished[:10] for result in results if result.finished)
-    hours = sum(result.seconds for result in results) / 3600
-    lines = [f"{for_markdown(text)}: {counted(count, 'cell')}" for text, count in found.most_common()]
-    if dates:
-        when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-        shared = any(result.manifest.get("lanes", 1) > 1 for result in results)
-        together = ", many of which ran side by side and so took longer," if shared else ""
-        lines.append(f"finished {when}; the times of all cells{together} add up to {hours:.1f} hours")
-    return lines
-
-
-def _sources(results: Sequence[Result]) -> list[str]:
-    """How source models were trained, by name, without what is off or empty."""
-    recipes: dict[str, str] = {}
-    for result in results:
-        source = result.manifest.get("source") or {}
-        facts = source.get("recipe") or {}
-        shown = [
-            f"{key.replace('_', ' ')} {_value(value)}"
-            for key, value in facts.items()
-            if value not in (None, 0.0, False, {}, "none")
-        ]
-        if shown:
-            recipes.setdefault(str(source.get("name")), ", ".join(shown))
-    return [f"source model `{name}`: {for_markdown(text)}" for name, text in sorted(recipes.items())]
-
-
-def _protocol(part: Part) -> str:
-    facts = part.benchmark.protocols[part.protocol].facts()
-    shown = [
-        f"{key.replace('_', ' ')} {_value(value)}"
-        for key, value in facts.items()
-        if key != "kind" and value is not None
-    ]
-    return f"protocol `{part.protocol}`: {for_markdown(', '.join(shown))}"
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "(" + ", ".join(f"{key.replace('_', ' ')} {_value(entry)}" for key, entry in value.items()) + ")"
-    if isinstance(value, list | tuple):
-        return " + ".join(map(_value, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _clean(part: Part) -> list[Block]:
-    """The source model at home, beside what is published of it."""
-    asked: dict[str, Any] = {"benchmark": part.benchmark, "which": "last", "beside": ("paper", "re-run")}
-    metrics = ("accuracy", "ece")
-    said = [note for metric in metrics for note in footnotes.about_clean(part.reading.clean, metric=metric, **asked)]
-    return ["\n".join(f"- {for_markdown(note)}" for note in said)] if said else []
-
-
-def _online(run: Mapping[str, Part]) -> list[Block]:
-    if "online" not in run:
-        return []
-    part, metrics = run["online"], ("accuracy", "ece_per_batch", "ece")
-    return [*averages(part, metrics), *by_shift(part, metrics[:2])]
+        far = [shift for shift, (_, _, gap) in known.items() if abs(gap.value or 0.0) > 100 * FAR_FROM_PUBLISHED]
+        near = f"{len(known) - len(far)} of {len(known)} shifts"
+        said = f"Source-only accuracy lies within {100 * FAR_FROM_PUBLISHED:g} points of {name} on {near}."
+        if not far:
+            return [said]
+        titles = (Column("ours"), Column(side, kind="published"), Column("difference", kind="difference"))
+        rows = tuple(Row(shift + footnotes.origin_marks(grid, [shift]), known[shift]) for shift in far)
+        title = f"{part.benchmark.name}, {part.protocol}: shifts where source-only is far from {name}"
+        return [said, Table(title, "shift", titles, rows, tuple(footnotes.about_data(grid)))]
+    return []
 
 
 def _published_notes(benchmark: str) -> list[Block]:
     notes = published.notes(benchmark)
-    return ["\n".join(f"- {for_markdown(note)}" for note in notes)] if notes else []
+    return ["\n".join(f"- {escape_markdown(note)}" for note in notes)] if notes else []
 
 
 def _digests(part: Part) -> list[Block]:
-    """Fingerprints of the target images as the model is given them: who has the same has the same data."""
+    """List hashes of the target images as the model is given them: equal hashes are equal data."""
     found: dict[str, dict[tuple[int, str], None]] = {}
     for result in part.reading.results:
         target = result.manifest.get("target") or {}
-        if "sha256" in target and not result.cell.method.startswith(SUPERVISED):
+        if "sha256" in target and not sees_labels(result.cell.method):
             found.setdefault(result.cell.shift, {})[target.get("samples", 0), target["sha256"]] = None
     if not found:
         return []
     lines = ["| shift | images | SHA-256 of the inputs, first 16 digits |", "| :-- | --: | :-- |"]
     for shift in (*part.benchmark.shifts, CLEAN):
         for samples, digest in found.get(shift, {}):
-            lines.append(f"| {for_markdown(shift)} | {samples:,} | `{digest[:16]}` |")
+            lines.append(f"| {escape_markdown(shift)} | {samples:,} | `{digest[:16]}` |")
     mixed = footnotes.about_mixtures(part.reading.results)
-    return ["\n".join(lines), *(f"**{for_markdown(note[0].upper() + note[1:])}.**" for note in mixed)]
-
-
-def _code(name: str) -> str:
-    return f"`{name}`"
+    return ["\n".join(lines), *(f"**{escape_markdown(note[0].upper() + note[1:])}.**" for note in mixed)]

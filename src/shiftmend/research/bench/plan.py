@@ -1,4 +1,4 @@
-"""A benchmark in plain values: everything that decides its numbers, for people and for other programs."""
+"""The plan of a benchmark: which cells there are, and the hash of everything that decides each of them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
-
-from shiftmend.engine import checkpoint as checkpoints
+from shiftmend.engine.checkpoint import identify
 from shiftmend.errors import DataError
 from shiftmend.inputs.feed import Preprocess
-from shiftmend.inputs.images import Split
 from shiftmend.methods import METHODS
 from shiftmend.research.bench.benchmark import (
     CLEAN,
+    UNADAPTED,
     USUAL_PRESET,
     Benchmark,
     Cell,
@@ -26,7 +24,10 @@ from shiftmend.research.bench.benchmark import (
     Root,
     Setting,
 )
-from shiftmend.research.bench.resources import identity
+from shiftmend.research.bench.resources import probe_preprocess
+
+UNUSED_ONLINE = ("epochs", "epochs_per_block", "passes")
+"""Options that mean nothing on a stream."""
 
 
 def plan(
@@ -39,61 +40,41 @@ def plan(
     rates: Sequence[float] | None = None,
     root: Path | None = None,
 ) -> list[Cell]:
-    """The cells to run, in an order in which neighbours share their source model and their data.
+    """List the cells to run, in an order in which neighbours share their source model and their data.
 
-    The source model on clean images is a cell as well: `source-only` on the shift `clean`. Other seeds than the
-    benchmark's own may be named. With `rates`, methods that have a learning rate are run with each of them.
+    The source model on clean images is a cell as well: `source-only` on the shift `clean`.
+
+    Args:
+        benchmark: The benchmark.
+        protocol: One of its protocols.
+        methods: Rows of its table; all by default.
+        shifts: Shifts, or `clean`; all by default.
+        seeds: Any seeds; the benchmark's own by default.
+        rates: Learning rates to run each method with that has one.
+        root: The folder of the data sets.
     """
     settings = settings_of(benchmark, protocol)
-    methods = chosen(methods, settings, "method", f"{benchmark.name}, {protocol}")
-    shifts = chosen(shifts, (*benchmark.shifts, CLEAN), "shift", benchmark.name)
+    methods = choose(methods, settings, "method", f"{benchmark.name}, {protocol}")
+    shifts = choose(shifts, (*benchmark.shifts, CLEAN), "shift", benchmark.name)
     seeds = list(dict.fromkeys(benchmark.seeds if seeds is None else seeds))
     if not seeds:
-        raise DataError("no seed is named; expected at least one, or leave the choice out")
+        raise DataError("Expected at least one seed, got none. Leave the choice out for the benchmark's own.")
     recipes = {
-        (method, shift): recipe(benchmark, protocol, settings[method], shift, rates, root)
+        (method, shift): hash_recipe(benchmark, protocol, settings[method], shift, rates, root)
         for shift in shifts
         for method in methods
-        if shift != CLEAN or (method == "source-only" and protocol == "offline")
+        if shift != CLEAN or (method == UNADAPTED and protocol == "offline")
     }
     if not recipes:
-        raise DataError(f"there is nothing to run: {CLEAN} is a shift for source-only and offline alone")
+        raise DataError(f"there is nothing to run: {CLEAN} is a shift for {UNADAPTED} and offline alone")
     return [
-        Cell(benchmark.name, protocol, method, shift, seed, made_by)
+        Cell(benchmark.name, protocol, method, shift, seed, recipe)
         for seed in seeds
-        for (method, shift), made_by in recipes.items()
+        for (method, shift), recipe in recipes.items()
     ]
 
 
-def settings_of(benchmark: Benchmark, protocol: str) -> dict[str, Setting]:
-    """The methods of a protocol, by their names in the table."""
-    if protocol not in benchmark.protocols:
-        known = ", ".join(benchmark.protocols)
-        raise DataError(f"benchmark {benchmark.name} has no protocol {protocol!r}; it has {known}")
-    return dict(benchmark.settings[protocol])
-
-
-def variants_of(benchmark: Benchmark, protocol: str) -> dict[str, str]:
-    """Rows that are a method with other options or another profile, and which method each is one of."""
-    settings = settings_of(benchmark, protocol)
-    return {name: setting.method for name, setting in settings.items() if setting.method != name}
-
-
-def with_another_source(benchmark: Benchmark, protocol: str) -> list[str]:
-    """Methods that start from another model than source-only does, or than the first where there is no source-only.
-
-    Its features are others to begin with: how far they are restored does not compare.
-    """
-    settings, source = settings_of(benchmark, protocol), benchmark.source_for
-    usual = settings.get("source-only") or next(iter(settings.values()))
-    return [
-        name
-        for name, setting in settings.items()
-        if any(source(setting, shift) != source(usual, shift) for shift in benchmark.shifts)
-    ]
-
-
-def recipe(
+def hash_recipe(
     benchmark: Benchmark,
     protocol: str,
     setting: Setting,
@@ -101,15 +82,18 @@ def recipe(
     rates: Sequence[float] | None = None,
     root: Path | None = None,
 ) -> str:
-    """A hash of everything that decides a cell's result beside its own name; see `Cell`."""
+    """Hash everything that decides a cell's result beside its own name; see `Cell`."""
     source = benchmark.source_for(setting, shift)
     candidates = rates_for(setting, benchmark.protocols[protocol], rates)
-    options = _one_form(setting.options)
-    if candidates:  # they take the place of the setting's own rate
+    # 1 and 1.0 are one rate, and must not give two hashes.
+    numbers = {name: float(value) for name, value in setting.options.items() if type(value) is int}
+    options = dict(setting.options) | numbers
+    if candidates:
+        # They take the place of the setting's own rate.
         options = {name: value for name, value in options.items() if name != "learning_rate"}
     facts = {
         "source": {"name": source, **benchmark.sources[source].facts()},
-        "inputs": _inputs(benchmark.preprocess),
+        "inputs": _probe_inputs(benchmark.preprocess),
         "method": setting.method,
         "options": options,
         "protocol": benchmark.protocols[protocol].facts(),
@@ -117,45 +101,67 @@ def recipe(
         "rates": list(candidates),
         **({} if setting.preset == USUAL_PRESET else {"preset": setting.preset}),
     }
-    return checkpoints.identify(facts)
+    return identify(facts)
 
 
-def origin_of(benchmark: Benchmark, shift: str, root: Path | None = None) -> Origin:
-    """Where the images of a shift come from; a word that no table could explain is refused before anything is run."""
-    origin = benchmark.origin(shift, root)
-    if origin not in get_args(Origin):
-        known = ", ".join(get_args(Origin))
-        raise DataError(f"benchmark {benchmark.name} gives {shift} the origin {origin!r}; expected one of {known}")
-    return origin
+def _probe_inputs(preprocess: Preprocess) -> Any:
+    """Preprocess black and white images, so that another normalisation is another recipe.
+
+    Return None for a preprocess that wants images of another shape; source models tell preprocesses apart in any case.
+    """
+    try:
+        return probe_preprocess(preprocess, (3, 32, 32))
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None
 
 
 def rates_for(setting: Setting, protocol: Protocol, rates: Sequence[float] | None) -> tuple[float, ...]:
-    """The learning rates to try: those asked for, where the method has one at all, in one order for one recipe."""
+    """Sort the learning rates to try with a setting; none if its method has no learning rate."""
     if rates and isinstance(protocol, Online):
-        raise DataError("learning rates cannot be compared online, where there is one pass only; leave them out")
+        raise DataError("Expected no learning rates to choose from online, where there is one pass only.")
     has_one = any(option.name == "learning_rate" for option in fields(METHODS[setting.method]))
     return tuple(sorted({float(rate) for rate in rates or ()})) if has_one else ()
 
 
-def _one_form(options: Mapping[str, Any]) -> dict[str, Any]:
-    """1 and 1.0 are one rate, and must not give two hashes."""
-    numbers = {name: float(value) for name, value in options.items() if type(value) is int}
-    return dict(options) | numbers
+def origin_of(benchmark: Benchmark, shift: str, root: Path | None = None) -> Origin:
+    """Say where the images of a shift come from; refuse a word that no table could explain before anything is run."""
+    origin = benchmark.origin(shift, root)
+    if origin not in get_args(Origin):
+        known = ", ".join(get_args(Origin))
+        raise DataError(f"Expected benchmark {benchmark.name} to give {shift} one origin of {known}, got {origin!r}.")
+    return origin
 
 
-def _inputs(preprocess: Preprocess) -> Any:
-    """What becomes of black and white images, so that another normalisation is another recipe.
+def settings_of(benchmark: Benchmark, protocol: str) -> dict[str, Setting]:
+    """List the settings of a protocol by their rows in the table."""
+    if protocol not in benchmark.protocols:
+        known = ", ".join(benchmark.protocols)
+        raise DataError(f"benchmark {benchmark.name} has no protocol {protocol!r}; it has {known}")
+    return dict(benchmark.settings[protocol])
 
-    None where that cannot be asked without real images; source models tell preprocessings apart in any case.
+
+def variants_of(benchmark: Benchmark, protocol: str) -> dict[str, str]:
+    """Map rows that are a method with other options or another profile to the row of the method itself."""
+    settings = settings_of(benchmark, protocol)
+    return {name: setting.method for name, setting in settings.items() if setting.method != name}
+
+
+def with_another_source(benchmark: Benchmark, protocol: str) -> list[str]:
+    """List the rows that start from another model than source-only, or than the first row if there is no source-only.
+
+    The features of another model differ from the start: how far they are restored does not compare.
     """
-    try:
-        return identity(Split(torch.zeros(1, 3, 32, 32, dtype=torch.uint8), None, "probe"), preprocess)["preprocess"]
-    except Exception:  # it is the user's own, and may want another shape
-        return None
+    settings, source = settings_of(benchmark, protocol), benchmark.source_for
+    usual = settings.get(UNADAPTED) or next(iter(settings.values()))
+    return [
+        name
+        for name, setting in settings.items()
+        if any(source(setting, shift) != source(usual, shift) for shift in benchmark.shifts)
+    ]
 
 
-def chosen(wanted: Sequence[str] | None, known: Iterable[str], what: str, where: str) -> list[str]:
-    """What is asked for, in the benchmark's order; everything if nothing is."""
+def choose(wanted: Sequence[str] | None, known: Iterable[str], what: str, where: str) -> list[str]:
+    """Put the wanted names into the order of the known ones; take all if `wanted` is None."""
     names = list(known)
     if wanted is None:
         return names
@@ -169,12 +175,8 @@ def chosen(wanted: Sequence[str] | None, known: Iterable[str], what: str, where:
     return [name for name in names if name in wanted]
 
 
-ONE_PASS = ("epochs", "epochs_per_block", "passes")
-"""Options that mean nothing on a stream."""
-
-
 def describe(benchmark: Benchmark, root: Root = None) -> dict[str, Any]:
-    """Ready for JSON. `root` decides where the data of each shift would come from."""
+    """Describe a benchmark in plain values, ready for JSON. `root` decides where the data would come from."""
     return {
         "name": benchmark.name,
         "title": benchmark.title,
@@ -186,7 +188,7 @@ def describe(benchmark: Benchmark, root: Root = None) -> dict[str, Any]:
         "protocols": {name: protocol.facts() for name, protocol in benchmark.protocols.items()},
         "settings": {
             name: {
-                row: asdict(setting) | {"defaults": defaults(setting, benchmark.protocols[name])}
+                row: asdict(setting) | {"defaults": _list_defaults(setting, benchmark.protocols[name])}
                 for row, setting in rows.items()
             }
             for name, rows in benchmark.settings.items()
@@ -194,9 +196,9 @@ def describe(benchmark: Benchmark, root: Root = None) -> dict[str, Any]:
     }
 
 
-def defaults(setting: Setting, protocol: Protocol) -> dict[str, Any]:
-    """Hyper-parameters of the method that the setting leaves as they are; those without a fixed value are absent."""
-    unused = ONE_PASS if isinstance(protocol, Online) else ()
+def _list_defaults(setting: Setting, protocol: Protocol) -> Mapping[str, Any]:
+    """List the method's options that the setting leaves as they are; options without a fixed value are absent."""
+    unused = UNUSED_ONLINE if isinstance(protocol, Online) else ()
     return {
         field.name: field.default
         for field in fields(METHODS[setting.method])

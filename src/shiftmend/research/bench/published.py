@@ -1,7 +1,7 @@
-"""The paper's figures, and those of its authors' re-run, as data to stand beside our own.
+"""The figures of the paper, and of its authors' re-run, to stand beside our own.
 
-The files in `paper/` hold every result table in percent, as printed. Nothing is corrected there; what does not agree is
-said in the notes of the file.
+The files in `paper/` hold every result table in percent, as printed. Nothing is corrected there; the
+notes of a file say what does not agree.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from shiftmend.errors import DataError
 
 BENCHMARKS = ("mnist-c", "mnist-m", "emnist-da", "cifar-10-c", "cifar-100-c", "camelyon17", "visda-c")
 
-
 SOURCES = ("paper", "paper-elsewhere", "re-run")
 """The paper, where its summary tables win over the per-shift tables; the other value where the paper prints two; what
 the authors measured with their released code."""
-
 
 _PERCENTAGES = ("accuracy", "ece")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Mean and standard deviation over the runs: fractions for accuracy and ECE, as everywhere in the library."""
+    """A mean and a standard deviation over the runs: fractions for accuracy and ECE, as everywhere in the library."""
 
     mean: float
     deviation: float | None
@@ -36,7 +34,7 @@ class Figure:
 
 
 def figure(benchmark: str, protocol: str, metric: str, method: str, shift: str, source: str = "paper") -> Figure | None:
-    """The published figure of one cell, or None where nothing was published.
+    """Find the published figure of one cell; None where nothing was published.
 
     `protocol` is `offline`, `online` or `few-shot-` with the number of images per class; `metric` is `accuracy`, `ece`
     or `restoration_distance`. Besides the shifts, `shift` may be a summary: `all`, `severe`, `mild`, `without
@@ -45,7 +43,7 @@ def figure(benchmark: str, protocol: str, metric: str, method: str, shift: str, 
     """
     if source not in SOURCES:
         raise DataError(f"there are no published figures called {source!r}; expected one of {', '.join(SOURCES)}")
-    if not known(benchmark):
+    if not is_published(benchmark):
         return None
     tables = _read(benchmark).get(source, {})
     entry = tables.get(protocol, {}).get(metric, {}).get(method, {}).get(shift)
@@ -58,12 +56,12 @@ def figure(benchmark: str, protocol: str, metric: str, method: str, shift: str, 
 
 
 def notes(benchmark: str) -> tuple[str, ...]:
-    """What a reader who compares should know, such as where the published figures contradict each other."""
-    return tuple(_read(benchmark)["notes"]) if known(benchmark) else ()
+    """List what a reader who compares should know, such as where the published figures contradict each other."""
+    return tuple(_read(benchmark)["notes"]) if is_published(benchmark) else ()
 
 
-def known(benchmark: str) -> bool:
-    """Whether anything was published about the benchmark."""
+def is_published(benchmark: str) -> bool:
+    """Tell if anything was published about the benchmark."""
     return benchmark in BENCHMARKS
 
 
@@ -75,4 +73,5 @@ def _read(benchmark: str) -> Mapping[str, Any]:
 
 
 def _fraction(percent: float) -> float:
-    return round(percent / 100, 6)  # 0.7 / 100 is 0.006999999999999999
+    # 0.7 / 100 is 0.006999999999999999.
+    return round(percent / 100, 6)

@@ -1,4 +1,4 @@
-"""Recipes: all that decides how a source model is trained."""
+"""Recipes: everything that decides how a source model is trained, with the augmentations that they name."""
 
 from __future__ import annotations
 
@@ -10,63 +10,111 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from shiftmend.engine import checkpoint as checkpoints
+from shiftmend.engine.checkpoint import identify
 from shiftmend.errors import DataError
 from shiftmend.research.networks import MODELS, build
-from shiftmend.utils.checks import is_whole
 from shiftmend.utils.devices import send
+
+SCHEDULES = ("cosine", "inverse")
 
 Augmentation = Callable[[Tensor, Generator], Tensor]
 
 
-def rotate(images: Tensor, degrees: float, generator: Generator) -> Tensor:
-    """Turn each image about its centre, counter-clockwise by a uniform angle of at most `degrees` either way.
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The training of a source model: momentum SGD on cross-entropy, and the weights after the last epoch."""
 
-    Every pixel becomes the one that lay nearest to where it came from: torchvision's default.
+    network: str
+    """A name that `shiftmend.research.networks.build` knows."""
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Options of the network, such as `classes`."""
+    epochs: int
+    learning_rate: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    batch_size: int = 256
+    label_smoothing: float = 0.0
+    augmentation: str = "none"
+    """A name in `AUGMENTATIONS`."""
+    schedule: str = "cosine"
+    """See `learning_rate_at`."""
+    pretrained: str | None = None
+    """A safetensors file, in the data folder if its path is relative, with weights for everything but the head. Only
+    its name enters the recipe: other weights need another name."""
+    nesterov: bool = False
+    autocast: bool = False
+    """Train in bfloat16 where there is a GPU. The weights and the loss stay in full precision."""
+
+    def __post_init__(self) -> None:
+        # 1 and 1.0 are equal, and must not give two digests.
+        object.__setattr__(self, "options", dict(self.options))
+        for name in ("learning_rate", "momentum", "weight_decay", "label_smoothing"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        for name, known in (("network", MODELS), ("augmentation", AUGMENTATIONS), ("schedule", SCHEDULES)):
+            if getattr(self, name) not in known:
+                raise DataError(
+                    f"Expected the {name} of a recipe to be one of {', '.join(known)}, got {getattr(self, name)!r}."
+                )
+
+    def facts(self) -> dict[str, Any]:
+        """List all fields, ready for JSON. `autocast` is left out where it is off: digests are older than it."""
+        return {name: value for name, value in asdict(self).items() if name != "autocast" or value}
+
+    def digest(self, extra: Mapping[str, Any] | None = None) -> str:
+        """Compute 16 hexadecimal digits that change with every field and with the `extra` facts."""
+        return identify({"recipe": self.facts(), "extra": dict(extra or {})})
+
+
+def learning_rate_at(recipe: Recipe, step: int, steps_per_epoch: int) -> float:
+    """Compute the learning rate of a step, counted from 0 over all epochs.
+
+    `cosine` changes the rate after each epoch and would reach 0 after the last. `inverse` is SHOT's
+    `(1 + 10 progress)^-0.75`, changed after each step.
+    """
+    if recipe.schedule == "cosine":
+        return recipe.learning_rate * (1 + math.cos(math.pi * (step // steps_per_epoch) / recipe.epochs)) / 2
+    return float(recipe.learning_rate * (1 + 10 * step / (recipe.epochs * steps_per_epoch)) ** -0.75)
+
+
+def build_untrained(recipe: Recipe, seed: int = 0) -> nn.Module:
+    """Build the recipe's network on the CPU; the global generators stay as they are."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return build(recipe.network, **recipe.options)
+
+
+def rotate(images: Tensor, degrees: float, generator: Generator) -> Tensor:
+    """Turn each image about its centre, by a uniform angle of at most `degrees` either way.
+
+    Every pixel becomes the pixel that lay nearest to where it came from: torchvision's default.
     """
     height, width = images.shape[-2:]
-    angles = (2 * _uniform(images, generator) - 1) * math.radians(degrees)
+    angles = (2 * _draw_uniform(images, generator) - 1) * math.radians(degrees)
     cosine, sine = angles.cos().view(-1, 1, 1), angles.sin().view(-1, 1, 1)
-    # pixel centres, measured from the centre of the image; the vertical axis points down
+    # Pixel centres are measured from the centre of the image; the vertical axis points down.
     down = torch.arange(height, device=images.device).view(-1, 1) + 0.5 - height / 2
     right = torch.arange(width, device=images.device) + 0.5 - width / 2
     rows = (sine * right + cosine * down + height / 2).floor().long()
     columns = (cosine * right - sine * down + width / 2).floor().long()
-    return _fetch(images, rows, columns)
+    return _gather_pixels(images, rows, columns)
 
 
 def crop(images: Tensor, padding: int, generator: Generator) -> Tensor:
     """Surround each image by `padding` zeros on every side and cut its own size out again, anywhere."""
     height, width = images.shape[-2:]
     top, left = (
-        (_uniform(images, generator) * (2 * padding + 1)).long().clamp_(max=2 * padding).view(-1, 1, 1) - padding
+        (_draw_uniform(images, generator) * (2 * padding + 1)).long().clamp_(max=2 * padding).view(-1, 1, 1) - padding
         for _ in range(2)
     )
     rows = top + torch.arange(height, device=images.device).view(-1, 1)
     columns = left + torch.arange(width, device=images.device)
-    return _fetch(images, rows, columns)
+    return _gather_pixels(images, rows, columns)
 
 
 def flip(images: Tensor, generator: Generator) -> Tensor:
     """Mirror half of the images, left to right."""
-    mirrored = _uniform(images, generator) < 0.5
+    mirrored = _draw_uniform(images, generator) < 0.5
     return torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
-
-
-def _uniform(images: Tensor, generator: Generator) -> Tensor:
-    """A number in [0, 1) for each image."""
-    draws = torch.rand(len(images), generator=generator, device=generator.device)
-    return send(draws, images.device)
-
-
-def _fetch(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """The pixels at `rows` and `columns`, integers that broadcast to `[N, H, W]`; 0 for places outside."""
-    height, width = images.shape[-2:]
-    inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
-    places = rows.clamp(0, height - 1) * width + columns.clamp(0, width - 1)
-    index = places.flatten(1).unsqueeze(1).expand(-1, images.shape[1], -1)
-    fetched = images.flatten(2).gather(2, index).view_as(images)
-    return fetched.masked_fill_(~inside.unsqueeze(1), 0)
 
 
 def _crop_and_flip(images: Tensor, generator: Generator) -> Tensor:
@@ -79,81 +127,21 @@ AUGMENTATIONS: dict[str, Augmentation] = {
     "crop-flip": _crop_and_flip,
     "crop-flip-rotate-15": lambda images, generator: rotate(_crop_and_flip(images, generator), 15, generator),
 }
-"""By the name in a recipe: MNIST's is `rotate-10`, CIFAR-10's `crop-flip`, CIFAR-100's `crop-flip-rotate-15`."""
+"""Augmentations by their names in a recipe: MNIST's is `rotate-10`, CIFAR-10's `crop-flip`, CIFAR-100's
+`crop-flip-rotate-15`."""
 
 
-SCHEDULES = ("cosine", "inverse")
+def _draw_uniform(images: Tensor, generator: Generator) -> Tensor:
+    """Draw a number in [0, 1) for each image."""
+    draws = torch.rand(len(images), generator=generator, device=generator.device)
+    return send(draws, images.device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How a source model is trained: momentum SGD on cross-entropy, and the weights after the last epoch."""
-
-    network: str
-    """A name that `shiftmend.research.networks.build` knows."""
-    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Of the network, such as `classes`."""
-    epochs: int
-    learning_rate: float = 0.1
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    batch_size: int = 256
-    label_smoothing: float = 0.0
-    augmentation: str = "none"
-    """A name in `AUGMENTATIONS`."""
-    schedule: str = "cosine"
-    """See `rate`."""
-    pretrained: str | None = None
-    """A safetensors file, in the data folder if its path is relative, with weights for everything but the head. It is
-    known by its name alone: other weights need another name."""
-    nesterov: bool = False
-    autocast: bool = False
-    """Train in bfloat16 where there is a GPU; the weights and the loss stay in full precision."""
-
-    def __post_init__(self) -> None:
-        # one form for what is equal: 1 and 1.0 must not give two digests
-        object.__setattr__(self, "options", dict(self.options))
-        for name in ("learning_rate", "momentum", "weight_decay", "label_smoothing"):
-            object.__setattr__(self, name, float(getattr(self, name)))
-        for name in ("nesterov", "autocast"):
-            object.__setattr__(self, name, bool(getattr(self, name)))
-        for name, holds, expected in (
-            ("network", self.network in MODELS, f"one of {', '.join(MODELS)}"),
-            ("epochs", is_whole(self.epochs) and self.epochs >= 1, "a whole number of at least 1"),
-            ("learning_rate", 0 < self.learning_rate < math.inf, "above 0"),
-            ("momentum", 0 <= self.momentum < 1, "at least 0 and below 1"),
-            ("weight_decay", 0 <= self.weight_decay < math.inf, "at least 0"),
-            ("batch_size", is_whole(self.batch_size) and self.batch_size >= 2, "at least 2, for BatchNorm"),
-            ("label_smoothing", 0 <= self.label_smoothing < 1, "at least 0 and below 1"),
-            ("augmentation", self.augmentation in AUGMENTATIONS, f"one of {', '.join(AUGMENTATIONS)}"),
-            ("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
-            ("nesterov", not self.nesterov or self.momentum > 0, "False without momentum"),
-        ):
-            if not holds:
-                raise DataError(f"{name} of a recipe must be {expected}, got {getattr(self, name)!r}")
-
-    def facts(self) -> dict[str, Any]:
-        """All fields, ready for JSON; `autocast` goes without saying where it is off, as in protocols."""
-        return {name: value for name, value in asdict(self).items() if name != "autocast" or value}
-
-    def digest(self, extra: Mapping[str, Any] | None = None) -> str:
-        """16 hexadecimal digits that change with every field and with whatever else decides the result."""
-        return checkpoints.identify({"recipe": self.facts(), "extra": dict(extra or {})})
-
-
-def rate(recipe: Recipe, step: int, steps_per_epoch: int) -> float:
-    """The learning rate of a step, counted from 0 over all epochs.
-
-    `cosine` changes it after each epoch and would reach 0 after the last; `inverse` is SHOT's
-    `(1 + 10 progress)^-0.75`, changed after each step.
-    """
-    if recipe.schedule == "cosine":
-        return recipe.learning_rate * (1 + math.cos(math.pi * (step // steps_per_epoch) / recipe.epochs)) / 2
-    return float(recipe.learning_rate * (1 + 10 * step / (recipe.epochs * steps_per_epoch)) ** -0.75)
-
-
-def untrained(recipe: Recipe, seed: int = 0) -> nn.Module:
-    """The recipe's network, freshly initialised on the CPU; the global generators stay as they are."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return build(recipe.network, **recipe.options)
+def _gather_pixels(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Take the pixels at `rows` and `columns`, integers that broadcast to `[N, H, W]`; 0 for places outside."""
+    height, width = images.shape[-2:]
+    inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+    places = rows.clamp(0, height - 1) * width + columns.clamp(0, width - 1)
+    index = places.flatten(1).unsqueeze(1).expand(-1, images.shape[1], -1)
+    fetched = images.flatten(2).gather(2, index).view_as(images)
+    return fetched.masked_fill_(~inside.unsqueeze(1), 0)

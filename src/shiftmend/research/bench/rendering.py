@@ -1,4 +1,4 @@
-"""Tables as text: for the terminal, as Markdown, HTML and LaTeX. What a number says is decided in one place for all."""
+"""A table as data, and its text for the terminal, in Markdown, HTML and LaTeX."""
 
 from __future__ import annotations
 
@@ -11,26 +11,275 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
 from shiftmend.errors import DataError
-from shiftmend.research.bench.grids import Entry
-from shiftmend.research.bench.tables import Column, Row, Table
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 Format = Literal["terminal", "markdown", "html", "latex"]
 
-
 NOTHING = "–"
-
-
-GAP = 2
-
+GAP = "  "
+"""Stands between two columns in the terminal."""
 
 LATEX_COLUMNS = 6
 """Numbers that fit beside each other on a page; more of them go into further parts of the table."""
 
 
-STYLE = """
+@dataclass(frozen=True)
+class Entry:
+    """A number in the unit of its table, not rounded; or a text in its place; or nothing."""
+
+    value: float | None = None
+    deviation: float | None = None
+    text: str = ""
+    best: bool = False
+    seeds: tuple[int, ...] = ()
+    """The seeds that a mean is over; none for what is published."""
+    unfinished: tuple[int, ...] = ()
+    """Seeds that were begun but lack some of the shifts that the mean is over: they are not in it."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of entries. `heading` spans neighbours that belong together: a group of shifts, or a method."""
+
+    title: str
+    heading: str = ""
+    kind: Literal["ours", "published", "difference", "seeds"] = "ours"
+    digits: int = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row with an entry for each column."""
+
+    label: str
+    entries: tuple[Entry, ...]
+    summary: bool = False
+    """Sums up the rows above it."""
+    counts: bool = False
+    """Counts the seeds of its columns; such a row is a summary too."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with its title and the notes at its foot."""
+
+    title: str
+    corner: str
+    """The kind of thing that the labels of the rows name."""
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+    marked: str = ""
+    """The meaning of being marked as best; empty where nothing is."""
+
+
+def render(tables: Table | Sequence[Table], format: Format, *, width: int = 100) -> str:
+    """Render one table or several as text.
+
+    Args:
+        tables: The tables.
+        format: `terminal`, `markdown`, `html` (a whole page) or `latex` (which needs the package booktabs).
+        width: Characters in a line of the terminal; wider tables go on below, none is cut off.
+    """
+    tables = [tables] if isinstance(tables, Table) else list(tables)
+    if format == "terminal":
+        return "\n\n".join(render_terminal(table, width).plain for table in tables) + "\n"
+    if format == "html":
+        return _render_html(tables)
+    if format == "markdown":
+        return "\n".join(map(_render_markdown, tables))
+    if format == "latex":
+        return "\n".join(map(_render_latex, tables))
+    raise DataError(f"Expected the format terminal, markdown, html or latex, got {format!r}.")
+
+
+def format_number(entry: Entry, column: Column) -> str:
+    """Write `74.4 ± 0.8`, a difference as `+1.2`, a text as it is, `–` for nothing."""
+    if entry.value is None:
+        return entry.text or NOTHING
+    # Adding 0.0 turns -0.0 into 0.0.
+    value = round(entry.value, column.digits) + 0.0
+    sign = "+" if column.kind == "difference" and value > 0 else ""
+    deviation = "" if entry.deviation is None else f" ± {entry.deviation:.{column.digits}f}"
+    return f"{sign}{value:.{column.digits}f}{deviation}"
+
+
+# ---- what the formats share
+
+
+def _span_headings(table: Table, part: Iterable[int]) -> list[tuple[str, list[int]]]:
+    """List the headings of some columns, each with the columns that it spans."""
+    return [(heading, list(run)) for heading, run in groupby(part, key=lambda index: table.columns[index].heading)]
+
+
+def _divide(table: Table, fits: Callable[[Sequence[int]], bool]) -> list[list[int]]:
+    """Divide columns into as few parts as fit; a heading is only torn apart where it does not fit by itself."""
+    parts: list[list[int]] = []
+    for heading, columns in _span_headings(table, range(len(table.columns))):
+        pieces = [columns] if heading and fits(columns) else [[column] for column in columns]
+        for piece in pieces:
+            if parts and fits(parts[-1] + piece):
+                parts[-1] += piece
+            else:
+                parts.append(list(piece))
+    return parts
+
+
+def _bodies(table: Table) -> list[list[Row]]:
+    """Separate the rows from those that sum them up."""
+    return [list(rows) for _, rows in groupby(table.rows, key=lambda row: row.summary)]
+
+
+@dataclass(frozen=True)
+class _Markup:
+    """The way a format writes a number: escaped, with a minus sign, and in bold if it is the best."""
+
+    escape: Callable[[str], str]
+    minus: str
+    bold: str
+
+    def cell(self, table: Table, row: Row, index: int) -> str:
+        entry = row.entries[index]
+        text = self.escape(format_number(entry, table.columns[index]))
+        if entry.value is not None:
+            text = text.replace("-", self.minus)
+        return self.bold % text if entry.best else text
+
+    def cells(self, table: Table, row: Row) -> list[str]:
+        return [self.cell(table, row, index) for index in range(len(table.columns))]
+
+
+def _list_notes(table: Table) -> list[str]:
+    return [f"bold: {table.marked}", *table.notes] if table.marked else list(table.notes)
+
+
+def _put_on_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+# ---- terminal
+
+
+def render_terminal(table: Table, width: int = 100) -> Text:
+    """Render for `rich.console.Console.print`: the best in bold and with a star, to be seen without colours too.
+
+    What does not fit beside each other goes on below, with the labels again. Columns of one heading stay together.
+    """
+    from rich.text import Text
+
+    text = Text(no_wrap=True, overflow="ignore")
+    text.append(_wrap(table.title, width), "bold")
+    left = max(len(label) for label in [table.corner, *(row.label for row in table.rows)])
+
+    def fits(part: Sequence[int]) -> bool:
+        return left + sum(len(GAP) + span.width for span in _measure_spans(table, part)) <= width
+
+    for part in _divide(table, fits):
+        _append_part(text, table, left, part)
+    for note in [f"* {table.marked}", *table.notes] if table.marked else table.notes:
+        text.append("\n" + _wrap(note, width), "dim")
+    return text
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Neighbouring columns under one heading: which, and how wide each is in characters."""
+
+    heading: str
+    columns: list[int]
+    widths: list[int]
+
+    @property
+    def width(self) -> int:
+        return sum(self.widths) + len(GAP) * (len(self.widths) - 1)
+
+
+def _measure_spans(table: Table, part: Sequence[int]) -> list[_Span]:
+    spans = []
+    for heading, columns in _span_headings(table, part):
+        widths = [
+            max(len(cell) for cell in [_star_title(table, index), *(_star(table, row, index) for row in table.rows)])
+            for index in columns
+        ]
+        span = _Span(heading, columns, widths)
+        widths[0] += max(0, len(heading) - span.width)
+        spans.append(span)
+    return spans
+
+
+def _star_title(table: Table, index: int) -> str:
+    """Leave room for a star in columns that have one, so that numbers stay one below the other."""
+    return table.columns[index].title + (" " if any(row.entries[index].best for row in table.rows) else "")
+
+
+def _star(table: Table, row: Row, index: int) -> str:
+    entry, column = row.entries[index], table.columns[index]
+    room = " " if any(other.entries[index].best for other in table.rows) else ""
+    return format_number(entry, column) + ("*" if entry.best else room)
+
+
+def _append_part(text: Text, table: Table, left: int, part: Sequence[int]) -> None:
+    spans = _measure_spans(table, part)
+    widths = [pair for span in spans for pair in zip(span.columns, span.widths, strict=True)]
+    text.append("\n\n")
+    if any(span.heading for span in spans):
+        text.append(" " * left + "".join(GAP + span.heading.center(span.width) for span in spans).rstrip() + "\n")
+        rules = ("─" * span.width if span.heading else " " * span.width for span in spans)
+        text.append(" " * left + "".join(GAP + rule for rule in rules).rstrip() + "\n", "dim")
+    text.append(table.corner.ljust(left))
+    for index, width in widths:
+        text.append(GAP + _star_title(table, index).rjust(width))
+    rule = "\n" + "─" * (left + sum(len(GAP) + span.width for span in spans))
+    for rows in _bodies(table) or [[]]:
+        text.append(rule, "dim")
+        for row in rows:
+            text.append("\n" + row.label.ljust(left))
+            for index, width in widths:
+                quiet = "dim" if table.columns[index].kind == "published" else ""
+                text.append(GAP + _star(table, row, index).rjust(width), "bold" if row.entries[index].best else quiet)
+    text.append(rule, "dim")
+
+
+def _wrap(text: str, width: int) -> str:
+    return textwrap.fill(text, width, subsequent_indent="  ", break_on_hyphens=False)
+
+
+# ---- Markdown
+
+# A text in a cell may name a method.
+_MARKDOWN = _Markup(lambda text: text.replace("|", r"\|"), "-", "**%s**")
+
+
+def escape_markdown(text: str) -> str:
+    return re.sub(r"([\\`*_{}\[\]<>|#~$&])", r"\\\1", _put_on_one_line(text))
+
+
+def _render_markdown(table: Table) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    titles = [f"{column.heading}: {column.title}" if column.heading else column.title for column in table.columns]
+    notes = _list_notes(table)
+    lines = [
+        f"### {escape_markdown(table.title)}",
+        "",
+        line([escape_markdown(title) for title in [table.corner, *titles]]),
+        line([":--", *("--:" for _ in titles)]),
+        *(line([escape_markdown(row.label), *_MARKDOWN.cells(table, row)]) for row in table.rows),
+        "",
+        *(f"- {escape_markdown(note)}" for note in notes),
+        *([""] if notes else []),
+    ]
+    return "\n".join(lines)
+
+
+# ---- HTML
+
+_HTML = _Markup(html.escape, "−", "<b>%s</b>")
+
+_STYLE = """
 :root { color-scheme: light dark }
 body { font: 15px/1.4 system-ui, sans-serif; margin: 2rem }
 section { margin-bottom: 3rem; overflow-x: auto }
@@ -45,177 +294,17 @@ ul { font-size: .85rem; padding-left: 1.2rem }
 """
 
 
-def render(tables: Table | Sequence[Table], format: Format, *, width: int = 100) -> str:
-    """One table or several as text. `width` is that of the terminal; wider tables go on below, none is cut off.
-
-    HTML is a whole page. LaTeX needs the package booktabs.
-    """
-    tables = [tables] if isinstance(tables, Table) else list(tables)
-    if format == "html":
-        return _page(tables)
-    if format not in ("terminal", "markdown", "latex"):
-        raise DataError(f"unknown format {format!r}, expected terminal, markdown, html or latex")
-    if format == "terminal":
-        return "\n\n".join(terminal(table, width).plain for table in tables) + "\n"
-    return "\n".join(map(_markdown if format == "markdown" else _latex, tables))
-
-
-def number(entry: Entry, column: Column) -> str:
-    """`74.4 ± 0.8`, a difference as `+1.2`, a text as it is, `–` for nothing."""
-    if entry.value is None:
-        return entry.text or NOTHING
-    value = round(entry.value, column.digits) + 0.0  # which turns -0.0 into 0.0
-    sign = "+" if column.kind == "difference" and value > 0 else ""
-    deviation = "" if entry.deviation is None else f" ± {entry.deviation:.{column.digits}f}"
-    return f"{sign}{value:.{column.digits}f}{deviation}"
-
-
-def terminal(table: Table, width: int = 100) -> Text:
-    """For `rich.console.Console.print`: the best in bold and with a star, so that it is seen without colours too.
-
-    What does not fit beside each other goes on below, with the labels again. Columns of one heading stay together.
-    """
-    from rich.text import Text
-
-    text = Text(no_wrap=True, overflow="ignore")
-    text.append(_wrapped(table.title, width), "bold")
-    left = max(len(label) for label in [table.corner, *(row.label for row in table.rows)])
-    for part in _parts(table, lambda part: left + _width(table, part) <= width):
-        _append(text, table, left, part)
-    notes = [f"* {table.marked}", *table.notes] if table.marked else table.notes
-    for note in notes:
-        text.append("\n" + _wrapped(note, width), "dim")
-    return text
-
-
-@dataclass(frozen=True)
-class _Span:
-    """Neighbouring columns under one heading: which, and how wide each is in characters."""
-
-    heading: str
-    columns: list[int]
-    widths: list[int]
-
-    @property
-    def width(self) -> int:
-        return sum(self.widths) + GAP * (len(self.widths) - 1)
-
-
-def _append(text: Text, table: Table, left: int, part: Sequence[int]) -> None:
-    spans = _spans(table, part)
-    gap = " " * GAP
-    text.append("\n\n")
-    if any(span.heading for span in spans):
-        text.append(" " * left + "".join(gap + span.heading.center(span.width) for span in spans).rstrip() + "\n")
-        rules = ("─" * span.width if span.heading else " " * span.width for span in spans)
-        text.append(" " * left + "".join(gap + rule for rule in rules).rstrip() + "\n", "dim")
-    text.append(table.corner.ljust(left))
-    for span in spans:
-        for index, width in zip(span.columns, span.widths, strict=True):
-            text.append(gap + (table.columns[index].title + _star(table, index)).rjust(width))
-    rule = "\n" + "─" * (left + sum(GAP + span.width for span in spans))
-    text.append(rule, "dim")
-    for above, row in zip([None, *table.rows], table.rows, strict=False):
-        if row.summary and above is not None and not above.summary:
-            text.append(rule, "dim")
-        text.append("\n" + row.label.ljust(left))
-        for span in spans:
-            for index, width in zip(span.columns, span.widths, strict=True):
-                quiet = "dim" if table.columns[index].kind == "published" else ""
-                cell = gap + _starred(table, row, index).rjust(width)
-                text.append(cell, "bold" if row.entries[index].best else quiet)
-    text.append(rule, "dim")
-
-
-def _star(table: Table, index: int) -> str:
-    """Room for a star in columns that have one, so that numbers stay one below the other."""
-    return " " if any(row.entries[index].best for row in table.rows) else ""
-
-
-def _starred(table: Table, row: Row, index: int) -> str:
-    entry = row.entries[index]
-    return number(entry, table.columns[index]) + ("*" if entry.best else _star(table, index))
-
-
-def _spans(table: Table, part: Sequence[int]) -> list[_Span]:
-    spans = []
-    for heading, columns in _headings(table, part):
-        widths = [
-            max(len(cell) for cell in [title, *(_starred(table, row, index) for row in table.rows)])
-            for index in columns
-            for title in [table.columns[index].title + _star(table, index)]
-        ]
-        span = _Span(heading, columns, widths)
-        widths[0] += max(0, len(heading) - span.width)
-        spans.append(span)
-    return spans
-
-
-def _width(table: Table, part: Sequence[int]) -> int:
-    return sum(GAP + span.width for span in _spans(table, part))
-
-
-def _headings(table: Table, part: Iterable[int]) -> list[tuple[str, list[int]]]:
-    """The headings of some columns, each with the columns that it spans."""
-    return [(heading, list(run)) for heading, run in groupby(part, key=lambda index: table.columns[index].heading)]
-
-
-def _parts(table: Table, fits: Callable[[Sequence[int]], bool]) -> list[list[int]]:
-    """Columns in as many parts as it takes; a heading is only torn apart where it does not fit by itself."""
-    parts: list[list[int]] = []
-    for heading, columns in _headings(table, range(len(table.columns))):
-        pieces = [columns] if heading and fits(columns) else [[column] for column in columns]
-        for piece in pieces:
-            if parts and fits(parts[-1] + piece):
-                parts[-1] += piece
-            else:
-                parts.append(list(piece))
-    return parts
-
-
-def _markdown(table: Table) -> str:
-    def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(cells)} |"
-
-    def cell(entry: Entry, column: Column) -> str:
-        written = number(entry, column).replace("|", r"\|")  # a text may name a method
-        return f"**{written}**" if entry.best else written
-
-    titles = [f"{column.heading}: {column.title}" if column.heading else column.title for column in table.columns]
-    lines = [
-        f"### {for_markdown(table.title)}",
-        "",
-        line([for_markdown(title) for title in [table.corner, *titles]]),
-        line([":--", *("--:" for _ in titles)]),
-    ]
-    for row in table.rows:
-        numbers = [cell(entry, column) for entry, column in zip(row.entries, table.columns, strict=True)]
-        lines.append(line([for_markdown(row.label), *numbers]))
-    notes = _with_bold(table)
-    return "\n".join([*lines, "", *(f"- {for_markdown(note)}" for note in notes), *([""] if notes else [])])
-
-
-def for_markdown(text: str) -> str:
-    return re.sub(r"([\\`*_{}\[\]<>|#~$&])", r"\\\1", _one_line(text))
-
-
-def _page(tables: Sequence[Table]) -> str:
+def _render_html(tables: Sequence[Table]) -> str:
     title = html.escape(tables[0].title if tables else "")
-    sections = "".join(map(_section, tables))
+    sections = "".join(map(_render_section, tables))
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
-        f"<style>{STYLE}</style>\n</head>\n<body>\n{sections}</body>\n</html>\n"
+        f"<style>{_STYLE}</style>\n</head>\n<body>\n{sections}</body>\n</html>\n"
     )
 
 
-def _section(table: Table) -> str:
-    def cell(entry: Entry, column: Column) -> str:
-        written = html.escape(number(entry, column))
-        if entry.value is not None:
-            written = written.replace("-", "−")
-        return f'<td class="{column.kind}">{f"<b>{written}</b>" if entry.best else written}</td>'
-
-    headings = _headings(table, range(len(table.columns)))
+def _render_section(table: Table) -> str:
+    headings = _span_headings(table, range(len(table.columns)))
     tall = any(heading for heading, _ in headings)
     head = f'<tr><th class="corner" rowspan="{2 if tall else 1}">{html.escape(table.corner)}</th>'
     if tall:
@@ -223,51 +312,26 @@ def _section(table: Table) -> str:
             head += f'<th scope="colgroup" colspan="{len(columns)}">{html.escape(heading)}</th>'
         head += "</tr>\n<tr>"
     head += "".join(f'<th scope="col">{html.escape(column.title)}</th>' for column in table.columns) + "</tr>"
-    bodies = []
-    for _, rows in groupby(table.rows, key=lambda row: row.summary):
-        lines = ""
+    bodies = ""
+    for rows in _bodies(table):
+        bodies += "<tbody>\n"
         for row in rows:
-            cells = "".join(cell(entry, column) for entry, column in zip(row.entries, table.columns, strict=True))
-            lines += f'<tr><th scope="row">{html.escape(row.label)}</th>{cells}</tr>\n'
-        bodies.append(f"<tbody>\n{lines}</tbody>\n")
-    notes = "".join(f"<li>{html.escape(_one_line(note))}</li>\n" for note in _with_bold(table))
+            kinds = [column.kind for column in table.columns]
+            cells = zip(kinds, _HTML.cells(table, row), strict=True)
+            entries = "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in cells)
+            bodies += f'<tr><th scope="row">{html.escape(row.label)}</th>{entries}</tr>\n'
+        bodies += "</tbody>\n"
+    notes = "".join(f"<li>{html.escape(_put_on_one_line(note))}</li>\n" for note in _list_notes(table))
     return (
-        f"<section>\n<h2>{html.escape(_one_line(table.title))}</h2>\n<table>\n<thead>\n{head}\n</thead>\n{''.join(bodies)}</table>\n"
+        f"<section>\n<h2>{html.escape(_put_on_one_line(table.title))}</h2>\n"
+        f"<table>\n<thead>\n{head}\n</thead>\n{bodies}</table>\n"
         f"{f'<ul>{notes}</ul>' if notes else ''}\n</section>\n"
     )
 
 
-def _latex(table: Table) -> str:
-    def cell(entry: Entry, column: Column) -> str:
-        written = _for_latex(number(entry, column))
-        if entry.value is not None:
-            written = written.replace("-", "$-$")  # a hyphen is too short
-        return rf"\textbf{{{written}}}" if entry.best else written
+# ---- LaTeX
 
-    lines = [r"\begin{table}", r"\centering", r"\footnotesize", rf"\caption{{{_for_latex(table.title)}}}"]
-    for part in _parts(table, lambda part: len(part) <= LATEX_COLUMNS):
-        headings = _headings(table, part)
-        lines += [rf"\begin{{tabular}}{{l{'r' * len(part)}}}", r"\toprule"]
-        if any(heading for heading, _ in headings):
-            heads, rules, start = [""], [], 2
-            for heading, columns in headings:
-                heads.append(rf"\multicolumn{{{len(columns)}}}{{c}}{{{_for_latex(heading)}}}")
-                rules.append(rf"\cmidrule(lr){{{start}-{start + len(columns) - 1}}}")
-                start += len(columns)
-            lines += [" & ".join(heads) + r" \\", " ".join(rules)]
-        titles = [table.corner, *(table.columns[index].title for index in part)]
-        lines += [" & ".join(map(_for_latex, titles)) + r" \\", r"\midrule"]
-        for above, row in zip([None, *table.rows], table.rows, strict=False):
-            if row.summary and above is not None and not above.summary:
-                lines.append(r"\midrule")
-            numbers = [cell(row.entries[index], table.columns[index]) for index in part]
-            lines.append(" & ".join([_for_latex(row.label), *numbers]) + r" \\")
-        lines += [r"\bottomrule", r"\end{tabular}", r"\par\medskip"]
-    lines += [r"\raggedright", *(rf"{_for_latex(note.rstrip('.'))}.\par" for note in _with_bold(table)), r"\end{table}"]
-    return "\n".join(lines) + "\n"
-
-
-_LATEX = {
+_LATEX_CHARACTERS = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
@@ -283,17 +347,35 @@ _LATEX = {
 }
 
 
-def _for_latex(text: str) -> str:
-    return "".join(_LATEX.get(character, character) for character in _one_line(text))
+def _escape_latex(text: str) -> str:
+    return "".join(_LATEX_CHARACTERS.get(character, character) for character in _put_on_one_line(text))
 
 
-def _with_bold(table: Table) -> list[str]:
-    return [f"bold: {table.marked}", *table.notes] if table.marked else list(table.notes)
+# A hyphen is too short for a minus sign.
+_LATEX = _Markup(_escape_latex, "$-$", r"\textbf{%s}")
 
 
-def _wrapped(text: str, width: int) -> str:
-    return textwrap.fill(text, width, subsequent_indent="  ", break_on_hyphens=False)
+def _render_latex(table: Table) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return " & ".join(cells) + r" \\"
 
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    lines = [r"\begin{table}", r"\centering", r"\footnotesize", rf"\caption{{{_escape_latex(table.title)}}}"]
+    for part in _divide(table, lambda part: len(part) <= LATEX_COLUMNS):
+        headings = _span_headings(table, part)
+        lines += [rf"\begin{{tabular}}{{l{'r' * len(part)}}}", r"\toprule"]
+        if any(heading for heading, _ in headings):
+            heads, rules, start = [""], [], 2
+            for heading, columns in headings:
+                heads.append(rf"\multicolumn{{{len(columns)}}}{{c}}{{{_escape_latex(heading)}}}")
+                rules.append(rf"\cmidrule(lr){{{start}-{start + len(columns) - 1}}}")
+                start += len(columns)
+            lines += [line(heads), " ".join(rules)]
+        lines.append(line([_escape_latex(title) for title in (table.corner, *(table.columns[i].title for i in part))]))
+        for rows in _bodies(table) or [[]]:
+            lines.append(r"\midrule")
+            lines += [
+                line([_escape_latex(row.label), *(_LATEX.cell(table, row, index) for index in part)]) for row in rows
+            ]
+        lines += [r"\bottomrule", r"\end{tabular}", r"\par\medskip"]
+    notes = [rf"{_escape_latex(note.rstrip('.'))}.\par" for note in _list_notes(table)]
+    return "\n".join([*lines, r"\raggedright", *notes, r"\end{table}"]) + "\n"

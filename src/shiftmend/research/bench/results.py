@@ -1,4 +1,4 @@
-"""What a store knows of a benchmark: the results that belong to its settings as they are now, and the rest."""
+"""The stored results of a benchmark: those that belong to its settings as they are now, and how many others."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shiftmend.research.bench import store as compact
-from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Cell, Origin, Result, Root
+from shiftmend.research.bench.benchmark import CLEAN, UNADAPTED, Benchmark, Cell, Origin, Result, Root
 from shiftmend.research.bench.plan import plan
-from shiftmend.research.bench.run import STORE
-from shiftmend.research.bench.store import Store, is_database
+from shiftmend.research.bench.store import load_results
 from shiftmend.research.bench.suite import find
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One benchmark under one protocol, as far as it has been run."""
+    """The results of one benchmark under one protocol."""
 
     benchmark: Benchmark
     cells: list[Cell]
-    """Of the benchmark's seeds, or of those asked for; other seeds only as far as they have been run."""
+    """The cells of the benchmark's seeds, or of those asked for; other seeds only as far as they have been run."""
     results: list[Result]
-    """Of these cells, failed ones too."""
+    """The results of these cells, failed ones too."""
     clean: list[Result]
     """The source model on clean images, which every protocol may be compared with."""
     others: int
@@ -44,15 +42,18 @@ def read(
     rates: Sequence[float] | None = None,
     root: str | os.PathLike[str] | None = None,
 ) -> Reading:
-    """The results in `folder/results.sqlite`, or in a file that `bench export --format compact` wrote.
+    """Read the results in `folder/results.sqlite`, or in a file that `bench export --format compact` wrote.
 
-    The other arguments mean what they mean to `runner.run`.
+    The data sets need not be there: if a store has results on published images of a shift, those count, whatever images
+    a run here would have to make do with. Where it has several, those that a run here would go on with.
 
-    They can be read where the data sets are not: if a store has results on published images of a shift, those count,
-    whatever a run here would have to make do with. Where it has several, those that a run here would go on with.
+    Args:
+        benchmark: A name, or `file.py:NAME`.
+        folder: The folder of a store, a store, or a compact file.
+        protocol, methods, seeds, rates, root: As for `shiftmend.research.bench.run.run`.
     """
     chosen, place = find(benchmark), None if root is None else Path(root)
-    everything = stored(folder, chosen.name)
+    everything = load_results(folder, chosen.name)
     there = [result for result in everything if result.cell.protocol == protocol]
     found = _with_stored_origins(chosen, everything)
     own = plan(found, protocol, methods=methods, seeds=seeds, rates=rates, root=place)
@@ -60,31 +61,24 @@ def read(
     wanted = {*own, *(plan(found, protocol, methods=methods, seeds=extra, rates=rates, root=place) if extra else ())}
     results = [result for result in there if result.cell in wanted]
     cells = own + [result.cell for result in results if result.cell.seed in extra]
-    # whose cell could count if its method is asked for
-    named = [result for result in there if methods is None or result.cell.method in methods]
-    counted = [result for result in named if seeds is None or result.cell.seed in seeds]
-    clean = _clean(found, everything, {cell.seed for cell in cells}, place)
-    return Reading(chosen, cells, results, clean, len(counted) - len(results))
+    candidates = [
+        result
+        for result in there
+        if (methods is None or result.cell.method in methods) and (seeds is None or result.cell.seed in seeds)
+    ]
+    clean = _find_clean(found, everything, {cell.seed for cell in cells}, place)
+    return Reading(chosen, cells, results, clean, len(candidates) - len(results))
 
 
-def stored(folder: str | os.PathLike[str], benchmark: str | None = None) -> list[Result]:
-    """Everything in the store of a folder, which may be named itself, or in a compact export of one."""
-    place = Path(folder)
-    if place.is_file() and not is_database(place):
-        return [result for result in compact.read_file(place) if benchmark in (None, result.cell.benchmark)]
-    with Store(place if place.is_file() else place / STORE, read_only=True) as store:
-        return store.results(benchmark=benchmark)
-
-
-def _clean(benchmark: Benchmark, results: Sequence[Result], seeds: set[int], root: Root) -> list[Result]:
-    if "source-only" not in benchmark.settings.get("offline", {}):
+def _find_clean(benchmark: Benchmark, results: Sequence[Result], seeds: set[int], root: Root) -> list[Result]:
+    if UNADAPTED not in benchmark.settings.get("offline", {}):
         return []
-    cells = set(plan(benchmark, "offline", methods=["source-only"], shifts=[CLEAN], seeds=sorted(seeds), root=root))
+    cells = set(plan(benchmark, "offline", methods=[UNADAPTED], shifts=[CLEAN], seeds=sorted(seeds), root=root))
     return [result for result in results if result.cell in cells]
 
 
 def _with_stored_origins(benchmark: Benchmark, results: Sequence[Result]) -> Benchmark:
-    """The origin of data is part of a cell's recipe; see `read` for which one it is taken to be.
+    """Take the origin of data, which is part of a cell's recipe, from the results; see `read`.
 
     Failures count only for shifts on which nothing is done: one that failed here must not hide what was done elsewhere.
     """

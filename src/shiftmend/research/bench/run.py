@@ -1,4 +1,4 @@
-"""Run a benchmark, stop it, go on tomorrow: each cell is recorded as soon as it is there, and never run twice."""
+"""Running a benchmark: each cell is recorded as soon as it is done, and never run twice, so a run can be stopped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -21,135 +21,26 @@ from shiftmend.research.bench.execute import (
     Advance,
     Execute,
     Job,
-    Preparation,
     Task,
     TimeLimit,
-    inline,
-    lanes,
+    in_gpu_threads,
+    in_processes,
+    in_this_process,
+    list_preparations,
     on_ray,
-    preparation,
-    processes,
 )
 from shiftmend.research.bench.plan import plan
-from shiftmend.research.bench.store import Store
+from shiftmend.research.bench.store import STORE, Store
 from shiftmend.research.bench.suite import find
 from shiftmend.research.datasets.files import ROOT_VARIABLE
 from shiftmend.utils.progress import Progress
 
-
-class Display:
-    """Cells done, what is running and how far it is, and the time left.
-
-    Lines go to `say`. Where there is no terminal for bars, but progress is to be shown and nobody to say it to, they
-    go to standard error.
-    """
-
-    def __init__(
-        self, show: Progress, title: str, cells: int, preparations: int = 0, say: Callable[[str], None] | None = None
-    ) -> None:
-        self.title, self.cells, self.preparations, self.say = title, cells, preparations, say
-        self.done = self.prepared = 0
-        self._lock = threading.RLock()  # lanes are threads, and each says how far it is
-        self._parts: dict[Task, tuple[int, int]] = {}
-        self._show = cells > 0 and (show is True or (show is None and sys.stderr.isatty()))
-        self._bars: Any = None
-        self._lines: dict[Task, Any] = {}
-        self._whole: Any = None
-        self._began = time.monotonic()  # and again with each preparation: when the first cell could begin
-
-    def __enter__(self) -> Self:
-        if self._show:
-            from rich.console import Console
-            from rich.progress import BarColumn, TextColumn
-            from rich.progress import Progress as Bars
-
-            console = Console(stderr=True)
-            if console.is_terminal and not console.is_dumb_terminal:
-                texts = (TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[note]"))
-                self._bars = Bars(next(texts), BarColumn(), next(texts), console=console, transient=True)
-                self._whole = self._bars.add_task(self.title, total=self.cells, note=self._note())
-                self._bars.start()
-            elif self.say is None:
-                self.say = lambda line: print(line, file=sys.stderr, flush=True)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bars is not None:
-            self._bars.stop()
-
-    def advance(self, task: Task, done: int, total: int) -> None:
-        """A task has begun (0 of 0), or has come further; it may not know how far it has to go."""
-        with self._lock:
-            _, known = self._parts.get(task, (0, 0))
-            known = total if total > done else known
-            self._parts[task] = (done, known)
-            if self._bars is not None:
-                if task not in self._lines:
-                    self._lines[task] = self._bars.add_task(f"  {task}", total=None, note="")
-                note = f"{done} of {known}" if known else f"{done}" if done else ""
-                self._bars.update(self._lines[task], completed=done, total=known or None, note=note)
-                self._bars.update(self._whole, note=self._note())
-
-    def over(self, task: Task, result: Result | None) -> None:
-        """A task has ended; a cell has a result, if only that it failed."""
-        with self._lock:
-            self._parts.pop(task, None)
-            if isinstance(task, Cell):
-                self.done += 1
-            else:
-                self.prepared += 1
-                self._began = time.monotonic()
-            if self._bars is not None:
-                line = self._lines.pop(task, None)
-                if line is not None:
-                    self._bars.remove_task(line)
-                self._bars.update(self._whole, completed=self.done, note=self._note())
-                if result is not None and result.failed:
-                    self._bars.console.print(describe(result), markup=False, highlight=False)
-            if result is not None and self.say is not None:
-                self.say(f"{self.done}/{self.cells}  {describe(result)}  ({left(self.remaining())})")
-
-    def remaining(self) -> float:
-        """Seconds that the rest will take if it goes as fast as what is done, parts of cells included; NaN at first."""
-        with self._lock:
-            parts = sum(done / total for task, (done, total) in self._parts.items() if total and isinstance(task, Cell))
-        progress = self.done + parts
-        elapsed = time.monotonic() - self._began
-        return elapsed * (self.cells - progress) / progress if progress else float("nan")
-
-    def _note(self) -> str:
-        if self.prepared < self.preparations:
-            return f"preparing: {self.prepared} of {self.preparations} source models"
-        return f"{self.done} of {self.cells} cells, {left(self.remaining())}"
-
-
-def left(seconds: float) -> str:
-    if seconds != seconds:
-        return "time left unknown"
-    if seconds < 90:
-        return f"{seconds:.0f} s left"
-    return f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
-
-
-def describe(result: Result) -> str:
-    """A cell and its figures in one line."""
-    if result.last is None or result.selected is None or result.best is None:
-        return f"{result.cell}: failed: {result.error}"
-    last, selected, best = (100 * outcome.accuracy for outcome in (result.last, result.selected, result.best))
-    return f"{result.cell}: {last:.1f} % (selected {selected:.1f}, best {best:.1f}), {result.seconds:.1f} s"
-
-
 Executor = Literal["local", "ray"]
-
-
-STORE = "results.sqlite"
 
 
 @dataclass(frozen=True)
 class Report:
-    """How a run went."""
+    """The numbers of cells of a run."""
 
     cells: int
     """Asked for."""
@@ -157,7 +48,7 @@ class Report:
     done: int
     failed: tuple[Result, ...]
     left: int
-    """For which there was no time."""
+    """Not begun, for lack of time."""
     seconds: float
 
 
@@ -182,13 +73,28 @@ def run(
     """Run the cells of a benchmark that are not in `folder/results.sqlite` yet.
 
     Source models and profiles are made where they are missing and kept in `folder`. A cell that fails is recorded with
-    its error, and tried again in the next run. `rates` are learning rates to choose from without labels. `compile` is
-    that of `adapt`: for many cells of a large network on a GPU. With `minutes`, nothing is begun that would likely last
-    longer (`TimeLimit`); the rest is for the next run.
+    its error, and tried again in the next run.
+
+    Args:
+        benchmark: A name, or `file.py:NAME`.
+        folder: Where results, source models and profiles lie.
+        protocol: One of the benchmark's protocols.
+        methods: Rows of its table; all by default.
+        shifts: Shifts, or `clean`; all by default.
+        seeds: The benchmark's own by default.
+        rates: Learning rates to choose from without labels.
+        root: The folder of the data sets.
+        device: `auto`, `cpu`, `cuda`, ...
+        workers: Processes; on a single GPU threads.
+        compile: Compile the steps of `adapt`: for many cells of a large network on a GPU.
+        minutes: Begin nothing that would likely last longer, see `TimeLimit`; the rest is for the next run.
+        executor: `local`, or `ray` for a cluster.
+        progress: Show bars; by default on a terminal.
+        say: Called with a line for each finished cell.
     """
     started = time.perf_counter()
-    chosen, home, place = find(benchmark), Path(folder), _data_root(root)
-    _refuse(executor, workers, minutes, rates or (), home)
+    chosen, home, place = find(benchmark), Path(folder), _find_data_root(root)
+    _check(executor, workers, minutes, rates or (), home)
     limit = TimeLimit(chosen, minutes)
     cells = plan(chosen, protocol, methods=methods, shifts=shifts, seeds=seeds, rates=rates, root=place)
     home.mkdir(parents=True, exist_ok=True)
@@ -196,10 +102,10 @@ def run(
     with Store(home / STORE) as store:
         known = store.cells()
         todo = [cell for cell in cells if cell not in known]
-        needed = preparations(chosen, todo)
-        count = min(workers or _workers(chosen, device), max(1, len(todo)))
+        needed = list_preparations(chosen, todo)
+        count = min(workers or _count_workers(chosen, device), max(1, len(todo)))
         job = Job(
-            _found_anywhere(benchmark),
+            _make_absolute(benchmark),
             str(home.absolute()),
             None if place is None else str(place.absolute()),
             device,
@@ -210,15 +116,15 @@ def run(
         if todo:
             with (
                 Display(progress, chosen.name, len(todo), len(needed), say) as display,
-                _executor(executor, job, display.advance, count) as execute,
+                _start_executor(executor, job, display.advance, count) as execute,
             ):
                 for tasks in (needed, todo):
                     for task, result in execute(limit.within(tasks)):
-                        limit.over(task)
+                        limit.end(task)
                         if result is not None:
                             store.record(result)
                             failed += [result] if result.failed else []
-                        display.over(task, result)
+                        display.end(task, result)
     return Report(
         cells=len(cells),
         already=len(cells) - len(todo),
@@ -229,39 +135,21 @@ def run(
     )
 
 
-def _refuse(executor: str, workers: int | None, minutes: float | None, rates: Sequence[float], home: Path) -> None:
-    """Say in a sentence what cannot be run."""
+def _check(executor: str, workers: int | None, minutes: float | None, rates: Sequence[float], home: Path) -> None:
     if executor not in ("local", "ray"):
-        raise DataError(f"unknown executor {executor!r}, expected local or ray")
+        raise DataError(f"Expected the executor local or ray, got {executor!r}.")
     if workers is not None and workers < 1:
-        raise DataError(f"the number of workers must be at least 1, got {workers}")
+        raise DataError(f"Expected at least 1 worker, got {workers}.")
     if minutes is not None and executor == "ray":
-        raise DataError("on a cluster, the time of a run is limited by the cluster; leave the minutes out")
+        raise DataError("Expected no limit of minutes on a cluster, which limits the time itself. Leave it out.")
     if any(not 0 < rate < float("inf") for rate in rates):
-        raise DataError(f"learning rates must be positive numbers, got {list(rates)}")
+        raise DataError(f"Expected learning rates to be positive numbers, got {list(rates)}.")
     if home.exists() and not home.is_dir():
-        raise DataError(f"{home} is a file, expected a folder for results; name another")
+        raise DataError(f"{home} is a file, expected a folder for results. Name another.")
 
 
-def preparations(benchmark: Benchmark, cells: Sequence[Cell]) -> list[Preparation]:
-    """The source models that cells need, each once, with the profiles of all presets: one worker trains a model."""
-    presets: dict[Preparation, tuple[str, ...]] = {}
-    for one in dict.fromkeys(preparation(benchmark, cell) for cell in cells):
-        model = replace(one, presets=())
-        presets[model] = presets.get(model, ()) + one.presets
-    return [replace(model, presets=found) for model, found in presets.items()]
-
-
-def _executor(executor: Executor, job: Job, advance: Advance, workers: int) -> AbstractContextManager[Execute]:
-    if executor == "ray":
-        return on_ray(job, workers)
-    if workers == 1:
-        return inline(job, advance)
-    return lanes(job, advance, workers) if _one_gpu(job.device) else processes(job, advance, workers)
-
-
-def _data_root(root: str | os.PathLike[str] | None) -> Path | None:
-    """The folder of the data sets by its name, since the environment of a worker elsewhere may not have it."""
+def _find_data_root(root: str | os.PathLike[str] | None) -> Path | None:
+    """Name the folder of the data sets, since the environment of a worker elsewhere may not have it."""
     named = os.fspath(root) if root is not None else os.environ.get(ROOT_VARIABLE, "")
     place = Path(named).expanduser() if named else None
     if root is not None and (place is None or not place.is_dir()):
@@ -269,23 +157,137 @@ def _data_root(root: str | os.PathLike[str] | None) -> Path | None:
     return place
 
 
-def _found_anywhere(benchmark: str) -> str:
-    """A benchmark's name, also from another working directory."""
+def _make_absolute(benchmark: str) -> str:
+    """Name a benchmark so that it is found from another working directory, too."""
     file, colon, attribute = benchmark.rpartition(":")
     return f"{Path(file).absolute()}:{attribute}" if colon else benchmark
 
 
-def _workers(benchmark: Benchmark, device: str) -> int:
-    """One for each GPU, or several on a single one; without any, one a core for a small network, else one with all."""
-    if _one_gpu(device):
-        return benchmark.lanes
+def _start_executor(executor: Executor, job: Job, advance: Advance, workers: int) -> AbstractContextManager[Execute]:
+    if executor == "ray":
+        return on_ray(job, workers)
+    if workers == 1:
+        return in_this_process(job, advance)
+    return in_gpu_threads(job, advance, workers) if _is_one_gpu(job.device) else in_processes(job, advance, workers)
+
+
+def _count_workers(benchmark: Benchmark, device: str) -> int:
+    """Take one for each GPU, or several on a single one; without any, one a core for a small network, else one."""
+    if _is_one_gpu(device):
+        return benchmark.cells_per_gpu
     if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
     return min(8, os.cpu_count() or 1) if benchmark.small else 1
 
 
-def _one_gpu(device: str) -> bool:
-    """Whether all cells run on one GPU: there is but one, or it is named."""
+def _is_one_gpu(device: str) -> bool:
+    """Tell if all cells run on one GPU: it is the only one, or it is named."""
     if device == "cpu" or not torch.cuda.is_available():
         return False
     return torch.cuda.device_count() == 1 or device.startswith("cuda:")
+
+
+class Display:
+    """The progress of a run: cells done, what is running and how far it is, and the time left.
+
+    Lines go to `say`. Where progress is to be shown without a terminal for bars and without `say`, lines go to standard
+    error.
+    """
+
+    def __init__(
+        self, show: Progress, title: str, cells: int, preparations: int = 0, say: Callable[[str], None] | None = None
+    ) -> None:
+        self.title, self.cells, self.preparations, self.say = title, cells, preparations, say
+        self.done = self.prepared = 0
+        # Workers may be threads, and each says how far it is.
+        self._lock = threading.RLock()
+        self._parts: dict[Task, tuple[int, int]] = {}
+        self._show = cells > 0 and (show is True or (show is None and sys.stderr.isatty()))
+        self._bars: Any = None
+        self._lines: dict[Task, Any] = {}
+        self._whole: Any = None
+        # Set again with each preparation: cells can begin after the last.
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Self:
+        if self._show:
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn
+            from rich.progress import Progress as Bars
+
+            console = Console(stderr=True)
+            if console.is_terminal and not console.is_dumb_terminal:
+                texts = (TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[note]"))
+                self._bars = Bars(next(texts), BarColumn(), next(texts), console=console, transient=True)
+                self._whole = self._bars.add_task(self.title, total=self.cells, note=self._note())
+                self._bars.start()
+            elif self.say is None:
+                self.say = lambda line: print(line, file=sys.stderr, flush=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def advance(self, task: Task, done: int, total: int) -> None:
+        """Show that a task has begun (0 of 0), or has come further; its total may not be known."""
+        with self._lock:
+            _, known = self._parts.get(task, (0, 0))
+            known = total if total > done else known
+            self._parts[task] = (done, known)
+            if self._bars is not None:
+                if task not in self._lines:
+                    self._lines[task] = self._bars.add_task(f"  {task}", total=None, note="")
+                note = f"{done} of {known}" if known else f"{done}" if done else ""
+                self._bars.update(self._lines[task], completed=done, total=known or None, note=note)
+                self._bars.update(self._whole, note=self._note())
+
+    def end(self, task: Task, result: Result | None) -> None:
+        """Show that a task has ended; a cell has a result, if only that it failed."""
+        with self._lock:
+            self._parts.pop(task, None)
+            if isinstance(task, Cell):
+                self.done += 1
+            else:
+                self.prepared += 1
+                self._began = time.monotonic()
+            if self._bars is not None:
+                line = self._lines.pop(task, None)
+                if line is not None:
+                    self._bars.remove_task(line)
+                self._bars.update(self._whole, completed=self.done, note=self._note())
+                if result is not None and result.failed:
+                    self._bars.console.print(describe_result(result), markup=False, highlight=False)
+            if result is not None and self.say is not None:
+                self.say(f"{self.done}/{self.cells}  {describe_result(result)}  ({format_left(self.remaining())})")
+
+    def remaining(self) -> float:
+        """Estimate the seconds left, at the pace so far, parts of cells included; NaN at first."""
+        with self._lock:
+            parts = sum(done / total for task, (done, total) in self._parts.items() if total and isinstance(task, Cell))
+        progress = self.done + parts
+        elapsed = time.monotonic() - self._began
+        return elapsed * (self.cells - progress) / progress if progress else float("nan")
+
+    def _note(self) -> str:
+        if self.prepared < self.preparations:
+            return f"preparing: {self.prepared} of {self.preparations} source models"
+        return f"{self.done} of {self.cells} cells, {format_left(self.remaining())}"
+
+
+def format_left(seconds: float) -> str:
+    if seconds != seconds:
+        return "time left unknown"
+    if seconds < 90:
+        return f"{seconds:.0f} s left"
+    return f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
+
+
+def describe_result(result: Result) -> str:
+    """Describe a cell and its figures in one line."""
+    if result.last is None or result.selected is None or result.best is None:
+        return f"{result.cell}: failed: {result.error}"
+    last, selected, best = (100 * outcome.accuracy for outcome in (result.last, result.selected, result.best))
+    return f"{result.cell}: {last:.1f} % (selected {selected:.1f}, best {best:.1f}), {result.seconds:.1f} s"

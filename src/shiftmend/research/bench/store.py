@@ -1,4 +1,6 @@
-"""Results in one small JSON file, to be kept with the source code and read back wherever a store is.
+"""Storage of results: an SQLite file that runs write to, exports, and a compact JSON file to keep with source code.
+
+The compact file is read back wherever a store is:
 
     {"format": "shiftmend results", "version": 1, "columns": [...], "shared": {...}, "rows": [[...], ...]}
 
@@ -13,7 +15,6 @@ import csv
 import io
 import json
 import math
-import operator
 import os
 import sqlite3
 from collections import Counter
@@ -25,26 +26,32 @@ from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 from shiftmend.errors import DataError
-from shiftmend.research.bench.benchmark import SIGNALS, Cell, Origin, Outcome, Result
+from shiftmend.research.bench.benchmark import SIGNALS, Cell, Origin, Outcome, Result, Which
 from shiftmend.utils.json import dumps, from_strict_json, to_strict_json
+
+STORE = "results.sqlite"
+"""The store's name in a folder of results."""
+
+VERSION = 1
+APPLICATION_ID = b"shmd"
+"""Marks the file as ours, in the place that SQLite's header has for this (bytes 68 to 71)."""
+
+SECONDS_TO_WAIT = 60.0
+"""The time to wait for another process that is writing."""
+
+COMPACT_FORMAT = "shiftmend results"
+COMPACT_VERSION = 1
+COMPACT_DIGITS = 6
 
 Value = str | int | float | None
 
-
-KEY = tuple(field.name for field in fields(Cell))
-
-
+_KEY = tuple(field.name for field in fields(Cell))
 _SCORES = tuple(field.name for field in fields(Outcome))
-
-
-_MOMENTS = ("last", "best", "selected")
-
-
+_MOMENTS: tuple[str, ...] = get_args(Which)
 _SCALARS = ("restoration_distance", "alignment_loss", "ece_per_batch")
 
-
 COLUMNS: dict[str, str] = {
-    **{name: "INTEGER" if name == "seed" else "TEXT" for name in KEY},
+    **{name: "INTEGER" if name == "seed" else "TEXT" for name in _KEY},
     "status": "TEXT",
     "error": "TEXT",
     "origin": "TEXT",
@@ -59,79 +66,288 @@ COLUMNS: dict[str, str] = {
 }
 """The flat form of a result: names and SQL types, in the order of the table and of the exports."""
 
-
-REQUIRED = (*KEY, "status", "origin", "epochs", "finished", "history", "manifest")
+REQUIRED = (*_KEY, "status", "origin", "epochs", "finished", "history", "manifest")
 """Columns without empty places. `seconds` is none of them: a NaN would be one."""
 
-
-_KINDS = {"REAL": (int, float), "INTEGER": (int,), "TEXT": (str,)}
-
-
-_TYPES = {"REAL": "a number", "INTEGER": "a whole number of at most 64 bits", "TEXT": "text in Unicode"}
+_PYTHON_TYPES = {"REAL": (int, float), "INTEGER": (int,), "TEXT": (str,)}
+_TYPE_NAMES = {"REAL": "a number", "INTEGER": "a whole number of at most 64 bits", "TEXT": "text in Unicode"}
 
 
-def to_csv(results: Iterable[Result]) -> str:
-    """A header and one line a result, failed ones too; what is not known is empty, NaN is `nan`.
+def load_results(folder: str | os.PathLike[str], benchmark: str | None = None) -> list[Result]:
+    """Load all results of a folder's store, of a store that is named itself, or of a compact file."""
+    place = Path(folder)
+    if place.is_file() and not _read_header(place).startswith(_SQLITE_HEADER):
+        return [result for result in read_compact(place) if benchmark in (None, result.cell.benchmark)]
+    with Store(place if place.is_file() else place / STORE, read_only=True) as store:
+        return store.results(benchmark=benchmark)
 
-    History and manifest are JSON text in the last two columns.
+
+# ---- the store
+
+_SQLITE_HEADER = b"SQLite format 3\0"
+
+# SQLite has no NaN: the column `not_a_number` names the values of a row that are.
+_STORED = (*COLUMNS, "not_a_number")
+
+_CREATE = "CREATE TABLE cells ({}, CHECK (status IN ('done', 'failed')), PRIMARY KEY ({}))".format(
+    ", ".join(
+        f"{name} {COLUMNS.get(name, 'TEXT')}" + (" NOT NULL" if name in (*REQUIRED, "not_a_number") else "")
+        for name in _STORED
+    ),
+    ", ".join(_KEY),
+)
+
+_PUT = "INSERT INTO cells ({}) VALUES ({}) ON CONFLICT ({}) DO UPDATE SET {} WHERE cells.status = 'failed'".format(
+    ", ".join(_STORED),
+    ", ".join(f":{name}" for name in _STORED),
+    ", ".join(_KEY),
+    ", ".join(f"{name} = excluded.{name}" for name in _STORED if name not in _KEY),
+)
+
+_PUT_IF_BETTER = _PUT + " AND (excluded.status = 'done' OR excluded.finished > cells.finished)"
+
+
+class Store:
+    """One file of results, opened by one process and thread; any number of processes may have it open at once.
+
+    The file is made if it is missing, but not its folder. With `read_only`, a missing file is an error and nothing is
+    ever recorded.
     """
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flatten(result) for result in results)
-    return text.getvalue()
+
+    def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False) -> None:
+        self.path = Path(path)
+        _check_place(self.path, read_only)
+        if os.path.exists(self.path):
+            _check_header(self.path)
+        # "rw" also to read: only who may write can roll back what a killed process left half written. SQLite itself
+        # falls back to reading where the file is write-protected.
+        address = f"{self.path.absolute().as_uri()}?mode={'rw' if read_only else 'rwc'}"
+        with _explain_errors(self.path):
+            self._connection = sqlite3.connect(address, uri=True, timeout=SECONDS_TO_WAIT, isolation_level=None)
+            try:
+                self._prepare(read_only)
+            except BaseException:
+                self._connection.close()
+                raise
+
+    def _prepare(self, read_only: bool) -> None:
+        # The journal stays SQLite's default, a file beside the store that is deleted at each commit, rather than a
+        # write-ahead log: then the one file is all there is to copy to another machine, it can be read in a folder that
+        # is write-protected, and it works on network drives. A log is faster, but a cell takes minutes. EXTRA also
+        # flushes the folder after the journal is deleted, so that not even a power cut takes back an acknowledged row.
+        self._connection.execute("PRAGMA synchronous = EXTRA")
+        if self._is_blank():
+            if read_only:
+                raise _refuse_missing(self.path)
+            with self._transaction():
+                # Another process may have been faster.
+                if self._is_blank():
+                    self._connection.execute(_CREATE)
+                    self._connection.execute(f"PRAGMA application_id = {int.from_bytes(APPLICATION_ID)}")
+                    self._connection.execute(f"PRAGMA user_version = {VERSION}")
+        version = self._pragma("user_version")
+        if version != VERSION:
+            raise DataError(
+                f"the store {self.path} has version {version}, expected {VERSION}; "
+                "open it with the shiftmend that wrote it, or name a new file"
+            )
+        if self._pragma("quick_check") != "ok":
+            raise _refuse_damaged(self.path)
+        if read_only:
+            self._connection.execute("PRAGMA query_only = ON")
+
+    def _is_blank(self) -> bool:
+        """Tell if the file is new, or its first process was killed before it had made the table."""
+        return not self._connection.execute("SELECT * FROM sqlite_master").fetchall()
+
+    def _pragma(self, name: str) -> Any:
+        return self._connection.execute(f"PRAGMA {name}").fetchone()[0]
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with _explain_errors(self.path):
+            try:
+                # IMMEDIATE: two processes that first read and then both want to write would wait for each other.
+                self._connection.execute("BEGIN IMMEDIATE")
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def record(self, result: Result) -> bool:
+        """Keep a result for good: once this returns, it survives the end of the process and of the machine's power.
+
+        A finished cell keeps its first result, whatever is recorded afterwards; a failed one is replaced by any other.
+
+        Returns:
+            True if `result` is what the store now holds.
+        """
+        row = _to_row(result)
+        with self._transaction():
+            return self._connection.execute(_PUT, row).rowcount == 1
+
+    def merge(self, results: Iterable[Result]) -> int:
+        """Take over results from elsewhere and return how many came in.
+
+        As with `record`, finished cells stay as they are, so where a cell was finished in both places the row of this
+        store stays. A failure is replaced by a success, whenever that was, and by a later failure.
+        """
+        rows = [_to_row(result) for result in results]
+        with self._transaction():
+            return sum(self._connection.execute(_PUT_IF_BETTER, row).rowcount for row in rows)
+
+    def results(
+        self,
+        benchmark: str | None = None,
+        protocol: str | None = None,
+        method: str | None = None,
+        shift: str | None = None,
+        seed: int | None = None,
+        recipe: str | None = None,
+        status: Literal["done", "failed"] | None = None,
+    ) -> list[Result]:
+        """List the results that match all arguments, failed ones included, in the order of their cells."""
+        asked = zip((*_KEY, "status"), (benchmark, protocol, method, shift, seed, recipe, status), strict=True)
+        wanted = {name: value for name, value in asked if value is not None}
+        conditions = " AND ".join(f"{name} = :{name}" for name in wanted) or "1"
+        query = f"SELECT {', '.join(_STORED)} FROM cells WHERE {conditions} ORDER BY {', '.join(_KEY)}"
+        with _explain_errors(self.path):
+            rows = self._connection.execute(query, wanted).fetchall()
+        try:
+            return [_from_row(row) for row in rows]
+        except DataError as error:
+            raise DataError(f"the store {self.path}: {error}") from None
+
+    def cells(self) -> set[Cell]:
+        """List the cells that are done; failed ones are to be tried again."""
+        with _explain_errors(self.path):
+            rows = self._connection.execute(f"SELECT {', '.join(_KEY)} FROM cells WHERE status = 'done'").fetchall()
+        return {Cell(*row) for row in rows}
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
-def to_json(results: Iterable[Result]) -> str:
-    """A list of objects, one a line, with the columns of the CSV but history and manifest as they are; failed ones too.
+def _to_row(result: Result) -> dict[str, Value]:
+    row = flatten(result)
+    missing = [name for name, value in row.items() if isinstance(value, float) and math.isnan(value)]
+    return row | dict.fromkeys(missing) | {"not_a_number": " ".join(missing)}
 
-    JSON has no word for the numbers that are not finite: they are "NaN", "Infinity" and "-Infinity".
-    """
-    lines = []
-    for result in results:
-        *flat, history, manifest = flatten(result).items()
-        parts = [f"{json.dumps(name)}: {dumps(value, name)}" for name, value in flat]
-        parts += [f"{json.dumps(name)}: {text}" for name, text in (history, manifest)]  # JSON already
-        lines.append("{" + ", ".join(parts) + "}")
-    return "[" + ",\n ".join(lines) + "]\n"
+
+def _from_row(row: tuple[Any, ...]) -> Result:
+    values = dict(zip(_STORED, row, strict=True))
+    return unflatten(values | dict.fromkeys(values["not_a_number"].split(), math.nan))
+
+
+def _check_place(path: Path, read_only: bool) -> None:
+    """Refuse what SQLite would report as 'unable to open database file', or only at the first write."""
+    if os.path.isdir(path):
+        raise DataError(f"{path} is a folder, expected the name of a store of benchmark results")
+    if read_only:
+        if not os.path.exists(path):
+            raise _refuse_missing(path)
+    elif not os.path.isdir(path.parent):
+        raise DataError(f"the folder {path.parent} of the store {path.name} does not exist; make it first")
+    elif not os.access(path.parent, os.W_OK | os.X_OK) or (os.path.exists(path) and not os.access(path, os.W_OK)):
+        raise DataError(f"the store {path} or its folder is write-protected; permit writing or name another place")
+
+
+def _check_header(path: Path) -> None:
+    """Refuse a foreign file before SQLite opens it, which may change it: to mend what its owner left open."""
+    header = _read_header(path)
+    # An empty file is one whose first process has come no further yet.
+    if header and not header.startswith(_SQLITE_HEADER):
+        raise DataError(f"{path} is no SQLite database, expected a store of benchmark results; name another file")
+    if header and header[68:72] != APPLICATION_ID:
+        raise DataError(f"{path} is an SQLite database but no store of benchmark results; name another file")
+
+
+def _read_header(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(100)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; permit it or name another file") from None
+
+
+def _refuse_missing(path: Path) -> DataError:
+    return DataError(f"there is no store of benchmark results at {path} yet; run a benchmark to make it")
+
+
+def _refuse_damaged(path: Path) -> DataError:
+    return DataError(
+        f"the store {path} is damaged; go back to a copy, or rescue what is left with the sqlite3 shell's .recover"
+    )
+
+
+@contextmanager
+def _explain_errors(path: Path) -> Iterator[None]:
+    """Turn the errors of the database into sentences; errors of wrong use, such as after `close`, stay as they are."""
+    try:
+        yield
+    except sqlite3.ProgrammingError:
+        raise
+    except sqlite3.Error as error:
+        name = getattr(error, "sqlite_errorname", None) or ""
+        # Text that cannot be decoded was not written by us.
+        if str(error).startswith("Could not decode") or name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+            raise _refuse_damaged(path) from None
+        if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+            why = f"has been held by another process for {SECONDS_TO_WAIT:g} seconds; end it or try later"
+        elif name == "SQLITE_FULL":
+            why = "has no room left on its disk; make some and run again"
+        elif name == "SQLITE_READONLY_DBMOVED":
+            why = "was moved or deleted while it was in use; put it back and run again"
+        elif name.startswith("SQLITE_READONLY"):
+            why = "is open for reading only or write-protected"
+        else:
+            why = f"cannot be used: {error}"
+        raise DataError(f"the store {path} {why}") from error
+
+
+# ---- results as flat rows
 
 
 def flatten(result: Result) -> dict[str, Value]:
-    """The values of `COLUMNS`, history and manifest as JSON text; what cannot be kept as it is gets a DataError."""
-    if result.last is None and not result.failed:
-        raise DataError(f"{result.cell}: the result has neither a last outcome nor an error, expected one of them")
-    unknown = sorted(set(result.signals) - set(SIGNALS))
-    if unknown:
-        raise DataError(f"{result.cell}: unknown signals {', '.join(unknown)}; expected some of {', '.join(SIGNALS)}")
+    """Give a result the form of `COLUMNS`, history and manifest as JSON text."""
     values: dict[str, Any] = asdict(result.cell) | {name: result.signals.get(name) for name in SIGNALS}
     for moment in _MOMENTS:
         outcome: Outcome | None = getattr(result, moment)
         values |= {f"{moment}_{score}": None if outcome is None else getattr(outcome, score) for score in _SCORES}
     values |= {
         "status": "failed" if result.failed else "done",
+        # Messages may quote file names that are not UTF-8.
+        "error": None if result.error is None else result.error.encode("utf-8", "backslashreplace").decode(),
         "history": dumps(result.history, "history"),
         "manifest": dumps(result.manifest, "manifest"),
     }
-    return {
-        name: _fitted(values[name] if name in values else getattr(result, name), name, kind)
-        for name, kind in COLUMNS.items()
-    }
+    return {name: values[name] if name in values else getattr(result, name) for name in COLUMNS}
 
 
 def unflatten(row: Mapping[str, Any]) -> Result:
-    """The inverse of `flatten`, except that tuples in history and manifest have become lists."""
-    cell = Cell(*(row[name] for name in KEY))
+    """Invert `flatten`, except that tuples in history and manifest have become lists."""
+    cell = Cell(*(row[name] for name in _KEY))
     try:
-        _check(row)
+        _check_row(row)
         history, manifest = (from_strict_json(json.loads(row[name])) for name in ("history", "manifest"))
         if not (isinstance(history, list) and isinstance(manifest, dict)):
             raise TypeError("history or manifest is of the wrong form")
         return Result(
             cell,
             origin=row["origin"],
-            last=_outcome(row, "last"),
-            best=_outcome(row, "best"),
-            selected=_outcome(row, "selected"),
+            last=_read_outcome(row, "last"),
+            best=_read_outcome(row, "best"),
+            selected=_read_outcome(row, "selected"),
             signals={name: row[name] for name in SIGNALS if row[name] is not None},
             restoration_distance=row["restoration_distance"],
             alignment_loss=row["alignment_loss"],
@@ -148,14 +364,14 @@ def unflatten(row: Mapping[str, Any]) -> Result:
         raise DataError(f"the row of {cell} is damaged ({error}); delete it and run it again") from None
 
 
-def _check(row: Mapping[str, Any]) -> None:
-    """Refuse what only a row changed by hand can hold: a table of it would be false, or fail half way."""
+def _check_row(row: Mapping[str, Any]) -> None:
+    """Refuse a row changed by hand that would make a table false, or fail half way."""
     for name, kind in COLUMNS.items():
         value = row[name]
         if value is None and name not in (*REQUIRED, "seconds"):
             continue
-        if not isinstance(value, _KINDS[kind]) or isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}, expected {_TYPES[kind]}")
+        if not isinstance(value, _PYTHON_TYPES[kind]) or isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}, expected {_TYPE_NAMES[kind]}")
     for moment in _MOMENTS:
         known = {score: row[f"{moment}_{score}"] is not None for score in _SCORES}
         if any(known.values()) and not all(known.values()):
@@ -169,337 +385,90 @@ def _check(row: Mapping[str, Any]) -> None:
         raise ValueError("there is neither a last outcome nor an error")
 
 
-def _outcome(row: Mapping[str, Any], moment: str) -> Outcome | None:
+def _read_outcome(row: Mapping[str, Any], moment: str) -> Outcome | None:
     return None if row[f"{moment}_epoch"] is None else Outcome(*(row[f"{moment}_{score}"] for score in _SCORES))
 
 
-def _fitted(value: Any, name: str, kind: str) -> Value:
-    """`value` as the Python type of its column, so that scalars of numpy and torch are kept as what they mean."""
-    if value is None and name not in REQUIRED:
-        return None
-    try:
-        if kind == "REAL":
-            return float(value)
-        if kind == "INTEGER":
-            number = operator.index(value)
-            if -(2**63) <= number < 2**63:
-                return number
-        elif isinstance(value, str):
-            # Messages may quote file names that are not UTF-8.
-            return value.encode("utf-8", "backslashreplace" if name == "error" else "strict").decode()
-    except (TypeError, ValueError):  # also of an encoding
-        pass
-    raise DataError(f"{name} is {value!r}, expected {_TYPES[kind]}")
+# ---- exports
 
 
-APPLICATION = b"shmd"
-"""Marks the file as ours, in the place that SQLite's header has for this (bytes 68 to 71)."""
+def to_csv(results: Iterable[Result]) -> str:
+    """Write a header and one line a result, failed ones too; what is not known is empty, NaN is `nan`.
 
-
-VERSION = 1
-
-
-PATIENCE = 60.0
-"""Seconds to wait for another process that is writing."""
-
-
-_SQLITE = b"SQLite format 3\0"
-
-
-_STORED = (*COLUMNS, "not_a_number")
-
-
-_SCHEMA = "CREATE TABLE cells ({}, CHECK (status IN ('done', 'failed')), PRIMARY KEY ({}))".format(
-    ", ".join(
-        f"{name} {COLUMNS.get(name, 'TEXT')}" + (" NOT NULL" if name in (*REQUIRED, "not_a_number") else "")
-        for name in _STORED
-    ),
-    ", ".join(KEY),
-)
-
-
-_PUT = "INSERT INTO cells ({}) VALUES ({}) ON CONFLICT ({}) DO UPDATE SET {} WHERE cells.status = 'failed'".format(
-    ", ".join(_STORED),
-    ", ".join(f":{name}" for name in _STORED),
-    ", ".join(KEY),
-    ", ".join(f"{name} = excluded.{name}" for name in _STORED if name not in KEY),
-)
-
-
-_PUT_IF_BETTER = _PUT + " AND (excluded.status = 'done' OR excluded.finished > cells.finished)"
-
-
-class Store:
-    """One file of results, opened by one process and thread; any number of processes may have it open at once.
-
-    The file is made if it is missing, but not its folder. With `read_only`, for whoever only looks, a missing file is
-    an error and nothing is ever recorded.
+    History and manifest are JSON text in the last two columns.
     """
-
-    def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False) -> None:
-        self.path = Path(path)
-        _check_place(self.path, read_only)
-        if os.path.exists(self.path):
-            _check_header(self.path)
-        # "rw" also to read: what a killed process left half written can only be rolled back by who may write. SQLite
-        # itself falls back to reading where the file is write-protected.
-        address = f"{self.path.absolute().as_uri()}?mode={'rw' if read_only else 'rwc'}"
-        with _explained(self.path):
-            self._connection = sqlite3.connect(address, uri=True, timeout=PATIENCE, isolation_level=None)
-            try:
-                self._prepare(read_only)
-            except BaseException:
-                self._connection.close()
-                raise
-
-    def _prepare(self, read_only: bool) -> None:
-        # The journal stays SQLite's default, a file beside the store that is deleted at each commit, rather than a
-        # write-ahead log: then the one file is all there is to copy to another machine, it can be read in a folder that
-        # is write-protected, and it works on network drives. A log is faster, but a cell takes minutes. EXTRA also
-        # flushes the folder after the journal is deleted, so that not even a power cut takes back an acknowledged row.
-        self._connection.execute("PRAGMA synchronous = EXTRA")
-        if self._is_blank():
-            if read_only:
-                raise _missing(self.path)
-            with self._transaction():
-                if self._is_blank():  # still: another process may have been faster
-                    self._connection.execute(_SCHEMA)
-                    self._connection.execute(f"PRAGMA application_id = {int.from_bytes(APPLICATION)}")
-                    self._connection.execute(f"PRAGMA user_version = {VERSION}")
-        version = self._pragma("user_version")
-        if version != VERSION:
-            raise DataError(
-                f"the store {self.path} has version {version}, expected {VERSION}; "
-                "open it with the shiftmend that wrote it, or name a new file"
-            )
-        if self._pragma("quick_check") != "ok":
-            raise _damaged(self.path)
-        if read_only:
-            self._connection.execute("PRAGMA query_only = ON")
-
-    def _is_blank(self) -> bool:
-        """Whether this is a new file, or one whose first process was killed before it had made the table."""
-        return not self._connection.execute("SELECT * FROM sqlite_master").fetchall()
-
-    def _pragma(self, name: str) -> Any:
-        return self._connection.execute(f"PRAGMA {name}").fetchone()[0]
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with _explained(self.path):
-            try:
-                # At once, not at the first write: two processes that first read and then both want to write would each
-                # wait for the other.
-                self._connection.execute("BEGIN IMMEDIATE")
-                yield
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
-
-    def record(self, result: Result) -> bool:
-        """Keep `result` for good: once this returns, it survives the end of the process and of the machine's power.
-
-        A finished cell keeps its first result, whatever is recorded afterwards; a failed one is replaced by any other.
-        Returns whether `result` is what the store now holds.
-        """
-        row = _bindable(result)
-        with self._transaction():
-            return self._connection.execute(_PUT, row).rowcount == 1
-
-    def merge(self, results: Iterable[Result]) -> int:
-        """Take over results from elsewhere; returns how many came in.
-
-        As with `record`, finished cells stay as they are, so where a cell was finished in both places the row of this
-        store stays. A failure is replaced by a success, whenever that was, and by a later failure.
-        """
-        rows = [_bindable(result) for result in results]
-        with self._transaction():
-            return sum(self._connection.execute(_PUT_IF_BETTER, row).rowcount for row in rows)
-
-    def results(
-        self,
-        benchmark: str | None = None,
-        protocol: str | None = None,
-        method: str | None = None,
-        shift: str | None = None,
-        seed: int | None = None,
-        recipe: str | None = None,
-        status: Literal["done", "failed"] | None = None,
-    ) -> list[Result]:
-        """The results with all that is asked for, failed ones included, in the order of their cells."""
-        asked = zip((*KEY, "status"), (benchmark, protocol, method, shift, seed, recipe, status), strict=True)
-        wanted = {name: value for name, value in asked if value is not None}
-        conditions = " AND ".join(f"{name} = :{name}" for name in wanted) or "1"
-        query = f"SELECT {', '.join(_STORED)} FROM cells WHERE {conditions} ORDER BY {', '.join(KEY)}"
-        with _explained(self.path):
-            rows = self._connection.execute(query, wanted).fetchall()
-        try:
-            return [_restored(row) for row in rows]
-        except DataError as error:
-            raise DataError(f"the store {self.path}: {error}") from None
-
-    def cells(self) -> set[Cell]:
-        """The cells that are done; failed ones are to be tried again."""
-        with _explained(self.path):
-            rows = self._connection.execute(f"SELECT {', '.join(KEY)} FROM cells WHERE status = 'done'").fetchall()
-        return {Cell(*row) for row in rows}
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flatten(result) for result in results)
+    return text.getvalue()
 
 
-def _bindable(result: Result) -> dict[str, Value]:
-    row = flatten(result)
-    missing = [name for name, value in row.items() if isinstance(value, float) and math.isnan(value)]
-    return row | dict.fromkeys(missing) | {"not_a_number": " ".join(missing)}
+def to_json(results: Iterable[Result]) -> str:
+    """Write a list of objects, one a line, failed ones too: the columns of the CSV, history and manifest as objects.
+
+    JSON has no word for the numbers that are not finite: they are "NaN", "Infinity" and "-Infinity".
+    """
+    lines = []
+    for result in results:
+        *flat, history, manifest = flatten(result).items()
+        parts = [f"{json.dumps(name)}: {dumps(value, name)}" for name, value in flat]
+        # These two are JSON already.
+        parts += [f"{json.dumps(name)}: {text}" for name, text in (history, manifest)]
+        lines.append("{" + ", ".join(parts) + "}")
+    return "[" + ",\n ".join(lines) + "]\n"
 
 
-def _restored(row: tuple[Any, ...]) -> Result:
-    values = dict(zip(_STORED, row, strict=True))
-    return unflatten(values | dict.fromkeys(values["not_a_number"].split(), math.nan))
+# ---- the compact file
 
-
-def _check_place(path: Path, read_only: bool) -> None:
-    """What SQLite would report as 'unable to open database file', or only at the first write, in words."""
-    if os.path.isdir(path):
-        raise DataError(f"{path} is a folder, expected the name of a store of benchmark results")
-    if read_only:
-        if not os.path.exists(path):
-            raise _missing(path)
-    elif not os.path.isdir(path.parent):
-        raise DataError(f"the folder {path.parent} of the store {path.name} does not exist; make it first")
-    elif not os.access(path.parent, os.W_OK | os.X_OK) or (os.path.exists(path) and not os.access(path, os.W_OK)):
-        raise DataError(f"the store {path} or its folder is write-protected; permit writing or name another place")
-
-
-def is_database(path: Path) -> bool:
-    """Whether a file is one of SQLite's, by how it begins."""
-    return _header(path).startswith(_SQLITE)
-
-
-def _header(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(100)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; permit it or name another file") from None
-
-
-def _check_header(path: Path) -> None:
-    """Refuse a file that is not ours before SQLite opens it, which may change it: to mend what its owner left open."""
-    header = _header(path)
-    if not header:
-        return  # its first process has come no further yet
-    if not header.startswith(_SQLITE):
-        raise DataError(f"{path} is no SQLite database, expected a store of benchmark results; name another file")
-    if header[68:72] != APPLICATION:
-        raise DataError(f"{path} is an SQLite database but no store of benchmark results; name another file")
-
-
-def _missing(path: Path) -> DataError:
-    return DataError(f"there is no store of benchmark results at {path} yet; run a benchmark to make it")
-
-
-def _damaged(path: Path) -> DataError:
-    return DataError(
-        f"the store {path} is damaged; go back to a copy, or rescue what is left with the sqlite3 shell's .recover"
-    )
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Turn the errors of the database into sentences; those of wrong use, such as after `close`, stay what they are."""
-    try:
-        yield
-    except sqlite3.ProgrammingError:
-        raise
-    except sqlite3.Error as error:
-        name = getattr(error, "sqlite_errorname", None) or ""
-        unreadable = str(error).startswith("Could not decode")  # whatever is in there, it was not written as text
-        if unreadable or name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
-            raise _damaged(path) from None
-        if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-            raise DataError(
-                f"the store {path} has been held by another process for {PATIENCE:g} seconds; end it or try later"
-            ) from None
-        if name == "SQLITE_FULL":
-            raise DataError(f"the store {path} has no room left on its disk; make some and run again") from None
-        if name == "SQLITE_READONLY_DBMOVED":
-            raise DataError(
-                f"the store {path} was moved or deleted while it was in use; put it back and run again"
-            ) from None
-        if name.startswith("SQLITE_READONLY"):
-            raise DataError(f"the store {path} is open for reading only or write-protected") from None
-        raise DataError(f"the store {path} cannot be used: {error}") from error
-
-
-FORMAT = "shiftmend results"
-
-
-COMPACT_VERSION = 1
-
-
-DIGITS = 6
-
-
-EXPECTED = "expected what `shiftmend bench export --format compact` writes"
-
+_EXPECTED = "expected what `shiftmend bench export --format compact` writes"
 
 _FLAT = tuple(name for name in COLUMNS if name not in ("history", "manifest"))
 
-
 _LEFT_OUT = (
-    *("benchmark", "cell", "seed", "origin"),  # columns of their own
+    # Columns of their own.
+    *("benchmark", "cell", "seed", "origin"),
     *("epochs", "selected_epoch", "seconds", "seconds_in_epochs", "status", "kept", "warnings"),
-    *("adapted_weights", "reliability"),  # other ones for each cell, and large
+    # Other ones for each cell, and large.
+    *("adapted_weights", "reliability"),
 )
 
 
 def to_compact(results: Iterable[Result]) -> str:
-    """In the order of the cells. What `from_compact` reads from it is again written as the same text."""
+    """Write a compact file in the order of the cells. What `from_compact` reads is again written as the same text."""
     flat = [flatten(result) for result in sorted(results, key=lambda result: result.cell)]
     shared: dict[str, dict[str, int]] = {}
     rows = []
     for row in flat:
         own = {}
-        for name, value in _thinned(json.loads(str(row["manifest"]))).items():
+        for name, value in _thin(json.loads(str(row["manifest"]))).items():
             known = shared.setdefault(name, {})
-            own[name] = known.setdefault(_written(_rounded(value)), len(known))
-        rows.append(([_rounded(to_strict_json(row[name], name)) for name in _FLAT], own))
-    lines = [f"[{_written(values)[1:-1]}, {_written([own.get(name) for name in shared])}]" for values, own in rows]
-    parts = [f"  {_written(name)}: [{_below(list(values), 3)}]" for name, values in shared.items()]
+            own[name] = known.setdefault(_write(_round(value)), len(known))
+        rows.append(([_round(to_strict_json(row[name], name)) for name in _FLAT], own))
+    lines = [f"[{_write(values)[1:-1]}, {_write([own.get(name) for name in shared])}]" for values, own in rows]
+    parts = [f"  {_write(name)}: [{_put_on_lines(list(values), 3)}]" for name, values in shared.items()]
     return (
-        f'{{"format": {_written(FORMAT)}, "version": {COMPACT_VERSION},\n'
-        f' "columns": {_written([*_FLAT, "manifest"])},\n'
-        f' "shared": {{{_below(parts, 0)}}},\n'
-        f' "rows": [{_below(lines, 2)}]}}\n'
+        f'{{"format": {_write(COMPACT_FORMAT)}, "version": {COMPACT_VERSION},\n'
+        f' "columns": {_write([*_FLAT, "manifest"])},\n'
+        f' "shared": {{{_put_on_lines(parts, 0)}}},\n'
+        f' "rows": [{_put_on_lines(lines, 2)}]}}\n'
     )
 
 
 def from_compact(text: str) -> list[Result]:
-    """The results, without what was left out; a text of another kind, or a damaged one, is a DataError."""
+    """Read the results of a compact file, without what was left out."""
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise DataError(f"it is no JSON ({error}); {EXPECTED}") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DataError(f"it holds no results; {EXPECTED}")
+        raise DataError(f"it is no JSON ({error}); {_EXPECTED}") from None
+    if not isinstance(content, dict) or content.get("format") != COMPACT_FORMAT:
+        raise DataError(f"it holds no results; {_EXPECTED}")
     if content.get("version") != COMPACT_VERSION:
         raise DataError(
             f"it has version {content.get('version')}, expected {COMPACT_VERSION}; read it with a later shiftmend"
         )
     try:
-        results = [_result(content["columns"], row, content["shared"]) for row in content["rows"]]
+        results = [_read_compact_row(content["columns"], row, content["shared"]) for row in content["rows"]]
     except DataError:
         raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -510,8 +479,8 @@ def from_compact(text: str) -> list[Result]:
     return results
 
 
-def read_file(path: Path) -> list[Result]:
-    """The results in a file; errors name it."""
+def read_compact(path: Path) -> list[Result]:
+    """Read the results of a compact file; errors name the file."""
     try:
         return from_compact(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -520,7 +489,7 @@ def read_file(path: Path) -> list[Result]:
         raise DataError(f"{path} cannot be used as results: {error}") from None
 
 
-def _result(columns: list[str], row: list[Any], shared: Mapping[str, list[Any]]) -> Result:
+def _read_compact_row(columns: list[str], row: list[Any], shared: Mapping[str, list[Any]]) -> Result:
     values = dict(zip(columns, row, strict=True))
     numbers = {name: from_strict_json(values[name]) for name, kind in COLUMNS.items() if kind == "REAL"}
     manifest = {
@@ -529,8 +498,8 @@ def _result(columns: list[str], row: list[Any], shared: Mapping[str, list[Any]])
     return unflatten({**values, **numbers, "history": "[]", "manifest": json.dumps(manifest)})
 
 
-def _thinned(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Without what is not kept. The divergence after adaptation is the signal `slices`, and stands there.
+def _thin(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Remove what is not kept. The divergence after adaptation is the signal `slices`, and stands there.
 
     The platform names the kernel of a machine, which decides no result and is nobody's business.
     """
@@ -544,20 +513,20 @@ def _thinned(manifest: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _rounded(value: Any) -> Any:
+def _round(value: Any) -> Any:
     if isinstance(value, float) and math.isfinite(value):
-        return float(f"{value:.{DIGITS}g}")
+        return float(f"{value:.{COMPACT_DIGITS}g}")
     if isinstance(value, list):
-        return [_rounded(entry) for entry in value]
+        return [_round(entry) for entry in value]
     if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
+        return {key: _round(entry) for key, entry in value.items()}
     return value
 
 
-def _written(value: Any) -> str:
+def _write(value: Any) -> str:
     return json.dumps(value, allow_nan=False, ensure_ascii=False)
 
 
-def _below(lines: list[str], indent: int) -> str:
-    """One a line, so that a changed cell is a changed line."""
+def _put_on_lines(lines: list[str], indent: int) -> str:
+    """Put each on a line of its own, so that a changed cell is a changed line."""
     return "".join(("," if number else "") + "\n" + " " * indent + line for number, line in enumerate(lines))

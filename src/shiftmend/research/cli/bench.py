@@ -1,4 +1,4 @@
-"""`bench list | show | run | export | merge`; what looks at results is in `bench_results.py` and `bench_pages.py`."""
+"""The commands `bench list | show | run | status | table | compare | correlate | export | page | storage | merge`."""
 
 from __future__ import annotations
 
@@ -21,142 +21,213 @@ from shiftmend.utils.json import dumps
 
 if TYPE_CHECKING:
     from shiftmend.research.bench.benchmark import Benchmark, Result
+    from shiftmend.research.bench.rendering import Table
     from shiftmend.research.bench.results import Reading
-    from shiftmend.research.bench.tables import Table
 
 Name = Annotated[str, typer.Argument(metavar="BENCHMARK", help="A name from `shiftmend bench list`, or file.py:NAME.")]
-
-
 Folder = Annotated[Path, typer.Option("--folder", "-f", help="Results, source models and profiles lie here.")]
-
-
 Results = Annotated[Path, typer.Option("--folder", "-f", help="Results lie here; also a compact export.")]
-
-
 Protocol = Annotated[str, typer.Option(help="offline, online, few-shot-5, ...; see `shiftmend bench show`.")]
-
-
 Methods = Annotated[str | None, typer.Option(help="Only these, with commas.")]
-
-
 Seeds = Annotated[str | None, typer.Option(help="These instead of the benchmark's own, with commas.")]
-
-
 Rates = Annotated[
     str | None, typer.Option("--learning-rates", help="Choose among these without labels; with commas; not online.")
 ]
-
-
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Write to this file instead of printing.")]
-
-
-HOME = Path("bench")
-
-
-LARGEST_SEED = 2**32 - 1
-
-
-def print_json(value: Any, out: Path | None = None) -> None:
-    give(dumps(value) + "\n", out)
-
-
-def give(text: str, out: Path | None) -> None:
-    if out is None:
-        print(text, end="" if text.endswith("\n") else "\n")
-        return
-    with said_where(out):
-        write_atomically(out, text.encode())
-    say(f"written to {out}")
-
-
-def names(text: str | None) -> list[str] | None:
-    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
-
-
-def seeds_of(text: str | None) -> list[int] | None:
-    try:
-        found = None if text is None else [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        found = []
-    if found is not None and (not found or not all(0 <= seed <= LARGEST_SEED for seed in found)):
-        raise DataError(f"--seeds {text!r} should be whole numbers from 0 to {LARGEST_SEED}, with commas")
-    return found
-
-
-def rates_of(text: str | None) -> list[float] | None:
-    try:
-        found = None if text is None else [float(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        found = []
-    if found is not None and (not found or not all(0 < rate < float("inf") for rate in found)):
-        raise DataError(f"--learning-rates {text!r} should be positive numbers with commas")
-    return found
-
-
-def root_of(data_root: Path | None) -> Path | None:
-    if data_root is not None and not data_root.expanduser().is_dir():
-        raise DataError(f"the data folder {data_root} does not exist; name the folder that the data sets lie in")
-    return None if data_root is None else data_root.expanduser()
-
-
+Which = Annotated[str, typer.Option(help="Which epoch: last, selected (without labels) or best (an oracle).")]
 NOTES = "Markdown to include; default notes/BENCHMARK.md beside the file of --out, if there is one."
+EXPORTS = "csv, json (with histories and manifests), or compact: small, and read back by --folder."
+PER_SHIFT = "A row for each shift, a column for each method."
+BESIDE = "Whose figures to set beside: paper, re-run (the authors') or none."
+OTHERS = "of other settings, data or learning rates, and not counted here"
+HOME = Path("bench")
+LARGEST_SEED = 2**32 - 1
+bench = typer.Typer(help="Benchmarks: run them, stop, go on, and compare with the paper.", rich_markup_mode=None)
 
 
-def page(
-    benchmark: Name,
-    folder: Results = HOME,
-    notes: Annotated[Path | None, typer.Option(help=NOTES)] = None,
-    data_root: Root = None,
-    out: Out = None,
-) -> None:
-    """Everything that has come of a benchmark as a page in Markdown, with how it was made and what is missing."""
-    from shiftmend.research.bench.pages import page as write_page
+def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    for command in (status, table, compare, correlate, export, page, storage, merge):
+        bench.command()(command)
+    app.add_typer(bench, name="bench")
+
+
+@bench.callback(invoke_without_command=True)
+def show_help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+# ---- what there is
+
+
+@bench.command("list")
+def list_benchmarks(as_json: Json = False) -> None:
+    """Every benchmark in a line."""
+    from shiftmend.research.bench.suite import BENCHMARKS, find
+
+    found = [find(name) for name in BENCHMARKS]
+    if as_json:
+        print_json(
+            [
+                {
+                    "name": benchmark.name,
+                    "title": benchmark.title,
+                    "shifts": list(benchmark.shifts),
+                    "seeds": list(benchmark.seeds),
+                    "protocols": {name: list(rows) for name, rows in benchmark.settings.items()},
+                }
+                for benchmark in found
+            ]
+        )
+        return
+    table = columns("benchmark", "what it is", "shifts", "seeds", "protocols", numbers=("shifts", "seeds"))
+    for benchmark in found:
+        shifts, seeds = str(len(benchmark.shifts)), str(len(benchmark.seeds))
+        table.add_row(benchmark.name, benchmark.title, shifts, seeds, ", ".join(benchmark.protocols))
+    show(table)
+    say("\nsee `shiftmend bench show NAME` for methods, hyper-parameters and data")
+
+
+@bench.command("show")
+def show_benchmark(benchmark: Name, data_root: Root = None, as_json: Json = False) -> None:
+    """One benchmark in full: source training, protocols, methods with their hyper-parameters, origin of the data."""
+    from shiftmend.research.bench.footnotes import ORIGINS
+    from shiftmend.research.bench.plan import describe
     from shiftmend.research.bench.suite import find
 
-    if notes is None and out is not None:
-        usual = out.parent / "notes" / f"{find(benchmark).name}.md"
-        notes = usual if usual.is_file() else None
-    if notes is not None and not notes.is_file():
-        raise DataError(f"there are no notes at {notes}; name a Markdown file, or leave them out")
-    try:
-        own = "" if notes is None else notes.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise DataError(f"the notes {notes} are no text in UTF-8; name a Markdown file, or leave them out") from None
-    give(write_page(benchmark, folder, own, root_of(data_root)), out)
+    chosen = find(benchmark)
+    root = root_of(data_root)
+    facts = describe(chosen, root)
+    if as_json:
+        print_json(facts)
+        return
+    screen().print(chosen.title, style="bold")
+    say(f"seeds {', '.join(map(str, chosen.seeds))}")
+    for name, members in chosen.groups.items():
+        say(f"group {name}: {', '.join(members)}")
+    _show_rows(
+        "source model", "how it is trained", {name: _list_values(facts["sources"][name]) for name in chosen.sources}
+    )
+    _show_rows(
+        "protocol", "how methods are run", {name: _list_values(facts["protocols"][name]) for name in chosen.protocols}
+    )
+    _show_methods(chosen, facts)
+    by_origin: dict[str, list[str]] = {}
+    for shift, origin in facts["shifts"].items():
+        by_origin.setdefault(origin, []).append(shift)
+    meanings = {"published": "the published files"} | {origin: meaning for origin, (_, meaning) in ORIGINS.items()}
+    rows = {meanings[origin]: ", ".join(shifts) for origin, shifts in by_origin.items()}
+    named = root or os.environ.get("SHIFTMEND_DATA")
+    _show_rows("origin of the images", "shifts", rows)
+    if facts["source_remark"]:
+        say(facts["source_remark"])
+    say(f"with the data under {named}" if named else "without a data folder; name one with --data-root")
 
 
-def storage(
-    benchmarks: Annotated[str | None, typer.Option(help="Only these, with commas.")] = None,
-    folder: Results = HOME,
+def _show_methods(benchmark: Benchmark, facts: Mapping[str, Any]) -> None:
+    """Show a row for each method and choice of its options; protocols that share one share the row."""
+    from shiftmend.research.bench.benchmark import USUAL_PRESET
+
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for protocol, settings in facts["settings"].items():
+        for name, setting in settings.items():
+            given, left = _list_values(setting["options"]), _list_values(setting["defaults"])
+            preset = "" if setting["preset"] == USUAL_PRESET else f"preset {setting['preset']}"
+            text = "; ".join(filter(None, [given, preset, f"by default {left}" if left else ""]))
+            shown = name if name == setting["method"] else f"{name} ({setting['method']})"
+            rows.setdefault((shown, setting["source"], text), []).append(protocol)
+    table = columns("method", "from", "hyper-parameters", "protocols")
+    for (name, source, text), protocols in rows.items():
+        everywhere = len(protocols) == len(benchmark.protocols)
+        table.add_row(name, source, text or "–", "all" if everywhere else ", ".join(protocols))
+    say("")
+    show(table)
+
+
+def _show_rows(title: str, what: str, rows: Mapping[str, str]) -> None:
+    table = columns(title, what)
+    for name, text in rows.items():
+        table.add_row(name, text)
+    say("")
+    show(table)
+
+
+def _list_values(values: Mapping[str, Any]) -> str:
+    """Write `epochs 12, learning_rate 0.1`; what is not set, or off, is left out."""
+    return ", ".join(
+        f"{name} {_format_value(value)}" for name, value in values.items() if value not in (None, {}, False)
+    )
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"({_list_values(value)})"
+    if isinstance(value, list | tuple):
+        return " + ".join(map(_format_value, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# ---- running
+
+
+@bench.command()
+def run(
+    benchmark: Name,
+    folder: Folder = HOME,
+    protocol: Protocol = "offline",
+    methods: Methods = None,
+    shifts: Annotated[str | None, typer.Option(help="Only these, with commas; `clean` is none at all.")] = None,
+    seeds: Seeds = None,
+    learning_rates: Rates = None,
     data_root: Root = None,
-    out: Out = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    workers: Annotated[int | None, typer.Option(help="Processes; default one a GPU, or one a core if small.")] = None,
+    compile: Annotated[bool, typer.Option(help="On a GPU, compile steps: pays for many cells of a ResNet.")] = False,
+    minutes: Annotated[float | None, typer.Option(help="Begin nothing that would likely not be over by then.")] = None,
+    executor: Annotated[str, typer.Option(help="local, or ray for a cluster.")] = "local",
     as_json: Json = False,
 ) -> None:
-    """What a profile costs beside the model and the data, measured from files; with --out as a page in Markdown."""
-    from shiftmend.research.bench import rendering
-    from shiftmend.research.bench import storage as measuring
+    """Run the cells that are not done yet. Stop it at any time: what is done stays done. Exit code 1 if any failed."""
+    from shiftmend.research.bench.run import run as run_benchmark
 
-    chosen = names(benchmarks) or measuring.MEASURED
-    sizes = [measuring.measure(benchmark, folder, root_of(data_root)) for benchmark in chosen]
+    check_folder(folder)
+    report = run_benchmark(
+        benchmark,
+        folder,
+        protocol=protocol,
+        methods=names(methods),
+        shifts=names(shifts),
+        seeds=parse_seeds(seeds),
+        rates=parse_rates(learning_rates),
+        root=root_of(data_root),
+        device=device,
+        workers=workers,
+        compile=compile,
+        minutes=minutes,
+        executor=executor,  # type: ignore[arg-type]
+        progress=False if as_json else None,
+        say=None if as_json or sys.stderr.isatty() else say,
+    )
     if as_json:
-        print_json([asdict(one) for one in sizes], out)
-    elif out is not None:
-        give(measuring.page(sizes), out)
+        failed = [{"cell": asdict(result.cell), "error": result.error} for result in report.failed]
+        print_json(asdict(report) | {"failed": failed})
     else:
-        terminal = screen()
-        terminal.print(rendering.terminal(measuring.table(sizes), terminal.width))
+        done = f"{counted(report.done, 'cell')} done in {report.seconds:.0f} s"
+        left = f", no time for {report.left}" if report.left else ""
+        say(f"{done}, {report.already} were done before, {len(report.failed)} failed{left}")
+        first = {result.error: result.cell for result in reversed(report.failed)}
+        for error, count in Counter(result.error for result in report.failed).most_common():
+            others = f" and {count - 1} more" if count > 1 else ""
+            say(f"failed: {first[error]}{others}: {error}")
+        same = f" --protocol {shlex.quote(protocol)}" if protocol != "offline" else ""
+        same += f" --learning-rates {learning_rates}" if learning_rates else ""
+        say(f"see `shiftmend bench table {shlex.quote(benchmark)} --folder {shlex.quote(str(folder))}{same}`")
+    if report.failed:
+        raise typer.Exit(1)
 
 
-Which = Annotated[str, typer.Option(help="Which epoch: last, selected (without labels) or best (an oracle).")]
-
-
-PER_SHIFT = "A row for each shift, a column for each method."
-
-
-BESIDE = "Whose figures to set beside: paper, re-run (the authors') or none."
-
-
-OTHERS = "of other settings, data or learning rates, and not counted here"
+# ---- looking at results
 
 
 def status(
@@ -220,7 +291,7 @@ def table(
     as_json: Json = False,
 ) -> None:
     """Mean and deviation over seeds beside the paper's figures, and what choosing without labels costs."""
-    from shiftmend.research.bench import rendering
+    from shiftmend.research.bench.rendering import render, render_terminal
 
     if beside not in ("paper", "re-run", "none"):
         raise DataError(f"there are no published figures called {beside!r}; expected paper, re-run or none")
@@ -233,9 +304,45 @@ def table(
     elif format == "terminal" and out is None:
         terminal = screen()
         for number, one in enumerate(made):
-            terminal.print(*([""] if number else []), rendering.terminal(one, terminal.width), sep="\n")
+            terminal.print(*([""] if number else []), render_terminal(one, terminal.width), sep="\n")
     else:
-        give(rendering.render(made, format), out)  # type: ignore[arg-type]
+        write_out(render(made, format), out)  # type: ignore[arg-type]
+
+
+def _tables(
+    found: Reading, protocol: str, shifts: list[str] | None, metric: str, which: str, per_shift: bool, beside: str
+) -> list[Table]:
+    from shiftmend.research.bench import footnotes, published, tables
+    from shiftmend.research.bench.plan import choose
+
+    benchmark = found.benchmark
+    some = choose(shifts, benchmark.shifts, "shift", benchmark.name)
+    part = len(some) < len(benchmark.shifts)
+    shared: dict[str, Any] = {
+        "benchmark": benchmark.name,
+        "protocol": protocol,
+        "methods": found.methods,
+        "shifts": some,
+    }
+    asked = shared | {
+        "groups": {} if part else benchmark.groups,
+        "metric": metric,
+        "which": which,
+        "beside": None if beside == "none" else beside,
+    }
+    by_shift = per_shift or shifts is not None
+    main = tables.per_shift(found.results, **asked) if by_shift else tables.summary(found.results, **asked)
+    if part:
+        main = tables.drop_means(main)
+    sides = [] if beside == "none" else [beside]
+    notes = footnotes.about_clean(found.clean, benchmark=benchmark, metric=metric, which=which, beside=sides)  # type: ignore[arg-type]
+    after = [f"{found.others} more results are {OTHERS}"] if found.others else []
+    if any(column.kind == "published" for column in main.columns):
+        after += published.notes(benchmark.name)
+    made = [replace(main, notes=(*notes, *main.notes, *after))]
+    if metric == "accuracy" and not by_shift and protocol != "online":
+        made.append(tables.selection(found.results, **shared))
+    return made
 
 
 def compare(
@@ -293,13 +400,13 @@ def correlate(
 ) -> None:
     """Rank correlations: restoration distance with calibration, and each label-free signal with accuracy."""
     from shiftmend.research.analysis.correlations import restoration_and_calibration, signals_and_accuracy
-    from shiftmend.research.bench.grids import SUPERVISED
+    from shiftmend.research.bench.benchmark import labelled_methods, sees_labels
     from shiftmend.research.bench.plan import variants_of, with_another_source
 
     found = _read(benchmark, folder, protocol, None, None, learning_rates, data_root, needed=True)
-    # clean images are no shift, and who saw labels, or is scored on a part, is not compared with who did not
+    # Clean images are no shift, and methods that saw labels are scored on a part of the images.
     shifted = [result for result in found.results if result.cell.shift in found.benchmark.shifts]
-    compared = [result for result in shifted if not result.cell.method.startswith(SUPERVISED)]
+    compared = [result for result in shifted if not sees_labels(result.cell.method)]
     others = with_another_source(found.benchmark, protocol)
     variants = variants_of(found.benchmark, protocol)
     restoration = restoration_and_calibration(compared, exclude=others, variants=variants)
@@ -319,7 +426,7 @@ def correlate(
     there = {result.cell.method for result in shifted}
     left_out = [f"{method}, whose source model is another" for method in others if method in there]
     left_out += [f"{', '.join(restoration.without)}, for lack of common seeds"] if restoration.without else []
-    left_out += ["target-supervised"] if any(method.startswith(SUPERVISED) for method in there) else []
+    left_out += list(labelled_methods()) if any(map(sees_labels, there)) else []
     say(f"without {', and '.join(left_out)}\n" if left_out else "")
     titles = ("within shifts", "over all cells")
     shown = columns("signal and accuracy", *titles, numbers=titles)
@@ -330,49 +437,19 @@ def correlate(
     _say_remarks(compared)
 
 
+def _coefficient(correlation: Any) -> str:
+    if correlation.value is None:
+        return f"– ({correlation.remark})"
+    remark = f"; {correlation.remark}" if correlation.remark else ""
+    return f"{correlation.value:+.2f} ({correlation.points} points{remark})"
+
+
 def _say_remarks(results: Sequence[Result]) -> None:
-    """What is unlike the published source images, and what does not belong together."""
+    """Say how the source images differ from the published ones, and which results do not belong together."""
     from shiftmend.research.bench.footnotes import about_mixtures, source_remarks
 
     for remark in (*source_remarks(results), *about_mixtures(results)):
         say(remark)
-
-
-def _tables(
-    found: Reading, protocol: str, shifts: list[str] | None, metric: str, which: str, per_shift: bool, beside: str
-) -> list[Table]:
-    from shiftmend.research.bench import footnotes, published, tables
-    from shiftmend.research.bench import tables as tabular
-    from shiftmend.research.bench.plan import chosen
-
-    benchmark = found.benchmark
-    some = chosen(shifts, benchmark.shifts, "shift", benchmark.name)
-    part = len(some) < len(benchmark.shifts)
-    shared: dict[str, Any] = {
-        "benchmark": benchmark.name,
-        "protocol": protocol,
-        "methods": found.methods,
-        "shifts": some,
-    }
-    asked = shared | {
-        "groups": {} if part else benchmark.groups,
-        "metric": metric,
-        "which": which,
-        "beside": None if beside == "none" else beside,
-    }
-    by_shift = per_shift or shifts is not None
-    main = tables.per_shift(found.results, **asked) if by_shift else tables.summary(found.results, **asked)
-    if part:
-        main = tabular.without_means(main)
-    sides = [] if beside == "none" else [beside]
-    notes = footnotes.about_clean(found.clean, benchmark=benchmark, metric=metric, which=which, beside=sides)  # type: ignore[arg-type]
-    after = [f"{found.others} more results are {OTHERS}"] if found.others else []
-    if any(column.kind == "published" for column in main.columns):
-        after += published.notes(benchmark.name)
-    made = [replace(main, notes=(*notes, *main.notes, *after))]
-    if metric == "accuracy" and not by_shift and protocol != "online":
-        made.append(tables.selection(found.results, **shared))
-    return made
 
 
 def _read(
@@ -392,8 +469,8 @@ def _read(
         folder,
         protocol,
         methods=methods,
-        seeds=seeds_of(seeds),
-        rates=rates_of(rates),
+        seeds=parse_seeds(seeds),
+        rates=parse_rates(rates),
         root=root_of(data_root),
     )
     if needed and not found.results:
@@ -402,148 +479,7 @@ def _read(
     return found
 
 
-def _coefficient(correlation: Any) -> str:
-    if correlation.value is None:
-        return f"– ({correlation.remark})"
-    remark = f"; {correlation.remark}" if correlation.remark else ""
-    return f"{correlation.value:+.2f} ({correlation.points} points{remark})"
-
-
-EXPORTS = "csv, json (with histories and manifests), or compact: small, and read back by --folder."
-
-
-bench = typer.Typer(help="Benchmarks: run them, stop, go on, and compare with the paper.", rich_markup_mode=None)
-
-
-def register(app: typer.Typer) -> None:
-    looking = (status, table, compare, correlate)
-    for command in (*looking, export, page, storage, merge):
-        bench.command()(command)
-    app.add_typer(bench, name="bench")
-
-
-@bench.callback(invoke_without_command=True)
-def show_help(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        print(context.get_help())
-
-
-@bench.command("list")
-def list_benchmarks(as_json: Json = False) -> None:
-    """Every benchmark in a line."""
-    from shiftmend.research.bench.suite import BENCHMARKS, find
-
-    found = [find(name) for name in BENCHMARKS]
-    if as_json:
-        print_json(
-            [
-                {
-                    "name": benchmark.name,
-                    "title": benchmark.title,
-                    "shifts": list(benchmark.shifts),
-                    "seeds": list(benchmark.seeds),
-                    "protocols": {name: list(rows) for name, rows in benchmark.settings.items()},
-                }
-                for benchmark in found
-            ]
-        )
-        return
-    table = columns("benchmark", "what it is", "shifts", "seeds", "protocols", numbers=("shifts", "seeds"))
-    for benchmark in found:
-        shifts, seeds = str(len(benchmark.shifts)), str(len(benchmark.seeds))
-        table.add_row(benchmark.name, benchmark.title, shifts, seeds, ", ".join(benchmark.protocols))
-    show(table)
-    say("\nsee `shiftmend bench show NAME` for methods, hyper-parameters and data")
-
-
-@bench.command("show")
-def show_benchmark(benchmark: Name, data_root: Root = None, as_json: Json = False) -> None:
-    """One benchmark in full: source training, protocols, methods with their hyper-parameters, origin of the data."""
-    from shiftmend.research.bench.footnotes import ORIGINS
-    from shiftmend.research.bench.plan import describe
-    from shiftmend.research.bench.suite import find
-
-    chosen = find(benchmark)
-    root = root_of(data_root)
-    facts = describe(chosen, root)
-    if as_json:
-        print_json(facts)
-        return
-    screen().print(chosen.title, style="bold")
-    say(f"seeds {', '.join(map(str, chosen.seeds))}")
-    for name, members in chosen.groups.items():
-        say(f"group {name}: {', '.join(members)}")
-    _show_rows("source model", "how it is trained", {name: _listed(facts["sources"][name]) for name in chosen.sources})
-    _show_rows(
-        "protocol", "how methods are run", {name: _listed(facts["protocols"][name]) for name in chosen.protocols}
-    )
-    _show_methods(chosen, facts)
-    by_origin: dict[str, list[str]] = {}
-    for shift, origin in facts["shifts"].items():
-        by_origin.setdefault(origin, []).append(shift)
-    meanings = {"published": "the published files"} | {origin: meaning for origin, (_, meaning) in ORIGINS.items()}
-    rows = {meanings[origin]: ", ".join(shifts) for origin, shifts in by_origin.items()}
-    named = root or os.environ.get("SHIFTMEND_DATA")
-    _show_rows("origin of the images", "shifts", rows)
-    if facts["source_remark"]:
-        say(facts["source_remark"])
-    say(f"with the data under {named}" if named else "without a data folder; name one with --data-root")
-
-
-@bench.command()
-def run(
-    benchmark: Name,
-    folder: Folder = HOME,
-    protocol: Protocol = "offline",
-    methods: Methods = None,
-    shifts: Annotated[str | None, typer.Option(help="Only these, with commas; `clean` is none at all.")] = None,
-    seeds: Seeds = None,
-    learning_rates: Rates = None,
-    data_root: Root = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
-    workers: Annotated[int | None, typer.Option(help="Processes; default one a GPU, or one a core if small.")] = None,
-    compile: Annotated[bool, typer.Option(help="On a GPU, compile steps: pays for many cells of a ResNet.")] = False,
-    minutes: Annotated[float | None, typer.Option(help="Begin nothing that would likely not be over by then.")] = None,
-    executor: Annotated[str, typer.Option(help="local, or ray for a cluster.")] = "local",
-    as_json: Json = False,
-) -> None:
-    """Run the cells that are not done yet. Stop it at any time: what is done stays done. Exit code 1 if any failed."""
-    from shiftmend.research.bench.run import run as run_benchmark
-
-    check_folder(folder)
-    report = run_benchmark(
-        benchmark,
-        folder,
-        protocol=protocol,
-        methods=names(methods),
-        shifts=names(shifts),
-        seeds=seeds_of(seeds),
-        rates=rates_of(learning_rates),
-        root=root_of(data_root),
-        device=device,
-        workers=workers,
-        compile=compile,
-        minutes=minutes,
-        executor=executor,  # type: ignore[arg-type]
-        progress=False if as_json else None,
-        say=None if as_json or sys.stderr.isatty() else say,
-    )
-    if as_json:
-        failed = [{"cell": asdict(result.cell), "error": result.error} for result in report.failed]
-        print_json(asdict(report) | {"failed": failed})
-    else:
-        done = f"{counted(report.done, 'cell')} done in {report.seconds:.0f} s"
-        left = f", no time for {report.left}" if report.left else ""
-        say(f"{done}, {report.already} were done before, {len(report.failed)} failed{left}")
-        first = {result.error: result.cell for result in reversed(report.failed)}
-        for error, count in Counter(result.error for result in report.failed).most_common():
-            others = f" and {count - 1} more" if count > 1 else ""
-            say(f"failed: {first[error]}{others}: {error}")
-        same = f" --protocol {shlex.quote(protocol)}" if protocol != "offline" else ""
-        same += f" --learning-rates {learning_rates}" if learning_rates else ""
-        say(f"see `shiftmend bench table {shlex.quote(benchmark)} --folder {shlex.quote(str(folder))}{same}`")
-    if report.failed:
-        raise typer.Exit(1)
+# ---- results for others
 
 
 def export(
@@ -553,18 +489,61 @@ def export(
     out: Out = None,
 ) -> None:
     """Everything in the store, for other programs, or as a small file that `--folder` takes in place of a store."""
-    from shiftmend.research.bench import store as compact
-    from shiftmend.research.bench import store as exports
-    from shiftmend.research.bench.results import stored
+    from shiftmend.research.bench.store import load_results, to_compact, to_csv, to_json
     from shiftmend.research.bench.suite import find
 
-    writers = {"csv": exports.to_csv, "json": exports.to_json, "compact": compact.to_compact}
+    writers = {"csv": to_csv, "json": to_json, "compact": to_compact}
     if format not in writers:
         raise DataError(f"unknown format {format!r}, expected csv, json or compact")
-    results = stored(folder, None if benchmark is None else find(benchmark).name)
+    results = load_results(folder, None if benchmark is None else find(benchmark).name)
     if benchmark is not None and not results:
         raise DataError(f"{folder} has no results of {benchmark}; run the benchmark first")
-    give(writers[format](results), out)
+    write_out(writers[format](results), out)
+
+
+def page(
+    benchmark: Name,
+    folder: Results = HOME,
+    notes: Annotated[Path | None, typer.Option(help=NOTES)] = None,
+    data_root: Root = None,
+    out: Out = None,
+) -> None:
+    """Everything that has come of a benchmark as a page in Markdown, with how it was made and what is missing."""
+    from shiftmend.research.bench.pages import page as write_page
+    from shiftmend.research.bench.suite import find
+
+    if notes is None and out is not None:
+        usual = out.parent / "notes" / f"{find(benchmark).name}.md"
+        notes = usual if usual.is_file() else None
+    if notes is not None and not notes.is_file():
+        raise DataError(f"there are no notes at {notes}; name a Markdown file, or leave them out")
+    try:
+        own = "" if notes is None else notes.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise DataError(f"the notes {notes} are no text in UTF-8; name a Markdown file, or leave them out") from None
+    write_out(write_page(benchmark, folder, own, root_of(data_root)), out)
+
+
+def storage(
+    benchmarks: Annotated[str | None, typer.Option(help="Only these, with commas.")] = None,
+    folder: Results = HOME,
+    data_root: Root = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """What a profile costs beside the model and the data, measured from files; with --out as a page in Markdown."""
+    from shiftmend.research.bench import profile_sizes
+    from shiftmend.research.bench.rendering import render_terminal
+
+    chosen = names(benchmarks) or profile_sizes.MEASURED
+    sizes = [profile_sizes.measure(benchmark, folder, root_of(data_root)) for benchmark in chosen]
+    if as_json:
+        print_json([asdict(one) for one in sizes], out)
+    elif out is not None:
+        write_out(profile_sizes.write_page(sizes), out)
+    else:
+        terminal = screen()
+        terminal.print(render_terminal(profile_sizes.make_table(sizes), terminal.width))
 
 
 def merge(
@@ -576,9 +555,7 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Take over the results of other machines. What is done here stays as it is."""
-    from shiftmend.research.bench.results import stored
-    from shiftmend.research.bench.run import STORE
-    from shiftmend.research.bench.store import Store
+    from shiftmend.research.bench.store import STORE, Store, load_results
 
     places = {other / STORE if other.is_dir() else other: other for other in others}
     for file in places:
@@ -586,8 +563,8 @@ def merge(
             raise DataError(f"there is no store of benchmark results at {file}; name one, its folder or an export")
         if (folder / STORE).exists() and file.samefile(folder / STORE):
             raise DataError(f"{file} cannot be merged with itself; name the store of another machine")
-    # all of them are read before anything is changed
-    found = {str(file): stored(place) for file, place in places.items()}
+    # All of them are read before anything is changed.
+    found = {str(file): load_results(place) for file, place in places.items()}
     with said_where(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with Store(folder / STORE) as store:
@@ -599,42 +576,47 @@ def merge(
         say(f"{counted(count, 'result')} from {name}")
 
 
-def _show_methods(benchmark: Benchmark, facts: Mapping[str, Any]) -> None:
-    """A row for each method and choice of its options; protocols that share one share the row."""
-    from shiftmend.research.bench.benchmark import USUAL_PRESET
-
-    rows: dict[tuple[str, str, str], list[str]] = {}
-    for protocol, settings in facts["settings"].items():
-        for name, setting in settings.items():
-            given, left = _listed(setting["options"]), _listed(setting["defaults"])
-            preset = "" if setting["preset"] == USUAL_PRESET else f"preset {setting['preset']}"
-            text = "; ".join(filter(None, [given, preset, f"by default {left}" if left else ""]))
-            shown = name if name == setting["method"] else f"{name} ({setting['method']})"
-            rows.setdefault((shown, setting["source"], text), []).append(protocol)
-    table = columns("method", "from", "hyper-parameters", "protocols")
-    for (name, source, text), protocols in rows.items():
-        everywhere = len(protocols) == len(benchmark.protocols)
-        table.add_row(name, source, text or "–", "all" if everywhere else ", ".join(protocols))
-    say("")
-    show(table)
+# ---- what the commands share
 
 
-def _show_rows(title: str, what: str, rows: Mapping[str, str]) -> None:
-    table = columns(title, what)
-    for name, text in rows.items():
-        table.add_row(name, text)
-    say("")
-    show(table)
+def print_json(value: Any, out: Path | None = None) -> None:
+    write_out(dumps(value) + "\n", out)
 
 
-def _listed(values: Mapping[str, Any]) -> str:
-    """`epochs 12, learning_rate 0.1`; what is not set, or off, goes without saying."""
-    return ", ".join(f"{name} {_value(value)}" for name, value in values.items() if value not in (None, {}, False))
+def write_out(text: str, out: Path | None) -> None:
+    if out is None:
+        print(text, end="" if text.endswith("\n") else "\n")
+        return
+    with said_where(out):
+        write_atomically(out, text.encode())
+    say(f"written to {out}")
 
 
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"({_listed(value)})"
-    if isinstance(value, list | tuple):
-        return " + ".join(map(_value, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def names(text: str | None) -> list[str] | None:
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def parse_seeds(text: str | None) -> list[int] | None:
+    try:
+        found = None if text is None else [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        found = []
+    if found is not None and (not found or not all(0 <= seed <= LARGEST_SEED for seed in found)):
+        raise DataError(f"--seeds {text!r} should be whole numbers from 0 to {LARGEST_SEED}, with commas")
+    return found
+
+
+def parse_rates(text: str | None) -> list[float] | None:
+    try:
+        found = None if text is None else [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        found = []
+    if found is not None and (not found or not all(0 < rate < float("inf") for rate in found)):
+        raise DataError(f"--learning-rates {text!r} should be positive numbers with commas")
+    return found
+
+
+def root_of(data_root: Path | None) -> Path | None:
+    if data_root is not None and not data_root.expanduser().is_dir():
+        raise DataError(f"the data folder {data_root} does not exist; name the folder that the data sets lie in")
+    return None if data_root is None else data_root.expanduser()

@@ -22,8 +22,8 @@ from shiftmend.methods.source_only import SourceOnly
 from shiftmend.profiles.profile import Profile
 from shiftmend.research.bench.benchmark import CLEAN, Images, Result, Setting, Target
 from shiftmend.research.bench.footnotes import source_remarks
-from shiftmend.research.bench.plan import chosen, settings_of, variants_of, with_another_source
-from shiftmend.research.bench.resources import Workshop, inputs_of, labelled
+from shiftmend.research.bench.plan import choose, settings_of, variants_of, with_another_source
+from shiftmend.research.bench.resources import Resources, inputs_of, labelled
 from shiftmend.research.bench.results import read
 from shiftmend.research.bench.suite import find
 from shiftmend.research.figures.activations import draw_activations, draw_affected, layer_taps
@@ -49,7 +49,7 @@ SHEET_COLUMNS = 10
 class Rerun:
     """A cell of a benchmark run again, for figures that look into models: a store holds numbers, not models."""
 
-    workshop: Workshop
+    resources: Resources
     model: nn.Module
     profile: Profile
     source: Images
@@ -61,11 +61,11 @@ class Rerun:
 
     @property
     def preprocess(self) -> Preprocess:
-        return self.workshop.benchmark.preprocess
+        return self.resources.benchmark.preprocess
 
     @property
     def device(self) -> torch.device:
-        return self.workshop.device
+        return self.resources.device
 
     @property
     def models(self) -> dict[str, nn.Module]:
@@ -74,7 +74,7 @@ class Rerun:
 
     def adapt(self, method: str, profile: Profile | None = None, **changes: Any) -> Adaptation:
         """Adapt as the benchmark does, except for `changes` of the method's options."""
-        benchmark = self.workshop.benchmark
+        benchmark = self.resources.benchmark
         setting, protocol = settings_of(benchmark, self.protocol)[method], benchmark.protocols[self.protocol]
         if setting.source != "plain":
             raise DataError(f"expected methods with the same source model, got {method}, which has one of its own")
@@ -85,7 +85,7 @@ class Rerun:
                     f"{setting.preset}. Try a row without a preset"
                 )
             home = benchmark.source_for(setting, self.shift)
-            profile = self.workshop.profile(home, self.seed, protocol.temperature, setting.preset)
+            profile = self.resources.profile(home, self.seed, protocol.temperature, setting.preset)
         return shiftmend.adapt(
             self.model,
             inputs_of(self.target.adapt),
@@ -133,16 +133,16 @@ def rerun(
 ) -> Rerun:
     """Take the source model and its profile from the folder of a run (or make them), and adapt with each method."""
     found = find(benchmark)
-    (name,) = chosen([shift], found.shifts, "shift", found.name)
+    (name,) = choose([shift], found.shifts, "shift", found.name)
     settings = settings_of(found, protocol)
-    wanted = chosen(list(methods), settings, "method", f"{found.name}, {protocol}") if methods else []
+    wanted = choose(list(methods), settings, "method", f"{found.name}, {protocol}") if methods else []
     number = found.seeds[0] if seed is None else seed
-    workshop = Workshop(found, folder, root, device)
+    resources = Resources(found, folder, root, device)
     home = found.source_for(Setting(SourceOnly.name), name)
-    model, _ = workshop.model(home, number)
-    profile = workshop.profile(home, number, found.protocols[protocol].temperature)
-    source = workshop.source(home).profiled
-    cell = Rerun(workshop, model, profile, source, workshop.target(name), name, number, protocol)
+    model, _ = resources.model(home, number)
+    profile = resources.profile(home, number, found.protocols[protocol].temperature)
+    source = resources.source(home).profiled
+    cell = Rerun(resources, model, profile, source, resources.target(name), name, number, protocol)
     cell.adapted = {method: cell.adapt(method) for method in wanted}
     return cell
 
@@ -178,7 +178,7 @@ class Request:
     def check_shifts(self) -> None:
         if self.shifts is not None:
             benchmark = find(self.benchmark)
-            chosen(self.shifts, (*benchmark.shifts, CLEAN), "shift", benchmark.name)
+            choose(self.shifts, (*benchmark.shifts, CLEAN), "shift", benchmark.name)
 
     def first_shift(self) -> str:
         """Return the shift of a figure that shows one: the first that is named, or the benchmark's first."""
@@ -189,7 +189,7 @@ class Request:
         benchmark = find(self.benchmark)
         known = settings_of(benchmark, self.protocol)
         if self.methods:
-            chosen(self.methods, known, "method", f"{benchmark.name}, {self.protocol}")
+            choose(self.methods, known, "method", f"{benchmark.name}, {self.protocol}")
             return list(self.methods)
         kinds = {name: METHODS[row.method] for name, row in known.items()}
         first = [name for name, kind in kinds.items() if kind.adapts and not kind.takes_labels]
@@ -226,7 +226,7 @@ def _sheet(request: Request) -> Figure:
     found = find(request.benchmark)
     names = list(found.shifts)
     if request.shifts is not None:
-        names = chosen(request.shifts, found.shifts, "shift", found.name)
+        names = choose(request.shifts, found.shifts, "shift", found.name)
     targets = {name: found.load_target(name, request.root) for name in names}
     first = next(iter(targets.values()))
     rows = {"clean": _pick_images(first.clean)} if first.clean is not None else {}
@@ -257,7 +257,7 @@ def _shots(request: Request) -> Figure:
     found = find(request.benchmark)
     if request.methods is not None:
         known = dict.fromkeys(name for settings in found.settings.values() for name in settings)
-        chosen(request.methods, known, "method", found.name)
+        choose(request.methods, known, "method", found.name)
     request.check_shifts()
     results = [
         result

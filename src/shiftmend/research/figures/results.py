@@ -19,8 +19,9 @@ from shiftmend.methods.source_only import SourceOnly
 from shiftmend.research.analysis.comparisons import by_place
 from shiftmend.research.analysis.correlations import restoration_and_calibration
 from shiftmend.research.bench import footnotes
-from shiftmend.research.bench.benchmark import CLEAN, Result, Which
-from shiftmend.research.bench.grids import METRICS, SUPERVISED, Beside, Entry, Grid
+from shiftmend.research.bench.benchmark import CLEAN, Result, Which, sees_labels
+from shiftmend.research.bench.grids import METRICS, Beside, Grid
+from shiftmend.research.bench.rendering import Entry
 from shiftmend.research.figures import style
 
 if TYPE_CHECKING:
@@ -377,7 +378,7 @@ def draw_restoration(
         variants: methods that are left out where they share no shift and seed with the others.
     """
     grid = select(results, methods, shifts, which=which)
-    labelled = [method for method in grid.methods if method.startswith(SUPERVISED)]
+    labelled = [method for method in grid.methods if sees_labels(method)]
     left_out = {method for method in (*exclude, *labelled) if methods is None or method not in methods}
     dispensable = [method for method in variants if methods is None or method not in methods]
     found = restoration_and_calibration(grid.cells.values(), which, left_out, dispensable)

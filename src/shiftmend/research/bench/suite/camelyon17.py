@@ -14,12 +14,9 @@ from shiftmend.research.datasets.streamed import HOSPITALS, SOURCE_HOSPITAL, cam
 
 SHIFTS = tuple(f"hospital-{number}" for number in HOSPITALS if number != SOURCE_HOSPITAL)
 
-
 SHOTS = (5, 10, 50, 500)
 
-
 SPLIT_SEED = 0
-
 
 SETTINGS = {
     "source-only": Setting("source-only"),

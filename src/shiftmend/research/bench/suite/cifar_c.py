@@ -1,4 +1,4 @@
-"""What CIFAR-10-C and CIFAR-100-C have in common: 19 corruptions at severity 5, offline and online, and the ablations.
+"""CIFAR-10-C and CIFAR-100-C: 19 corruptions at severity 5, offline and online, and the ablations.
 
 Adaptation and scoring use the same 10,000 images. As in the reference implementation the profile is made from augmented
 training images; here both of its passes see the same augmentation.
@@ -13,17 +13,13 @@ import torch
 from shiftmend.inputs.images import Split, standardised
 from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Offline, Online, Origin, Root, Setting, Source, Target
 from shiftmend.research.bench.recipes import AUGMENTATIONS, Recipe
-from shiftmend.research.bench.suite import made
-from shiftmend.research.datasets.cifar import CIFAR_CORRUPTIONS
+from shiftmend.research.bench.suite.shifted_data import SEED, exists, find_textures, make_again, origin_of
+from shiftmend.research.datasets.cifar import CIFAR_CORRUPTIONS, cifar10, cifar10_c, cifar100, cifar100_c
 
 SEVERITY = 5
 
-
 Reader = Callable[[str, Root], Split]
-
-
 ShiftedReader = Callable[[str, int, Root], Split]
-
 
 OFFLINE = {
     "source-only": Setting("source-only"),
@@ -41,7 +37,7 @@ OFFLINE = {
 }
 
 
-def benchmark(
+def _make_benchmark(
     name: str,
     classes: int,
     augmentation: str,
@@ -51,15 +47,15 @@ def benchmark(
     clean: Reader,
     shifted: ShiftedReader,
 ) -> Benchmark:
-    """One of the two, from what they differ in."""
+    """Make one of the two, from what they differ in."""
     folder = name.upper()
 
     def published(shift: str, root: Root) -> bool:
-        return made.exists(root, folder, f"{shift}.npy")
+        return exists(root, folder, f"{shift}.npy")
 
     def load_source(source: str, root: Root) -> Source:
         train = clean("train", root)
-        generator = torch.Generator().manual_seed(made.SEED)
+        generator = torch.Generator().manual_seed(SEED)
         seen = torch.cat([AUGMENTATIONS[augmentation](part, generator) for part in train.images.split(1000)])
         profiled = Split(seen, train.labels, f"{train.name}, augmented", train.classes)
         return Source(train, profiled, clean("test", root))
@@ -71,11 +67,11 @@ def benchmark(
         if published(shift, root):
             seen = shifted(shift, SEVERITY, root)
         else:
-            seen = made.apply(f"cifar-c/{shift}", test, pictures=made.textures(root, "textures"), severity=SEVERITY)
+            seen = make_again(f"cifar-c/{shift}", test, pictures=find_textures(root, "textures"), severity=SEVERITY)
         return Target(seen, seen, test)
 
     def origin(shift: str, root: Root) -> Origin:
-        return "published" if shift == CLEAN else made.origin(f"cifar-c/{shift}", published(shift, root))
+        return "published" if shift == CLEAN else origin_of(f"cifar-c/{shift}", published(shift, root))
 
     return Benchmark(
         name=name,
@@ -102,5 +98,36 @@ def benchmark(
         load_target=load_target,
         origin=origin,
         preprocess=standardised(mean, deviation),
-        lanes=3,
+        cells_per_gpu=3,
     )
+
+
+CIFAR_10_C = _make_benchmark(
+    "cifar-10-c",
+    classes=10,
+    augmentation="crop-flip",
+    mean=(0.4914, 0.4822, 0.4465),
+    deviation=(0.2023, 0.1994, 0.2010),
+    online={
+        "shot-im": Setting("shot-im", {"learning_rate": 1e-3}),
+        "tent": Setting("tent", {"learning_rate": 1e-3}),
+        "fr": Setting("fr", {"learning_rate": 1e-2}),
+    },
+    clean=cifar10,
+    shifted=cifar10_c,
+)
+
+CIFAR_100_C = _make_benchmark(
+    "cifar-100-c",
+    classes=100,
+    augmentation="crop-flip-rotate-15",
+    mean=(0.50708, 0.48655, 0.44092),
+    deviation=(0.26733, 0.25644, 0.27615),
+    online={
+        "shot-im": Setting("shot-im", {"learning_rate": 1e-3}),
+        "tent": Setting("tent", {"learning_rate": 1e-2}),
+        "fr": Setting("fr", {"learning_rate": 1e-1}),
+    },
+    clean=cifar100,
+    shifted=cifar100_c,
+)

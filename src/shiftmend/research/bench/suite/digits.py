@@ -29,10 +29,8 @@ from shiftmend.research.bench.recipes import Recipe
 
 SHIFTS = {"brightness": "mnist-c/brightness", "stripe": "emnist-da/stripe", "oranges": "emnist-da/oranges"}
 
-
 SOURCE = 900
 """Digits to train on; the other 897 are seen by the new device."""
-
 
 _OFFLINE = {
     "source-only": Setting("source-only"),
@@ -48,7 +46,6 @@ _OFFLINE = {
     "bufr": Setting("bufr", {"epochs_per_block": 4, "learning_rate": 0.3}),
     "target-supervised": Setting("target-supervised", {"epochs": 12, "learning_rate": 0.1}),
 }
-
 
 _ONLINE = {
     "adabn": Setting("adabn"),
@@ -114,5 +111,5 @@ BENCHMARK = Benchmark(
     preprocess=signed,
     seeds=(123, 234),
     small=True,
-    lanes=8,
+    cells_per_gpu=8,
 )

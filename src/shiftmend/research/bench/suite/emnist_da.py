@@ -10,15 +10,13 @@ from __future__ import annotations
 from shiftmend.inputs.images import signed
 from shiftmend.research.bench.benchmark import CLEAN, Benchmark, FewShot, Offline, Origin, Root, Setting, Source, Target
 from shiftmend.research.bench.recipes import Recipe
-from shiftmend.research.bench.suite import made
+from shiftmend.research.bench.suite.shifted_data import exists, find_textures, make_again, origin_of
 from shiftmend.research.datasets.digits import EMNIST_SHIFTS, emnist, emnist_da, emnist_edition
 from shiftmend.research.datasets.partitions import emnist_source
 
 BACKGROUNDS = ("bricks", "crystals", "grass", "oranges", "sky")
 
-
 SHOTS = (5, 10, 20, 50)
-
 
 SETTINGS = {
     "source-only": Setting("source-only"),
@@ -36,7 +34,6 @@ SETTINGS = {
     "target-supervised": Setting("target-supervised", {"epochs": 150, "learning_rate": 0.1}),
 }
 
-
 FEW_SHOT = ("adabn", "bnm", "full-gauss", "pl", "bnm-im", "shot-im", "fr", "bufr")
 
 
@@ -53,23 +50,22 @@ def load_target(shift: str, root: Root) -> Target:
     if shift == CLEAN:
         return Target(clean, clean, clean)
     if not _published(shift, root):
-        seen = made.apply(f"emnist-da/{shift}", clean, pictures=made.textures(root, "textures"))
+        seen = make_again(f"emnist-da/{shift}", clean, pictures=find_textures(root, "textures"))
         return Target(seen, seen, clean)
     seen = emnist_da(shift, "test", root)
-    # the published images are sorted by class; only their own clean version is in the same order
+    # The published images are sorted by class; only their own clean version is in the same order.
     return Target(seen, seen, emnist_da("identity", "test", root) if _published("identity", root) else None)
 
 
 def origin(shift: str, root: Root) -> Origin:
-    return "published" if shift == CLEAN else made.origin(f"emnist-da/{shift}", _published(shift, root))
+    return "published" if shift == CLEAN else origin_of(f"emnist-da/{shift}", _published(shift, root))
 
 
 def _published(shift: str, root: Root) -> bool:
-    return made.exists(root, "EMNIST", shift, "test")
+    return exists(root, "EMNIST", shift, "test")
 
 
 _NETWORK = {"classes": 47}
-
 
 BENCHMARK = Benchmark(
     name="emnist-da",
@@ -86,7 +82,7 @@ BENCHMARK = Benchmark(
     },
     protocols={
         "offline": Offline(score_every=5, autocast=True),
-        # a score of all 18,800 images takes longer than ten epochs on a few of them
+        # A score of all 18,800 images takes longer than ten epochs on a few of them.
         **{f"few-shot-{n}": FewShot(batch_size=235, per_class=n, score_every=30, autocast=True) for n in SHOTS},
     },
     settings={
@@ -98,5 +94,5 @@ BENCHMARK = Benchmark(
     origin=origin,
     preprocess=signed,
     source_remark=emnist_edition,
-    lanes=8,
+    cells_per_gpu=8,
 )

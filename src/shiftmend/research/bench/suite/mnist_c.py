@@ -9,7 +9,7 @@ from __future__ import annotations
 from shiftmend.inputs.images import Split, signed
 from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Offline, Origin, Root, Setting, Source, Target
 from shiftmend.research.bench.recipes import Recipe
-from shiftmend.research.bench.suite import made
+from shiftmend.research.bench.suite.shifted_data import exists, make_again, origin_of
 from shiftmend.research.datasets.digits import MNIST_CORRUPTIONS, mnist, mnist_c
 from shiftmend.research.datasets.partitions import held_out
 
@@ -26,9 +26,7 @@ SETTINGS = {
     "target-supervised": Setting("target-supervised", {"epochs": 150, "learning_rate": 0.1}),
 }
 
-
 _NETWORK = {"classes": 10}
-
 
 SOURCES = {
     "plain": Recipe(network="digit-cnn", options=_NETWORK, epochs=150, augmentation="rotate-10"),
@@ -41,7 +39,6 @@ SOURCES = {
     ),
 }
 
-
 OFFLINE = Offline(supervised_parts=None, score_every=5, autocast=True)
 
 
@@ -51,7 +48,7 @@ def load_source(source: str, root: Root) -> Source:
 
 
 def source_part(train: Split) -> Split:
-    """The 54,000 that the source model is trained on, of MNIST or of a shifted version of it."""
+    """Take the 54,000 images that the source model is trained on, of MNIST or of a shifted version of it."""
     return train.take(held_out(len(train))[0], f"{train.name}, source part")
 
 
@@ -62,15 +59,15 @@ def load_target(shift: str, root: Root) -> Target:
     if _published(shift, root):
         return Target(source_part(mnist_c(shift, "train", root)), mnist_c(shift, "test", root), clean)
     name = f"mnist-c/{shift}"
-    return Target(made.apply(name, source_part(mnist("train", root))), made.apply(name, clean), clean)
+    return Target(make_again(name, source_part(mnist("train", root))), make_again(name, clean), clean)
 
 
 def origin(shift: str, root: Root) -> Origin:
-    return "published" if shift == CLEAN else made.origin(f"mnist-c/{shift}", _published(shift, root))
+    return "published" if shift == CLEAN else origin_of(f"mnist-c/{shift}", _published(shift, root))
 
 
 def _published(shift: str, root: Root) -> bool:
-    return made.exists(root, "mnist_c", shift, "test_images.npy")
+    return exists(root, "mnist_c", shift, "test_images.npy")
 
 
 BENCHMARK = Benchmark(
@@ -85,5 +82,5 @@ BENCHMARK = Benchmark(
     load_target=load_target,
     origin=origin,
     preprocess=signed,
-    lanes=8,
+    cells_per_gpu=8,
 )

@@ -11,22 +11,19 @@ from pathlib import Path
 
 from shiftmend.inputs.images import signed
 from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Origin, Root, Setting, Target
-from shiftmend.research.bench.suite import made
 from shiftmend.research.bench.suite.mnist_c import OFFLINE, SETTINGS, SOURCES, load_source, source_part
+from shiftmend.research.bench.suite.shifted_data import exists, find_textures, make_again
 from shiftmend.research.datasets.digits import mnist, mnist_m
 from shiftmend.shifts.textures import photograph_files
 
 SHIFT = "mnist-m"
 
-
 ARCHIVES = ("keras_mnistm.pkl.gz", "keras_mnistm.pkl")
-
 
 FOLDER = "test"
 
-
 PHOTOGRAPHS = 200
-"""In the training set of BSDS500, which the published digits stand on; of a part of them others are made."""
+"""The number in the training set of BSDS500, on which the published digits stand; with fewer, digits differ."""
 
 
 def load_target(shift: str, root: Root) -> Target:
@@ -38,7 +35,7 @@ def load_target(shift: str, root: Root) -> Target:
         return Target(source_part(mnist_m("train", root)), seen, clean if _in_order(root) else None)
     train = source_part(mnist("train", root))
     pictures = _photographs(root)
-    return Target(made.apply(SHIFT, train, pictures=pictures), made.apply(SHIFT, clean, pictures=pictures), clean)
+    return Target(make_again(SHIFT, train, pictures=pictures), make_again(SHIFT, clean, pictures=pictures), clean)
 
 
 def origin(shift: str, root: Root) -> Origin:
@@ -50,15 +47,15 @@ def origin(shift: str, root: Root) -> Origin:
 
 
 def _published(root: Root) -> bool:
-    return _in_order(root) or made.exists(root, "MNISTM", FOLDER)
+    return _in_order(root) or exists(root, "MNISTM", FOLDER)
 
 
 def _in_order(root: Root) -> bool:
-    return any(made.exists(root, "MNISTM", file) for file in ARCHIVES)
+    return any(exists(root, "MNISTM", file) for file in ARCHIVES)
 
 
 def _photographs(root: Root) -> Path | None:
-    return made.textures(root, "BSDS500", "images", "train")
+    return find_textures(root, "BSDS500", "images", "train")
 
 
 BENCHMARK = Benchmark(
@@ -76,5 +73,5 @@ BENCHMARK = Benchmark(
     load_target=load_target,
     origin=origin,
     preprocess=signed,
-    lanes=8,
+    cells_per_gpu=8,
 )

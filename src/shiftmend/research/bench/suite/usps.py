@@ -25,9 +25,7 @@ from shiftmend.research.datasets.digits import mnist, usps
 
 SHIFTS = ("mnist-to-usps", "usps-to-mnist")
 
-
 SIDE = 28
-
 
 SETTINGS = {
     **{name: mnist_c.SETTINGS[name] for name in ("source-only", "adabn", "pl", "shot-im", "shot")},
@@ -41,8 +39,8 @@ SETTINGS = {
 def load_source(source: str, root: Root) -> Source:
     if source.endswith("-mnist"):
         return mnist_c.load_source(source, root)
-    train = enlarged(usps("train", root))
-    return Source(train, train, enlarged(usps("test", root)))
+    train = enlarge(usps("train", root))
+    return Source(train, train, enlarge(usps("test", root)))
 
 
 def load_target(shift: str, root: Root) -> Target:
@@ -52,12 +50,15 @@ def load_target(shift: str, root: Root) -> Target:
     _, away = shift.split("-to-")
     if away == "mnist":
         return Target(mnist("train", root), mnist("test", root))
-    return Target(enlarged(usps("train", root)), enlarged(usps("test", root)))
+    return Target(enlarge(usps("train", root)), enlarge(usps("test", root)))
 
 
-def enlarged(split: Split) -> Split:
-    """As large as MNIST. Many new pixels lie halfway between two grey levels, hence the decimals: these have to be
-    rounded alike on every machine, or the same set would pass for another one."""
+def enlarge(split: Split) -> Split:
+    """Enlarge images to the size of MNIST's.
+
+    Many new pixels lie halfway between two grey levels. The decimals round them alike on every machine, or the same set
+    would pass for another one.
+    """
     large = functional.interpolate(split.images.double(), size=SIDE, mode="bilinear")
     images = large.round(decimals=6).round().to(split.images.dtype)
     return Split(images, split.labels, f"{split.name}, {SIDE} x {SIDE}", split.classes)
@@ -86,5 +87,5 @@ BENCHMARK = Benchmark(
     source_for=source_for,
     origin=origin,
     preprocess=signed,
-    lanes=8,
+    cells_per_gpu=8,
 )

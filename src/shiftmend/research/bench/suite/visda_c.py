@@ -17,20 +17,15 @@ from shiftmend.research.datasets.streamed import VISDA_PER_CLASS, ImageFiles, vi
 
 SHIFTS = ("photographs", "photographs without label shift", "photographs without pretraining")
 
-
 VARIANTS = {"photographs without label shift": "balanced", "photographs without pretraining": "scratch"}
-"""Which other source model a shift needs."""
-
+"""The other source model that a shift needs."""
 
 SIZE = (224, 224)
 
-
 PARTS = (0.9, 0.1)
-"""Of the source: to train with, and held out."""
-
+"""The parts of the source: to train with, and held out."""
 
 WEIGHTS = "weights/resnet101-imagenet.safetensors"
-
 
 SETTINGS = {
     "source-only": Setting("source-only"),
@@ -59,7 +54,8 @@ def load_source(source: str, root: Root) -> Source:
     whole = visda_c("train", root, size=SIZE)
     named = zip(fractions(len(whole), PARTS), ("source part", "held out"), strict=True)
     parts = [whole.take(part, f"{whole.name}, {name}") for part, name in named]
-    if source.endswith("balanced"):  # once they are apart: what is repeated must not be on both sides
+    # Balanced once they are apart: what is repeated must not be on both sides.
+    if source.endswith("balanced"):
         parts = [_even(part, round(share * VISDA_PER_CLASS["train"])) for part, share in zip(parts, PARTS, strict=True)]
     train, test = parts
     return Source(train, train, test)

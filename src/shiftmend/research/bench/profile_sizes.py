@@ -1,7 +1,7 @@
-"""What a profile costs beside the model and the data it stands for, measured from files (the paper's appendix A).
+"""The size of a profile beside the model and the data it stands for, measured from files (the paper's appendix A).
 
 Sizes of models and profiles do not depend on the values in them, but for a few bytes in the header of the file, where
-numbers are written out. So where no source model is at hand, an untrained network on random images serves as well.
+numbers are written out. So an untrained network on random images serves as well where no source model is at hand.
 """
 
 from __future__ import annotations
@@ -22,28 +22,22 @@ import shiftmend
 from shiftmend.errors import DataError
 from shiftmend.inputs.images import Split
 from shiftmend.profiles.profile import Profile
-from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Root, Setting
-from shiftmend.research.bench.cell import collected
-from shiftmend.research.bench.grids import Entry
-from shiftmend.research.bench.recipes import untrained
-from shiftmend.research.bench.rendering import for_markdown, render
+from shiftmend.research.bench.benchmark import CLEAN, UNADAPTED, Benchmark, Root, Setting
+from shiftmend.research.bench.cell import collect_warnings
+from shiftmend.research.bench.recipes import build_untrained
+from shiftmend.research.bench.rendering import Column, Entry, Row, Table, escape_markdown, render
 from shiftmend.research.bench.suite import find
-from shiftmend.research.bench.tables import Column, Row, Table
 from shiftmend.research.datasets.files import data_root
 
 MEASURED = ("mnist-c", "emnist-da", "cifar-10-c", "cifar-100-c", "camelyon17", "visda-c")
-"""MNIST-M and USPS have MNIST's network."""
-
+"""Benchmarks with networks of their own: MNIST-M and USPS have MNIST's."""
 
 IMAGES = 8
 
-
 SIDE = {"digit-cnn": 28}
 
-
-SMALLEST_SIDE = 32
+USUAL_SIDE = 32
 """Networks that average over positions have the same profile whatever the size of the image."""
-
 
 FILES = {
     "mnist-c": ("MNIST/raw/train-*.gz", "MNIST/raw/train-*-ubyte"),
@@ -56,58 +50,59 @@ FILES = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """In bytes. None where the data set, or one that lies in memory, is not at hand."""
+    """Sizes in bytes; None where the data set, or one that lies in memory, is not at hand."""
 
     benchmark: str
     counts: int
     """The bin counts of features and logits alone."""
     profile: int
     full: int
-    """With the covariance of the features, for the method full-gauss."""
+    """The profile with the covariance of the features, which some methods need."""
     model: int
     files: int | None
     """The files of the source's training split, as they are distributed."""
     pixels: int | None
     """The images of that split that the model was trained on, a byte for each value."""
     trained: bool
-    """Whether the model is the file of a trained one."""
+    """True if the model is the file of a trained one."""
     remark: str = ""
-    """What is unlike the published source images."""
+    """The difference between the source images and the published ones."""
 
 
 def measure(benchmark: str, folder: str | os.PathLike[str] | None = None, root: Root = None) -> Sizes:
-    """Sizes for a benchmark; the model's file is taken from `folder/sources` if it is there."""
+    """Measure sizes for a benchmark; the model's file is taken from `folder/sources` if it is there."""
     chosen = find(benchmark)
-    name = _source(chosen)
+    name = chosen.source_for(Setting(UNADAPTED), CLEAN)
     recipe = chosen.sources[name]
-    model = untrained(recipe).eval()
-    side = recipe.options.get("image_size", SIDE.get(recipe.network, SMALLEST_SIDE))
+    model = build_untrained(recipe).eval()
+    side = recipe.options.get("image_size", SIDE.get(recipe.network, USUAL_SIDE))
     images = torch.rand(IMAGES, 3, side, side, generator=torch.Generator().manual_seed(0))
-    with collected():  # that a profile of so few images tells them is true, but these are nobody's
+    # A warning that a profile of so few images gives them away is true, but these are nobody's.
+    with collect_warnings():
         plain, full = (shiftmend.profile(model, images, gaussian=kind, device="cpu") for kind in ("marginal", "full"))
-    file = None if folder is None else _trained(Path(folder), recipe.facts())
+    file = None if folder is None else _find_trained(Path(folder), recipe.facts())
     state = {key: value.contiguous() for key, value in model.state_dict().items()}
     return Sizes(
         chosen.name,
-        counts=_counts(plain),
+        counts=_measure_counts(plain),
         profile=len(plain.to_bytes()),
         full=len(full.to_bytes()),
         model=len(safetensors.torch.save(state)) if file is None else file.stat().st_size,
-        files=_files(chosen.name, root),
-        pixels=_pixels(chosen, name, root),
+        files=_measure_files(chosen.name, root),
+        pixels=_measure_pixels(chosen, name, root),
         trained=file is not None,
         remark=chosen.source_remark(root),
     )
 
 
-def table(sizes: Sequence[Sizes]) -> Table:
-    """A row a benchmark, beside the paper's figures where it has some."""
+def make_table(sizes: Sequence[Sizes]) -> Table:
+    """Make a row for each benchmark, beside the paper's figures where it has some."""
     titles = ("profile", "with covariance", "bin counts alone", "model", "data, files", "data, pixels")
     columns = [Column(title, digits=3) for title in titles]
     columns += [Column(title, "paper", "published", 3) for title in ("bin counts", "model", "data")]
     rows = []
     for one in sizes:
-        there = _paper().get(one.benchmark, {})
+        there = _read_paper().get(one.benchmark, {})
         ours = (one.profile, one.full, one.counts, one.model, one.files, one.pixels)
         entries = [Entry(None if size is None else size / 1e6) for size in ours]
         entries += [Entry(text=f"{there[key]:g}") if key in there else Entry() for key in ("counts", "model", "data")]
@@ -120,35 +115,30 @@ def table(sizes: Sequence[Sizes]) -> Table:
         f"profiles of random images, files {models}: but for some bytes of the header sizes do not depend on values",
         "a profile also holds the ranges, 128 slices and mean and variance of each feature",
         *(f"{one.benchmark}: {one.remark}" for one in sizes if one.remark),
-        *_paper()["notes"],
+        *_read_paper()["notes"],
     )
     return Table("profile, model and data in MB", "benchmark", tuple(columns), tuple(rows), notes)
 
 
-def page(sizes: Sequence[Sizes]) -> str:
-    """The table as a page of its own."""
+def write_page(sizes: Sequence[Sizes]) -> str:
+    """Write the table as a page of its own."""
     largest = max(sizes, key=lambda one: one.profile)
     said = (
         "What has to be kept of the source data to adapt without them, beside the data and the model (the paper's "
-        f"appendix A). The largest profile here, that of {for_markdown(largest.benchmark)}, has "
+        f"appendix A). The largest profile here, that of {escape_markdown(largest.benchmark)}, has "
         f"{largest.profile / 1e3:,.0f} kB, {100 * largest.profile / largest.model:.2g} % of its model."
     )
     command = "shiftmend bench storage --data-root DATA --out docs/results/storage.md"
-    return (
-        f"# What a profile costs\n\n{said}\n\n```bash\n{command}\n```\n\n{render(table(sizes), 'markdown').rstrip()}\n"
-    )
+    table = render(make_table(sizes), "markdown").rstrip()
+    return f"# What a profile costs\n\n{said}\n\n```bash\n{command}\n```\n\n{table}\n"
 
 
-def _source(benchmark: Benchmark) -> str:
-    return benchmark.source_for(Setting("source-only"), CLEAN)
-
-
-def _counts(profile: Profile) -> int:
+def _measure_counts(profile: Profile) -> int:
     return sum(tap.counts.nelement() * tap.counts.element_size() for tap in profile.taps.values())
 
 
-def _trained(folder: Path, recipe: dict[str, Any]) -> Path | None:
-    """The first source model of this recipe in a folder of results."""
+def _find_trained(folder: Path, recipe: dict[str, Any]) -> Path | None:
+    """Find the first source model of this recipe in a folder of results."""
     for file in sorted(folder.glob("sources/*.safetensors")):
         try:
             with safetensors.safe_open(file, framework="pt") as opened:
@@ -160,7 +150,7 @@ def _trained(folder: Path, recipe: dict[str, Any]) -> Path | None:
     return None
 
 
-def _files(benchmark: str, root: Root) -> int | None:
+def _measure_files(benchmark: str, root: Root) -> int | None:
     try:
         place = data_root(root)
     except DataError:
@@ -172,7 +162,7 @@ def _files(benchmark: str, root: Root) -> int | None:
     return None
 
 
-def _pixels(benchmark: Benchmark, source: str, root: Root) -> int | None:
+def _measure_pixels(benchmark: Benchmark, source: str, root: Root) -> int | None:
     try:
         train = benchmark.load_source(source, root).train
     except DataError:
@@ -181,7 +171,7 @@ def _pixels(benchmark: Benchmark, source: str, root: Root) -> int | None:
 
 
 @cache
-def _paper() -> dict[str, Any]:
+def _read_paper() -> dict[str, Any]:
     text = (resources.files("shiftmend.research.bench") / "paper" / "storage.json").read_text(encoding="utf-8")
     figures: dict[str, Any] = json.loads(text)
     return figures

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
+from shiftmend.engine.method import facts_of
 from shiftmend.errors import DataError
+from shiftmend.methods import method
 from shiftmend.research.bench import results as reading
 from shiftmend.research.bench.benchmark import Benchmark, Cell, Origin, Outcome, Result
-from shiftmend.research.bench.plan import plan
-from shiftmend.research.bench.results import read, stored
-from shiftmend.research.bench.run import STORE
-from shiftmend.research.bench.store import Store, to_compact
+from shiftmend.research.bench.plan import plan, settings_of
+from shiftmend.research.bench.results import read
+from shiftmend.research.bench.store import STORE, Store, load_results, to_compact
 from shiftmend.research.bench.suite import find
 
 
@@ -121,10 +123,10 @@ def test_a_compact_export_is_read_as_the_store_it_was_made_from(tmp_path: Path) 
     digits = find("digits")
     record(tmp_path, digits, [*plan(digits, methods=["fr", "source-only"]), *plan(digits, "online", methods=["fr"])])
     file = tmp_path / "digits.json"
-    file.write_text(to_compact(stored(tmp_path)))
+    file.write_text(to_compact(load_results(tmp_path)))
     for protocol in ("offline", "online"):
         assert read("digits", file, protocol) == read("digits", tmp_path, protocol)
-    assert stored(file, "emnist-da") == []
+    assert load_results(file, "emnist-da") == []
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
@@ -133,3 +135,34 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
         read("digits", tmp_path / "file")
     with pytest.raises(DataError, match="there is no store"):
         read("digits", tmp_path)
+
+
+# ---- What lies in `results/` is what the code of today would make: a changed setting or default makes cells stale
+
+FILES = sorted(file for file in (Path(__file__).parents[3] / "results").glob("*.json") if file.stem != "label-shift")
+
+
+def test_there_are_results() -> None:
+    assert len(FILES) >= 6
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_results_are_of_todays_recipes(file: Path) -> None:
+    for protocol in sorted({result.cell.protocol for result in load_results(file)}):
+        reading = read(file.stem, file, protocol)
+        assert reading.results
+        assert reading.others == 0
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_results_are_of_todays_options_and_defaults(file: Path) -> None:
+    benchmark = find(file.stem)
+    for result in load_results(file):
+        setting = settings_of(benchmark, result.cell.protocol)[result.cell.method]
+        options = {**setting.options, **({"labels": [0]} if setting.method == "target-supervised" else {})}
+        today = facts_of(method(setting.method, **options))
+        assert _but_labels(result.manifest["method"]) == _but_labels(json.loads(json.dumps(today))), result.cell
+
+
+def _but_labels(facts: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in facts.items() if name != "labels_sha256"}

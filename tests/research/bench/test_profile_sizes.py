@@ -10,10 +10,10 @@ import safetensors.torch
 import torch
 
 import shiftmend
-from shiftmend.research.bench.recipes import untrained
+from shiftmend.research.bench.profile_sizes import Sizes, make_table, measure, write_page
+from shiftmend.research.bench.recipes import build_untrained
 from shiftmend.research.bench.rendering import render
-from shiftmend.research.bench.resources import obtain
-from shiftmend.research.bench.storage import Sizes, measure, page, table
+from shiftmend.research.bench.resources import get_source_model
 from shiftmend.research.bench.suite import find
 
 HEADER = 64
@@ -23,7 +23,7 @@ HEADER = 64
 @pytest.mark.slow
 def test_sizes_are_those_of_the_files(tmp_path: Path) -> None:
     found = measure("digits")
-    model = untrained(find("digits").sources["plain"], seed=5).eval()
+    model = build_untrained(find("digits").sources["plain"], seed=5).eval()
     inputs = torch.randn(300, 3, 28, 28, generator=torch.Generator().manual_seed(3)) * 40
     for kind, size in (("marginal", found.profile), ("full", found.full)):
         shiftmend.profile(model, inputs, gaussian=kind, device="cpu").save(tmp_path / kind)  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ def test_the_file_of_a_trained_model_is_taken_where_there_is_one(tmp_path: Path)
     images = benchmark.load_source("plain", None).train
     assert measure("digits", tmp_path).trained is False
     quick = type(recipe)(**{**recipe.__dict__, "epochs": 1})
-    _, other = obtain(tmp_path, quick, 1, images, benchmark.preprocess, device="cpu")
+    _, other = get_source_model(tmp_path, quick, 1, images, benchmark.preprocess, device="cpu")
     assert measure("digits", tmp_path).trained is False  # of another recipe
     content = safetensors.torch.load_file(other)
     metadata = {"recipe": json.dumps(recipe.facts())}
@@ -73,9 +73,9 @@ def test_the_table_stands_beside_the_paper() -> None:
         Sizes("mnist-c", 5520, 16912, 49432, 4_789_504, 11_009_000, 42_336_000, trained=False, remark="fewer of them"),
         Sizes("visda-c", 82_400, 139_920, 8_524_464, 170_577_864, None, None, trained=True),
     ]
-    rows = [line for line in render(table(sizes), "markdown").splitlines() if line.startswith("| mnist-c")]
+    rows = [line for line in render(make_table(sizes), "markdown").splitlines() if line.startswith("| mnist-c")]
     assert rows == ["| mnist-c | 0.017 | 0.049 | 0.006 | 4.790 | 11.009 | 42.336 | 0.004 | 0.9 | 33 |"]
-    text = page(sizes)
+    text = write_page(sizes)
     assert "that of visda-c, has 140 kB, 0.082 % of its model" in text
     assert "of trained models for visda-c, else of untrained ones" in text
     assert "\n- mnist-c: fewer of them\n" in text

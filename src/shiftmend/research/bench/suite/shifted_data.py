@@ -1,4 +1,4 @@
-"""Shifted data for the benchmarks: the published files where they are, made again where they are not."""
+"""Shifted images for the benchmarks: the published files where they are, made again where they are not."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ SEED = 2022
 
 
 def exists(root: Root, *parts: str) -> bool:
-    """Whether a file or folder of a published set is there."""
+    """Tell if a file or folder of a published set is there."""
     try:
         return data_root(root).joinpath(*parts).exists()
     except DataError:
         return False
 
 
-def textures(root: Root, *parts: str) -> Path | None:
-    """A folder of pictures under the data root, if there is one; without it the package draws stand-ins."""
+def find_textures(root: Root, *parts: str) -> Path | None:
+    """Find a folder of pictures under the data root; without it the package draws stand-ins."""
     return data_root(root).joinpath(*parts) if exists(root, *parts) else None
 
 
-def apply(name: str, clean: Split, *, pictures: Path | None = None, severity: int | None = None) -> Split:
-    """A clean set under a shift, in the same order."""
+def make_again(name: str, clean: Split, *, pictures: Path | None = None, severity: int | None = None) -> Split:
+    """Apply a shift to a clean set, in the same order."""
     needed = shifts.find(name).texture is not None
     images = shifts.apply(name, clean.images, severity=severity, seed=SEED, textures=pictures)
     using = "" if not needed else f" with {'stand-ins' if pictures is None else 'the pictures in ' + pictures.name}"
     return Split(images, clean.labels, f"{name} of {clean.name}, made again{using}", clean.classes)
 
 
-def origin(name: str, published: bool) -> Origin:
-    """What stands on pictures of its own, such as textures, can only be rebuilt with others."""
+def origin_of(name: str, published: bool) -> Origin:
+    """Say where images come from. A shift with pictures of its own, such as textures, can only be rebuilt."""
     if published:
         return "published"
     return "regenerated" if shifts.find(name).texture is None else "rebuilt"

@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -16,16 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from processes import alive, eventually, seen
 from terminal import Terminal
 from tiny import CELLS, DOOMED, SEEDS, TINY
 
 from shiftmend.errors import DataError
+from shiftmend.research.bench import run as display_module
 from shiftmend.research.bench import run as runner
-from shiftmend.research.bench.benchmark import Setting
-from shiftmend.research.bench.execute import Job, Preparation
+from shiftmend.research.bench.benchmark import Cell, Outcome, Result, Setting
+from shiftmend.research.bench.execute import Job, Preparation, list_preparations
 from shiftmend.research.bench.plan import plan
-from shiftmend.research.bench.run import STORE, run
+from shiftmend.research.bench.run import Display, describe_result, format_left, run
+from shiftmend.research.bench.store import STORE
 
 FILE = str(Path(__file__).parents[2] / "helpers" / "tiny.py")
 DIVERGED = "became NaN or infinite"
@@ -120,14 +125,14 @@ def test_without_time_nothing_is_begun_and_nothing_lost(workers: int, home: Path
         ({"protocol": "overnight"}, "has no protocol 'overnight'; it has offline, online"),
         ({"methods": ["adabm"]}, "has no method 'adabm'.*did you mean adabn"),
         ({"shifts": ["darkness"]}, "has no shift 'darkness'"),
-        ({"seeds": []}, "no seed is named"),
-        ({"workers": 0}, "workers must be at least 1, got 0"),
-        ({"rates": [0.1, -1.0]}, "learning rates must be positive numbers"),
-        ({"rates": [float("nan")]}, "learning rates must be positive numbers"),
-        ({"minutes": 0.0}, "minutes that a run may take must be a positive number, got 0.0"),
-        ({"minutes": float("nan")}, "must be a positive number, got nan"),
-        ({"minutes": 5.0, "executor": "ray"}, "limited by the cluster; leave the minutes out"),
-        ({"executor": "slurm"}, "unknown executor 'slurm', expected local or ray"),
+        ({"seeds": []}, "seed"),
+        ({"workers": 0}, "at least 1 worker"),
+        ({"rates": [0.1, -1.0]}, "positive"),
+        ({"rates": [float("nan")]}, "positive"),
+        ({"minutes": 0.0}, "minutes"),
+        ({"minutes": float("nan")}, "minutes"),
+        ({"minutes": 5.0, "executor": "ray"}, "cluster"),
+        ({"executor": "slurm"}, "slurm"),
         ({"root": "/nowhere/at/all"}, "the data folder '/nowhere/at/all' does not exist"),
         ({"root": ""}, "the data folder '' does not exist"),
         ({"folder": FILE}, "is a file, expected a folder for results"),
@@ -156,8 +161,8 @@ def test_workers_get_what_they_cannot_know(
 ) -> None:
     """Another machine has neither this one's environment nor its working directory."""
     jobs = []
-    inline = runner.inline
-    monkeypatch.setattr(runner, "inline", lambda job, advance: (jobs.append(job), inline(job, advance))[1])
+    run_here = runner.in_this_process
+    monkeypatch.setattr(runner, "in_this_process", lambda job, advance: (jobs.append(job), run_here(job, advance))[1])
     monkeypatch.setenv("SHIFTMEND_DATA", str(root))
     monkeypatch.chdir(Path(FILE).parent)
     run("tiny.py:TINY", os.path.relpath(home), methods=["adabn"], shifts=["dark"], seeds=[1], device="cpu", workers=1)
@@ -168,7 +173,7 @@ def test_workers_get_what_they_cannot_know(
 
 
 def test_source_models_are_shared() -> None:
-    needed = runner.preparations(TINY, plan(TINY, seeds=[1, 2]))
+    needed = list_preparations(TINY, plan(TINY, seeds=[1, 2]))
     assert needed == [Preparation(source, seed, 0.01) for seed in (1, 2) for source in ("plain", "shot")]
 
 
@@ -176,7 +181,7 @@ def test_presets_of_one_source_model_are_one_preparation() -> None:
     """Two workers must not train the same model at the same time."""
     rows = {name: Setting("fr", {"epochs": 1}, preset=name) for name in ("reference", "sliced")}
     benchmark = replace(TINY, settings={"offline": rows})
-    (needed,) = runner.preparations(benchmark, plan(benchmark, seeds=[1]))
+    (needed,) = list_preparations(benchmark, plan(benchmark, seeds=[1]))
     assert sorted(needed.presets) == ["reference", "sliced"]
 
 
@@ -196,22 +201,22 @@ def test_where_cells_run_and_what_a_job_says(home: Path, root: Path, monkeypatch
         run(f"{FILE}:TINY", home, root=root, **given)
         return taken[-1][0], taken[-1][1].threads
 
-    for name in ("inline", "processes", "lanes", "on_ray"):
+    for name in ("in_this_process", "in_processes", "in_gpu_threads", "on_ray"):
         monkeypatch.setattr(runner, name, executor(name))
     monkeypatch.setattr(os, "cpu_count", lambda: 9)
     monkeypatch.setattr(runner.torch.cuda, "is_available", lambda: False)
-    assert place(workers=3, rates=[1, 0.1], compile=True) == ("processes", 1)
+    assert place(workers=3, rates=[1, 0.1], compile=True) == ("in_processes", 1)
     assert (taken[-1][1].rates, taken[-1][1].compile, taken[-1][2]) == ((1, 0.1), True, 3)
     assert place(workers=2, executor="ray") == ("on_ray", 1)
-    monkeypatch.setattr(runner, "find", lambda name: replace(TINY, small=False, lanes=3))
-    assert place() == ("inline", 0)  # with all threads
-    assert place(workers=3) == ("processes", 3)
-    assert place(workers=100) == ("processes", 2)  # there are but four cells
+    monkeypatch.setattr(runner, "find", lambda name: replace(TINY, small=False, cells_per_gpu=3))
+    assert place() == ("in_this_process", 0)  # with all threads
+    assert place(workers=3) == ("in_processes", 3)
+    assert place(workers=100) == ("in_processes", 2)  # there are but four cells
     assert taken[-1][2] == 4
     monkeypatch.setattr(runner.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(runner.torch.cuda, "device_count", lambda: 1)
-    assert place() == ("lanes", 3)
-    assert place(device="cpu") == ("inline", 0)
+    assert place() == ("in_gpu_threads", 3)
+    assert place(device="cpu") == ("in_this_process", 0)
 
 
 def arguments(home: Path, root: Path, workers: int) -> list[str]:
@@ -317,10 +322,157 @@ def test_ctrl_c_on_a_terminal_with_two_processes(home: Path, root: Path) -> None
     check_that_all_is_whole(home)
 
 
-def test_how_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_count_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(runner.torch.cuda, "is_available", lambda: False)
-    assert runner._workers(TINY, "auto") == 4
+    assert runner._count_workers(TINY, "auto") == 4
     monkeypatch.setattr(runner.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(runner.torch.cuda, "device_count", lambda: 2)
-    assert [runner._workers(TINY, device) for device in ("auto", "cuda", "cuda:1", "cpu")] == [2, 2, 1, 4]
+    assert [runner._count_workers(TINY, device) for device in ("auto", "cuda", "cuda:1", "cpu")] == [2, 2, 1, 4]
+
+
+# ----
+
+FR, BUFR = (Cell("tiny", "offline", method, "dark", 1, "abc") for method in ("fr", "bufr"))
+MODEL, OTHER = Preparation("plain", 1, 0.01), Preparation("plain", 2, 0.01)
+
+
+def done(cell: Cell, accuracy: float = 0.5) -> Result:
+    last, best = (Outcome(epoch, value, 0.1, 0.2, 0.3, 0.4) for epoch, value in ((4, accuracy), (2, 0.75)))
+    return Result(cell, "own", last, best, last, seconds=1.26)
+
+
+def failed(cell: Cell) -> Result:
+    return Result(cell, "own", error="it [broke]")
+
+
+@contextmanager
+def standard_error_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    monkeypatch.setenv("TERM", "xterm")
+    with Terminal() as terminal, os.fdopen(os.dup(terminal.inner), "w") as stream, monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", stream)
+        yield terminal
+
+
+@pytest.mark.parametrize("show", [None, True])
+def test_on_a_terminal(show: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        standard_error_on_a_terminal(monkeypatch) as terminal,
+        Display(show, "tiny [x]", cells=4, preparations=2) as display,
+    ):
+        assert terminal.shows(r"tiny \[x\] +\S+ preparing: 0 of 2 source models")
+        for task in (MODEL, OTHER):
+            display.advance(task, 0, 0)
+        display.advance(OTHER, 3, 10)
+        assert terminal.shows(r"  source model plain, seed 2 +\S+ 3 of 10")
+        assert "  source model plain, seed 1" in terminal.screen()
+        display.end(MODEL, None)
+        assert terminal.shows("preparing: 1 of 2 source models")
+        assert "seed 1" not in terminal.screen()
+        display.end(OTHER, None)
+        assert terminal.shows("0 of 4 cells, time left unknown")
+        assert "source model" not in terminal.screen()
+        for cell in (FR, BUFR):
+            display.advance(cell, 0, 0)
+        assert terminal.shows(r"  fr on dark, seed 1 +\S+ *\n")
+        display.advance(FR, 1, 4)
+        display.advance(BUFR, 7, 7)  # which does not know how much there is
+        assert terminal.shows(r"  fr on dark, seed 1 +\S+ 1 of 4")
+        assert terminal.shows(r"  bufr on dark, seed 1 +\S+ 7 *(\n|$)")
+        display.advance(FR, 4, 4)
+        assert terminal.shows(r"  fr on dark, seed 1 +\S+ 4 of 4")
+        display.end(FR, done(FR))
+        assert terminal.shows(r"1 of 4 cells, \d+ s left")
+        assert "  fr on dark" not in terminal.screen()
+        display.end(BUFR, failed(BUFR))
+        assert terminal.shows(r"2 of 4 cells, \d+ s left")
+        assert "  bufr on dark" not in terminal.screen()
+        assert "\nbufr on dark, seed 1: failed: it [broke]" in "\n" + terminal.screen()
+    assert terminal.screen().strip() == "bufr on dark, seed 1: failed: it [broke]"  # the bars are gone
+
+
+def test_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    for show, say in ((None, said.append), (False, said.append), (True, None), (None, None), (False, None)):
+        with Display(show, "tiny", cells=2, preparations=1, say=say) as display:
+            display.advance(MODEL, 3, 10)
+            display.end(MODEL, None)
+            display.advance(FR, 1, 4)
+            display.end(FR, done(FR))
+            display.end(BUFR, failed(BUFR))
+    lines = [
+        "1/2  fr on dark, seed 1: 50.0 % (selected 50.0, best 75.0), 1.3 s  (0 s left)",
+        "2/2  bufr on dark, seed 1: failed: it [broke]  (0 s left)",
+    ]
+    assert said == 2 * lines
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.splitlines()) == ("", lines)
+
+
+def test_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(display_module.time, "monotonic", lambda: clock[0])
+    with Display(False, "tiny", cells=10, preparations=1) as display:
+        clock[0] += 1000  # preparing says nothing about cells
+        display.advance(MODEL, 9, 10)
+        assert display.remaining() != display.remaining()
+        display.end(MODEL, None)
+        clock[0] += 30
+        display.advance(FR, 0, 0)
+        assert display.remaining() != display.remaining()
+        display.advance(FR, 1, 4)
+        display.advance(BUFR, 7, 7)
+        assert display.remaining() == pytest.approx(30 * 9.75 / 0.25)
+        display.advance(BUFR, 8, 16)
+        assert display.remaining() == pytest.approx(30 * 9.25 / 0.75)
+        clock[0] += 30
+        display.end(FR, done(FR))
+        assert display.remaining() == pytest.approx(60 * 8.5 / 1.5)
+        display.end(BUFR, failed(BUFR))
+        assert display.remaining() == pytest.approx(60 * 8 / 2)
+
+
+def test_several_threads_may_say_how_far_they_are() -> None:
+    cells = [Cell("tiny", "offline", "fr", str(number), 1, "recipe") for number in range(200)]
+    errors: list[BaseException] = []
+    interval = sys.getswitchinterval()
+    with Display(False, "tiny", cells=len(cells)) as display:
+
+        def lane(own: list[Cell]) -> None:
+            try:
+                for cell in own * 20:
+                    display.advance(cell, 1, 2)
+                    display.remaining()
+                    display.end(cell, None)
+            except RuntimeError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=lane, args=(cells[start::4],)) for start in range(4)]
+        sys.setswitchinterval(1e-6)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+    assert errors == []
+    assert display.done == 20 * len(cells)
+
+
+def test_times_in_words() -> None:
+    words = {0.4: "0 s left", 89: "89 s left", 90: "2 min left", 5399: "90 min left", 9000: "2.5 h left"}
+    assert {seconds: format_left(seconds) for seconds in words} == words
+    assert format_left(float("nan")) == "time left unknown"
+
+
+@given(st.floats(0, 1e7))
+def test_times_in_words_are_close(seconds: float) -> None:
+    number, unit, _ = format_left(seconds).split()
+    scale, half = {"s": (1, 0.5), "min": (60, 30), "h": (3600, 180)}[unit]
+    assert abs(float(number) * scale - seconds) <= half + 1e-6
+
+
+def test_one_line_for_a_result() -> None:
+    assert describe_result(done(FR, 0.5)) == "fr on dark, seed 1: 50.0 % (selected 50.0, best 75.0), 1.3 s"
+    assert describe_result(failed(FR)) == "fr on dark, seed 1: failed: it [broke]"
