@@ -196,7 +196,7 @@ class Noisy(Dataset[torch.Tensor]):
 
 def test_the_inputs_shown_of_a_stream_are_those_that_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
     world, profile, _ = mended()
-    monkeypatch.setattr("shiftmend.inputs.feed.room_on", lambda _: 0)
+    monkeypatch.setattr("shiftmend.inputs.feed.max_resident_bytes", lambda _: 0)
     found = report.gather(world.model, Noisy(), profile, samples=5)
     for sample in found.inputs:
         with torch.no_grad():
