@@ -15,7 +15,7 @@ from scipy import stats
 from shiftmend.errors import DataError
 from shiftmend.evaluation.classification import ClassificationMetrics
 from shiftmend.research.bench.benchmark import Result
-from shiftmend.research.bench.cell import reliability_of
+from shiftmend.research.bench.cell import list_reliability
 from shiftmend.research.bench.published import figure as published
 from shiftmend.research.bench.suite import find
 from shiftmend.research.figures import style
@@ -458,7 +458,7 @@ def predictions(seed: int, count: int = 300, sharpness: float = 2.0) -> tuple[to
 def scored(method: str, shift: str, seed: int, bins: int = 10, **options: Any) -> Result:
     metrics = ClassificationMetrics(bins)
     metrics.update(*predictions(seed + sum(map(ord, method + shift)), **options))
-    return result(method, shift, seed, manifest={"reliability": reliability_of(metrics.compute())})
+    return result(method, shift, seed, manifest={"reliability": list_reliability(metrics.compute())})
 
 
 BINNED = [
