@@ -27,10 +27,7 @@ def data_root(argument: PathLike | None = None) -> Path:
     """Return the folder that holds all datasets: `argument`, else the environment variable SHIFTMEND_DATA."""
     chosen = os.fspath(argument) if argument is not None else os.environ.get(ROOT_VARIABLE, "")
     if not chosen:
-        raise DataError(
-            "expected the folder that holds the datasets, got none. Try `root` (--data-root), or "
-            f"`export {ROOT_VARIABLE}=/path/to/data`"
-        )
+        raise DataError(f"no data folder is known. Try `root` (--data-root), or `export {ROOT_VARIABLE}=/path/to/data`")
     return Path(chosen).expanduser()
 
 
