@@ -96,12 +96,12 @@ def streamed() -> None:
 
 
 def judged() -> None:
-    report.facts(network(), images(2), source(), adapted("fr"), labels=LABELS, device=AWAY)
+    report.gather(network(), images(2), source(), adapted("fr"), labels=LABELS, device=AWAY)
     shiftmend.evaluate(network(), (images(2), LABELS), device=AWAY)
     model, quantities = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)), np.random.default_rng(0).random(30)
     inputs = torch.randn(30, 3)
     shiftmend.evaluate(model, (inputs.double(), quantities), device=AWAY)
-    report.facts(model, inputs, shiftmend.profile(model, inputs, device=AWAY), labels=quantities, device=AWAY)
+    report.gather(model, inputs, shiftmend.profile(model, inputs, device=AWAY), labels=quantities, device=AWAY)
 
 
 def shifted() -> None:

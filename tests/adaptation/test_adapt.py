@@ -1094,7 +1094,7 @@ def test_the_default_device_of_torch_changes_nothing(tmp_path) -> None:  # type:
         made.merge(made).save(tmp_path / "p")
         options = {"epochs_per_block": 1, "batch_size": 50, "device": "cpu", "progress": False}
         result = shiftmend.adapt(world.model, world.target, tmp_path / "p", "bufr", **options)
-        found = report.facts(world.model, (world.target, world.labels), made, result, device="cpu")
+        found = report.gather(world.model, (world.target, world.labels), made, result, device="cpu")
         assert found.taps[0].worst[0].before.spread > 0
         assert len(few_shot(world.labels, 2)) == 2 * len(world.labels.unique())
         return result.model

@@ -135,10 +135,7 @@ def of_adaptation(result: Adaptation) -> Tensors:
         numbers = (
             row.learning_rate,
             *row.losses.values(),
-            row.verification,
-            row.marginals,
-            row.entropy,
-            row.confidence,
+            *row.signals.values(),
         )
         found[f"epoch {row.epoch}"] = torch.tensor([np.nan if number is None else number for number in numbers])
     for name, judged in (("before", result.before), ("after", result.after)):
@@ -247,7 +244,7 @@ def resumed(folder: Path) -> Any:
     with mock.patch.object(checkpoints, "save", wraps=checkpoints.save) as save:
         result = adapted("bufr", epochs_per_block=2, checkpoint=checkpoint)
         begun = adapted("bufr", epochs_per_block=2, checkpoint=folder / "one.ckpt")
-    with checkpoints.alone_at(folder / "busy.ckpt") if distributed.rank() == 0 else contextlib.nullcontext():
+    with checkpoints.lock(folder / "busy.ckpt") if distributed.rank() == 0 else contextlib.nullcontext():
         busy = refusal(lambda: adapted("adabn", checkpoint=folder / "busy.ckpt"))
     missing = refusal(lambda: adapted("adabn", checkpoint=folder / f"adabn-{distributed.rank()}.ckpt"))
     return {

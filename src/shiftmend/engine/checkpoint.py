@@ -1,4 +1,4 @@
-"""Checkpoints: a run that was killed goes on where it was, and ends as if nothing had happened."""
+"""Checkpoint files of a run: save, load, lock. The trainer resumes from them."""
 
 from __future__ import annotations
 

@@ -869,7 +869,7 @@ def test_missing_data_are_one_sentence_that_names_the_file(
         assert "fetch" in text
         assert "\n" not in text
         monkeypatch.delenv("SHIFTMEND_DATA", raising=False)
-        with pytest.raises(DataError, match="no data folder is known"):
+        with pytest.raises(DataError, match="SHIFTMEND_DATA"):
             load(None)
     for shift in (*benchmark.shifts, CLEAN):
         assert benchmark.origin(shift, None) in ("published", "regenerated", "rebuilt")  # quick, and never an error
