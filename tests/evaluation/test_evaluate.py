@@ -122,7 +122,7 @@ def test_captured_scores_follow_the_weights_too() -> None:
         expected = shiftmend.evaluate(model, (world.target, world.labels), batch_size=64, device=device)
         noise = [torch.full((size,), 1 << 40, device=device) for size in (64, 512, 4096) for _ in range(20)]
         seen = scorer()
-        assert scorer._again is not None
+        assert scorer._pass._replay is not None
         assert seen.accuracy == expected.accuracy
         assert (seen.ece, seen.nll, seen.brier) == pytest.approx((expected.ece, expected.nll, expected.brier), rel=1e-5)
         del noise

@@ -55,7 +55,7 @@ def test_a_captured_look_follows_weights_and_taps() -> None:
             for weight in model.parameters():
                 weight.mul_(factor)
         seen, expected = captured(taps), plain(taps)
-        assert captured._again is not None
+        assert captured._pass._replay is not None
         assert seen.keys() == expected.keys()
         for name, values in expected.items():
             torch.testing.assert_close(seen[name], values)

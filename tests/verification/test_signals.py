@@ -235,7 +235,7 @@ def test_a_captured_look_follows_the_weights_and_survives_other_work(most: int |
         # would overwrite memory that the graph reads and nobody holds
         noise = [torch.full((size,), 1 << 40, device=device) for size in (100, 512, 1024, 4096) for _ in range(20)]
         seen, expected = watch(), observe(model, feed, profile, limit=most)
-        assert watch._again is not None
+        assert watch._pass._replay is not None
         assert seen.verification is not None
         assert expected.verification is not None
         assert seen.verification.divergence == pytest.approx(expected.verification.divergence, rel=1e-5)
