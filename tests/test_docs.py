@@ -213,6 +213,7 @@ def test_no_page_names_a_folder_of_somebodys_machine(page: Path) -> None:
     assert not found, f"{in_the_repository(page)} has {found}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

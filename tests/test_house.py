@@ -18,11 +18,11 @@ CONTRACT = "importlinter:contract:house"
 
 HELD = {
     house.flat_modules: 0,
-    house.evaluation_loops: 9,
-    house.graph_wrappers: 3,
-    house.compared_methods: 9,
-    house.broad_excepts: 20,
-    house.matched_error_texts: 7,
+    house.evaluation_loops: 1,
+    house.graph_wrappers: 1,
+    house.compared_methods: 0,
+    house.broad_excepts: 3,
+    house.matched_error_texts: 1,
 }
 """The most that each measure may count. Lower a number when the code does better; the aims are in `house`."""
 
@@ -73,6 +73,7 @@ def test_every_package_has_its_place() -> None:
     assert there - house.TOP_LEVEL == set(read_contract()["layers"]) - {"errors"}
 
 
+@pytest.mark.slow
 def test_packages_import_downwards_only(sources: list[house.Source]) -> None:
     contract = read_contract()
     known = [tuple(line.split(" -> ")) for line in contract.get("ignore_imports", [])]

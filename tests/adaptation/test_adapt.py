@@ -242,6 +242,7 @@ def test_the_first_stage_trains_the_first_block_alone() -> None:
     assert changed == {"conv1.weight", "conv1.bias", "bn1.weight", "bn1.bias"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("samples", "batch"), [(257, 256), (40, 256), (65, 64), (2, 256)])
 def test_small_last_batches_and_small_targets(samples: int, batch: int) -> None:
     world = sensors()
@@ -322,6 +323,7 @@ def test_one_image_is_too_few_where_slices_of_pooled_features_are_aligned_as_wel
         assert FR(align="maps").smallest_batch(profile) == (1 if enough else 2)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state() -> None:
     world = sensors(norm=False)
     with pytest.raises(DivergedError, match="lower the learning rate") as caught:

@@ -184,6 +184,7 @@ def test_an_interrupt_returns_the_selected_state() -> None:
     assert same(cut.model, known(cut.selected).model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2, 4])
 def test_an_interrupt_while_a_state_is_remembered_leaves_history_and_model_of_one_epoch(
     epochs: int, monkeypatch: pytest.MonkeyPatch
@@ -236,6 +237,7 @@ def killed_after(epochs: int, monkeypatch: pytest.MonkeyPatch, run: Callable[[],
             run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 4, 5])
 def test_a_run_that_was_killed_still_gives_the_selected_state(
     epochs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

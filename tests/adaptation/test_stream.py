@@ -183,6 +183,7 @@ def test_the_momentum_of_a_step_that_was_taken_back_is_forgotten(monkeypatch: py
     assert all(torch.equal(a, b) for a, b in zip(state(online.snapshot()), state(fresh.snapshot()), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
     ["torch.optim.SGD.step", "shiftmend.adaptation.stream.is_finite", "shiftmend.adaptation.stream.Stream._count"],

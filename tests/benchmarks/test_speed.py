@@ -152,6 +152,7 @@ def test_compiled_steps_are_set_beside_those_as_they_are(as_on_a_gpu: list[bool]
     assert stage.model._compiled_call_impl is None
 
 
+@pytest.mark.slow
 def test_steps_that_cannot_be_compiled_are_not_called_compiled(
     as_on_a_gpu: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,7 @@ def test_profiles_of_classes_are_mixed(site: Path, tmp_path: Path, capsys: pytes
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_adapting_never_replaces_the_weights_it_started_from(
     site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

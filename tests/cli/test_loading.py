@@ -36,6 +36,7 @@ def refusal(name: str, *options: str) -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "reason", "line"),
     [

@@ -24,6 +24,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 EXTRAS = ("matplotlib", "sklearn", "scipy", "ray", "torchvision")
 
 
+@pytest.mark.slow
 def test_nothing_but_figures_and_analyses_imports_an_extra() -> None:
     code = (
         "import importlib, pkgutil, sys\n"
@@ -37,6 +38,7 @@ def test_nothing_but_figures_and_analyses_imports_an_extra() -> None:
     assert int(done.stdout) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_the_demo_says_and_writes_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # It profiles, adapts, verifies, evaluates and reports: all of them do without the extras.

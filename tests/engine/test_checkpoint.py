@@ -403,6 +403,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path, content: bytes) -> None
     assert (tmp_path / "c").read_bytes() == content
 
 
+@pytest.mark.slow
 def test_no_damaged_byte_goes_unnoticed(tmp_path: Path) -> None:
     """Some would change a weight, others its name: the run would go on, to another end."""
     checkpoints.save(tmp_path / "c", "run", 0, 1, [], torch.nn.Linear(2, 1), None)

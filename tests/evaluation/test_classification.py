@@ -399,6 +399,7 @@ def test_restoration_distance_equals_numpy() -> None:
     assert restoration_distance(torch.from_numpy(source), torch.from_numpy(source)) == 0
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 2**31))
 def test_restoration_distance_streams(sizes: list[int], seed: int) -> None:

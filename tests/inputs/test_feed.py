@@ -217,6 +217,7 @@ def test_what_is_no_data_is_refused(source: Any, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [Uneven(), DataLoader(Uneven(), num_workers=1, batch_size=4), Pictures(), DataLoader(Pictures(), num_workers=1)],
@@ -229,6 +230,7 @@ def test_samples_that_make_no_batch_get_a_note_with_what_to_do(source: Any) -> N
     assert "collate_fn" in note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [[], [INPUTS[:0]], DataLoader(Pairs(INPUTS[:5]), batch_size=10, drop_last=True)])
 @pytest.mark.parametrize("use", [
     lambda feed: list(feed.batches()), lambda feed: list(an_epoch(feed, 0, 1)), lambda feed: feed.first(2),

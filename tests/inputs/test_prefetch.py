@@ -206,6 +206,7 @@ class Slow(AtOnce):
         return super().send(staged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copier", [AtOnce, AsLateAsPossible, Slow])
 @pytest.mark.parametrize("taken", [0, 1, 4])
 def test_an_iterator_given_up_leaves_nothing_behind(copier: Callable[[], AtOnce], taken: int) -> None:

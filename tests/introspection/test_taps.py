@@ -100,6 +100,7 @@ def test_tap_text_round_trip(spec: str) -> None:
     assert str(Tap.parse("mine", spec)) == spec
 
 
+@pytest.mark.slow
 def test_a_model_compiled_in_place_is_tapped_eagerly_and_stays_compiled() -> None:
     case = ZOO["tabular"]
     model = case.model()

@@ -182,6 +182,7 @@ def test_its_published_rate() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_it_needs_no_classes_and_learns_from_a_stream() -> None:
     case = ZOO["regressor"]
     model = case.model()

@@ -229,6 +229,7 @@ def test_options_that_mean_nothing_are_refused(name: str, options: dict[str, obj
         method(name, **options)
 
 
+@pytest.mark.slow
 def test_the_paper_preset_translates_the_published_rate() -> None:
     world = sensors()
     profile = world.profile("paper")

@@ -114,6 +114,7 @@ def test_bnm_im_is_the_sum_of_its_parts() -> None:
     assert float(both["logits"]) == pytest.approx(float(SHOTIM().objective(None, CPU)(activations)["logits"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "changed"),
     [
@@ -148,6 +149,7 @@ def test_they_mend_a_simple_shift(name: str) -> None:
     assert world.accuracy(result.model) > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [PL, TENT])
 def test_they_make_predictions_certain(made: type) -> None:
     world = sensors()
@@ -183,6 +185,7 @@ def test_what_they_cannot_do_is_one_sentence() -> None:
         BNMIM(weight=-1)
 
 
+@pytest.mark.slow
 def test_published_rates() -> None:
     cnn, other = Network(ZOO["paper-cnn"].model(), ()), Network(sensors().model, ())
     published = {PL: 0.01, SHOTIM: 0.1, TENT: 1e-3, BNM: 0.01, BNMIM: 0.01}

@@ -126,6 +126,7 @@ def test_presets_store_what_they_say() -> None:
     assert "alignment" not in made["reference"].slices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["reference", "paper", "sliced"])
 def test_bins_are_softer_without_batch_norm_unless_they_are_named(preset: str) -> None:
     inputs = torch.randn(64, 3)

@@ -20,6 +20,7 @@ from shiftmend.stats.gaussians import FullGaussian
 from shiftmend.stats.histograms import Bins
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["reference", "paper", "sliced"])
 def test_merged_halves_equal_the_whole(preset: str) -> None:
     case = ZOO["signal"]

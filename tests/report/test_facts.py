@@ -74,6 +74,7 @@ def test_the_verdict_is_that_of_verify(found: report.Facts) -> None:
     assert state_verdict(found).headline.lower() == result.after.verdict  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_units_against_numpy(found: report.Facts) -> None:
     world, profile, result = mended()
     for tap in found.taps:
@@ -339,6 +340,7 @@ def test_enough_samples_are_just_enough(units: int | None, adapted: bool, source
     assert undecided(1.01 * sampling_floor(bins, source, least - 1))
 
 
+@pytest.mark.slow
 def test_who_is_undecided_is_asked_for_more_samples_than_there_are() -> None:
     world = sensors(samples=1500)
     found = report.gather(world.model, world.source, world.profile())

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from shiftmend.report.formatting import format_number
 
 
+@pytest.mark.slow
 @given(st.floats(0, 1e6, allow_nan=False) | st.just(0.0))
 def test_numbers_for_people_are_near_the_truth(value: float) -> None:
     text = format_number(value)

@@ -347,6 +347,7 @@ def test_text_from_models_and_files_stays_text() -> None:
         assert "<script>alert(1)</script>" in page.sections[part], part  # as text, for people to see
 
 
+@pytest.mark.slow
 @given(st.text(), st.text())
 def test_text_in_templates_arrives_escaped(text: str, other: str) -> None:
     template = environment().from_string('<p title="{{ other }}">{{ text }}</p>')

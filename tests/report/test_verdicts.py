@@ -50,6 +50,7 @@ def test_the_sentence_says_what_happened() -> None:
     assert verdict_of(0.1, 0.005)[0] == "Restored"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mended_to", "divergence", "floor", "level", "headline", "first"),
     [

@@ -16,6 +16,7 @@ from shiftmend.errors import DataError
 from shiftmend.research.networks import MODELS, DigitCNN, ResNet, build, resnet18, resnet18_cifar, resnet101
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_builds_every_known_model(name: str) -> None:
     with torch.device("meta"):
@@ -378,6 +379,7 @@ def test_state_dict_is_torchvisions(
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "depths", "cifar", "size"),
     [
@@ -410,6 +412,7 @@ def test_forward_equals_the_written_out_network(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "size", "units"),
     [(resnet18_cifar, 32, 512), (resnet18, 96, 512), (resnet18, 224, 512), (resnet101, 224, 2048)],
@@ -460,6 +463,7 @@ def test_cifar_layout_starts_as_pytorch_does() -> None:
     assert model.conv1.stride == (1, 1)
 
 
+@pytest.mark.slow
 def test_gradients_reach_the_stem() -> None:
     torch.manual_seed(0)
     model = resnet18_cifar(3)

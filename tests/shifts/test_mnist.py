@@ -108,6 +108,7 @@ def test_constants_are_the_published_ones(name, published):
             assert [tuple(values.values()) for values in SHIFTS[f"{family}/{name}"].severities] == rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("severity", "angle"), [(None, 0.4), (5, 1.0)])
 def test_rotate(severity, angle):
     images = grey(8)
@@ -305,6 +306,7 @@ def blobs(count: int, seed: int, contrast: float = 1.0) -> np.ndarray:
     return contrast * np.clip(fields * 8, 0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contrast", [1.0, 0.3, 0.1])
 def test_canny_matches_reference(contrast):
     images = blobs(12, seed=3, contrast=contrast)

@@ -46,6 +46,7 @@ def test_one_image(name, images):
     assert apply(name, images[:1]).shape == images[:1].shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GLYPH_SHIFTS)
 def test_glyph_shifts_change_something_at_every_severity(name, images):
     grey = images[:, :1].contiguous()

@@ -68,6 +68,7 @@ def test_frost_stand_ins_have_the_colours_of_the_photographs():
         torch.testing.assert_close(picture.float().mean(dim=(1, 2)), torch.tensor(colour).float(), atol=12, rtol=0)
 
 
+@pytest.mark.slow
 def test_photograph_stand_ins():
     pictures = textures.photographs()
     assert len(pictures) == 30
@@ -178,6 +179,7 @@ def test_texture_must_be_larger_than_the_images(tmp_path):
         textures.crop([], 1, 28, 28, torch.Generator())
 
 
+@pytest.mark.slow
 def test_digest_names_origin_and_pixels(tmp_path):
     pixels = save(tmp_path / "sky.png")
     record = textures.digest("sky", tmp_path)

@@ -46,6 +46,7 @@ def slices_of(values: Tensor, like: Slices | None = None, seed: int = 3) -> Slic
     return Slices(histogram_of(projector(values.float()), like.histogram if like else None), seed, projector)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=20)
 @given(seed=SEEDS)

@@ -69,6 +69,7 @@ class Noisy(nn.Module):
         return nn.functional.dropout(x, 0.2, training=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["model", "preprocess"])
 @pytest.mark.parametrize("name", PLACES)
 def test_what_is_drawn_in_eval_mode_follows_the_seed_and_not_the_global_generators(name: str, where: str) -> None:

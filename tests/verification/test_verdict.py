@@ -366,6 +366,7 @@ def test_the_profile_may_be_named_by_its_file(tmp_path: Path) -> None:
         shiftmend.verify(model, case.inputs(), 7)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), [(100, 3000), (3000, 100)])
 def test_what_is_undecided_says_how_many_there_are(source: int, target: int) -> None:
     case = ZOO["signal"]

@@ -220,6 +220,7 @@ def balanced(accepted: list[bool], good: list[bool]) -> float:
     return (right_good + right_bad) / 2
 
 
+@pytest.mark.slow
 @given(examples)
 def test_area_counts_pairs(pairs: list[tuple[float, bool]]) -> None:
     values, good = [cost for cost, _ in pairs], [kind for _, kind in pairs]
@@ -233,6 +234,7 @@ def test_area_counts_pairs(pairs: list[tuple[float, bool]]) -> None:
     assert area(values, good) + flipped == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 @given(examples)
 def test_no_other_threshold_is_better_and_no_stricter_one_as_good(pairs: list[tuple[float, bool]]) -> None:
     values, good = [cost for cost, _ in pairs], [kind for _, kind in pairs]
@@ -259,6 +261,7 @@ def test_the_threshold_lies_between_the_two_kinds() -> None:
     assert share == 0.5
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.booleans(), st.sampled_from("abc")), max_size=25),
     st.booleans(),
@@ -297,6 +300,7 @@ two_costs = st.lists(st.tuples(costs, costs, st.booleans()), min_size=2, max_siz
 )
 
 
+@pytest.mark.slow
 @given(two_costs)
 def test_no_other_pair_of_thresholds_is_better(cells: list[tuple[float, float, bool]]) -> None:
     one, other, good = ([cell[part] for cell in cells] for part in range(3))

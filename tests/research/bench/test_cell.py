@@ -337,6 +337,7 @@ def test_supervised_never_sees_a_label_that_is_scored(spy: Spy) -> None:
     )
 
 
+@pytest.mark.slow
 def test_supervised_few_shots_are_drawn_from_the_first_part(spy: Spy) -> None:
     target = load_target("dim", None)
     done("target-supervised", protocol="few-shot-5")
@@ -478,6 +479,7 @@ def test_online_keeps_the_order_of_the_files_and_a_soft_profile() -> None:
     assert len(normal.manifest["target"]["sha256"]) == 64
 
 
+@pytest.mark.slow
 def test_source_only_online_is_the_model_as_it_came() -> None:
     assert usual("source-only", protocol="online").last.accuracy == usual("source-only").last.accuracy
 
@@ -556,6 +558,7 @@ def test_if_all_rates_fail_the_cell_does() -> None:
 # ---- failures
 
 
+@pytest.mark.slow
 def test_an_error_becomes_a_failed_result(tmp_path: Path) -> None:
     def absent(*_: Any) -> Target:
         raise DataError("/data/x.npy is missing:\n  fetch it")
@@ -679,6 +682,7 @@ def test_the_manifest_says_how_and_holds_no_labels(method: str, protocol: str, t
     assert back.signals == result.signals
 
 
+@pytest.mark.slow
 def test_what_is_unlike_the_published_source_images_is_written_down() -> None:
     assert "remark" not in usual("adabn").manifest["source"]
     result = done("adabn", source_remark=lambda root: f"of our own, under {root}")

@@ -65,6 +65,7 @@ def job(tmp_path: Path) -> Job:
     return Job(FILE, str(tmp_path / "home"), str(tmp_path / "root"), "cpu", threads=1)
 
 
+@pytest.mark.slow
 def test_workers_that_die_cost_their_own_cell_and_nothing_else(job: Job, tmp_path: Path) -> None:
     """While they wait, in the first task of the next process, and with the progress of the others still told."""
     cells = plan(TINY, methods=["source-only", "fr"], seeds=[1])
@@ -138,6 +139,7 @@ def test_what_a_dying_process_did_not_hear_is_given_to_the_next_once(job: Job, m
     assert (len(theirs), worker.task) == (2, None)
 
 
+@pytest.mark.slow
 def test_an_error_in_a_worker_is_the_caller_s(job: Job, tmp_path: Path) -> None:
     needed: list[Task] = [Preparation("plain", 1, 0.01)]
     with in_processes(job, silent, workers=2) as execute:
@@ -152,6 +154,7 @@ def test_an_error_in_a_worker_is_the_caller_s(job: Job, tmp_path: Path) -> None:
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.slow
 def test_nothing_of_a_run_stays_in_this_process(job: Job) -> None:
     cells = plan(TINY, methods=["adabn"], shifts=["dark"], seeds=[1])
     handler, threads = signal.getsignal(signal.SIGINT), torch.get_num_threads()
@@ -237,6 +240,7 @@ def test_a_worker_does_not_wait_for_a_parent_that_does_not_listen(monkeypatch: p
         assert heard[-1] == execution._Over()
 
 
+@pytest.mark.slow
 def test_workers_need_no_masks_for_signals(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows has none, and no tracker of resources that could be started."""
     resource_tracker.ensure_running()
@@ -247,6 +251,7 @@ def test_workers_need_no_masks_for_signals(job: Job, monkeypatch: pytest.MonkeyP
         assert list(execute([needed])) == [(needed, None)]
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_its_parent_though_the_number_of_that_stays() -> None:
     code = """if True:
         import os, signal
@@ -368,6 +373,7 @@ class NoStream:
     def synchronize(self) -> None: ...
 
 
+@pytest.mark.slow
 def test_source_models_and_cells_run_in_threads_and_give_what_they_give_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -533,6 +539,7 @@ class Cycle:
         self.own = self
 
 
+@pytest.mark.slow
 def test_what_a_task_leaves_behind_is_collected_in_the_end_however_long_it_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -753,6 +760,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "root"
 
 
+@pytest.mark.slow
 def test_the_same_results_and_a_dead_worker_costs_its_cell(cluster: Any, tmp_path: Path, root: Path) -> None:
     (root / "kill-noisy").touch()
     given: dict[str, Any] = {"root": root, "device": "cpu", "seeds": [1]}
@@ -794,6 +802,7 @@ def test_preparations_that_fail_end_the_run_in_a_sentence(cluster: Any, tmp_path
         run(FILE, tmp_path / "home", **given)
 
 
+@pytest.mark.slow
 def test_what_nobody_waits_for_is_cancelled(cluster: Any, tmp_path: Path, root: Path) -> None:
     """On a cluster that is not ours and goes on running."""
     job = Job(FILE, str(tmp_path), str(root), "cpu", threads=1)
@@ -807,6 +816,7 @@ def test_what_nobody_waits_for_is_cancelled(cluster: Any, tmp_path: Path, root: 
     assert eventually(lambda: cluster.available_resources().get("CPU") == 2, seconds=5)
 
 
+@pytest.mark.slow
 def test_files_travel_to_workers_without_a_shared_disk(tmp_path: Path, root: Path) -> None:
     near, far, elsewhere = (tmp_path / name for name in ("near", "far", "elsewhere"))
     task: Task = Preparation("plain", 1, 0.01)
@@ -897,6 +907,7 @@ def test_a_task_is_given_what_it_needs_and_what_is_lost_is_not_run_twice(
     assert ray.asked == {"num_cpus": 1, "num_gpus": int(gpus > 0), "max_retries": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["", "ray://head:10001"])
 def test_the_cluster_that_is_named_is_used_and_left_as_it_was_found(
     address: str, monkeypatch: pytest.MonkeyPatch

@@ -143,6 +143,7 @@ def test_few_images_without_clean_ones_to_compare_with_have_no_verdicts(tmp_path
     assert label_free.few_verdicts(parts | {"offline": Part("offline", read("emnist-da", file, "offline"))}) == []
 
 
+@pytest.mark.slow
 def test_means_stand_beside_paper_and_re_run(emnist: str) -> None:
     text = section(emnist, "Accuracy and calibration")
     header, _, *rows = [line for line in text.splitlines() if line.startswith("|")][: 2 + 13]

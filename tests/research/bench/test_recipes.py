@@ -159,6 +159,7 @@ def test_rotation_equals_pillows() -> None:
         assert (one[0].numpy() == expected).mean() > 0.998
 
 
+@pytest.mark.slow
 def test_rotation_is_uniform_between_the_bounds_and_about_the_centre() -> None:
     size = 101
     image = torch.zeros(1, 1, size, size)
@@ -181,6 +182,7 @@ def test_no_degrees_change_nothing() -> None:
         assert torch.equal(rotate(images, 0, seeded()), images)
 
 
+@pytest.mark.slow
 @given(
     padding=st.integers(0, 5),
     height=st.integers(1, 9),

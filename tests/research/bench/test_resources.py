@@ -75,6 +75,7 @@ def profiles(home: Path) -> list[Path]:
     return sorted((home / "profiles").iterdir())
 
 
+@pytest.mark.slow
 def test_another_workshop_finds_model_and_profile_on_the_disk(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, path = fresh(home).model("plain", 1)
     made = fresh(home).profile("plain", 1, 0.01)
@@ -108,6 +109,7 @@ def test_the_profile_is_that_of_the_model_on_what_is_profiled(home: Path) -> Non
         assert torch.allclose(found.taps[name].counts, tap.counts, atol=1e-3), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["cut short", "empty", "of another model"])
 def test_a_bad_profile_is_made_again(tmp_path: Path, damage: str) -> None:
     shop = fresh(tmp_path)
@@ -129,6 +131,7 @@ def test_a_bad_profile_is_made_again(tmp_path: Path, damage: str) -> None:
     assert Profile.load(file).samples == 256
 
 
+@pytest.mark.slow
 def test_a_full_covariance_is_kept_where_a_method_needs_it(tmp_path: Path) -> None:
     table = {"offline": SETTINGS | {"full-gauss": Setting("full-gauss")}}
     benchmark = replace(BENCHMARK, settings=table)
@@ -137,6 +140,7 @@ def test_a_full_covariance_is_kept_where_a_method_needs_it(tmp_path: Path) -> No
     assert len(profiles(tmp_path)) == 2
 
 
+@pytest.mark.slow
 def test_every_preset_has_a_profile_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shop = fresh(tmp_path)
     usual, sliced, paper = (shop.profile("plain", 1, 0.05, name) for name in ("reference", "sliced", "paper"))
@@ -166,6 +170,7 @@ def test_every_preset_has_a_profile_of_its_own(tmp_path: Path, monkeypatch: pyte
     assert fresh(tmp_path).profile("plain", 1, 0.05, "sliced").to_bytes() == sliced.to_bytes()
 
 
+@pytest.mark.slow
 def test_presets_that_take_turns_are_read_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"offline": SETTINGS | {"fr-sliced": replace(SETTINGS["fr"], preset="sliced")}}
     for preset in ("reference", "sliced"):
@@ -182,6 +187,7 @@ def test_presets_that_take_turns_are_read_once(home: Path, monkeypatch: pytest.M
     assert len(loads) == len(set(loads)) == 4
 
 
+@pytest.mark.slow
 def test_nothing_is_mixed_up(tmp_path: Path) -> None:
     shop = fresh(tmp_path)
     asked = [("plain", 1), ("shot", 1), ("plain", 2), ("plain", 1), ("shot", 1)]
@@ -311,6 +317,7 @@ def test_what_does_not_fit_or_changes_stays_in_files(tmp_path: Path) -> None:
     assert decode(random, 1 << 30) is random
 
 
+@pytest.mark.slow
 def test_workers_decode_many(tmp_path: Path) -> None:
     few = files(tmp_path, 4)
     many = few.take(torch.arange(2100) % 4)
@@ -319,6 +326,7 @@ def test_workers_decode_many(tmp_path: Path) -> None:
     assert torch.equal(whole.images, decode(few, 1 << 20).images[torch.arange(2100) % 4])
 
 
+@pytest.mark.slow
 def test_files_are_decoded_once_for_all_epochs_and_for_the_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,6 +452,7 @@ def test_the_file_says_what_it_is(tmp_path: Path) -> None:
     assert metadata["torch"] == torch.__version__
 
 
+@pytest.mark.slow
 def test_other_recipes_seeds_and_data_are_other_files(tmp_path: Path) -> None:
     split = data()
     assert split.labels is not None
@@ -510,6 +519,7 @@ def damaged(path: Path, how: str) -> None:
         path.mkdir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     ["empty", "cut short", "a bit flipped", "another network", "no description", "a folder"],
@@ -598,6 +608,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert list((tmp_path / "sources").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_agree(tmp_path: Path) -> None:
     script = (
         "import sys; sys.path[:0] = sys.argv[2:]\n"
@@ -683,6 +694,7 @@ def by_hand(shop: Resources, preset: str, temperature: float) -> shiftmend.Profi
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row", "preset"), [("fr-sliced", "sliced"), ("bufr-sliced", "sliced"), ("fr-paper", "paper")])
 def test_a_cell_adapts_with_the_profile_of_its_preset(shop: Resources, row: str, preset: str) -> None:
     result = run_cell(shop, cell_of(row))
@@ -707,6 +719,7 @@ def test_a_cell_adapts_with_the_profile_of_its_preset(shop: Resources, row: str,
     assert usual.manifest["source_weights"] == result.manifest["source_weights"]
 
 
+@pytest.mark.slow
 def test_a_stream_has_the_profile_of_its_preset_too(shop: Resources, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[shiftmend.Profile] = []
     stream = shiftmend.stream
@@ -733,6 +746,7 @@ def test_a_failed_cell_says_its_preset_as_well(tmp_path: Path) -> None:
     assert result.manifest["preset"] == "sliced"
 
 
+@pytest.mark.slow
 def test_old_results_stay_and_new_rows_are_what_is_missing(tmp_path: Path, results: list[Result]) -> None:
     """A store that was filled when the benchmark had no such rows."""
     with Store(tmp_path / "results.sqlite") as store:

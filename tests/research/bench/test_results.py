@@ -146,6 +146,7 @@ def test_there_are_results() -> None:
     assert len(FILES) >= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_results_are_of_todays_recipes(file: Path) -> None:
     for protocol in sorted({result.cell.protocol for result in load_results(file)}):
@@ -154,6 +155,7 @@ def test_results_are_of_todays_recipes(file: Path) -> None:
         assert reading.others == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_results_are_of_todays_options_and_defaults(file: Path) -> None:
     benchmark = find(file.stem)

@@ -354,6 +354,7 @@ def standard_error_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Te
         yield terminal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("show", [None, True])
 def test_on_a_terminal(show: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     with (

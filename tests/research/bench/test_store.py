@@ -338,6 +338,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read_only", [True, False])
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_file_gets_one_sentence_and_stays_as_it_is(name: str, read_only: bool, tmp_path: Path) -> None:
@@ -607,6 +608,7 @@ def test_two_processes_write_the_same_and_different_cells(tmp_path: Path) -> Non
         assert keepers == [result.finished]
 
 
+@pytest.mark.slow
 def test_a_writer_waits_for_another_and_says_so_if_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = filled(tmp_path / "store", done())
     other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -687,6 +689,7 @@ def test_what_manifests_share_stands_once_and_cells_are_lines() -> None:
     assert sum(a != b for a, b in zip(text.splitlines(), changed.splitlines(), strict=True)) == 1
 
 
+@pytest.mark.slow
 def test_a_thousand_cells_stay_below_a_megabyte() -> None:
     """With digits that do not end, and a target, a profile and a verdict of its own for every seed and shift."""
     results = []
@@ -714,6 +717,7 @@ compact_numbers = st.floats(allow_nan=True, allow_infinity=True)
 values = st.recursive(st.none() | st.integers(-9, 9) | compact_numbers | st.text(max_size=5), st.lists)
 
 
+@pytest.mark.slow
 @given(
     accuracy=compact_numbers,
     signals=st.dictionaries(st.sampled_from(SIGNALS), compact_numbers),

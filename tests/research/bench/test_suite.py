@@ -301,6 +301,7 @@ def test_every_definition_adds_up(name: str) -> None:
     assert benchmark.title
 
 
+@pytest.mark.slow
 def test_every_network_can_be_built() -> None:
     recipes = {
         json.dumps([recipe.network, recipe.options]): recipe
@@ -473,6 +474,7 @@ def test_mnist_c_from_the_published_files_and_made_again(tmp_path: Path) -> None
     assert clean.score.name == "mnist-test"
 
 
+@pytest.mark.slow
 def test_mnist_m_in_its_forms(tmp_path: Path) -> None:
     labels, benchmark = lay_out_mnist(tmp_path), find("mnist-m")
     trained = no_leak(tmp_path, benchmark)
@@ -710,6 +712,7 @@ def lay_out_cifar(root: Path, name: str) -> None:
             (folder / f"{split}.bin").write_bytes(record.tobytes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cifar-10-c", "cifar-100-c"])
 def test_cifar_c_from_the_published_files_and_made_again(tmp_path: Path, name: str) -> None:
     benchmark = find(name)
@@ -769,6 +772,7 @@ def paths(images: Any) -> list[str]:
     return [str(images.path(index)) for index in range(len(images))]
 
 
+@pytest.mark.slow
 def test_camelyon_is_trained_on_a_part_and_profiled_on_the_whole_hospital(tmp_path: Path) -> None:
     benchmark = find("camelyon17")
     lay_out_camelyon(tmp_path)
@@ -801,6 +805,7 @@ def lay_out_visda(root: Path) -> None:
         (root / f"VisDA-C/{split}/image_list.txt").write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.slow
 def test_visda_variants_take_their_own_source(tmp_path: Path) -> None:
     benchmark = find("visda-c")
     lay_out_visda(tmp_path)

@@ -115,6 +115,7 @@ def test_learns_what_is_there_to_learn() -> None:
     assert after > 0.9 > 0.7 > before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("augmentation", ["none", "crop-flip-rotate-15"])
 def test_the_seed_decides_every_bit(augmentation: str) -> None:
     torch.manual_seed(1)

@@ -229,6 +229,7 @@ def test_the_table_has_the_numbers_of_the_store(digits: Path, capsys: pytest.Cap
     assert "seconds" in ok(capsys, "table", "digits", "-f", digits, "--metric", "seconds")
 
 
+@pytest.mark.slow
 def test_a_table_of_some_shifts_has_no_mean(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = ok(capsys, "table", "digits", "-f", digits, "--shifts", "oranges,stripe", "--methods", "fr,bufr")
     assert re.search(r"^stripe§ +71\.0 ± 1\.4 +82\.0 ± 2\.8\*$", text, re.MULTILINE)
@@ -314,6 +315,7 @@ def test_compare_tells_differences_from_luck(digits: Path, tmp_path: Path, capsy
         assert row["difference"] == "Infinity"
 
 
+@pytest.mark.slow
 def test_a_mean_over_some_shifts_is_not_called_one_over_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("compare", "digits", "bufr", "fr", "-f", tmp_path)
     fill(tmp_path, find("digits"), known, methods=["bufr", "fr"], shifts=["stripe", "oranges"])
@@ -364,6 +366,7 @@ def test_results_on_other_images_or_models_are_not_mixed_in_silently(
             assert (said in " ".join(ok(capsys, *command, "-f", tmp_path).split())) == bool(changed)
 
 
+@pytest.mark.slow
 def test_correlate(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = ok(capsys, "correlate", "digits", "-f", digits)
     assert "over methods: +1.00 (4 points)" in text
@@ -376,6 +379,7 @@ def test_correlate(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert facts["signals"]["entropy"]["within_shifts"] == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_variants_of_other_seeds_do_not_keep_methods_from_being_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

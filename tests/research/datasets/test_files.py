@@ -39,6 +39,7 @@ def test_root_is_the_argument_then_the_environment_then_an_error(
             data_root()
 
 
+@pytest.mark.slow
 def test_pillow_is_not_imported_with_the_package() -> None:
     code = "import sys, shiftmend.research.datasets; sys.exit('PIL' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -63,6 +63,7 @@ def test_the_reliability_diagram_is_of_the_stored_bins(home: Path) -> None:
     assert f"ECE {100 * sum(map(abs, gaps)) / sum(pooled):.1f} %" in text
 
 
+@pytest.mark.slow
 def test_the_sheet_shows_the_same_images_clean_and_shifted(home: Path) -> None:
     figure = drawn("sheet", home, shifts=["noisy"])
     shown = [axis.images[0].get_array() for axis in figure.axes]
@@ -88,6 +89,7 @@ def test_a_rerun_gives_the_weights_of_the_run(home: Path) -> None:
     assert cell.adapted["fr"].manifest["adapted_weights"] == result.manifest["adapted_weights"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_drawn_is_one_sentence(home: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="pie"):
         drawn("pie", home)

@@ -77,6 +77,7 @@ def test_colours_that_meet_can_be_told_apart_by_every_eye(eye: str) -> None:
     assert min(distances[pair] for pair in main) > 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fr-without-a-look", "x", ""])
 def test_an_unknown_method_looks_the_same_in_every_process(name: str) -> None:
     code = "from shiftmend.research.figures import style; "

@@ -239,6 +239,7 @@ def test_units_that_give_one_value_only(build: Callable[..., ctypes.CDLL], where
     np.testing.assert_allclose(slopes, gradient, atol=5e-3 * np.abs(gradient).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [-100.0, -1.0, -0.3, 1.3, 50.0])
 def test_far_outside_there_is_no_slope(build: Callable[..., ctypes.CDLL], where: float) -> None:
     bins = Bins(8)
