@@ -224,6 +224,8 @@ def test_no_page_names_a_folder_of_somebodys_machine(page: Path) -> None:
         "evaluation.classification",
         "evaluation.evaluate",
         "adaptation.adapt",
+        "adaptation.result",
+        "profiles.collect",
         "adaptation.stream",
         "verification.verify",
         "verification.verdict",

@@ -31,6 +31,14 @@ class Adaptation:
         before: Verification of the untouched model; None without a profile.
         after: Verification of the returned model.
         selected: The epoch that a choice without labels keeps.
+
+    Example:
+        >>> import torch, shiftmend
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)).eval()
+        >>> result = shiftmend.adapt(model, torch.randn(64, 4), method="adabn")
+        >>> [row.epoch for row in result.history]
+        [0, 1, 2]
     """
 
     model: nn.Module = field(repr=False)
@@ -47,7 +55,7 @@ class Adaptation:
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C ended the run early."""
+        """True if Ctrl-C ended the run early."""
         return bool(self.manifest["status"] == "interrupted")
 
     def save(self, folder: str | os.PathLike[str]) -> None:

@@ -55,6 +55,14 @@ class Stream:
     Attributes:
         steps: Batches so far.
         losses: Terms of the loss in the last update.
+
+    Example:
+        >>> import torch, shiftmend
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)).eval()
+        >>> online = shiftmend.stream(model, method="adabn")
+        >>> _ = online.step(torch.randn(16, 4))
+        >>> online.steps
+        1
     """
 
     def __init__(

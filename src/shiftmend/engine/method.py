@@ -75,12 +75,12 @@ class Network:
 
     @property
     def layerwise(self) -> bool:
-        """Whether every block is a single layer, as in the paper's CNN; in a ResNet a block is a stage."""
+        """True if every block is a single layer, as in the paper's CNN; in a ResNet a block is a stage."""
         return all(block.layers <= 1 for block in self.blocks)
 
     @property
     def batch_normalised(self) -> bool:
-        """Whether the model has BatchNorm, which undoes what large steps do to the scale of a layer."""
+        """True if the model has BatchNorm, which undoes what large steps do to the scale of a layer."""
         return any(isinstance(module, _BatchNorm) for module in self.model.modules())
 
     def published(self, name: str) -> float | None:

@@ -64,7 +64,7 @@ class Steps:
 
     @property
     def refused(self) -> bool:
-        """Whether capturing was tried and failed; with other trained layers it would fail again."""
+        """True if capturing was tried and failed; with other trained layers it would fail again."""
         return self._tried and self._captured is None
 
     @property

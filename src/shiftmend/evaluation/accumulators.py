@@ -1,4 +1,4 @@
-"""What metrics that stream have in common: sums on the device, which are read once."""
+"""Base of metrics that stream: sums on the device, which are read once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BY_PART = ("reliability", "iou", "quantities")
 
 
 def describe_scores(scores: Any) -> str:
-    """What a person wants to read; `repr` has every digit and the bins."""
+    """Write scores as one line for people; `repr` has every digit and the bins."""
     shown = {field.name: getattr(scores, field.name) for field in fields(scores) if field.name not in BY_PART}
     return ", ".join(f"{name} {format_score(name, value)}" for name, value in shown.items() if value is not None)
 
@@ -64,7 +64,7 @@ class Sums:
         return ours + theirs
 
     def _read(self) -> list[float]:
-        """The sums on the host: the one place that waits for the device."""
+        """Return the sums on the host. This is the one place that waits for the device."""
         if self._sums is None or self._samples == 0:
             raise DataError("there are no samples to score, call update with at least one batch first")
         values: list[float] = self._sums.tolist()

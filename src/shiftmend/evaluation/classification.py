@@ -131,7 +131,7 @@ def _classification_sums(logits: Tensor, labels: Tensor, bins: int, ignore_label
 
 
 def _iou(sums: list[float], ignore_label: int | None) -> tuple[float | None, ...]:
-    """Of each class, but for one that is nowhere, or ignored."""
+    """Return the IoU of each class; None for a class that is nowhere or ignored."""
     pairs = zip(sums[: len(sums) // 2], sums[len(sums) // 2 :], strict=True)
     return tuple(meet / join if join and number != ignore_label else None for number, (meet, join) in enumerate(pairs))
 
@@ -188,7 +188,7 @@ class ReliabilityBin:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of a classifier. All are fractions, not percent: the paper's ECE of 4.8 is 0.048 here.
+    """Scores of a classifier, as fractions rather than percent: the paper's ECE of 4.8 is 0.048 here.
 
     `ece` and `mce` are the expected and the maximum calibration error: the gap between accuracy and mean
     confidence within a bin, averaged over samples and at its largest. `nll` is the mean negative

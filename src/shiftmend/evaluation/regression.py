@@ -17,7 +17,7 @@ from shiftmend.utils.devices import split_rows, sum_dtype
 
 @dataclass(frozen=True)
 class RegressionScores:
-    """Of a model that predicts quantities; `r2` is None where all targets are equal.
+    """Scores of a model that predicts quantities; `r2` is None where all targets are equal.
 
     Of several, `quantities` has the scores of each, and the figures are means over them: `root_mean_square_error` the
     root of the mean square, `r2` over those that have one.
@@ -105,7 +105,7 @@ class RegressionMetrics(Sums):
 
 
 def in_one_shape(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """As they are, unless one of them lacks axes of size 1, such as that of a single quantity: it gets them.
+    """Bring predictions and targets to one shape: the one that lacks axes of size 1 gets them.
 
     Of a lone sample a model that squeezes its output takes away the axis of samples too.
     """

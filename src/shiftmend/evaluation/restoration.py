@@ -1,4 +1,4 @@
-"""TODO."""
+"""Restoration distance: how close adapted features come to those of the source model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shiftmend.utils.devices import sum_dtype
 
 
 class RestorationDistance(Sums):
-    """How far adapted features are from those of the source model on the clean images (paper, section 5.5).
+    """Distance of adapted features from those of the source model on the clean images (paper, section 5.5).
 
     The mean, over images and units, of the absolute difference between the source model's features of a clean
     image and the adapted model's features of the shifted version of that same image. The paper's D is the

@@ -92,7 +92,7 @@ class Feed:
 
     @property
     def resident(self) -> bool:
-        """Whether all data lies in memory, on the device or on the host."""
+        """True if all data lies in memory, on the device or on the host."""
         return self._inputs is not None
 
     @property
@@ -132,12 +132,12 @@ class Feed:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether sample i of a pass is sample i of the source."""
+        """True if sample i of a pass is sample i of the source."""
         return batching.keeps_order(self._loader)
 
     @property
     def never_shuffles(self) -> bool:
-        """Whether every epoch has the order of a loader, so that batches of sorted data are of one kind each."""
+        """True if every epoch has the order of a loader, so that batches of sorted data are of one kind each."""
         return not self.resident and isinstance(self._shuffled, DataLoader) and batching.keeps_order(self._shuffled)
 
     def first(self, count: int) -> Tensor:

@@ -86,17 +86,41 @@ def profile(
     keep_bytes: int = KEEP_BYTES,
     progress: Progress = None,
 ) -> Profile:
-    """Collect a profile of `model` over unlabelled `source` inputs (a loader may give labels; they are dropped).
+    """Collect the profile of a model: how its features and logits are distributed over the source inputs.
 
-    The model runs in eval mode and gets its own modes back. One pass is enough where the activations at the taps fit
-    into `keep_bytes`; otherwise the network runs three times (ranges, counts, slices) with the same result. With
-    `like`, the ranges and slices of another profile (or of the one in that file) are used, and the two can be merged.
-    The preset is `reference` unless another is named; its bins are softer for a network without BatchNorm, with a
-    temperature of 0.05. `gaussian="full"` stores the covariance of the features too, which the method `full-gauss`
-    needs: four bytes for each pair of features.
+    The model runs in eval mode and gets its own modes back. In a process group every process calls this with the same
+    model and the same data and gets the same profile; each runs its share of every batch.
 
-    In a process group every process calls this with the same model and the same data and gets the same profile; each
-    runs its share of every batch.
+    Args:
+        model: Any `nn.Module` that is called with one tensor.
+        source: A tensor, an array, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
+        preset: Bins and loss: `"reference"` (the default), `"paper"` or `"sliced"`.
+        bins: Bins of your own. By default those of the preset, softer (temperature 0.05) without BatchNorm.
+        head: Name of the module that classifies, if it is not found by itself.
+        taps: Further taps by name, e.g. `{"early": "layer1"}`.
+        output: Entry of a tuple or dict that is the model's output.
+        gaussian: `"full"` also stores the covariance of the features, four bytes a pair, for the method `full-gauss`.
+        like: Another profile, or its file, whose ranges and slices are used. Both profiles can then be merged.
+        batch_size: Samples in a batch.
+        preprocess: Called with each batch on the device, before the model.
+        device: Where to compute.
+        keep_bytes: Activations up to this size are kept, so that the network runs once. Otherwise it runs three times
+            (ranges, counts, slices) with the same result.
+        progress: True shows a progress bar, False does not, None does so on a terminal.
+
+    Returns:
+        The profile; `profile.save(path)` writes its one small file.
+
+    Raises:
+        ProfileError: If features are constant, not finite or too many.
+        ShiftmendError: If the model or the data cannot be used.
+
+    Example:
+        >>> import torch, shiftmend
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
+        >>> shiftmend.profile(model, torch.randn(100, 4)).samples
+        100
     """
     warn_without_process_group()
     model = unwrap(model)
@@ -152,7 +176,7 @@ def profile(
 
 @dataclass(frozen=True)
 class _Frame:
-    """What is fixed before anything is counted: ranges, standardisation and directions, on the CPU but for ranges."""
+    """Ranges, standardisation and directions, fixed before anything is counted; on the CPU but for ranges."""
 
     ranges: dict[str, tuple[Tensor, Tensor]]
     mean: Tensor
@@ -162,7 +186,7 @@ class _Frame:
 
 
 def _frame(trackers: Mapping[str, RangeTracker], chosen: Preset, like: Profile | None) -> _Frame:
-    """That of another profile, or one made from the ranges of the first pass."""
+    """Take the frame of another profile, or make one from the ranges of the first pass."""
     if like is not None:
         return _Frame(
             {name: (tap.low, tap.high) for name, tap in like.taps.items()},
@@ -228,7 +252,7 @@ class _Passes:
 
 
 def _ranges(passes: _Passes, specs: Mapping[str, Tap], like: Profile | None) -> dict[str, RangeTracker]:
-    """The first pass. With the ranges of another profile, samples need not vary: a rare class may have only one."""
+    """Run the first pass: find ranges. With those of another profile samples need not vary, as of a rare class."""
     trackers = {name: RangeTracker() for name in specs}
 
     def track(samples: Samples) -> None:
@@ -258,7 +282,7 @@ def _ranges(passes: _Passes, specs: Mapping[str, Tap], like: Profile | None) -> 
 def _counts(
     passes: _Passes, frame: _Frame, cut: Bins, like: Profile | None, full: bool
 ) -> tuple[dict[str, CountTracker], dict[str, CountTracker], CovarianceTracker | None]:
-    """The second and the third pass: what is counted at the taps and in the slices, and the covariance if wanted."""
+    """Run the second and third pass: count at the taps and in the slices, and sum the covariance if wanted."""
     if full and len(frame.mean) > MOST_CORRELATED:
         raise ProfileError(
             f"the covariance of {len(frame.mean):,} features is too large to store (at most {MOST_CORRELATED:,}); "
@@ -317,7 +341,7 @@ def _remark(made: Profile) -> None:
 
 
 def _check_agreement(model: nn.Module, feed: Feed, settings: tuple[Any, ...], like: Profile | None) -> None:
-    """Several processes must have been given the same; of streamed data only the first samples are compared."""
+    """Raise if processes were given different things; of streamed data only the first samples are compared."""
     if world_size() == 1:  # digests of everything are not for free
         return
     first = fingerprints.digest(feed.first(64))

@@ -116,12 +116,12 @@ class Verification:
 
     @property
     def _no_numbers(self) -> bool:
-        """Whether outputs are NaN although features may be at home: weights of the head are damaged or too large."""
+        """True if outputs are NaN although features may be at home: weights of the head are damaged or too large."""
         return self.marginals is not None and math.isnan(self.marginals)
 
     @property
     def strayed(self) -> bool:
-        """Whether the slices are at home and the marginals of the two taps certainly are not."""
+        """True if the slices are at home and the marginals of the two taps certainly are not."""
         _, most = self._chance
         away = self.marginals is not None and not self.marginals < 2 * (RESTORED + most)
         return away and self.divergence < self.limits[0]
