@@ -88,6 +88,22 @@ def test_steps_that_are_undone_leave_an_optimiser_as_it_was(name: str, begun: bo
         assert same(model, untouched)
 
 
+def test_an_optimiser_that_does_not_start_from_zero_is_not_captured() -> None:
+    """From zeros, the step size of Rprop would stay zero, and the model would never move."""
+    model = nn.Linear(3, 2)
+    untouched, optimiser = copy.deepcopy(model), optim.Rprop(model.parameters())
+
+    def warm_up() -> None:
+        with undo_steps(model, optimiser):
+            model(torch.ones(2, 3)).square().sum().backward()
+            optimiser.step()
+
+    with pytest.raises(RuntimeError, match="Rprop"):
+        warm_up()
+    assert same(model, untouched)
+    assert not optimiser.state
+
+
 def test_autocast_takes_a_type() -> None:
     world = sensors()
     options = {"epochs": 1, "progress": False}

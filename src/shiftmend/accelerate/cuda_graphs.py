@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 WARM_UP_STEPS = 3
 """Steps before a capture, in which libraries choose their algorithms and allocate their workspaces."""
 
+STARTS_FROM_ZERO = (optim.SGD, optim.Adam, optim.RMSprop)
+"""Optimisers (with AdamW, an Adam) whose state before the first step may be all zeros."""
+
 Sums = dict[str, Tensor]
 """Terms of a loss by name, summed over steps."""
 Step = Callable[[Tensor], Sums]
@@ -259,9 +262,9 @@ def keep_buffers_in_place(model: nn.Module) -> Callable[[], None]:
 def undo_steps(model: nn.Module, optimiser: optim.Optimizer) -> Iterator[None]:
     """Restore weights, statistics and the optimiser's state afterwards, in the same memory.
 
-    Optimiser state that did not exist before is set to zero, from which the first step of SGD, Adam, AdamW and RMSprop
-    is the same. Steps that leave new tensors in the place of buffers are refused, because a graph would go on reading
-    the old ones.
+    Optimiser state that did not exist before is set to zero. An optimiser that does not start from zero, such as
+    Rprop, whose step size would stay zero, is refused. So are steps that leave new tensors in the place of buffers,
+    because a graph would go on reading the old ones.
     """
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if is_writable(tensor)]
@@ -271,6 +274,8 @@ def undo_steps(model: nn.Module, optimiser: optim.Optimizer) -> Iterator[None]:
     try:
         yield
         _refuse_new_buffers(buffers)
+        if not isinstance(optimiser, STARTS_FROM_ZERO) and optimiser.state.keys() - states.keys():
+            raise RuntimeError(f"the state of {type(optimiser).__name__} does not start from zero")
         finished = True
     finally:
         for module, own in buffers:

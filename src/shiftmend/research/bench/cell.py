@@ -28,9 +28,8 @@ from shiftmend.evaluation.restoration import RestorationDistance
 from shiftmend.inputs.feed import Feed
 from shiftmend.inputs.images import Split
 from shiftmend.introspection.model_state import restore, snapshot
-from shiftmend.introspection.modes import preserve_modes
-from shiftmend.introspection.taps import attach_taps
 from shiftmend.methods import METHODS
+from shiftmend.passes.evaluation_pass import run_pass, without_labels
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.profile import Profile
 from shiftmend.research.bench.benchmark import (
@@ -388,20 +387,20 @@ def _measure_restoration(given: CellInputs, adapted: nn.Module, target: Target) 
         )
     distance = RestorationDistance(device=given.resources.device)
     taps = {"features": given.profile.specs["features"]}
-    pairs = zip(*(given.feed(images, 1024).batches() for images in (clean, seen)), strict=True)
-    with (
-        torch.no_grad(),
-        preserve_modes(source),
-        preserve_modes(adapted),
-        attach_taps(source, taps) as at_home,
-        attach_taps(adapted, taps) as away,
-    ):
-        source.eval()
-        adapted.eval()
-        for before, after in pairs:
-            source(before)
-            adapted(after)
-            distance.update(at_home.read()["features"], away.read()["features"])
+    at_home: list[Tensor] = []
+    run_pass(
+        source,
+        without_labels(given.feed(clean, 1024).batches()),
+        lambda batch: at_home.append(batch.activations["features"]),
+        taps=taps,
+    )
+    homes = iter(at_home)
+    run_pass(
+        adapted,
+        without_labels(given.feed(seen, 1024).batches()),
+        lambda batch: distance.update(next(homes), batch.activations["features"]),
+        taps=taps,
+    )
     return distance.compute()
 
 

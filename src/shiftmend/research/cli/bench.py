@@ -238,7 +238,7 @@ def status(
     data_root: Root = None,
     as_json: Json = False,
 ) -> None:
-    """What is done, what failed and what is missing."""
+    """Show what is done, what failed and what is missing."""
     found = _read(benchmark, folder, protocol, None, None, learning_rates, data_root)
     by_cell = {result.cell: result for result in found.results}
     rows: list[dict[str, Any]] = []
@@ -358,7 +358,7 @@ def compare(
     data_root: Root = None,
     as_json: Json = False,
 ) -> None:
-    """Which of two methods is better on each shift: a paired test over seeds."""
+    """Test which of two methods is better on each shift, paired over seeds."""
     from shiftmend.research.analysis.comparisons import compare as compare_methods
     from shiftmend.research.bench.footnotes import about_comparisons
     from shiftmend.research.bench.grids import METRICS
@@ -531,7 +531,7 @@ def storage(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """What a profile costs beside the model and the data, measured from files; with --out as a page in Markdown."""
+    """Measure from files what a profile costs beside the model and the data; --out writes a page in Markdown."""
     from shiftmend.research.bench import profile_sizes
     from shiftmend.research.bench.rendering import render_terminal
 
