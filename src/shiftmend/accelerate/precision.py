@@ -73,7 +73,7 @@ def nothing_cached() -> Iterator[None]:
 
 
 class _UseCopies(TorchFunctionMode):
-    """Hand the copy of a weight to calls for which autocast would cast the weight."""
+    """A mode that hands the copy of a weight to calls for which autocast would cast the weight."""
 
     def __init__(self, copies: Mapping[Tensor, tuple[Tensor, int]], device_type: str, dtype: torch.dtype) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ class Epoch:
 
 
 class Choice:
-    """A running choice among epochs: shows each candidate to `consider` and remembers the one to keep.
+    """A running choice among epochs: `consider` looks at one after the other and remembers the one to keep.
 
     Only one state is held, so an epoch that was passed over does not come back. The kept epoch never exceeds the lowest
     slices by more than the tie, however long the run.

@@ -48,7 +48,7 @@ The model is the one at work: weights of its convolutions may lie in memory with
 
 
 class Trainer:
-    """Train a model stage by stage, as a method says.
+    """The training loop of one run: stages, epochs and steps, as a method plans them.
 
     Args:
         network: The model, and what the method may know of it.

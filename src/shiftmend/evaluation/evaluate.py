@@ -77,7 +77,7 @@ def evaluate(
 
 
 class Scorer:
-    """Score one model on the same samples again and again; see `RepeatedPass` for `capture`."""
+    """A repeated evaluation of one model on the same samples; see `RepeatedPass` for `capture`."""
 
     def __init__(
         self,

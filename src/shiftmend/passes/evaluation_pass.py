@@ -184,7 +184,7 @@ class Activations:
 
 
 class ActivationReader:
-    """Read the activations of all samples at any taps; the pass of the last taps is kept, and captured if it may be."""
+    """A reader of activations at any taps. It keeps the pass of the last taps, so that the pass can be captured."""
 
     def __init__(self, model: nn.Module, feed: Feed, precision: Precision = nullcontext, capture: bool = False) -> None:
         self.model, self.feed, self.precision, self.capture = model, feed, precision, capture

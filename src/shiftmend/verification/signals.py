@@ -74,7 +74,7 @@ def observe(
 
 
 class SignalReader:
-    """Measure the signals of one model again and again; see `RepeatedPass`.
+    """A repeated measurement of the signals of one model; see `RepeatedPass`.
 
     Args:
         model: The model to look at.
@@ -139,7 +139,7 @@ class _Measured:
 
 
 class _SignalObserver:
-    """Feeds each batch to the accumulators."""
+    """An observer that feeds each batch to the accumulators."""
 
     def __init__(self, profile: Profile | None, output: Entry, taps: Mapping[str, Tap]) -> None:
         self.output = output
