@@ -220,10 +220,11 @@ class Feed:
     def epoch(self, seed: int, number: int, steps: int | None = None) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield batches of equal size in a random order that depends on `seed` and `number` alone.
 
-        With `steps`, there are so many batches: the beginning of an epoch, or several epochs one after the other. With each batch comes the index of its samples, on the device; a stream gives None instead. The rest at the end
-        of an epoch is too small a sample for BatchNorm and for a histogram, and is left out; the next epoch leaves
-        others out. A source smaller than one batch is one batch. A stream gives its own batches, and leaves out only a
-        last one of less than half the size.
+        With `steps`, there are so many batches: the beginning of an epoch, or several epochs one after the other. With
+        each batch comes the index of its samples, on the device; a stream gives None instead. The rest at the end of an
+        epoch is too small a sample for BatchNorm and for a histogram, and is left out; the next epoch leaves others
+        out. A source smaller than one batch is one batch. A stream gives its own batches, and leaves out only a last
+        one of less than half the size.
         """
         if self._inputs is None:
             batches = self._stream_epochs(_mix_seed(seed, number), steps)

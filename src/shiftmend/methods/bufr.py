@@ -15,10 +15,10 @@ class BUFR(Alignment):
     """Training of the first block, then of the first two, and so on, each with a fresh optimiser.
 
     By default, `epochs_per_block="auto"`, the next block is unfrozen when the loss no longer falls, at the latest after
-    the published 30 epochs. The learning rate is divided by `decay` at each unfreezing. Published: rate 1.0 and decay 1.5 for the CNN, where a
-    block is one layer, 0.1 and 5 for ResNets, where it is a stage. None takes the decay by that rule; with more blocks
-    than the four and five of those networks it is gentler, so that the last block has as large a share of the first
-    one's rate as there, instead of next to nothing.
+    the published 30 epochs. The learning rate is divided by `decay` at each unfreezing. Published: rate 1.0 and decay
+    1.5 for the CNN, where a block is one layer, 0.1 and 5 for ResNets, where it is a stage. None takes the decay by
+    that rule; with more blocks than the four and five of those networks it is gentler, so that the last block has as
+    large a share of the first one's rate as there, instead of next to nothing.
     """
 
     name: ClassVar[str] = "bufr"
