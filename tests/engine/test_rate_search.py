@@ -189,38 +189,64 @@ def test_the_forward_pass_runs_in_the_precision_of_training() -> None:
     assert len(entered) == 6 + len(found.rates) * found.steps
 
 
+def choose(rates: list[float], losses: list[list[float]], changes: list[float] | None = None) -> RateSearch:
+    return choose_rate(0.01, rates, losses, changes or [0.01] * len(rates), UNTOUCHED)
+
+
 def test_the_smallest_rate_with_most_of_the_gain_is_chosen() -> None:
-    found = choose_rate([0.001, 0.01, 0.1, 1.0], curves(0.9, 0.35, 0.2, 3.0), UNTOUCHED)
+    found = choose([0.001, 0.01, 0.1, 1.0], curves(0.9, 0.35, 0.2, 3.0))
     assert found.rate == 0.01
     assert found.start == 1.0
     assert found.losses == pytest.approx((0.9, 0.35, 0.2, 3.0))
     assert "0.1" in found.reason
 
 
+def test_rates_that_change_the_weights_much_neither_win_nor_set_the_mark() -> None:
+    found = choose([0.001, 0.01, 0.1], curves(0.9, 0.7, 0.1), [0.01, 0.05, 0.4])
+    assert found.rate == 0.01
+    assert found.changes == (0.01, 0.05, 0.4)
+    assert choose([0.001, 0.01, 0.1], curves(0.9, 0.7, 0.1)).rate == 0.1
+
+
 def test_losses_are_compared_with_those_of_the_same_batches() -> None:
     noise = [1.0, 5.0] * (rate_search.STEPS // 2)
-    losses = [[value - gain for value in noise] for gain in (0.001, 0.01, 0.01, -0.5)]
-    assert choose_rate([1.0, 2.0, 3.0, 4.0], losses, noise).rate == 2.0
+    losses = [[value - gain for value in noise] for gain in (0.1, 0.4, 0.4, -0.5)]
+    assert choose_rate(0.01, [1.0, 2.0, 3.0, 4.0], losses, [0.0] * 4, noise).rate == 2.0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_rate_that_diverges_is_never_chosen(bad: float) -> None:
-    found = choose_rate([0.001, 0.01], curves(0.5, bad), UNTOUCHED)
+    found = choose([0.001, 0.01], curves(0.5, bad), [0.01, bad])
     assert found.rate == 0.001
     assert found.losses[1] == math.inf
-    assert json.loads(json.dumps(found.to_json(), allow_nan=False))["losses"] == [0.5, None]
+    stored = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert (stored["losses"], stored["changes"]) == ([0.5, None], [0.01, None])
 
 
-def test_where_no_rate_gains_the_smallest_is_taken() -> None:
-    found = choose_rate([0.001, 0.01], curves(1.0, 1.2), UNTOUCHED)
-    assert found.rate == 0.001
-    assert "smallest" in found.reason
+@pytest.mark.parametrize("losses", [(1.0, 1.2), (0.99, 0.97), (math.nan, math.nan)])
+def test_where_no_rate_gains_noticeably_a_tenth_of_the_default_is_taken(losses: tuple[float, float]) -> None:
+    found = choose([0.002, 0.03], curves(*losses))
+    assert found.rate == pytest.approx(0.001)
+    assert "default" in found.reason
 
 
-def test_where_everything_is_lost_there_is_still_a_rate() -> None:
-    found = choose_rate([0.001, 0.01], curves(math.nan, math.nan), [math.nan] * rate_search.STEPS)
-    assert found.rate == 0.001
+def test_where_every_rate_changes_the_weights_much_a_tenth_of_the_default_is_taken() -> None:
+    assert choose([0.002, 0.03], curves(0.5, 0.2), [0.2, 0.5]).rate == pytest.approx(0.001)
+
+
+def test_a_loss_that_is_not_finite_from_the_start_still_gives_a_rate() -> None:
+    lost = [math.nan] * rate_search.STEPS
+    found = choose_rate(0.01, [0.001], [lost], [math.nan], lost)
+    assert found.rate == pytest.approx(0.001)
     assert found.to_json()["start"] is None
+
+
+def test_the_change_is_a_share_of_the_norm_of_the_trained_weights() -> None:
+    before = [torch.tensor([3.0, 0.0]), torch.tensor([4.0])]
+    after = [nn.Parameter(torch.tensor([3.0, 0.3])), nn.Parameter(torch.tensor([4.4]))]
+    assert float(rate_search._relative_change(after, before)) == pytest.approx(0.1)
+    nothing = [torch.zeros(2)]
+    assert float(rate_search._relative_change([nn.Parameter(torch.ones(2))], nothing)) == pytest.approx(2**0.5)
 
 
 def test_a_wild_default_is_corrected() -> None:

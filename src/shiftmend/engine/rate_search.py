@@ -5,7 +5,9 @@ as it is and takes the same few steps. Since all see the same batches, their los
 those of the untouched model, and the noise of the batches cancels.
 
 The lowest loss does not choose. Large steps reach a low loss by scrambling the features, and the accuracy falls
-meanwhile (`benchmarks/default_rates.py`). The search takes the smallest rate that reaches most of the best gain.
+meanwhile (`benchmarks/default_rates.py`). The search takes the smallest rate that reaches most of the best gain, among
+the rates that change the weights little. Where no such rate gains anything to speak of, it takes a small one: either
+BatchNorm has mended the model already, or the first steps do not tell which way leads out.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +43,12 @@ JUDGED_STEPS = 6
 """Last steps of a candidate whose losses judge it; in the ones before, momentum builds up."""
 ENOUGH = 0.7
 """Share of the best gain that a smaller rate must reach to be preferred."""
+MAX_CHANGE = 0.1
+"""Change of the trained weights in all steps, as a share of their norm, up to which a rate may be chosen."""
+NOTICEABLE = 0.05
+"""Share of the loss that the best candidate must gain for the candidates to decide."""
+CAREFUL = 0.1
+"""The rate that is taken otherwise, as a multiple of the default."""
 MAX_HELD_BYTES = 1 << 28
 """Size of the batches that are kept for all candidates. Where they do not fit, fewer batches are used repeatedly."""
 
@@ -53,6 +61,7 @@ class RateSearch:
         rate: The learning rate to train with.
         rates: Rates that were tried, in rising order.
         losses: Mean loss over the judged steps at each of these rates; infinite where it was not finite.
+        changes: Change of the trained weights at each of these rates, as a share of their norm.
         start: Mean loss of the untouched model on the batches of the judged steps.
         steps: Training steps at each rate.
         reason: One sentence that says why the rate was chosen.
@@ -61,15 +70,22 @@ class RateSearch:
     rate: float
     rates: tuple[float, ...]
     losses: tuple[float, ...]
+    changes: tuple[float, ...]
     start: float
     steps: int
     reason: str
 
     def to_json(self) -> dict[str, Any]:
         """Return the search for a manifest; JSON has no infinity, which becomes null."""
-        finite = [loss if math.isfinite(loss) else None for loss in self.losses]
-        start = self.start if math.isfinite(self.start) else None
-        return asdict(self) | {"rates": list(self.rates), "losses": finite, "start": start}
+        return {
+            "rate": self.rate,
+            "rates": list(self.rates),
+            "losses": [*map(_finite, self.losses)],
+            "changes": [*map(_finite, self.changes)],
+            "start": _finite(self.start),
+            "steps": self.steps,
+            "reason": self.reason,
+        }
 
 
 def find_rate(
@@ -114,8 +130,10 @@ def find_rate(
     ):
         batches = _hold_batches(feed, seed)
         generator = DeviceGenerator(feed.device) if method.dropout else None
-        start, rows = snapshot(model), []
+        start = snapshot(model)
         bring_back = keep_buffers_in_place(model)
+        losses: list[Tensor] = []
+        changes: list[Tensor] = []
         for rate in (None, *rates):
             restore(model, start)
             enter_adapting_modes(model, method.dropout)
@@ -125,49 +143,82 @@ def find_rate(
                 if generator is not None:
                     generator.seed(_own_seed(seed))
                 if rate is None:
-                    rows.append(_measure(model, taps, objective, precision, batches))
+                    losses.append(_measure(model, taps, objective, precision, batches))
                     continue
                 own = replace(stage, learning_rate=rate)
-                optimiser = method.make_optimiser(unfreeze(model, own), own)
+                trained = unfreeze(model, own)
+                before = [parameter.detach().clone() for parameter in trained]
+                optimiser = method.make_optimiser(trained, own)
                 steps = Steps(
                     model, feed, taps, objective, optimiser, precision=precision, capture=False, stage=stage.name
                 )
-                rows.append(_train(steps, batches, bring_back))
+                losses.append(_train(steps, batches, bring_back))
+                changes.append(_relative_change(trained, before))
         # The numbers of the first process decide, so that rounding cannot let processes disagree.
-        found = all_gather(torch.stack(rows))[0].cpu().double()
-    return choose_rate(rates, found[1:].tolist(), found[0].tolist())
+        rows = torch.cat([torch.stack(losses).flatten(), torch.stack(changes)])
+        found = all_gather(rows)[0].cpu().double()
+    of_losses = found[: -len(rates)].view(-1, STEPS)
+    return choose_rate(
+        stage.learning_rate, rates, of_losses[1:].tolist(), found[-len(rates) :].tolist(), of_losses[0].tolist()
+    )
 
 
-def choose_rate(rates: Sequence[float], losses: Sequence[Sequence[float]], untouched: Sequence[float]) -> RateSearch:
+def choose_rate(
+    default: float,
+    rates: Sequence[float],
+    losses: Sequence[Sequence[float]],
+    changes: Sequence[float],
+    untouched: Sequence[float],
+) -> RateSearch:
     """Choose among rates by the losses of their steps.
 
     Args:
-        rates: The rates, in rising order.
+        default: The default rate.
+        rates: Rates that were tried, in rising order.
         losses: The loss of every step, for each rate.
+        changes: Change of the trained weights in all steps, as a share of their norm, for each rate.
         untouched: The loss of the untouched model on the batch of every step.
 
     Returns:
-        The smallest rate that reaches `ENOUGH` of the best gain; the smallest of all where none gains anything.
+        The search with the smallest rate that reaches `ENOUGH` of the best gain, among those that change the weights by
+        at most `MAX_CHANGE`; with `CAREFUL` times the default where the best gain is not `NOTICEABLE`.
     """
     start = _mean(untouched[-JUDGED_STEPS:])
     means = [_mean(row[-JUDGED_STEPS:]) for row in losses]
-    lowest = min(means)
-    if not lowest < start:
-        rate, reason = rates[0], f"no rate lowered the loss of {start:.4g}, so the smallest was taken"
+    tried = [(rate, mean) for rate, mean, change in zip(rates, means, changes, strict=True) if change <= MAX_CHANGE]
+    best, lowest = min(tried, key=lambda pair: pair[1], default=(0.0, math.inf))
+    if not math.isfinite(start) or not lowest < start * (1 - NOTICEABLE):
+        rate = CAREFUL * default
+        reason = f"no rate lowered the loss of {start:.4g} by {NOTICEABLE:.0%}, so {CAREFUL:g} of the default was taken"
     else:
         enough = start - ENOUGH * (start - lowest)
-        rate, mean = next((rate, mean) for rate, mean in zip(rates, means, strict=True) if mean <= enough)
-        best = rates[means.index(lowest)]
+        rate, mean = next((rate, mean) for rate, mean in tried if mean <= enough)
         reason = (
             f"the smallest rate with {ENOUGH:.0%} of the best gain: the loss went from {start:.4g} to {mean:.4g}, and "
             f"to {lowest:.4g} at {best:.4g}"
         )
-    return RateSearch(rate, tuple(rates), tuple(means), start, len(untouched), reason)
+    return RateSearch(rate, tuple(rates), tuple(means), tuple(changes), start, len(untouched), reason)
 
 
 def _mean(values: Sequence[float]) -> float:
     mean = sum(values) / len(values)
     return mean if math.isfinite(mean) else math.inf
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _relative_change(trained: list[nn.Parameter], before: list[Tensor]) -> Tensor:
+    """Return how far weights have moved, as a share of their norm, on the device; weights of norm zero count as one."""
+    moved = [parameter.detach() - value for parameter, value in zip(trained, before, strict=True)]
+    size = _norm(before)
+    return _norm(moved) / torch.where(size > 0, size, 1.0)
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    return nn.utils.get_total_norm(real).float()
 
 
 def _own_seed(seed: int) -> int:
