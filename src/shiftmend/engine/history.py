@@ -12,6 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+CLOSE = 0.15
+"""In a schedule that ends by itself, the latest epoch is kept whose slices exceed the lowest by no more than this
+share. Such a schedule stops before it harms, so a later epoch is the better one unless the slices speak against it."""
+
 TIE = 0.1
 """Slices that exceed the lowest by no more than this share of it count as equally good."""
 
@@ -86,11 +90,15 @@ class Choice:
     """A running choice among epochs: `consider` looks at one after the other and remembers the one to keep.
 
     Only one state is held, so an epoch that was passed over does not come back. The kept epoch never exceeds the lowest
-    slices by more than the tie, however long the run.
+    slices by more than a tenth (`TIE`) or what `CLOSE` says, however long the run.
+
+    Args:
+        entropy_may_decide: Whether the lower entropy decides between epochs with close slices.
+        latest: Whether the latest of several epochs with close slices is kept, whatever its entropy.
     """
 
-    def __init__(self, *, entropy_may_decide: bool) -> None:
-        self.entropy_may_decide = entropy_may_decide
+    def __init__(self, *, entropy_may_decide: bool, latest: bool = False) -> None:
+        self.entropy_may_decide, self.latest = entropy_may_decide, latest
         self.kept: Epoch | None = None
         self._lowest = math.inf
 
@@ -110,6 +118,8 @@ class Choice:
             return False
         if not math.isfinite(self.kept.verification):  # Kept only because nothing better was there yet.
             return True
+        if self.latest:
+            return row.verification <= min(self._lowest, row.verification) * (1 + CLOSE)
         within = min(self._lowest, row.verification) * (1 + TIE)
         if row.verification > within:
             return False
