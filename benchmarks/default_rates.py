@@ -1,10 +1,14 @@
 """Which learning rate should FR and BUFR take for a small network about which nothing is published?
 
-    python benchmarks/default_rates.py [--networks "signal;volume"] [--seed 1] [--temperature 0.05] [--out rates.json]
+    python benchmarks/default_rates.py [--networks "signal;volume"] [--auto-only] [--seed 1] [--out rates.json]
 
 Several small networks are trained, on made-up data and on scikit-learn's digits, and mended after a change of gain and
-offset (on the digits with noise) at several rates. For each: the divergence of the verification slices in the end, what
-chance alone would give, and the accuracy. About half an hour on a CPU.
+offset (on the digits with noise): with everything left to `adapt`, which is the row "auto", and at several fixed rates
+for a fixed number of epochs. For each: the divergence of the verification slices in the end, what chance alone would
+give, and the accuracy. The summary at the end names the networks that auto leaves less accurate than they were, and
+compares its mean accuracy with that of the best fixed rate. An hour on a CPU, some minutes with `--auto-only`.
+
+`--temperature 0.01` gives every network the paper's bins, as in the tables of docs/methods.md.
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +29,9 @@ from torch import Tensor, nn
 import shiftmend
 from shiftmend.inputs.digits import load_digits
 
-RATES = (0.1, 0.03, 0.01, 0.003, 0.001)
-RATES_OF_STAGES = {"bufr": RATES, "fr": (0.01, 0.003, 0.001, 0.0003, 0.0001)}
+RATES = (0.1, 0.03, 0.01, 0.003, 0.001, 0.0003)
 LENGTHS: dict[str, dict[str, Any]] = {"bufr": {"epochs_per_block": 20}, "fr": {"epochs": 60}}
-SAMPLES, CLASSES = 1500, 3
+SAMPLES, CLASSES, BATCH_SIZE = 1500, 3, 100
 
 
 @dataclass(frozen=True)
@@ -160,10 +165,23 @@ MADE_UP: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "table": (table, (20,)),
     "series": (Recurrent, (10, 4)),
 }
-NETWORKS = (*MADE_UP, "digits", *STAGED)
+SHIFTED_MORE = {
+    "signal, GroupNorm, large": ("signal, GroupNorm", "large"),
+    "signal, no norm, small": ("signal, no norm", "small"),
+    "signal, no norm, large": ("signal, no norm", "large"),
+    "table, large": ("table", "large"),
+}
+"""Networks and shifts of `temperatures.py`."""
+NETWORKS = (*MADE_UP, "digits", *STAGED, *SHIFTED_MORE)
+AUTO = "auto"
 
 
 def world(name: str, seed: int) -> World:
+    if name in SHIFTED_MORE:
+        import temperatures  # Not at the top: it imports this module.
+
+        there: World = temperatures.world(*SHIFTED_MORE[name], seed)
+        return there
     torch.manual_seed(seed)
     if name == "digits":
         return digits(small_cnn())
@@ -206,41 +224,87 @@ def accuracy(model: nn.Module, here: World) -> float:
     return scores.accuracy
 
 
+def mend(here: World, profile: shiftmend.Profile, method: str, rate: float | str) -> dict[str, Any]:
+    """Adapt at a rate, or with everything left to `adapt`, and return a row."""
+    options = {} if rate == AUTO else {"learning_rate": rate, **LENGTHS[method]}
+    started = time.perf_counter()
+    try:
+        mended = shiftmend.adapt(
+            here.model, here.target, profile, method, batch_size=BATCH_SIZE, progress=False, **options
+        )
+    except shiftmend.DivergedError as error:
+        mended = error.adaptation
+    seconds = time.perf_counter() - started
+    assert mended.after is not None
+    return {
+        "method": method,
+        "rate": rate,
+        "rate of the first stage": mended.manifest["stages"][0]["learning_rate"],
+        "steps": mended.manifest["steps"],
+        "seconds": round(seconds, 1),
+        "verdict": mended.after.verdict,
+        "slices": mended.after.divergence,
+        "floor": mended.after.floor,
+        "accuracy": accuracy(mended.model, here),
+    }
+
+
+def summarise(rows: list[dict[str, Any]]) -> None:
+    """Print, for each method, which networks auto harmed, and its mean accuracy beside those of the fixed rates."""
+    for method in LENGTHS:
+        own = [row for row in rows if row["method"] == method]
+        auto = {row["network"]: row for row in own if row["rate"] == AUTO}
+        if not auto:
+            continue
+        harmed = [name for name, row in auto.items() if row["accuracy"] < row["accuracy before"]]
+        print(f"{method}: less accurate than before with auto: {', '.join(harmed) or 'none'} of {len(auto)}")
+        print(f"  auto   mean accuracy {_mean(auto.values()):.2f} %, before {_mean(auto.values(), ' before'):.2f} %")
+        means = {}
+        for rate in sorted({row["rate"] for row in own if row["rate"] != AUTO}):
+            at = {row["network"]: row for row in own if row["rate"] == rate}
+            if at.keys() == auto.keys():
+                means[rate] = _mean(at.values())
+                worse = sum(row["accuracy"] < row["accuracy before"] for row in at.values())
+                print(f"  {rate:<5g}  mean accuracy {means[rate]:.2f} %, less accurate than before: {worse}")
+        if means:
+            best = max(means, key=lambda rate: means[rate])
+            print(f"  auto less the best fixed rate, {best:g}: {_mean(auto.values()) - means[best]:+.2f} points")
+
+
+def _mean(rows: Iterable[dict[str, Any]], which: str = "") -> float:
+    return 100 * statistics.fmean(row[f"accuracy{which}"] for row in rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", default=";".join(NETWORKS), help="with semicolons")
+    parser.add_argument("--auto-only", action="store_true", help="no fixed rates")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--temperature", type=float, default=0.01, help="of the soft bins; the paper's by default")
+    parser.add_argument("--temperature", type=float, help="of the soft bins; the profile's default otherwise")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # that features are not restored is what is measured here
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in options.networks.split(";"):
         here = world(name, options.seed)
-        bins = shiftmend.Bins(temperature=options.temperature)
+        bins = None if options.temperature is None else shiftmend.Bins(temperature=options.temperature)
         profile = shiftmend.profile(here.model, here.source, bins=bins, progress=False)
-        before = shiftmend.verify(here.model, here.target, profile)
-        print(f"{name}: {before}, accuracy {100 * accuracy(here.model, here):.1f} %", flush=True)
-        for method, length in LENGTHS.items():
-            for rate in RATES_OF_STAGES[method] if name in STAGED else RATES:
-                mended = shiftmend.adapt(
-                    here.model,
-                    here.target,
-                    profile,
-                    method,
-                    learning_rate=rate,
-                    batch_size=100,
-                    progress=False,
-                    **length,
-                )
-                assert mended.after is not None
-                right = accuracy(mended.model, here)
-                row = {"network": name, "method": method, "rate": rate, "verdict": mended.after.verdict}
-                row |= {"slices": mended.after.divergence, "floor": mended.after.floor, "accuracy": right}
+        before, right = shiftmend.verify(here.model, here.target, profile), accuracy(here.model, here)
+        print(f"{name}: {before}, accuracy {100 * right:.1f} %", flush=True)
+        for method in LENGTHS:
+            for rate in (AUTO, *(() if options.auto_only else RATES)):
+                row = {"network": name, "seed": options.seed, "accuracy before": right}
+                row |= mend(here, profile, method, rate)
                 rows.append(row)
-                print(f"  {method:4} {rate:<5g}  {mended.after}, accuracy {100 * right:.1f} %", flush=True)
+                shown = f"{row['rate of the first stage']:.2g}"
+                print(
+                    f"  {method:4} {AUTO if rate == AUTO else '':4} {shown:7} accuracy {100 * row['accuracy']:5.1f} %, "
+                    f"{row['verdict']} ({row['slices']:.4f}), {row['steps']} steps, {row['seconds']} s",
+                    flush=True,
+                )
                 if options.out is not None:
                     options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    summarise(rows)
 
 
 if __name__ == "__main__":
