@@ -163,20 +163,20 @@ class Feed:
         parts = local_parts(torch.arange(start, end, device="cpu") for start, end in bounds)
         yield from self._send_inputs(Rows(whole, slice(int(part[0]), int(part[-1]) + 1)) for part in parts)
 
-    def labelled_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield every sample with its label, for evaluation only."""
-        for inputs, labels in self._send(self._with_labels()):
+    def labelled_batches(self, at_least: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield every sample with its label, for evaluation only; resident data in batches of at least so many."""
+        for inputs, labels in self._send(self._with_labels(at_least)):
             assert labels is not None
             yield inputs, labels
 
-    def _with_labels(self) -> Iterator[Batch]:
+    def _with_labels(self, at_least: int) -> Iterator[Batch]:
         if self._inputs is None:
             stream = ((inputs, check_labels(labels, self.what)) for inputs, labels in self._stream())
             for batch in batching.merge_lone_samples(stream):
                 yield batch[0], batch[1]
         else:
             labels = check_labels(self._labels, self.what)
-            for start, end in batching.batch_bounds(len(self._inputs), self.batch_size):
+            for start, end in batching.batch_bounds(len(self._inputs), max(self.batch_size, at_least)):
                 yield Rows(self._inputs, slice(start, end)), labels[start:end]
 
     def subset(self, count: int, seed: int, at_least: int = 0) -> Iterator[Tensor]:
