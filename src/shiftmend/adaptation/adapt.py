@@ -22,6 +22,7 @@ from shiftmend.accelerate.precision import Precision, cast_at_once, nothing_cach
 from shiftmend.adaptation.result import Adaptation, environment
 from shiftmend.distributed.collectives import check_same, warn_without_process_group
 from shiftmend.engine import checkpoint as checkpoints
+from shiftmend.engine.batch_size import fit_batch_size, make_trial_step
 from shiftmend.engine.history import Choice
 from shiftmend.engine.method import (
     Method,
@@ -103,7 +104,8 @@ def adapt(
             inputs reaches the method.
         profile: The source's profile, or the name of its file. Some methods do without.
         method: Name, class or instance of a method.
-        batch_size: Samples in a batch; 256, or what a loader brings along.
+        batch_size: Samples in a batch; 256, or what a loader brings along. Batches of 256 that do not fit into the
+            memory of a GPU are halved before the first step, until they do.
         seed: Decides the order of the batches, and whatever else is random.
         preprocess: Called with each batch on the device, before the model.
         blocks: BlockNames of modules, or groups of them, that BUFR unfreezes one after the other.
@@ -363,15 +365,21 @@ def _train(
 ) -> Adaptation:
     adapted, feed, place = network.model, task.feed, task.feed.device
     stages = plan_stages(method, network, task.profile)
-    _refuse_unfit(method, feed, bool(stages) and bool(find_batch_norms(adapted)), task.profile)
-    manifest = _begin_manifest(task, method, settings, network, stages, summary)
-    check_same(str(manifest["source_weights"]), "model", place)
-    check_same(str(manifest["target"]), "target data", place)
-
     profile = None if task.profile is None else task.profile.to(place)
     precision: Precision = nullcontext
     if settings.precision is not None:
         precision = functools.partial(cast_at_once, adapted, place, settings.precision)
+    if feed.may_resize and stages:
+        # Memory that is free now must not decide again for a run that is resumed.
+        if (stored := checkpoints.stored_batch_size(settings.checkpoint)) is not None:
+            feed.resize(stored)
+        else:
+            trial = make_trial_step(adapted, profile, method, stages, taps, precision)
+            fit_batch_size(feed, trial, max(2, method.smallest_batch(profile)))
+    _refuse_unfit(method, feed, bool(stages) and bool(find_batch_norms(adapted)), task.profile)
+    manifest = _begin_manifest(task, method, settings, network, stages, summary)
+    check_same(str(manifest["source_weights"]), "model", place)
+    check_same(str(manifest["target"]), "target data", place)
     signals = SignalReader(
         adapted,
         feed,
@@ -499,6 +507,7 @@ def _begin_manifest(
         "learning_rate_chosen": _rate_origin(method),
         "seed": settings.seed,
         "batch_size": feed.epoch_batch_size,
+        **({"batch_size_reduced_from": feed.reduced_from} if feed.reduced_from is not None else {}),
         "blocks": [list(block.modules) for block in network.blocks],
         "resident": feed.resident,
         "target": {"samples": feed.samples, "sha256": task.wait_for_digest(), **summary.to_json()},
