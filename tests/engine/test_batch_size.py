@@ -139,7 +139,7 @@ class Rows(Dataset[Tensor]):
 def test_feeds_are_resized_whether_they_stream_or_not(resident: bool) -> None:
     def step(batch: Tensor) -> None:
         if len(batch) > 100:
-            raise RuntimeError("CUDNN_STATUS_ALLOC_FAILED")
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
     feed = Feed(Rows(), resident=resident)
     assert fit_batch_size(feed, step) == 64

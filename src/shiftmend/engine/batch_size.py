@@ -133,9 +133,7 @@ def make_trial_step(
 def _fits(step: Step, feed: Feed, size: int) -> bool:
     try:
         step(feed.first(size))
-    except RuntimeError as error:
-        if not _is_out_of_memory(error):
-            raise
+    except torch.OutOfMemoryError:
         fits = False
     else:
         fits = True
@@ -145,11 +143,6 @@ def _fits(step: Step, feed: Feed, size: int) -> bool:
         if not fits or torch.cuda.memory_reserved(feed.device) > MAX_RESERVED_SHARE * total:
             torch.cuda.empty_cache()
     return fits
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Tell whether an error is one of missing memory: of torch itself, or of a library that allocates its own."""
-    return isinstance(error, torch.OutOfMemoryError) or "_ALLOC_FAILED" in str(error)
 
 
 @contextmanager
