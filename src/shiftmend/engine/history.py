@@ -12,10 +12,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+CLOSE = 0.15
+"""In a schedule that ends by itself, the latest epoch is kept whose slices exceed the lowest by no more than this
+share. Such a schedule stops before it harms, so a later epoch is the better one unless the slices speak against it."""
+
 TIE = 0.1
 """Slices that exceed the lowest by no more than this share of it count as equally good."""
 
-_STORED_FIRST = ("epoch", "block", "learning_rate", "losses", "verification", "seconds")
+_STORED_FIRST = ("epoch", "block", "learning_rate", "losses", "verification", "seconds", "steps")
 _STORED_SIGNALS = ("marginals", "entropy", "confidence")
 """Signals that every stored row has, as null where they could not be measured."""
 
@@ -24,12 +28,15 @@ _STORED_SIGNALS = ("marginals", "entropy", "confidence")
 class Epoch:
     """One row of the history; row 0 is the model before anything was done.
 
+    In a schedule that ends by itself, a row is a round of steps (`engine/schedule.py`).
+
     Attributes:
-        epoch: Number of the epoch.
+        epoch: Number of the epoch or round.
         block: Name of the stage that the epoch belongs to.
         learning_rate: Learning rate of the stage.
         losses: Mean over the epoch's batches of each term that was minimised, by tap.
         seconds: Time that the epoch took.
+        steps: Training steps so far; None in a file of before they were counted.
         signals: Label-free signals after the epoch, in eval mode, by name (see `verification/signals.py`).
     """
 
@@ -39,6 +46,7 @@ class Epoch:
     losses: dict[str, float]
     seconds: float
     signals: dict[str, float] = field(default_factory=dict)
+    steps: int | None = None
 
     @property
     def loss(self) -> float | None:
@@ -60,6 +68,7 @@ class Epoch:
             "losses": dict(self.losses),
             "verification": self.verification,
             "seconds": self.seconds,
+            **({} if self.steps is None else {"steps": self.steps}),
             **{name: signals.pop(name, None) for name in _STORED_SIGNALS},
             **signals,
         }
@@ -73,18 +82,23 @@ class Epoch:
         """
         signals = {"slices": row["verification"]} | {k: v for k, v in row.items() if k not in _STORED_FIRST}
         known = {name: value for name, value in signals.items() if value is not None}
-        return Epoch(row["epoch"], row["block"], row["learning_rate"], row["losses"], row["seconds"], known)
+        first = row["epoch"], row["block"], row["learning_rate"], row["losses"], row["seconds"]
+        return Epoch(*first, known, row.get("steps"))
 
 
 class Choice:
     """A running choice among epochs: `consider` looks at one after the other and remembers the one to keep.
 
     Only one state is held, so an epoch that was passed over does not come back. The kept epoch never exceeds the lowest
-    slices by more than the tie, however long the run.
+    slices by more than a tenth (`TIE`) or what `CLOSE` says, however long the run.
+
+    Args:
+        entropy_may_decide: Whether the lower entropy decides between epochs with close slices.
+        latest: Whether the latest of several epochs with close slices is kept, whatever its entropy.
     """
 
-    def __init__(self, *, entropy_may_decide: bool) -> None:
-        self.entropy_may_decide = entropy_may_decide
+    def __init__(self, *, entropy_may_decide: bool, latest: bool = False) -> None:
+        self.entropy_may_decide, self.latest = entropy_may_decide, latest
         self.kept: Epoch | None = None
         self._lowest = math.inf
 
@@ -104,6 +118,8 @@ class Choice:
             return False
         if not math.isfinite(self.kept.verification):  # Kept only because nothing better was there yet.
             return True
+        if self.latest:
+            return row.verification <= min(self._lowest, row.verification) * (1 + CLOSE)
         within = min(self._lowest, row.verification) * (1 + TIE)
         if row.verification > within:
             return False
