@@ -106,9 +106,14 @@ def find(case: Case, profile: shiftmend.Profile, method: str, batch_size: int) -
 
 def mend(case: Case, profile: shiftmend.Profile, method: str, **options: Any) -> dict[str, Any]:
     mended = shiftmend.adapt(case.model, case.target, profile, method, progress=False, **options)
-    rate = mended.manifest["stages"][0].get("learning_rate")
+    stages = mended.manifest["stages"]  # None where AdaBN finds no BatchNorm.
     kept = mended.kept.steps or 0
-    return {"score": case.score(mended.model), "rate": rate, "steps": mended.manifest["steps"], "kept": kept}
+    return {
+        "score": case.score(mended.model),
+        "rate": stages[0]["learning_rate"] if stages else 0.0,
+        "steps": mended.manifest["steps"],
+        "kept": kept,
+    }
 
 
 def rows_of(case: Case, seed: int) -> list[dict[str, Any]]:
@@ -127,8 +132,9 @@ def rows_of(case: Case, seed: int) -> list[dict[str, Any]]:
                 found.append({"how": how} | mend(case, profile, method, **options))
     print(f"{case.name}, seed {seed}, {len(case.target)} samples")
     for row in found:
-        more = f"  rate {row['rate']:.2g}, kept after {row['kept']} of {row['steps']} steps" if "rate" in row else ""
-        print(f"  {row['how']:38} {row['score']:6.2f}{more if row.get('rate') else ''}", flush=True)
+        rate = row.get("rate")
+        more = f"  rate {rate:.2g}, kept after {row['kept']} of {row['steps']} steps" if rate else ""
+        print(f"  {row['how']:38} {row['score']:6.2f}{more}", flush=True)
     return [{"case": case.name, "seed": seed, "higher_is_better": case.higher_is_better} | row for row in found]
 
 
