@@ -6,7 +6,7 @@ A small CNN on scikit-learn's digits and small networks on made-up data are mend
 change of gain and offset; the accuracy is that on all samples of the target. With `--instruments`, a folder that holds
 `nir_tablets.npz`, a perceptron that reads the spectra of 300 tablets is mended for a second spectrometer with those of
 355 others; the error is the RMSE of the assay in mg. Each is mended by AdaBN, and by FR and BUFR in one full batch and
-in batches of 64, with the learning rate that is found (`engine/rate_search.py`), with a part of it, and with everything
+in batches of 64, with the learning rate that is found (`engine/rate_search.py`), with multiples of it, and with everything
 left to `adapt`. Some minutes on a CPU.
 """
 
@@ -37,8 +37,8 @@ from shiftmend.methods import method as make_method
 NETWORKS = ("digits", "signal", "image, GroupNorm", "table")
 TABLETS = "nir_tablets"
 HOME_TABLETS, ASSAY = 300, 2
-PARTS = (1.0, 0.3)
-"""Parts of the rate that is found."""
+PARTS = (3.0, 1.0, 0.3)
+"""Multiples of the rate that is found."""
 SMALL_BATCH = 64
 
 
@@ -106,7 +106,7 @@ def find(case: Case, profile: shiftmend.Profile, method: str, batch_size: int) -
 
 def mend(case: Case, profile: shiftmend.Profile, method: str, **options: Any) -> dict[str, Any]:
     mended = shiftmend.adapt(case.model, case.target, profile, method, progress=False, **options)
-    stages = mended.manifest["stages"]  # None where AdaBN finds no BatchNorm.
+    stages = mended.manifest["stages"]  # There are none where AdaBN finds no BatchNorm.
     kept = mended.kept.steps or 0
     return {
         "score": case.score(mended.model),
@@ -128,7 +128,7 @@ def rows_of(case: Case, seed: int) -> list[dict[str, Any]]:
             rate = find(case, profile, method, size)
             for part in PARTS:
                 options = {"batch_size": size, "learning_rate": part * rate}
-                how = f"{method}, {batch}, {part:g} of the rate"
+                how = f"{method}, {batch}, {part:g} times the rate"
                 found.append({"how": how} | mend(case, profile, method, **options))
     print(f"{case.name}, seed {seed}, {len(case.target)} samples")
     for row in found:

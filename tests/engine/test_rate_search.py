@@ -151,11 +151,15 @@ def test_a_streamed_target_serves_as_well() -> None:
     assert all(map(math.isfinite, streamed.losses))
 
 
-def test_a_tiny_target_is_one_full_batch_used_again_and_again() -> None:
-    world = sensors()
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_tiny_target_is_one_full_batch_used_again_and_again(norm: bool) -> None:
+    world = sensors(norm)
     found = search(fresh(world), world.target[:40], world)
     assert found.steps == rate_search.STEPS
     assert found.losses[0] < found.start
+    part = rate_search.ONE_BATCH if norm else 1.0
+    assert any(found.rate == pytest.approx(part * rate) for rate in found.rates)
+    assert ("one batch" in found.reason) == norm
 
 
 def test_batches_that_do_not_fit_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from shiftmend.engine.modes import enter_adapting_modes, hold_layer_options, unf
 from shiftmend.engine.step import Steps
 from shiftmend.inputs.feed import Feed
 from shiftmend.introspection.model_state import restore, snapshot
-from shiftmend.introspection.modes import preserve_modes
+from shiftmend.introspection.modes import find_batch_norms, preserve_modes
 from shiftmend.introspection.taps import Tap, attach_taps
 from shiftmend.utils.rng import DeviceGenerator, preserve_rng, reseed
 
@@ -49,6 +49,9 @@ NOTICEABLE = 0.05
 """Share of the loss that the best candidate must gain for the candidates to decide."""
 CAREFUL = 0.1
 """The rate that is taken otherwise, as a multiple of the default."""
+ONE_BATCH = 0.3
+"""Part of the rate that is taken where all data is one batch and BatchNorm has done most of the mending. The loss on a
+batch that is seen in every step falls at rates that fit its chance (`benchmarks/small_targets.py`)."""
 MAX_HELD_BYTES = 1 << 28
 """Size of the batches that are kept for all candidates. Where they do not fit, fewer batches are used repeatedly."""
 
@@ -158,9 +161,13 @@ def find_rate(
         rows = torch.cat([torch.stack(losses).flatten(), torch.stack(changes)])
         found = all_gather(rows)[0].cpu().double()
     of_losses = found[: -len(rates)].view(-1, STEPS)
-    return choose_rate(
+    result = choose_rate(
         stage.learning_rate, rates, of_losses[1:].tolist(), found[-len(rates) :].tolist(), of_losses[0].tolist()
     )
+    if feed.steps_per_epoch == 1 and find_batch_norms(model):
+        reason = f"{result.reason}; {ONE_BATCH:g} of it, since all data is one batch"
+        result = replace(result, rate=ONE_BATCH * result.rate, reason=reason)
+    return result
 
 
 def choose_rate(
