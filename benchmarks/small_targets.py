@@ -5,9 +5,10 @@
 A small CNN on scikit-learn's digits and small networks on made-up data are mended with 50, 100 and 300 samples after a
 change of gain and offset; the accuracy is that on all samples of the target. With `--instruments`, a folder that holds
 `nir_tablets.npz`, a perceptron that reads the spectra of 300 tablets is mended for a second spectrometer with those of
-355 others; the error is the RMSE of the assay in mg. Each is mended by AdaBN, and by FR and BUFR in one full batch and
-in batches of 64, with the learning rate that is found (`engine/rate_search.py`), with multiples of it, and with everything
-left to `adapt`. Some minutes on a CPU.
+355 others; the error is the RMSE of the assay in mg.
+
+Each is mended by AdaBN, and by FR and BUFR in one full batch and in batches of 64: with the learning rate that is found
+(`engine/rate_search.py`), with multiples of it, and with everything left to `adapt`. Some minutes on a CPU.
 """
 
 from __future__ import annotations
