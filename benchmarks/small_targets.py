@@ -135,7 +135,7 @@ def rows_of(case: Case, seed: int) -> list[dict[str, Any]]:
     for row in found:
         rate = row.get("rate")
         more = f"  rate {rate:.2g}, kept after {row['kept']} of {row['steps']} steps" if rate else ""
-        print(f"  {row['how']:38} {row['score']:6.2f}{more}", flush=True)
+        print(f"  {row['how']:40} {row['score']:6.2f}{more}", flush=True)
     return [{"case": case.name, "seed": seed, "higher_is_better": case.higher_is_better} | row for row in found]
 
 
@@ -151,7 +151,7 @@ def summarise(rows: list[dict[str, Any]]) -> None:
                 at = [row for row in own if row["how"] == how]
                 gains = [sign * (row["score"] - baselines[row["case"], row["seed"], other]) for row in at]
                 text.append(f"{statistics.fmean(gains):+6.2f} over {other} (worse in {sum(g < 0 for g in gains)})")
-            print(f"{how:38} {', '.join(text)} of {len(at)}, {unit}")
+            print(f"{how:40} {', '.join(text)} of {len(at)}, {unit}")
 
 
 def main() -> None:
