@@ -104,6 +104,8 @@ class Stage:
         parameters: Names of the trained parameters. Without any, batches only run forward.
         weight_decay: Weight decay of the optimiser.
         settles: Whether the stage ends by itself as soon as its loss no longer falls (see `engine/schedule.py`).
+        searches: Whether the learning rate is only a guess, from which a better one is searched before the first stage
+            (see `engine/rate_search.py`). The rates of later stages change by the same factor.
     """
 
     name: str
@@ -112,6 +114,7 @@ class Stage:
     parameters: tuple[str, ...] = ()
     weight_decay: float = 0.0
     settles: bool = False
+    searches: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

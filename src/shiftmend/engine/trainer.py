@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +21,9 @@ from shiftmend.accelerate.precision import Precision
 from shiftmend.distributed.collectives import all_processes, all_true, check_same
 from shiftmend.engine import checkpoint as checkpoints
 from shiftmend.engine.history import Choice, Epoch
-from shiftmend.engine.method import Method, Network, Stage, check_objective
+from shiftmend.engine.method import Method, Network, Objective, Stage, check_objective
 from shiftmend.engine.modes import enter_adapting_modes, hold_layer_options, is_finite, unfreeze
+from shiftmend.engine.rate_search import find_rate
 from shiftmend.engine.schedule import WARM_UP_STEPS, Rounds, has_settled, has_worsened, plan_rounds
 from shiftmend.engine.step import Steps
 from shiftmend.errors import AdaptationError, DivergedError
@@ -105,6 +107,8 @@ class Trainer:
         """State after the last whole epoch."""
         self.selected: dict[str, Tensor] = {}
         """State of the selected epoch, if it is to be kept."""
+        self.search: dict[str, Any] | None = None
+        """The search for the learning rate as a manifest has it, if there was one."""
         self._resumed: checkpoints.Checkpoint | None = None
         if self.path is not None:
             checkpoints.check_place(self.path)
@@ -154,6 +158,7 @@ class Trainer:
                 logger.info("going on from %s after epoch %d", self.path, self.epochs)
             objective = self.method.objective(self.profile, self.feed.device)
             check_objective(objective, self.method, self.stages)
+            self._search_rate(objective)
             self.bar.advance(self.epochs)
             first = self._resumed.stage if self._resumed is not None else 0
             for index, stage in enumerate(self.stages[first:], first):
@@ -190,6 +195,29 @@ class Trainer:
                 if stage.settles and self._has_worsened():
                     logger.info("the slices got worse; the run ends in stage %s", stage.name)
                     break
+
+    def _search_rate(self, objective: Objective | None) -> None:
+        """Find the learning rate, if it is only a guess; a resumed run takes what was found when it began."""
+        if not self.stages or not self.stages[0].searches or objective is None:
+            return
+        first = self.stages[0]
+        self.search = self._resumed.search if self._resumed is not None else None
+        if self.search is None:
+            self.show_pass("search for the learning rate")
+            found = find_rate(
+                self.model,
+                self.feed,
+                self.taps,
+                objective,
+                self.method,
+                first,
+                precision=self.precision,
+                seed=self.seed,
+            )
+            logger.info("learning rate %g: %s", found.rate, found.reason)
+            self.search = found.to_json()
+        factor = self.search["rate"] / first.learning_rate
+        self.stages = [replace(stage, learning_rate=stage.learning_rate * factor) for stage in self.stages]
 
     def _is_over(self, stage: Stage, rounds: Rounds, done: int) -> bool:
         """Return whether a stage ends after so many rounds; asked of the history alone, as a resumed run can do."""
@@ -262,7 +290,7 @@ class Trainer:
     def _save(self, stage: int, epoch: int, optimiser: optim.Optimizer | None) -> None:
         if self.path is None or rank() > 0:
             return
-        state = self.history, self.model, optimiser, self.selected, self.feed.fits
+        state = self.history, self.model, optimiser, self.selected, self.feed.fits, self.feed.batch_size, self.search
         try:
             checkpoints.save(self.path, self.run, stage, epoch, *state)
         except OSError as error:  # A full disk is no reason to lose the run.
