@@ -83,7 +83,7 @@ def compiled_time(stage: Scene, repeats: int) -> CompiledTime:
     with nothing_kept():
         wait(stage.device)
         started = time.perf_counter()
-        steps.epoch(0, 1)
+        steps.run(0, 1)
         wait(stage.device)
         first = time.perf_counter() - started
         if not steps.compiled:

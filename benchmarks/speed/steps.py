@@ -123,7 +123,7 @@ def time_step(
 
 def epoch_time(steps: Steps, repeats: int, targets: Tensor | None = None) -> Timing:
     """One epoch to get warm with, in which steps are captured, is not in it."""
-    return timed(lambda: steps.epoch(0, 1, targets), steps.feed.device, repeats=repeats)
+    return timed(lambda: steps.run(0, 1, targets=targets), steps.feed.device, repeats=repeats)
 
 
 def sgd(stage: Scene) -> optim.SGD:

@@ -50,7 +50,7 @@ def close(one: nn.Module, other: nn.Module, tolerance: float = 1e-5) -> bool:
 
 def test_an_epoch_is_one_step_a_batch_and_sums_up_the_loss() -> None:
     made = steps("cpu")
-    sums, count = made.epoch(0, 1)
+    sums, count = made.run(0, 1)
     assert count == 6
     assert not made.captured
     assert float(sums["logits"]) > 0
@@ -72,7 +72,7 @@ def test_without_an_optimiser_batches_only_run_forward() -> None:
     plain = Steps(made.model, made.feed, TAPS, None, None)
     before = [p.clone() for p in made.model.parameters()]
     tracked = int(made.model[1].num_batches_tracked)
-    assert plain.epoch(0, 1) == ({}, 6)
+    assert plain.run(0, 1) == ({}, 6)
     assert int(made.model[1].num_batches_tracked) == tracked + 6
     assert all(torch.equal(a, b) for a, b in zip(before, made.model.parameters(), strict=True))
 
@@ -83,8 +83,8 @@ def test_without_an_optimiser_batches_only_run_forward() -> None:
 def test_captured_equals_eager_after_fifty_steps(momentum: float) -> None:
     eager, captured = steps("cuda", capture=False, momentum=momentum), steps("cuda", momentum=momentum)
     for number in range(1, 10):
-        one, _ = eager.epoch(3, number)
-        other, count = captured.epoch(3, number)
+        one, _ = eager.run(3, number)
+        other, count = captured.run(3, number)
         assert float(one["logits"]) == pytest.approx(float(other["logits"]), rel=1e-3)
     assert count == 6
     assert captured.captured
@@ -210,7 +210,7 @@ def test_a_buffer_that_is_replaced_in_each_step_stays_where_captured_passes_read
     made = Steps(model, feed, TAPS, None, None)
     for one in (model, by_hand):
         one[1].train()
-    made.epoch(0, 1)
+    made.run(0, 1)
     with torch.no_grad():
         for batch in an_epoch(feed, 0, 1):
             by_hand(batch)
@@ -424,7 +424,7 @@ def test_what_cannot_be_compiled_is_captured_as_it_is_and_said_once(
     made = steps("cpu")
     made.compile, made.stage = True, "all layers"
     with caplog.at_level(logging.WARNING, "shiftmend"):
-        made.epoch(0, 1)
+        made.run(0, 1)
     assert isinstance(made._captured, Epoch)
     assert made._captured.compiled == made.compile == (not said)
     assert caplog.messages == said

@@ -50,6 +50,7 @@ def capture_epoch(
     samples: int,
     size: int,
     *,
+    steps: int | None = None,
     compiled: bool = False,
 ) -> CapturedEpoch | None:
     """Capture a training step, to be replayed for whole epochs.
@@ -63,13 +64,15 @@ def capture_epoch(
         device: The GPU.
         samples: Samples in the data.
         size: Samples in a batch.
+        steps: Steps of one run; None is a whole epoch.
         compiled: Whether the step is compiled. For the log alone.
 
     Returns:
         The captured epoch, or None if the step cannot be captured. The reason is logged.
     """
     what = "compiled steps" if compiled else "steps"
-    return _try_to_capture(lambda: CapturedEpoch(step, model, optimiser, device, samples, size), what, device)
+    steps = steps or samples // size
+    return _try_to_capture(lambda: CapturedEpoch(step, model, optimiser, device, samples, size, steps), what, device)
 
 
 def capture_call(run: Callable[[], T], model: nn.Module, device: torch.device) -> Callable[[], T] | None:
@@ -181,15 +184,22 @@ def pause_garbage_collection() -> Iterator[None]:
 
 
 class CapturedEpoch:
-    """An epoch of captured steps. Each finds its batch from the order of the epoch and a counter on the device.
+    """An epoch, or so many steps, captured. Each step finds its batch from the order and a counter on the device.
 
     Only tensors are kept of what was captured: a graph has to go when its stage ends, not with garbage collection.
     """
 
     def __init__(
-        self, step: Step, model: nn.Module, optimiser: optim.Optimizer, device: torch.device, samples: int, size: int
+        self,
+        step: Step,
+        model: nn.Module,
+        optimiser: optim.Optimizer,
+        device: torch.device,
+        samples: int,
+        size: int,
+        steps: int,
     ) -> None:
-        self.steps = samples // size
+        self.steps = steps
         # Any valid order will do for warming up, since its effect on the model is undone.
         rows = max(self.steps, WARM_UP_STEPS + 1)
         self.order = torch.arange(rows * size, device=device).remainder_(samples).view(-1, size)
@@ -209,7 +219,7 @@ class CapturedEpoch:
         self.cursor += 1
 
     def run(self, order: Tensor) -> tuple[Sums, int]:
-        """Run all steps of an epoch in this order of the samples.
+        """Run all steps in this order of the samples.
 
         Returns:
             The sums of the loss terms over the steps, and the number of steps.

@@ -33,6 +33,7 @@ from shiftmend.engine.method import (
     read_taps,
 )
 from shiftmend.engine.modes import make_ordinary
+from shiftmend.engine.schedule import plan_rounds
 from shiftmend.engine.trainer import VERIFIED_PER_EPOCH, Keep, OnEpoch, Trainer
 from shiftmend.errors import AdaptationError, DivergedError
 from shiftmend.inputs.feed import Feed, Preprocess
@@ -82,7 +83,7 @@ def adapt(
     resident: bool = True,
     capture: bool = True,
     compile: bool = False,
-    keep: Keep = "last",
+    keep: Keep | None = None,
     on_epoch: OnEpoch | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: Progress = None,
@@ -116,8 +117,10 @@ def adapt(
         compile: Whether captured steps are compiled by `torch.compile` first. That takes a quarter of a minute or more
             for each set of trained layers, and makes steps of a large network a fifth faster.
         keep: `"last"` returns the state after the last epoch, `"selected"` that of the epoch which the verification
-            slices prefer. The number of that epoch is in the result either way.
-        on_epoch: Called as `on_epoch(model, row)` before the first and after each epoch.
+            slices prefer. The number of that epoch is in the result either way. None is `"selected"` for a schedule
+            that ends by itself (`epochs="auto"`), and `"last"` for a fixed number of epochs.
+        on_epoch: Called as `on_epoch(model, row)` before the first and after each epoch; in a schedule that ends by
+            itself, after each round of steps.
         checkpoint: A file. A killed run with the same arguments goes on from it.
         progress: True shows a progress bar, False does not, None does so on a terminal.
         **options: Hyper-parameters of the method, e.g. `learning_rate=0.1`. Of a list of learning rates, the run that
@@ -197,13 +200,13 @@ class _Settings:
     resident: bool
     capture: bool
     compile: bool
-    keep: Keep
+    keep: Keep | None
     on_epoch: OnEpoch | None
     checkpoint: str | os.PathLike[str] | None
     progress: Progress
 
     def __post_init__(self) -> None:
-        if not isinstance(self.keep, str) or self.keep not in get_args(Keep):
+        if self.keep is not None and self.keep not in [*get_args(Keep)]:
             raise AdaptationError(f"keep must be 'last' or 'selected', got {brief(self.keep)}")
         if not is_whole(self.seed):
             raise AdaptationError(f"the seed must be a whole number, got {brief(self.seed)}")
@@ -344,6 +347,9 @@ def _train(
     channels_last(adapted, feed.first(2), settings.output)
     network, taps = examine(adapted, feed.first(2), task.profile, method, settings.blocks, settings.output)
     stages = plan_stages(method, network, task.profile)
+    if settings.keep is None:
+        settings = replace(settings, keep="selected" if any(stage.settles for stage in stages) else "last")
+    assert settings.keep is not None
     _refuse_unfit(method, feed, bool(stages) and bool(find_batch_norms(adapted)), task.profile)
     manifest = _begin_manifest(task, method, settings, network, stages, summary)
     check_same(str(manifest["source_weights"]), "model", place)
@@ -381,7 +387,7 @@ def _train(
         compile=settings.compile,
     )
     check_same(trainer.run, "run (profile, method, options, or whether the data fits into memory)", place)
-    total = sum(stage.epochs for stage in stages)
+    total = sum(plan_rounds(stage, feed.steps_per_epoch).at_most for stage in stages)
     with trainer.hold_checkpoint(), progress_bar(settings.progress, method.name, total) as trainer.bar:
         started, status = time.perf_counter(), "finished"
         trainer.load_checkpoint()
@@ -442,6 +448,7 @@ def _finish(
         "status": status,
         "selected_epoch": selected,
         "epochs": trainer.epochs,
+        "steps": trainer.history[-1].steps if trainer.history else 0,
         "seconds": round(time.perf_counter() - started, 3),
         "seconds_in_epochs": round(sum(row.seconds for row in trainer.history), 3),
         "verified_per_epoch": min(VERIFIED_PER_EPOCH, trainer.feed.samples),
@@ -470,7 +477,7 @@ def _begin_manifest(
     reduced = settings.autocast if isinstance(settings.autocast, bool) else str(settings.precision)
     return {
         "method": describe_method(method),
-        "stages": [{k: v for k, v in asdict(stage).items() if k != "parameters"} for stage in stages],
+        "stages": [_describe_stage(stage) for stage in stages],
         "preset": profile.preset if profile else None,
         "learning_rate_chosen": _rate_origin(method),
         "seed": settings.seed,
@@ -485,6 +492,12 @@ def _begin_manifest(
         "kept": settings.keep,
         "environment": {**environment(feed.device), "world_size": world_size()},
     }
+
+
+def _describe_stage(stage: Stage) -> dict[str, Any]:
+    """Return a stage for the manifest; `settles` only where it does."""
+    facts = {name: value for name, value in asdict(stage).items() if name != "parameters"}
+    return facts if stage.settles else {name: value for name, value in facts.items() if name != "settles"}
 
 
 def _identify(manifest: dict[str, Any], stages: list[Stage], feed: Feed) -> str:

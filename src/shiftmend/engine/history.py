@@ -19,7 +19,7 @@ TIE = 0.1
 MAX_REFINED_RATIO = 2.0
 """Slices after refining, as a multiple of those before, up to which refining counts as harmless."""
 
-_STORED_FIRST = ("epoch", "block", "learning_rate", "losses", "verification", "seconds")
+_STORED_FIRST = ("epoch", "block", "learning_rate", "losses", "verification", "seconds", "steps")
 _STORED_SIGNALS = ("marginals", "entropy", "confidence")
 """Signals that every stored row has, as null where they could not be measured."""
 
@@ -28,12 +28,15 @@ _STORED_SIGNALS = ("marginals", "entropy", "confidence")
 class Epoch:
     """One row of the history; row 0 is the model before anything was done.
 
+    In a schedule that ends by itself, a row is a round of steps (`engine/schedule.py`).
+
     Attributes:
-        epoch: Number of the epoch.
+        epoch: Number of the epoch or round.
         block: Name of the stage that the epoch belongs to.
         learning_rate: Learning rate of the stage.
         losses: Mean over the epoch's batches of each term that was minimised, by tap.
         seconds: Time that the epoch took.
+        steps: Training steps so far; None in a file of before they were counted.
         signals: Label-free signals after the epoch, in eval mode, by name (see `verification/signals.py`).
     """
 
@@ -43,6 +46,7 @@ class Epoch:
     losses: dict[str, float]
     seconds: float
     signals: dict[str, float] = field(default_factory=dict)
+    steps: int | None = None
 
     @property
     def loss(self) -> float | None:
@@ -64,6 +68,7 @@ class Epoch:
             "losses": dict(self.losses),
             "verification": self.verification,
             "seconds": self.seconds,
+            **({} if self.steps is None else {"steps": self.steps}),
             **{name: signals.pop(name, None) for name in _STORED_SIGNALS},
             **signals,
         }
@@ -77,7 +82,8 @@ class Epoch:
         """
         signals = {"slices": row["verification"]} | {k: v for k, v in row.items() if k not in _STORED_FIRST}
         known = {name: value for name, value in signals.items() if value is not None}
-        return Epoch(row["epoch"], row["block"], row["learning_rate"], row["losses"], row["seconds"], known)
+        first = row["epoch"], row["block"], row["learning_rate"], row["losses"], row["seconds"]
+        return Epoch(*first, known, row.get("steps"))
 
 
 class Choice:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -29,6 +29,10 @@ from shiftmend.utils.processes import of_first_process
 
 logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
+
+AUTO: Literal["auto"] = "auto"
+"""A number of epochs that the run finds by itself."""
+Epochs = int | Literal["auto"]
 
 Activations = Mapping[str, Tensor]
 """Activations `[samples, units]` of one batch, by tap."""
@@ -91,13 +95,23 @@ class Network:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of epochs with one set of trained parameters; without any, batches only run forward."""
+    """A stretch of training with one set of parameters.
+
+    Attributes:
+        name: Name of the stage in histories and messages.
+        epochs: Epochs of the stage, or the most that it may have if it settles.
+        learning_rate: Learning rate of the optimiser.
+        parameters: Names of the trained parameters. Without any, batches only run forward.
+        weight_decay: Weight decay of the optimiser.
+        settles: Whether the stage ends by itself as soon as its loss no longer falls (see `engine/schedule.py`).
+    """
 
     name: str
     epochs: int
     learning_rate: float = 0.0
     parameters: tuple[str, ...] = ()
     weight_decay: float = 0.0
+    settles: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,10 +206,13 @@ def has_one_sample_per_input(names: Iterable[str], profile: Profile | None) -> b
     )
 
 
-def check_epochs(value: int, what: str) -> None:
-    """Raise unless a value is a whole number of at least 1."""
+def check_epochs(value: int | str, what: str, *, may_settle: bool = False) -> None:
+    """Raise unless a value is a whole number of at least 1, or `"auto"` where a schedule may end by itself."""
+    if may_settle and value == AUTO:
+        return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise AdaptationError(f"{what} must be a whole number of at least 1, got {value!r}")
+        other = f" or {AUTO!r}" if may_settle else ""
+        raise AdaptationError(f"{what} must be a whole number of at least 1{other}, got {value!r}")
 
 
 def check_positive(value: Any, what: str, *, optional: bool = False) -> None:

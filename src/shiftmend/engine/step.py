@@ -33,6 +33,8 @@ class Steps:
         capture: Whether steps may be captured as a CUDA graph.
         compile: Whether captured steps are compiled first.
         stage: Name of the stage, for messages.
+        each: Steps of one call of `run`; None is a whole epoch.
+        warm_up: Steps in which the gradient rises to its full size.
     """
 
     def __init__(
@@ -48,10 +50,14 @@ class Steps:
         capture: bool = True,
         compile: bool = False,
         stage: str = "",
+        each: int | None = None,
+        warm_up: int = 0,
     ) -> None:
         self.model, self.feed, self.taps = model, feed, taps
         self.objective, self.optimiser, self.compile = objective, optimiser, compile
-        self.precision, self.stage = precision, stage
+        self.precision, self.stage, self.each, self.warm_up = precision, stage, each, warm_up
+        # Steps of the stage that are done, on the device, where a captured step can count on.
+        self._done = torch.zeros((), device=feed.device) if warm_up else None
         self._generator = DeviceGenerator(feed.device) if dropout else None
         self._captured: CapturedEpoch | None = None
         self._targets: Tensor | None = None
@@ -74,12 +80,13 @@ class Steps:
     def _can_be_captured(self) -> bool:
         return self._trains and self.feed.inputs is not None and self.feed.inputs.is_cuda
 
-    def epoch(self, seed: int, number: int, targets: Tensor | None = None) -> tuple[Sums, int]:
-        """Run one epoch.
+    def run(self, seed: int, number: int, done: int = 0, targets: Tensor | None = None) -> tuple[Sums, int]:
+        """Run one epoch, or `each` steps.
 
         Args:
             seed: Seed of the run.
-            number: Number of the epoch; with the seed it decides the order of the batches.
+            number: Number of the epoch or round; with the seed it decides the order of the batches.
+            done: Steps of this stage that are done.
             targets: One entry a sample, for methods that are `by_sample`.
 
         Returns:
@@ -94,6 +101,8 @@ class Steps:
             if self._may_capture and self._captured is None and not is_distributed():
                 with self._own_dropout():
                     self._try_to_capture(targets)
+            if self._done is not None:
+                self._done.fill_(done)
             if self._captured is None:
                 with self._own_dropout():
                     self._seed(seed, number)
@@ -101,7 +110,7 @@ class Steps:
             self._seed(seed, number)
             if self._targets is not None and targets is not None:
                 self._targets.copy_(targets)
-            return self._captured.run(self.feed.epoch_order(seed, number))
+            return self._captured.run(self.feed.epoch_order(seed, number, self.each))
 
     def _own_dropout(self) -> AbstractContextManager[None]:
         return nullcontext() if self._generator is None else self._generator.as_default()
@@ -118,7 +127,7 @@ class Steps:
         steps = 0
         bring_back = keep_buffers_in_place(self.model)
         with attach_taps(self.model, self.taps) as recorder:
-            for batch, index in self.feed.epoch(seed, number):
+            for batch, index in self.feed.epoch(seed, number, self.each):
                 own = targets[index] if targets is not None and index is not None else None
                 for name, term in self.step(recorder, batch, own).items():
                     sums[name] = sums[name] + term if name in sums else term
@@ -136,6 +145,9 @@ class Steps:
         if targets is not None:
             activations["targets"] = targets
         terms, total = compute_loss(self.objective, activations, self.stage)
+        if self._done is not None:
+            total = total * ((self._done + 1) / self.warm_up).clamp(max=1)
+            self._done += 1
         self.optimiser.zero_grad(set_to_none=True)
         backward(total, self.model.parameters())
         recorder.forget()
@@ -167,4 +179,5 @@ class Steps:
                 return terms
 
             size = min(feed.batch_size, len(inputs))
-            return capture_epoch(step, self.model, optimiser, inputs.device, len(inputs), size, compiled=compiled)
+            sizes = len(inputs), size
+            return capture_epoch(step, self.model, optimiser, inputs.device, *sizes, steps=self.each, compiled=compiled)

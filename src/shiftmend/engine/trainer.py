@@ -1,4 +1,7 @@
-"""The training loop of an adaptation: stages, epochs, history, checkpoints, and what happens when it is cut short."""
+"""The training loop of an adaptation: stages, rounds, history, checkpoints, and what happens when it is cut short.
+
+A round is one epoch of a fixed schedule, or a few dozen steps of one that ends by itself (`engine/schedule.py`).
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from shiftmend.engine import checkpoint as checkpoints
 from shiftmend.engine.history import Choice, Epoch
 from shiftmend.engine.method import Method, Network, Stage, check_objective
 from shiftmend.engine.modes import enter_adapting_modes, hold_layer_options, is_finite, unfreeze
+from shiftmend.engine.schedule import WARM_UP_STEPS, Rounds, has_settled, has_worsened, plan_rounds
 from shiftmend.engine.step import Steps
 from shiftmend.errors import AdaptationError, DivergedError
 from shiftmend.inputs.feed import Feed
@@ -106,7 +110,7 @@ class Trainer:
 
     @property
     def epochs(self) -> int:
-        """Whole epochs so far."""
+        """Whole epochs or rounds so far."""
         return self.history[-1].epoch if self.history else 0
 
     @contextmanager
@@ -151,6 +155,7 @@ class Trainer:
             self.bar.advance(self.epochs)
             first = self._resumed.stage if self._resumed is not None else 0
             for index, stage in enumerate(self.stages[first:], first):
+                rounds = plan_rounds(stage, self.feed.steps_per_epoch)
                 trained = unfreeze(self.model, stage)
                 optimiser = self.method.make_optimiser(trained, stage) if trained else None
                 done = 0
@@ -169,13 +174,30 @@ class Trainer:
                     capture=self.capture,
                     compile=self.compile,
                     stage=stage.name,
+                    each=rounds.steps,
+                    warm_up=WARM_UP_STEPS if stage.settles and index == 0 else 0,
                 )
-                for epoch in range(done, stage.epochs):
-                    self._run_epoch(stage, steps)
+                while not self._is_over(stage, rounds, done):
+                    self._run_round(stage, steps, done)
+                    done += 1
                     # Steps that could not be captured once would not be in later stages, either.
                     self.capture, self.compile = self.capture and not steps.refused, steps.compile
-                    self._save(index, epoch + 1, optimiser)
+                    self._save(index, done, optimiser)
                     self.bar.advance(1, f"{stage.name}  {_note(self.history[-1])}")
+                self.bar.advance(rounds.at_most - done)
+                if stage.settles and self._has_worsened():
+                    logger.info("the slices got worse; the run ends in stage %s", stage.name)
+                    break
+
+    def _is_over(self, stage: Stage, rounds: Rounds, done: int) -> bool:
+        """Return whether a stage ends after so many rounds; asked of the history alone, as a resumed run can do."""
+        if done >= rounds.at_most or not stage.settles:
+            return done >= rounds.at_most
+        losses = [row.loss for row in self.history[len(self.history) - done :] if row.loss is not None]
+        return has_settled(losses) or self._has_worsened()
+
+    def _has_worsened(self) -> bool:
+        return has_worsened([row.verification for row in self.history if row.verification is not None])
 
     def restore(self) -> None:
         """Put the model back to the last whole epoch."""
@@ -188,14 +210,16 @@ class Trainer:
             self.bar, what, known if known is None or limit is None else min(known, limit)
         )
 
-    def _run_epoch(self, stage: Stage, steps: Steps) -> None:
+    def _run_round(self, stage: Stage, steps: Steps, done: int) -> None:
         number = self.epochs + 1
         started = time.perf_counter()
         self.show_pass(f"targets of epoch {number}")
         targets = self._make_targets() if self.method.by_sample else None
         self.show_pass(f"{stage.name}  {_note(self.history[-1])}")
         enter_adapting_modes(self.model, self.method.dropout)
-        sums, batches = steps.epoch(self.seed, number, targets)
+        before = self.history[-1].steps or 0
+        began = self.history[-1 - done].steps or 0  # Steps when the stage began.
+        sums, batches = steps.run(self.seed, number, before - began, targets)
         self.model.eval()
         means = (torch.stack([*sums.values()]).cpu().double() / batches).tolist() if sums else []
         losses: dict[str, float] = dict(zip(sums, means, strict=True))
@@ -212,14 +236,16 @@ class Trainer:
                 f"{number} ({stage.name}{rate}); {advice}. The error's "
                 "`adaptation` is what had been reached"
             )
-        self._add_row(number, stage.name, stage.learning_rate, losses, started)
+        self._add_row(number, stage.name, stage.learning_rate, losses, started, before + batches)
 
-    def _add_row(self, number: int, stage: str, rate: float, losses: dict[str, float], started: float) -> None:
+    def _add_row(
+        self, number: int, stage: str, rate: float, losses: dict[str, float], started: float, steps: int = 0
+    ) -> None:
         """Read the signals of the model as it is now, add a row to the history, and choose the epoch to keep."""
         self.show_pass(f"verification of epoch {number}", VERIFIED_PER_EPOCH)
         signals = self.signals().values
         seconds = round(time.perf_counter() - started, 4) if number else 0.0
-        row = Epoch(number, stage, rate, losses, seconds, signals)
+        row = Epoch(number, stage, rate, losses, seconds, signals, steps)
         # In one statement, since Ctrl-C may come at any other. Until there is a copy, the state is the model's own.
         self.history, self.good = [*self.history, row], {}
         self.good = snapshot(self.model)  # The earlier copy is gone by now: it may be gigabytes.

@@ -205,29 +205,67 @@ class Feed:
             if count <= 1:
                 return
 
-    def epoch(self, seed: int, number: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Batches of an epoch, or None where an epoch must not be cut.
+
+        That is so for a stream whose order is fixed, since the samples behind the cut would never be seen, and for one
+        of unknown length.
+        """
+        if self._inputs is not None:
+            return len(self._inputs) // min(self.batch_size, len(self._inputs))
+        known = self.known_samples
+        return None if known is None or batching.keeps_order(self._shuffled) else max(1, known // self.batch_size)
+
+    def epoch(self, seed: int, number: int, steps: int | None = None) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield batches of equal size in a random order that depends on `seed` and `number` alone.
 
-        With each batch comes the index of its samples, on the device; a stream gives None instead. The rest at the end
-        of an epoch is too small a sample for BatchNorm and for a histogram, and is left out; the next epoch leaves
-        others out. A source smaller than one batch is one batch. A stream gives its own batches, and leaves out only a
-        last one of less than half the size.
+        With `steps`, there are so many batches: the beginning of an epoch, or several epochs one after the other. With
+        each batch comes the index of its samples, on the device; a stream gives None instead. The rest at the end of an
+        epoch is too small a sample for BatchNorm and for a histogram, and is left out; the next epoch leaves others
+        out. A source smaller than one batch is one batch. A stream gives its own batches, and leaves out only a last
+        one of less than half the size.
         """
         if self._inputs is None:
-            stream = self._stream(_mix_seed(seed, number), shuffled=True)
-            batches = batching.drop_small_batches(stream, self.epoch_batch_size)
+            batches = self._stream_epochs(_mix_seed(seed, number), steps)
             yield from self._send((local_part(inputs), None) for inputs in batches)
             return
         whole = self._inputs
         size = min(self.batch_size, len(whole))
-        order = self.epoch_order(seed, number)
-        indices = (local_part(order[start : start + size]) for start in range(0, len(whole) - size + 1, size))
+        order = self.epoch_order(seed, number, steps)
+        indices = (local_part(order[start : start + size]) for start in range(0, len(order) - size + 1, size))
         yield from self._send((Rows(whole, index), index) for index in indices)
 
-    def epoch_order(self, seed: int, number: int) -> Tensor:
-        """Return the order of all samples in an epoch, where the samples lie; resident data only."""
-        assert self._inputs is not None
-        return send(batching.random_order(len(self._inputs), _mix_seed(seed, number)), self._inputs.device)
+    def _stream_epochs(self, seed: int, steps: int | None) -> Iterator[Tensor]:
+        """Yield the batches of one pass over a stream, or so many batches of as many passes as it takes."""
+        taken = again = 0
+        while True:
+            stream = self._stream(_mix_seed(seed, again) if again else seed, shuffled=True)
+            for inputs in batching.drop_small_batches(stream, self.epoch_batch_size):
+                yield inputs
+                taken += 1
+                if taken == steps:
+                    return
+            again += 1
+            if steps is None or not taken:
+                return
+
+    def epoch_order(self, seed: int, number: int, steps: int | None = None) -> Tensor:
+        """Return the order of all samples in an epoch, or that of so many batches; resident data only.
+
+        The order is where the samples lie.
+        """
+        whole = self._inputs
+        assert whole is not None
+        mixed = _mix_seed(seed, number)
+        order = batching.random_order(len(whole), mixed)
+        if steps is not None:
+            each = len(whole) - len(whole) % min(self.batch_size, len(whole))
+            wanted = steps * min(self.batch_size, len(whole))
+            more = range(1, -(-wanted // each))
+            parts = [order, *(batching.random_order(len(whole), _mix_seed(mixed, again)) for again in more)]
+            order = torch.cat([part[:each] for part in parts])[:wanted]
+        return send(order, whole.device)
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """Bring inputs to the device and preprocess them there."""

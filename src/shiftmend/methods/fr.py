@@ -11,7 +11,9 @@ from torch import Tensor
 
 from shiftmend.distributed.collectives import is_distributed, reduce_mean
 from shiftmend.engine.method import (
+    AUTO,
     Activations,
+    Epochs,
     Method,
     Network,
     Objective,
@@ -43,6 +45,8 @@ class Alignment(Method):
     staged_rate: ClassVar[float]
     unnormalised_rate: ClassVar[float]
     layerwise_rate: ClassVar[float]
+    published_epochs: ClassVar[int]
+    """Epochs of a stage in the paper: the most that a stage may have if it ends by itself."""
     learning_rate: float | None = None
     align: tuple[str, ...] | str = ("features", "logits")
     divergence: str | None = None
@@ -65,6 +69,12 @@ class Alignment(Method):
     def taps(self, profile: Profile | None) -> tuple[str, ...]:
         needs_features = profile is not None and find_preset(profile.preset).aligned_slices
         return tuple(dict.fromkeys((*self.align, *(("features",) if needs_features else ()))))
+
+    def make_stage(self, name: str, epochs: Epochs, rate: float, parameters: tuple[str, ...]) -> Stage:
+        """Return a stage of so many epochs, or one that ends by itself."""
+        if epochs == AUTO:
+            return Stage(name, self.published_epochs, rate, parameters, settles=True)
+        return Stage(name, epochs, rate, parameters)
 
     def smallest_batch(self, profile: Profile | None) -> int:
         return 2 if has_one_sample_per_input(self.taps(profile), profile) else 1
@@ -126,17 +136,22 @@ def _loss_scale(chosen: Preset, profile: Profile) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class FR(Alignment):
-    """All blocks at once for `epochs` epochs. Published rates: 1.0 for the CNN, 0.001 for ResNets."""
+    """Training of all blocks at once.
+
+    By default, `epochs="auto"`, the run ends when the loss no longer falls or the verification slices get worse, at the
+    latest after the published 150 epochs. Published rates: 1.0 for the CNN, 0.001 for ResNets.
+    """
 
     name: ClassVar[str] = "fr"
     staged_rate: ClassVar[float] = 1e-3
     unnormalised_rate: ClassVar[float] = 1e-3
     layerwise_rate: ClassVar[float] = 3e-3
-    epochs: int = 150
+    published_epochs: ClassVar[int] = 150
+    epochs: Epochs = AUTO
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_epochs(self.epochs, "epochs")
+        check_epochs(self.epochs, "epochs", may_settle=True)
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
-        return [Stage("all blocks", self.epochs, self.rate(network, profile), network.below_features)]
+        return [self.make_stage("all blocks", self.epochs, self.rate(network, profile), network.below_features)]

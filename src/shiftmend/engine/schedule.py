@@ -1,0 +1,98 @@
+"""The length of a stage: a fixed number of epochs, or rounds of steps until there is nothing left to gain.
+
+A schedule that ends by itself works in rounds of a few dozen steps, whatever the size of the data. After each round two
+questions are asked, of the history alone, so that a resumed run answers them as the first one did:
+
+- Does the loss still fall? If not, the stage is over, and the next block is unfrozen.
+- Have the verification slices got worse? Then the run is over: aligning further would scramble the features.
+
+Neither question looks at labels or at an estimate of the accuracy.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shiftmend.engine.method import Stage
+
+ROUND_STEPS = 32
+"""Steps of a round."""
+
+ROUNDS_PER_STAGE = 8
+"""Rounds that a stage may last at least: on few samples, where a stage has few steps, rounds are shorter."""
+
+WARM_UP_STEPS = 32
+"""Steps in which the learning rate of the first stage rises to its value."""
+
+WINDOW = 4
+"""Rounds over which the loss is looked at: the second half of them is compared with the first."""
+
+STILL_FALLING = 0.02
+"""Share of the loss that it must have lost from one half of the window to the other, for a stage to go on."""
+
+PATIENCE = 3
+"""Rounds in a row with worse slices that end a run."""
+
+MUCH_WORSE = 0.5
+"""Share by which the slices must exceed their lowest value to count as worse."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of a stage.
+
+    Attributes:
+        steps: Steps of one round; None is a whole epoch.
+        at_most: Rounds after which the stage ends in any case.
+    """
+
+    steps: int | None
+    at_most: int
+
+
+def plan_rounds(stage: Stage, steps_per_epoch: int | None) -> Rounds:
+    """Return the rounds of a stage.
+
+    Args:
+        stage: The stage. Unless it settles, a round is an epoch.
+        steps_per_epoch: Steps of an epoch; None where an epoch cannot be cut, so that a round is an epoch.
+
+    Example:
+        >>> from shiftmend.engine.method import Stage
+        >>> plan_rounds(Stage("all blocks", 150, settles=True), steps_per_epoch=73)
+        Rounds(steps=32, at_most=343)
+        >>> plan_rounds(Stage("all blocks", 150), steps_per_epoch=73)
+        Rounds(steps=None, at_most=150)
+    """
+    if not stage.settles or steps_per_epoch is None:
+        return Rounds(None, stage.epochs)
+    total = stage.epochs * steps_per_epoch
+    steps = max(1, min(ROUND_STEPS, total // ROUNDS_PER_STAGE))
+    return Rounds(steps, -(-total // steps))
+
+
+def has_settled(losses: Sequence[float]) -> bool:
+    """Return whether the loss of a stage no longer falls.
+
+    Args:
+        losses: Mean loss of each round of the stage so far.
+    """
+    if len(losses) < WINDOW:
+        return False
+    recent = losses[-WINDOW:]
+    earlier, later = (statistics.fmean(half) for half in (recent[: WINDOW // 2], recent[WINDOW // 2 :]))
+    return later > earlier * (1 - STILL_FALLING)
+
+
+def has_worsened(slices: Sequence[float]) -> bool:
+    """Return whether the verification slices have been much worse than their lowest value for several rounds.
+
+    Args:
+        slices: Divergence of the slices before the run and after each round.
+    """
+    if len(slices) <= PATIENCE:
+        return False
+    limit = min(slices) * (1 + MUCH_WORSE)
+    return all(not value <= limit for value in slices[-PATIENCE:])
