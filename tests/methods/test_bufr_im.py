@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from worlds import World, sensors
 
+import shiftmend
+from shiftmend.engine.history import MAX_REFINED_RATIO, Epoch
 from shiftmend.engine.method import Network, Stage
 from shiftmend.errors import AdaptationError
 from shiftmend.introspection.blocks import split_blocks
+from shiftmend.introspection.model_state import snapshot
 from shiftmend.introspection.trace import trace
 from shiftmend.methods.bufr import BUFR
 from shiftmend.methods.bufr_im import BUFRIM, REFINING
@@ -77,3 +82,106 @@ def test_each_stage_has_its_loss(hold: float) -> None:
 def test_options_that_mean_nothing_are_refused(options: dict[str, float], sentence: str) -> None:
     with pytest.raises(AdaptationError, match=sentence):
         BUFRIM(**options)  # type: ignore[arg-type]
+
+
+def test_a_model_without_classes_is_refused() -> None:
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(60, 3)
+    profile = shiftmend.profile(model, inputs, progress=False)
+    with pytest.raises(AdaptationError, match="needs class logits"):
+        shiftmend.adapt(model, inputs, profile, "bufr-im", epochs_per_block=1, refine_epochs=1, progress=False)
+
+
+FEW = {"epochs_per_block": 4, "learning_rate": 0.05, "refine_epochs": 3, "refine_rate": 0.01}
+
+
+def test_it_restores_as_bufr_does_and_then_makes_predictions_certain() -> None:
+    world = sensors()
+    profile = world.profile()
+    restored = shiftmend.adapt(
+        world.model, world.target, profile, "bufr", epochs_per_block=4, learning_rate=0.05, progress=False
+    )
+    refined = shiftmend.adapt(world.model, world.target, profile, "bufr-im", progress=False, **FEW)
+    count = len(restored.history)
+    assert [row.signals for row in refined.history[:count]] == [row.signals for row in restored.history]
+    assert [row.block for row in refined.history[count:]] == [REFINING] * 3
+    assert set(refined.history[-1].losses) == {"certainty", "features", "logits"}
+    assert refined.history[-1].signals["entropy"] < restored.history[-1].signals["entropy"]
+    assert world.accuracy(refined.model) >= world.accuracy(restored.model) > world.accuracy(world.model)
+
+
+def test_a_refined_state_is_kept_although_its_slices_are_a_little_worse() -> None:
+    world = sensors()
+    options = {"epochs_per_block": 30, "refine_epochs": 5, "refine_rate": 0.03, "hold": 0.0, "batch_size": 100}
+    result = shiftmend.adapt(
+        world.model, world.target, world.profile(), "bufr-im", keep="selected", progress=False, **FEW | options
+    )
+    best = min(row.verification or 0.0 for row in result.history if row.block != REFINING)
+    assert result.kept is result.history[-1]
+    assert best < (result.kept.verification or 0.0) <= MAX_REFINED_RATIO * best
+
+
+def test_refining_that_harms_ends_and_is_undone() -> None:
+    world = sensors()
+    options = FEW | {"refine_rate": 3.0, "hold": 0.0, "refine_epochs": 20}
+    states: dict[int, dict[str, Tensor]] = {}
+
+    def look(model: nn.Module, row: Epoch) -> None:
+        states[row.epoch] = snapshot(model)
+
+    result = shiftmend.adapt(
+        world.model, world.target, world.profile(), "bufr-im", keep="selected", on_epoch=look, progress=False, **options
+    )
+    refined = [row for row in result.history if row.block == REFINING]
+    assert len(refined) < 20
+    assert result.kept.epoch == result.history[-1].epoch - 1
+    kept = states[result.kept.epoch]
+    assert all(torch.equal(value, kept[name]) for name, value in snapshot(result.model).items())
+
+
+def test_refining_begins_from_the_state_that_is_kept() -> None:
+    world = sensors(norm=False)  # BatchNorm would move even where nothing is learnt.
+    options = {"epochs_per_block": 6, "learning_rate": 0.5, "refine_epochs": 1, "refine_rate": 1e-12}
+    result = shiftmend.adapt(
+        world.model, world.target, world.profile(), "bufr-im", keep="selected", progress=False, **options
+    )
+    *restoring, refined = result.history
+    slices = [row.verification or 0.0 for row in restoring]
+    assert min(slices) < 0.9 * slices[-1], "the last restored state must be worse for this test to mean anything"
+    assert refined.verification == pytest.approx(min(slices), rel=1e-3)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("keep", ["last", "selected"])
+@pytest.mark.parametrize("last", [8, 9, 10])
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, keep: str, last: int) -> None:
+    world = sensors()
+    profile = world.profile()
+
+    def run(checkpoint: Path | None, on_epoch: object = None) -> shiftmend.Adaptation:
+        return shiftmend.adapt(
+            world.model,
+            world.target,
+            profile,
+            "bufr-im",
+            keep=keep,  # type: ignore[arg-type]
+            checkpoint=checkpoint,
+            on_epoch=on_epoch,  # type: ignore[arg-type]
+            progress=False,
+            **FEW,
+        )
+
+    def kill(model: nn.Module, row: Epoch) -> None:
+        if row.epoch == last:
+            raise Killed
+
+    whole = run(None)
+    assert whole.history[8].block != REFINING == whole.history[9].block
+    with pytest.raises(Killed):
+        run(tmp_path / "run", kill)
+    resumed = run(tmp_path / "run")
+    assert [row.signals for row in resumed.history] == [row.signals for row in whole.history]
+    assert resumed.manifest["adapted_weights"] == whole.manifest["adapted_weights"]

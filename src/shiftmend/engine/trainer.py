@@ -98,7 +98,7 @@ class Trainer:
         self.read_activations = ActivationReader(self.model, feed, precision, capture)
         self.bar = Bar()
         self.history: list[Epoch] = []
-        self.choice = Choice(entropy_may_decide=not method.minimises_entropy)
+        self.choice = Choice(entropy_may_decide=not method.minimises_entropy, refining=method.refining)
         self.good: dict[str, Tensor] = {}
         """State after the last whole epoch."""
         self.selected: dict[str, Tensor] = {}
@@ -150,11 +150,17 @@ class Trainer:
             if self._resumed is not None:
                 restore(self.model, self._resumed.model)
                 logger.info("going on from %s after epoch %d", self.path, self.epochs)
-            objective = self.method.objective(self.profile, self.feed.device)
-            check_objective(objective, self.method, self.stages)
             self.bar.advance(self.epochs)
             first = self._resumed.stage if self._resumed is not None else 0
+            over = False
             for index, stage in enumerate(self.stages[first:], first):
+                refines = stage.name in self.method.refining
+                if over and not refines:
+                    continue
+                objective = self.method.objective_of(stage, self.profile, self.feed.device)
+                check_objective(objective, self.method, [stage])
+                if refines and self.selected and not (self._resumed is not None and index == self._resumed.stage):
+                    restore(self.model, self.selected)
                 rounds = plan_rounds(stage, self.feed.steps_per_epoch)
                 trained = unfreeze(self.model, stage)
                 optimiser = self.method.make_optimiser(trained, stage) if trained else None
@@ -186,11 +192,13 @@ class Trainer:
                     self.bar.advance(1, f"{stage.name}  {_note(self.history[-1])}")
                 self.bar.advance(rounds.at_most - done)
                 if stage.settles and self._has_worsened():
-                    logger.info("the slices got worse; the run ends in stage %s", stage.name)
-                    break
+                    logger.info("the slices got worse; restoring ends in stage %s", stage.name)
+                    over = True
 
     def _is_over(self, stage: Stage, rounds: Rounds, done: int) -> bool:
         """Return whether a stage ends after so many rounds; asked of the history alone, as a resumed run can do."""
+        if stage.name in self.method.refining and done > 0 and self.choice.kept is not self.history[-1]:
+            return True
         if done >= rounds.at_most or not stage.settles:
             return done >= rounds.at_most
         losses = [row.loss for row in self.history[len(self.history) - done :] if row.loss is not None]
