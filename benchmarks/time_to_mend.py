@@ -8,7 +8,8 @@ Each shift of a benchmark is mended from each seed by `adapt` without options (`
 arrays on the host; the first run of all is repeated, so that loading of libraries does not count. A second such run is
 scored after each round, to find the best state (`oracle`). Beside it stand the untouched model, AdaBN and the published
 schedule: run here with `--published`, or taken from a store or from a file in `results/`, if the source model there had
-the same weights. A run that was cut off goes on from `--out`. Digits take a few minutes on a CPU; the others are for
+the same weights. Cells from other source models of the same recipe are set beside with `--other-models`, and are named
+so. A run that was cut off goes on from `--out`. Digits take a few minutes on a CPU; the others are for
 a GPU.
 """
 
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
+from textwrap import fill
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,6 +49,8 @@ METHODS = ("bufr", "fr")
 BASELINES = ("source-only", "adabn")
 WAYS = ("auto", "oracle", "published")
 """What is measured of a method. Baselines have one way, which is called as they are."""
+ELSEWHERE = "published elsewhere"
+"""The published schedule from other source models of the same recipe: a comparison that is not paired."""
 MEASURED = (*BASELINES, "auto", "oracle")
 """What is measured in any case; the published schedule takes longer, and is asked for."""
 KEY = ("benchmark", "shift", "seed", "method", "way")
@@ -156,22 +160,28 @@ def describe_cell(given: Given, result: Result) -> Row:
     }
 
 
-def find_stored(given: Given, store: Path, methods: Sequence[str], seeds: Sequence[int]) -> dict[tuple[Any, ...], Row]:
-    """Return rows of the published schedule from a store or a compact file, where source models have equal weights."""
+def find_stored(
+    given: Given, store: Path, methods: Sequence[str], seeds: Sequence[int], *, other_models: bool = False
+) -> dict[tuple[Any, ...], Row]:
+    """Return rows of the published schedule from a store or a compact file, where source models have equal weights.
+
+    With `other_models` also those of all other seeds and weights, under another name.
+    """
     found: dict[tuple[Any, ...], Row] = {}
-    reading = read(given.benchmark.name, store, methods=list(methods), seeds=list(seeds), root=given.resources.root)
+    wanted = None if other_models else list(seeds)
+    reading = read(given.benchmark.name, store, methods=list(methods), seeds=wanted, root=given.resources.root)
     weights = {seed: fingerprints.weights(given.model(seed)) for seed in seeds}
     others = 0
     for result in reading.results:
         cell = result.cell
         if result.failed or cell.shift not in given.benchmark.shifts:
             continue
-        if result.manifest.get("source_weights") != weights[cell.seed]:
-            others += 1
-            continue
-        key = cell.benchmark, cell.shift, cell.seed, cell.method, "published"
-        found[key] = describe_cell(given, result) | {"from": store.name}
-    if others:
+        same = result.manifest.get("source_weights") == weights.get(cell.seed)
+        others += not same
+        if same or other_models:
+            key = cell.benchmark, cell.shift, cell.seed, cell.method, "published" if same else ELSEWHERE
+            found[key] = describe_cell(given, result) | {"from": store.name}
+    if others and not other_models:
         print(f"{others} cells of {store} started from other source models and are not used", flush=True)
     return found
 
@@ -310,6 +320,11 @@ class Table:
     def methods(self) -> list[str]:
         return [method for method in METHODS if any(key[2:] == (method, "auto") for key in self.rows)]
 
+    def shared_shifts(self, method: str) -> list[str]:
+        """Return the shifts that an auto run and published ones from other source models have in common."""
+        ways = ("auto", ELSEWHERE)
+        return [shift for shift in self.shifts if all(self.values(shift, method, way, "accuracy") for way in ways)]
+
     def compare(self, method: str) -> Comparison | None:
         """Compare auto with the published schedule, over the shifts and seeds that both have."""
         pairs = self.pairs(method, (method, "published"))
@@ -334,27 +349,33 @@ COLUMNS: tuple[tuple[str, str, str, str], ...] = (
     ("best round", "", "oracle", "accuracy"),
     ("published", "", "published", "accuracy"),
     ("its best epoch", "", "published", "accuracy_best"),
+    ("published, other models", "", ELSEWHERE, "accuracy"),
+    ("their best epoch", "", ELSEWHERE, "accuracy_best"),
 )
 COSTS: tuple[tuple[str, str, str, str], ...] = (
     ("steps", "auto", "steps", ",.0f"),
     ("until kept", "auto", "steps_until_kept", ",.0f"),
     ("published steps", "published", "steps", ",.0f"),
+    ("published steps, other models", ELSEWHERE, "steps", ",.0f"),
     ("seconds", "auto", "seconds", ".2f"),
     ("until kept, seconds", "auto", "seconds_until_kept", ".2f"),
 )
 
 
 def tabulate(table: Table, method: str) -> str:
-    """Return the table of a method: accuracy in percent, steps and seconds, means over seeds."""
-    titles = ["shift", *(title for title, *_ in COLUMNS), *(title for title, *_ in COSTS)]
-    lines = [_line(titles), "|" + "---|" * len(titles)]
+    """Return the table of a method: accuracy in percent, steps and seconds, means over seeds.
+
+    Columns without any figure are left out.
+    """
+    columns = [(title, fixed or method, way, field, ".1f", 100) for title, fixed, way, field in COLUMNS]
+    columns += [(title, method, way, field, form, 1) for title, way, field, form in COSTS]
+    columns = [column for column in columns if table.values(None, *column[1:4])]
+    lines = [_line(["shift", *(title for title, *_ in columns)]), "|" + "---|" * (len(columns) + 1)]
     for shift in [*table.shifts, None]:
-        cells = [shift or "**mean**"]
-        for _, fixed, way, field in COLUMNS:
-            cells.append(_cell(table.values(shift, fixed or method, way, field), ".1f", 100))
-        for _, way, field, form in COSTS:
-            cells.append(_cell(table.values(shift, method, way, field), form))
-        lines.append(_line(cells))
+        cells = [
+            _cell(table.values(shift, name, way, field), form, factor) for _, name, way, field, form, factor in columns
+        ]
+        lines.append(_line([shift or "**mean**", *cells]))
     return "\n".join(lines)
 
 
@@ -390,23 +411,37 @@ def _accuracy_kept(name: str, table: Table | None, loss: float) -> Finding:
     what = f"auto `bufr`, {name}: accuracy less that of the published schedule, points"
     aim = "at least 0" if loss == 0 else f"at least -{loss:g}"
     pairs = table.pairs("bufr", ("bufr", "published")) if table else []
-    compared = table.compare("bufr") if table and pairs else None
-    if not pairs or compared is None:
+    if table and pairs:
+        compared = table.compare("bufr")
+        assert compared is not None
+        tested = compared.verdict if compared.p is None else f"{compared.verdict}, p = {compared.p:.3f}"
+        means = [mean(pair[i]["accuracy"] for pair in pairs) for i in (0, 1)]
+        remark = f"{_count(pairs)}; {tested}"
+    elif table and (shifts := table.shared_shifts("bufr")):
+        means = [
+            mean(mean(table.values(shift, "bufr", way, "accuracy")) for shift in shifts) for way in ("auto", ELSEWHERE)
+        ]
+        remark = f"{len(shifts)} shifts; not paired: published from other source models"
+    else:
         return Finding(what, aim, "not measured", None)
-    difference = 100 * mean(auto["accuracy"] - other["accuracy"] for auto, other in pairs)
-    tested = compared.verdict if compared.p is None else f"{compared.verdict}, p = {compared.p:.3f}"
-    means = " against ".join(f"{100 * mean(pair[i]['accuracy'] for pair in pairs):.2f}" for i in (0, 1))
-    return Finding(what, aim, f"{difference:+.2f} ({means}; {_count(pairs)}; {tested})", difference >= -loss)
+    difference = round(100 * (means[0] - means[1]), 6)
+    shown = f"{difference:+.2f} ({100 * means[0]:.2f} against {100 * means[1]:.2f}; {remark})"
+    return Finding(what, aim, shown, difference >= -loss)
 
 
 def _share_of_steps(name: str, table: Table | None, share: float) -> Finding:
     what, aim = f"auto `bufr`, {name}: steps as a share of the published", f"at most {share:.2f}"
-    pairs = table.pairs("bufr", ("bufr", "published")) if table else []
-    if not pairs:
+    auto = table.values(None, "bufr", "auto", "steps") if table else []
+    kept = table.values(None, "bufr", "auto", "steps_until_kept") if table else []
+    published = (
+        [steps for way in ("published", ELSEWHERE) for steps in table.values(None, "bufr", way, "steps")]
+        if table
+        else []
+    )
+    if not auto or not published:
         return Finding(what, aim, "not measured", None)
-    found = sum(auto["steps"] for auto, _ in pairs) / sum(other["steps"] for _, other in pairs)
-    kept = sum(auto["steps_until_kept"] for auto, _ in pairs) / sum(other["steps"] for _, other in pairs)
-    return Finding(what, aim, f"{found:.2f} (until the kept state {kept:.2f}; {_count(pairs)})", found <= share)
+    found, until_kept = mean(auto) / mean(published), mean(kept) / mean(published)
+    return Finding(what, aim, f"{found:.2f} (until the kept state {until_kept:.2f}; {_count(auto)})", found <= share)
 
 
 def _at_least_79(table: Table | None) -> Finding:
@@ -466,19 +501,22 @@ def write_page(file: RowFile) -> str:
     parts = [
         "# Time to mend",
         "Made by `python benchmarks/time_to_mend.py --page` from `results/time-to-mend.json` and from nothing else.",
-        "`adapt` without options trains until the loss no longer falls, and keeps the state with the best verification "
-        "slices. *Auto* is the state that it returns. *Best round* is the best state on the way of another such run, "
-        "*its best epoch* that of the published schedule; to find either takes labels. Steps and seconds are those of "
-        "the whole run, and *until kept* those up to the returned state. Seconds are those of one call of `adapt` from "
-        "arrays on the host, in a process that has run once before, checks and verification included. Accuracy in "
-        "percent; all figures are means over seeds.",
+        "`adapt` without options trains until the loss no longer falls, and keeps a state without looking at labels. "
+        "*Auto* is the state that it returns. *Best round* is the best state on the way of another such run, *its best "
+        "epoch* that of the published schedule; to find either takes labels. *Other models* of the same recipe have "
+        "other weights, so figures from them are not paired. Steps and seconds are those of the whole run, and *until "
+        "kept* those up to the returned state. Seconds are those of one call of `adapt` from arrays on the host, in a "
+        "process that has run once before, checks and verification included. Accuracy in percent; all figures are "
+        "means over seeds.",
     ]
     if {"emnist-da", "cifar-10-c"} & set(names):
         parts += ["## Targets", tabulate_targets(find_targets(tables))]
     for name, table in tables.items():
         parts.append(f"## {find(name).title}")
+        if name == "digits":
+            parts.append("Nothing is published for digits: *published* is the quick schedule of this benchmark.")
         used = {row["manifest"] for row in file.rows if row["benchmark"] == name}
-        parts.append(describe_manifests([file.manifests[known] for known in file.manifests if known in used]))
+        parts += describe_manifests([file.manifests[known] for known in file.manifests if known in used])
         for method in table.methods():
             seeds = sorted({key[1] for key in table.rows if key[2:] == (method, "auto")})
             parts.append(f"### `{method}`, {'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}")
@@ -491,23 +529,23 @@ def write_page(file: RowFile) -> str:
                     f"{tested}, over {compared.pairs} seed{'s' if compared.pairs != 1 else ''} and {compared.shifts} "
                     f"shift{'s' if compared.shifts != 1 else ''}."
                 )
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part if part.startswith(("|", "#")) else fill(part, 120) for part in parts) + "\n"
 
 
-def describe_manifests(manifests: Sequence[dict[str, Any]]) -> str:
-    """Return one sentence for each machine and set of versions."""
+def describe_manifests(manifests: Sequence[dict[str, Any]]) -> list[str]:
+    """Return one paragraph for each machine and set of versions."""
     lines = []
     for manifest in manifests:
         machine = manifest["environment"]
         models = ", ".join(f"{seed}: `{one['weights_sha256'][:12]}`" for seed, one in manifest["source_models"].items())
-        where = machine["device"] if machine["device"] != "cpu" else f"a CPU with {machine['threads']} threads"
+        where = machine["device"] if machine["device"] != "cpu" else f"CPU, threads: {machine['threads']}"
         precision = "bfloat16" if manifest["bfloat16"] else "float32"
         remark = f" {manifest['source_remark']}." if manifest["source_remark"] else ""
         lines.append(
             f"{where}, torch {machine['torch']}, shiftmend {machine['shiftmend']}, {precision}, batches of "
             f"{manifest['protocol']['batch_size']}; SHA-256 of the source models' weights {models}.{remark}"
         )
-    return "\n\n".join(dict.fromkeys(lines))
+    return list(dict.fromkeys(lines))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -526,6 +564,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--published", action="store_true", help="run the published schedules here")
     parser.add_argument("--store", type=Path, help="take the published schedules from results.sqlite or a compact file")
+    parser.add_argument(
+        "--other-models", action="store_true", help="show cells of --store from other source models, too"
+    )
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin nothing that would last longer")
     parser.add_argument("--out", type=Path, default=Path("time-to-mend.json"))
     parser.add_argument("--page", type=Path, help="write the page of all rows in --out")
@@ -571,7 +612,8 @@ def run(options: argparse.Namespace, file: RowFile) -> None:
     )
     if options.store is not None:
         manifest = given.describe(wishes.seeds)
-        for key, values in find_stored(given, options.store, wishes.methods, wishes.seeds).items():
+        stored = find_stored(given, options.store, wishes.methods, wishes.seeds, other_models=options.other_models)
+        for key, values in stored.items():
             if not file.has(*key) and key[1] in shifts:
                 file.add(key, values, manifest)
     measure_all(given, wishes, file, deadline)

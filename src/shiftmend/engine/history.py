@@ -13,6 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+CLOSE = 0.15
+"""In a schedule that ends by itself, the latest epoch is kept whose slices exceed the lowest by no more than this
+share. Such a schedule stops before it harms, so a later epoch is the better one unless the slices speak against it."""
+
 TIE = 0.1
 """Slices that exceed the lowest by no more than this share of it count as equally good."""
 
@@ -90,19 +94,19 @@ class Choice:
     """A running choice among epochs: `consider` looks at one after the other and remembers the one to keep.
 
     Only one state is held, so an epoch that was passed over does not come back. The kept epoch never exceeds the lowest
-    slices by more than the tie, however long the run.
+    slices by more than a tenth (`TIE`) or what `CLOSE` says, however long the run.
 
     A stage that refines makes predictions better at the price of slightly worse slices. Of its epochs the latest is
     kept, as long as the slices do not exceed `MAX_REFINED_RATIO` times those that refining began with.
 
     Args:
-        entropy_may_decide: Whether entropy decides between epochs with equally good slices.
+        entropy_may_decide: Whether the lower entropy decides between epochs with close slices.
+        latest: Whether the latest of several epochs with close slices is kept, whatever its entropy.
         refining: Names of stages that refine.
     """
 
-    def __init__(self, *, entropy_may_decide: bool, refining: Iterable[str] = ()) -> None:
-        self.entropy_may_decide = entropy_may_decide
-        self.refining = frozenset(refining)
+    def __init__(self, *, entropy_may_decide: bool, latest: bool = False, refining: Iterable[str] = ()) -> None:
+        self.entropy_may_decide, self.latest, self.refining = entropy_may_decide, latest, frozenset(refining)
         self.kept: Epoch | None = None
         self._lowest = math.inf
         self._restored: float | None = None
@@ -137,6 +141,8 @@ class Choice:
             return False
         if not math.isfinite(self.kept.verification):  # Kept only because nothing better was there yet.
             return True
+        if self.latest:
+            return row.verification <= min(self._lowest, row.verification) * (1 + CLOSE)
         within = min(self._lowest, row.verification) * (1 + TIE)
         if row.verification > within:
             return False

@@ -26,7 +26,7 @@ ROUNDS_PER_STAGE = 8
 WARM_UP_STEPS = 32
 """Steps in which the learning rate of the first stage rises to its value."""
 
-WINDOW = 4
+WINDOW = 8
 """Rounds over which the loss is looked at: the second half of them is compared with the first."""
 
 STILL_FALLING = 0.02

@@ -98,7 +98,11 @@ class Trainer:
         self.read_activations = ActivationReader(self.model, feed, precision, capture)
         self.bar = Bar()
         self.history: list[Epoch] = []
-        self.choice = Choice(entropy_may_decide=not method.minimises_entropy, refining=method.refining)
+        self.choice = Choice(
+            entropy_may_decide=not method.minimises_entropy,
+            latest=any(stage.settles for stage in stages),
+            refining=method.refining,
+        )
         self.good: dict[str, Tensor] = {}
         """State after the last whole epoch."""
         self.selected: dict[str, Tensor] = {}
