@@ -73,13 +73,16 @@ def plan_rounds(stage: Stage, steps_per_epoch: int | None) -> Rounds:
     return Rounds(steps, -(-total // steps))
 
 
-def has_settled(losses: Sequence[float]) -> bool:
+def has_settled(losses: Sequence[float], done: int) -> bool:
     """Return whether the loss of a stage no longer falls.
 
+    Earlier stages with the same loss count, too: a block whose unfreezing changes nothing costs half a window only.
+
     Args:
-        losses: Mean loss of each round of the stage so far.
+        losses: Mean loss of each round of the run so far.
+        done: Rounds of this stage among them.
     """
-    if len(losses) < WINDOW:
+    if len(losses) < WINDOW or done < WINDOW // 2:
         return False
     recent = losses[-WINDOW:]
     earlier, later = (statistics.fmean(half) for half in (recent[: WINDOW // 2], recent[WINDOW // 2 :]))

@@ -205,8 +205,9 @@ class Trainer:
             return True
         if done >= rounds.at_most or not stage.settles:
             return done >= rounds.at_most
-        losses = [row.loss for row in self.history[len(self.history) - done :] if row.loss is not None]
-        return has_settled(losses) or self._has_worsened()
+        terms = self.history[-1].losses.keys()
+        losses = [row.loss for row in self.history if row.loss is not None and row.losses.keys() == terms]
+        return has_settled(losses, done) or self._has_worsened()
 
     def _has_worsened(self) -> bool:
         return has_worsened([row.verification for row in self.history if row.verification is not None])
