@@ -21,7 +21,7 @@ from shiftmend.adaptation.result import environment
 from shiftmend.errors import DataError
 from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.files import said_where, write_atomically
-from speed import compilation, growth, histogram, packing, precision, steps
+from speed import compilation, growth, histogram, large_network, packing, precision, setting_up, steps
 from speed.timing import Table
 
 __all__ = ["TABLES", "Table", "choose", "manifest", "report"]
@@ -44,6 +44,8 @@ TABLES: Mapping[str, _Measured] = {
     "histogram": _Measured(histogram.measure, histogram.table),
     "packed": _Measured(packing.measure, packing.table),
     "growth": _Measured(growth.measure, growth.table),
+    "set_up": _Measured(setting_up.measure, setting_up.table),
+    "large": _Measured(large_network.measure, large_network.table),
 }
 
 

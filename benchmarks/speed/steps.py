@@ -73,7 +73,8 @@ def scene(work: Workload, device: torch.device, layout: torch.memory_format = to
     """Weights and images lie in memory as `layout` says."""
     torch.manual_seed(0)
     model = build(work.network, classes=work.classes).to(device, memory_format=layout)  # type: ignore[call-overload]
-    images = torch.randint(0, 256, (work.samples, *work.shape), dtype=torch.uint8).contiguous(memory_format=layout)
+    images = torch.randint(0, 256, (work.samples, *work.shape), dtype=torch.uint8, device=device)
+    images = images.contiguous(memory_format=layout)
     feed = Feed(images, batch_size=work.batch, device=device, preprocess=_scaled)
     labels = torch.randint(0, work.classes, (work.samples,), device=device)
     taps = {name: Tap.parse(name, spec) for name, spec in model.shiftmend_taps.items()}

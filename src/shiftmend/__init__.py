@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shiftmend.adaptation.stream import Stream, stream
     from shiftmend.errors import AdaptationError, DataError, DivergedError, ProfileError, ShiftmendError, TapError
     from shiftmend.evaluation.classification import Scores
-    from shiftmend.evaluation.evaluate import evaluate
+    from shiftmend.evaluation.evaluate import Evaluator, evaluate
     from shiftmend.evaluation.regression import RegressionScores
     from shiftmend.inputs.folders import image_folder
     from shiftmend.introspection.taps import Tap
@@ -34,6 +34,7 @@ __all__ = [
     "Bins",
     "DataError",
     "DivergedError",
+    "Evaluator",
     "Profile",
     "ProfileError",
     "RegressionScores",
@@ -62,6 +63,7 @@ _HOMES = {
     "Bins": "stats.histograms",
     "DataError": "errors",
     "DivergedError": "errors",
+    "Evaluator": "evaluation.evaluate",
     "Profile": "profiles.profile",
     "ProfileError": "errors",
     "RegressionScores": "evaluation.regression",

@@ -8,6 +8,7 @@ import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from shiftmend.inputs.feed import Feed
 from shiftmend.methods.fr import FR
 from shiftmend.profiles.fingerprints import MAX_SUMMARISED_INPUTS
 from shiftmend.research.datasets.partitions import few_shot
+from shiftmend.verification.signals import SignalReader, Signals
 
 
 def states_equal(a: nn.Module, b: nn.Module) -> bool:
@@ -613,19 +615,18 @@ def test_batch_norm_that_averages_over_its_whole_life_still_adapts() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_interrupts_while_verifying_lose_nothing(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shiftmend.adaptation import adapt as adapting
-
     world = sensors()
-    original, calls = adapting.observe, []
+    original, calls = SignalReader._measure, []
 
-    def interrupted(*arguments):  # type: ignore[no-untyped-def]
+    def interrupted(reader: SignalReader) -> Signals:
         calls.append(1)
-        if len(calls) == (1 if when == "before" else 2):
+        # The first look serves the verification before and row 0, two more follow the epochs.
+        if len(calls) == (1 if when == "before" else 4):
             raise KeyboardInterrupt
-        return original(*arguments)
+        return original(reader)
 
     profile = world.profile()
-    monkeypatch.setattr(adapting, "observe", interrupted)
+    monkeypatch.setattr(SignalReader, "_measure", interrupted)
     result = shiftmend.adapt(world.model, world.target, profile, "fr", epochs=2, learning_rate=0.1, progress=False)
     if when == "before":
         assert result.interrupted
@@ -634,6 +635,73 @@ def test_interrupts_while_verifying_lose_nothing(when: str, monkeypatch: pytest.
         assert result.manifest["status"] == "finished"
         assert result.after is None
         assert len(result.history) == 3
+
+
+@pytest.mark.parametrize(("autocast", "passes"), [(False, 1), (True, 2)])
+def test_the_verification_before_is_row_0_where_both_see_the_same(
+    autocast: bool, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, original, calls = sensors(), SignalReader._measure, []
+
+    def counted(reader: SignalReader) -> Signals:
+        calls.append(1)
+        return original(reader)
+
+    def stop(model: nn.Module, row: Epoch) -> None:
+        raise KeyboardInterrupt
+
+    profile = world.profile()
+    whole = shiftmend.verify(world.model, world.target, profile, progress=False)
+    monkeypatch.setattr(SignalReader, "_measure", counted)
+    result = shiftmend.adapt(
+        world.model, world.target, profile, "fr", epochs=1, autocast=autocast, on_epoch=stop, progress=False
+    )
+    assert len(calls) == passes
+    assert result.before is not None
+    assert result.before.divergence == pytest.approx(whole.divergence)
+    assert (result.history[0].verification == result.before.divergence) == (not autocast)
+
+
+def test_a_resumed_run_looks_at_its_own_epochs(tmp_path: Path) -> None:
+    world = sensors()
+    options: dict[str, Any] = {"epochs": 3, "learning_rate": 0.1, "progress": False}
+    whole = shiftmend.adapt(world.model, world.target, world.profile(), "fr", **options)
+
+    def stop(model: nn.Module, row: Epoch) -> None:
+        if row.epoch == 2:
+            raise RuntimeError("killed")
+
+    file = tmp_path / "run.safetensors"
+    with pytest.raises(RuntimeError, match="killed"):
+        shiftmend.adapt(world.model, world.target, world.profile(), "fr", **options, checkpoint=file, on_epoch=stop)
+    resumed = shiftmend.adapt(world.model, world.target, world.profile(), "fr", **options, checkpoint=file)
+    assert [row.signals for row in resumed.history] == [row.signals for row in whole.history]
+    assert resumed.before == whole.before
+
+
+@pytest.mark.parametrize("method", ["fr", "adabn"])
+def test_the_model_runs_once_before_its_first_pass(method: str) -> None:
+    """Inputs are refused, random numbers noticed, and taps and blocks found in one forward pass of two samples."""
+    world = sensors()
+    calls: list[int] = []
+    profile = world.profile()
+    world.model.register_forward_pre_hook(_Counter(calls))
+    options = {"epochs": 1} if method == "fr" else {}
+    shiftmend.adapt(world.model, world.target, profile, method, progress=False, **options)
+    assert calls[:2] == [2, min(256, len(world.target))]
+
+
+class _Counter:
+    """Writes down the sizes of the batches that a model sees; a copy of the model writes to the same list."""
+
+    def __init__(self, calls: list[int]) -> None:
+        self.calls = calls
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        self.calls.append(len(inputs[0]))
+
+    def __deepcopy__(self, memo: Any) -> _Counter:
+        return self
 
 
 @pytest.mark.slow

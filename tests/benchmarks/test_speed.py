@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import speed
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.research.bench.suite import find
-from speed import compilation, growth, histogram, packing, precision, steps, timing
+from speed import compilation, growth, histogram, large_network, packing, precision, setting_up, steps, timing
 from speed.timing import Table, Timing
 
 CPU = torch.device("cpu")
@@ -364,7 +364,8 @@ def test_wrong_wishes_are_refused_before_anything_is_measured(tmp_path: Path) ->
     with pytest.raises(DataError, match="cannot be written"):
         speed.report("cpu", ["packed"], out=tmp_path)
     assert speed.choose(["growth", "steps"]) == ["steps", "growth"]
-    assert speed.choose(None) == ["steps", "precision", "compiled", "histogram", "packed", "growth"]
+    tables = ["steps", "precision", "compiled", "histogram", "packed", "growth", "set_up", "large"]
+    assert speed.choose(None) == tables
 
 
 @pytest.mark.slow
@@ -381,3 +382,52 @@ def test_the_script_needs_no_more_than_torch_and_rich(tmp_path: Path) -> None:
     assert "medians of 3" in done.stdout
     assert "GPU only" in done.stdout
     assert json.loads(out.read_text())["packed"] == []
+
+
+@pytest.mark.slow
+def test_set_up_is_all_of_an_adaptation_but_training() -> None:
+    task = setting_up.Task("tiny", "digit-cnn", 10, (3, 28, 28), 40, method="fr", options={"epochs": 1})
+    cold, warm = setting_up.measure_task(task, CPU, 1)
+    assert (cold.cold, warm.cold) == (True, False)
+    for found in (cold, warm):
+        assert found.captures == 0
+        assert 0 < found.before + found.after == found.set_up < found.total
+        assert found.share == found.set_up / found.total
+    assert not cold.parts
+    assert set(warm.parts) == set(setting_up.PARTS)
+    assert all(seconds > 0 for seconds in warm.parts.values()), "each part is a function that is called"
+    facts = json.loads(json.dumps(warm.facts()))
+    assert facts["share"] == warm.share
+    shown = setting_up.table([cold, warm])
+    assert [line[-1] for line in shown.rows] == [f"{100 * one.share:.0f} %" for one in (cold, warm)]
+    assert ("missed" in shown.notes[-1]) == (warm.share > 0.2)
+
+
+@pytest.mark.slow
+def test_steps_of_a_large_network_stand_beside_the_supervised_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = steps.Workload("small", "resnet18", 4, (3, 32, 32), 2, 4)
+    monkeypatch.setattr(large_network, "workload", lambda device: work)
+    found = [*large_network.measure(CPU, 1)]
+    assert [(row.precision, row.trained) for row in found] == [
+        (kind, trained) for kind in ("bfloat16", "float32") for trained in ("supervised", "all blocks", "first block")
+    ]
+    for floor, *others in (found[:3], found[3:]):
+        assert floor.ratio is None
+        assert floor.images == 2 / floor.time.median
+        assert all(other.ratio == other.time.median / floor.time.median for other in others)
+    assert json.loads(json.dumps(found[1].facts()))["images"] == found[1].images
+    failed = replace(found[0], time=None)
+    fitted = large_network.FittedBatch(work, 24, 64, 3.0, 2**30)
+    shown = large_network.table([failed, *found[1:], fitted])
+    assert shown.rows[0][2] == "failed"
+    assert "24 GiB: adapt chose batches of 64" in shown.notes[0]
+
+
+@gpu
+@pytest.mark.gpu
+def test_batches_that_fit_are_found_on_a_gpu() -> None:
+    work = steps.Workload("small", "resnet18", 4, (3, 224, 224), 256, 512)
+    found = large_network.fitted_batch(work, torch.device("cuda", 0), 4)
+    assert found.batch_size is not None
+    assert found.batch_size < 256
+    assert found.peak_memory < 4 * 2**30

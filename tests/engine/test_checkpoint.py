@@ -145,15 +145,24 @@ class Stop(Exception):
     pass
 
 
+AUTO = {"method": "bufr", "learning_rate": 0.1, "batch_size": 100, "progress": False}
+"""Blocks that end by themselves."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("epochs", [1, 5, 6, 7, 11])
+@pytest.mark.parametrize(
+    ("options", "epochs"),
+    [*((OPTIONS, epochs) for epochs in (1, 5, 6, 7, 11)), *((AUTO, rounds) for rounds in (1, 4, "block", -1))],
+)
 def test_resuming_after_any_epoch_is_bit_identical(
-    tmp_path: Path, epochs: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, options: dict[str, Any], epochs: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also exactly between two blocks, where the optimiser is a fresh one."""
     world = sensors()
     profile = world.profile()
-    whole = shiftmend.adapt(world.model, world.target, profile, **OPTIONS)
+    whole = shiftmend.adapt(world.model, world.target, profile, **options)
+    blocks = [row.block for row in whole.history[1:]]
+    epochs = blocks.count(blocks[0]) if epochs == "block" else len(blocks) if epochs == -1 else epochs
     from shiftmend.engine import checkpoint as checkpoints
 
     original, saved = checkpoints.save, []
@@ -166,9 +175,9 @@ def test_resuming_after_any_epoch_is_bit_identical(
 
     monkeypatch.setattr(checkpoints, "save", counted)
     with pytest.raises(Stop):
-        shiftmend.adapt(world.model, world.target, profile, checkpoint=tmp_path / "c", **OPTIONS)
+        shiftmend.adapt(world.model, world.target, profile, checkpoint=tmp_path / "c", **options)
     monkeypatch.setattr(checkpoints, "save", original)
-    resumed = shiftmend.adapt(world.model, world.target, profile, checkpoint=tmp_path / "c", **OPTIONS)
+    resumed = shiftmend.adapt(world.model, world.target, profile, checkpoint=tmp_path / "c", **options)
     for name, value in whole.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], value), name
     assert [row.losses for row in resumed.history] == [row.losses for row in whole.history]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
+from graphs import captured_without_a_gpu
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 from worlds import sensors
 
 import shiftmend
+from shiftmend.engine.history import Epoch
 from shiftmend.errors import DataError
 from shiftmend.evaluation.classification import ClassificationMetrics
 from shiftmend.evaluation.evaluate import Scorer
@@ -107,6 +111,70 @@ def test_a_scorer_sees_the_model_as_it_is_now() -> None:
             weight.zero_()
     assert scorer().nll == pytest.approx(math.log(3))  # all classes alike
     assert scorer() == shiftmend.evaluate(model, (world.target, world.labels), batch_size=64)
+
+
+def test_an_evaluator_reads_its_data_once_and_scores_any_model() -> None:
+    world, reads = sensors(), []
+
+    class Counted(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            reads.append(index)
+            return super().__getitem__(index)
+
+    score = shiftmend.Evaluator(Counted(world.target, world.labels), batch_size=64, progress=False)
+    assert not reads
+    for factor in (1.0, 0.5, -1.0):
+        model = copy.deepcopy(world.model)
+        with torch.no_grad():
+            model[-1].weight.mul_(factor)
+        expected = shiftmend.evaluate(model, (world.target, world.labels), batch_size=64, progress=False)
+        assert score(model) == score(model) == expected
+    assert len(reads) == len(world.target)
+
+
+def test_an_evaluator_captures_from_the_second_call_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = sensors()
+    model, data = copy.deepcopy(world.model), (world.target, world.labels)
+
+    def expected(model: nn.Module) -> Any:
+        return shiftmend.evaluate(copy.deepcopy(model), data, batch_size=64, progress=False)
+
+    captured_without_a_gpu(monkeypatch)
+    score, eager = (shiftmend.Evaluator(data, batch_size=64, capture=may, progress=False) for may in (True, False))
+    replayed = []
+    for factor in (1.0, 1.0, 0.5, -1.0):
+        with torch.no_grad():
+            model[-1].weight.mul_(factor)
+        assert score(model) == eager(model) == expected(model)
+        replayed.append(score._scorer is not None and score._scorer._pass._replay is not None)
+        assert eager._scorer is not None
+        assert eager._scorer._pass._replay is None
+    assert replayed == [False, True, True, True]
+    # New tensors in the place of old ones: the graph would go on reading the old.
+    model[-1].weight = nn.Parameter(model[-1].weight.detach() * -0.5)
+    assert score(model) == expected(model)
+    assert score(model) == expected(model)
+    assert score(world.model) == expected(world.model)
+
+
+def test_an_evaluator_follows_an_adaptation(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, found, wanted = sensors(), [], []
+    data = (world.target, world.labels)
+    captured_without_a_gpu(monkeypatch)
+    score = shiftmend.Evaluator(data, batch_size=64, progress=False)
+
+    def look(model: nn.Module, row: Epoch) -> None:
+        found.append(score(model))
+        wanted.append(shiftmend.evaluate(model, data, batch_size=64, progress=False))
+
+    result = shiftmend.adapt(
+        world.model, world.target, world.profile(), "fr", epochs=3, learning_rate=0.1, on_epoch=look, progress=False
+    )
+    found.append(score(result.model))
+    wanted.append(shiftmend.evaluate(result.model, data, batch_size=64, progress=False))
+    assert [one.accuracy for one in found] == [one.accuracy for one in wanted]
+    assert [one.nll for one in found] == pytest.approx([one.nll for one in wanted])
+    assert len({one.nll for one in found}) > 3
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -1027,3 +1028,34 @@ def test_batches_that_lie_in_memory_otherwise_are_put_together_as_they_are() -> 
     rows = torch.rand(6, 4, 5)
     for batch in (rows.transpose(1, 2), rows[:, ::2], rows[:, :1].expand(6, 3, 5), rows.permute(1, 2, 0), rows[:, :0]):
         assert torch.equal(Feed([batch, batch]).inputs, torch.cat([batch, batch]))
+
+
+@pytest.mark.parametrize("steps", [1, 3, 7, 20])
+def test_rounds_of_so_many_steps_start_with_the_order_of_the_epoch_and_go_on_with_others(steps: int) -> None:
+    feed = Feed(torch.arange(70).float().unsqueeze(1), batch_size=10)
+    batches = [inputs.flatten().tolist() for inputs, _ in feed.epoch(3, 2, steps)]
+    assert [len(batch) for batch in batches] == [10] * steps
+    whole = [inputs.flatten().tolist() for inputs, _ in feed.epoch(3, 2)]
+    assert batches[:7] == whole[:steps]
+    for start in range(0, steps - 6, 7):  # Every run through the data has each sample once, in an order of its own.
+        assert sorted(itertools.chain(*batches[start : start + 7])) == list(range(70))
+    assert steps <= 7 or batches[7:14] != batches[:7]
+    assert batches == [inputs.flatten().tolist() for inputs, _ in feed.epoch(3, 2, steps)]
+
+
+@pytest.mark.parametrize("steps", [2, 7, 15])
+def test_rounds_of_a_stream_have_so_many_steps_too(steps: int) -> None:
+    data = TensorDataset(torch.arange(70).float().unsqueeze(1))
+    feed = Feed(DataLoader(data, batch_size=10, shuffle=True), resident=False)
+    assert feed.steps_per_epoch == 7
+    batches = [inputs.flatten().tolist() for inputs, _ in feed.epoch(3, 2, steps)]
+    assert len(batches) == steps
+    assert batches == [inputs.flatten().tolist() for inputs, _ in feed.epoch(3, 2, steps)]
+    assert steps < 14 or sorted(itertools.chain(*batches[7:14])) == list(range(70))
+
+
+def test_the_epochs_of_a_stream_in_a_fixed_order_or_of_unknown_length_are_not_cut() -> None:
+    data = TensorDataset(torch.arange(70).float().unsqueeze(1))
+    assert Feed(DataLoader(data, batch_size=10), resident=False).steps_per_epoch is None
+    assert Feed(torch.zeros(75, 1), batch_size=10).steps_per_epoch == 7
+    assert Feed(torch.zeros(5, 1), batch_size=10).steps_per_epoch == 1

@@ -50,7 +50,7 @@ def test_published_rates_are_those_of_both_parts() -> None:
     network = network_of(world)
     network.model.shiftmend_rates = {"bufr": 0.7, "shot-im": 0.2, "bufr-im": 99.0}  # type: ignore[assignment]
     try:
-        first, *_, last = BUFRIM().stages(network, world.profile())
+        first, *_, last = BUFRIM(epochs_per_block=1).stages(network, world.profile())
     finally:
         del network.model.shiftmend_rates
     assert (first.learning_rate, last.learning_rate) == (0.7, 0.2)

@@ -102,9 +102,9 @@ def test_other_networks_get_a_careful_default() -> None:
 @pytest.mark.slow
 def test_bufr_published_schedules() -> None:
     profile = sensors().profile()
-    cnn = BUFR().stages(network("paper-cnn"), profile)
+    cnn = BUFR(epochs_per_block=30).stages(network("paper-cnn"), profile)
     np.testing.assert_allclose([s.learning_rate for s in cnn], [1, 0.6667, 0.4444, 0.2963], atol=1e-4)
-    resnet = BUFR().stages(network("resnet18"), profile)
+    resnet = BUFR(epochs_per_block=30).stages(network("resnet18"), profile)
     np.testing.assert_allclose([s.learning_rate for s in resnet], [0.1, 0.02, 0.004, 0.0008, 0.00016])
     assert [s.epochs for s in resnet] == [30] * 5
     sizes = [len(s.parameters) for s in resnet]
@@ -114,16 +114,27 @@ def test_bufr_published_schedules() -> None:
     assert {(s.learning_rate, s.epochs) for s in constant} == {(0.5, 3)}
 
 
+def test_blocks_that_end_by_themselves_take_larger_steps_unless_a_rate_is_given() -> None:
+    profile = sensors().profile()
+    cnn = BUFR().stages(network("paper-cnn"), profile)
+    np.testing.assert_allclose([s.learning_rate for s in cnn], [2, 1.3333, 0.8889, 0.5926], atol=1e-4)
+    resnet = BUFR().stages(network("resnet18"), profile)
+    np.testing.assert_allclose([s.learning_rate for s in resnet], [0.1, 0.04, 0.016, 0.0064, 0.00256])
+    assert {(s.epochs, s.settles) for s in (*cnn, *resnet)} == {(30, True)}
+    given = BUFR(learning_rate=0.5, decay=5.0).stages(network("paper-cnn"), profile)
+    np.testing.assert_allclose([s.learning_rate for s in given], [0.5, 0.1, 0.02, 0.004])
+
+
 def test_many_blocks_keep_the_published_total_decay() -> None:
     profile = sensors().profile()
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(12)), nn.Linear(6, 2))
     many = Network(model, split_blocks(model, trace(model, torch.randn(2, 6))))
-    rates = [stage.learning_rate for stage in BUFR().stages(many, profile)]
+    rates = [stage.learning_rate for stage in BUFR(epochs_per_block=30).stages(many, profile)]
     assert len(rates) == 12
     assert rates[0] / rates[-1] == pytest.approx(1.5**3)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)) for _ in range(8)), nn.Linear(6, 2))
     staged = Network(model, split_blocks(model, trace(model, torch.randn(2, 6))))
-    rates = [stage.learning_rate for stage in BUFR().stages(staged, profile)]
+    rates = [stage.learning_rate for stage in BUFR(epochs_per_block=30).stages(staged, profile)]
     assert len(rates) == 8
     assert rates[0] / rates[-1] == pytest.approx(5.0**4)
 

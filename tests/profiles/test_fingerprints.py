@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from shiftmend.errors import ShiftmendError
 from shiftmend.introspection.model_state import full_state_dict
-from shiftmend.profiles.fingerprints import InputSummary, architecture, tensor_bytes, weights
+from shiftmend.profiles import fingerprints
+from shiftmend.profiles.fingerprints import (
+    InputSummary,
+    architecture,
+    digest,
+    start_digest,
+    tensor_bytes,
+    weights,
+)
 from shiftmend.stats.histograms import RangeTracker
 from shiftmend.utils.devices import VALUES_PER_PART
 
@@ -314,3 +322,12 @@ def test_sizes_that_vary_between_batches_are_any() -> None:
     assert summary.differences(InputSummary.from_batches([batches[0][..., :1]]))[0] == (
         "their size is [1], at the source it was [2]: scaled?"
     )
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+def test_a_digest_in_the_background_is_the_same(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprints, "MAX_BACKGROUND_BYTES", limit)
+    values = torch.randn(64, 3, 4, 4)
+    waiting = start_digest(values)
+    assert waiting() == waiting() == digest(values)
+    assert waiting() != start_digest(values + 1)()

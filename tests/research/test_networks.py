@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shiftmend.errors import DataError
-from shiftmend.research.networks import MODELS, DigitCNN, ResNet, build, resnet18, resnet18_cifar, resnet101
+from shiftmend.research.networks import MODELS, DigitCNN, ResNet, build, resnet18, resnet18_cifar, resnet50, resnet101
 
 
 @pytest.mark.slow
@@ -26,7 +26,7 @@ def test_builds_every_known_model(name: str) -> None:
 
 
 def test_known_models() -> None:
-    assert set(MODELS) == {"digit-cnn", "resnet18-cifar", "resnet18", "resnet101"}
+    assert set(MODELS) == {"digit-cnn", "resnet18-cifar", "resnet18", "resnet50", "resnet101"}
 
 
 def test_passes_options_on() -> None:
@@ -35,7 +35,9 @@ def test_passes_options_on() -> None:
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(DataError, match=r"no model named 'vgg'.*digit-cnn, resnet18-cifar, resnet18, resnet101"):
+    with pytest.raises(
+        DataError, match=r"no model named 'vgg'.*digit-cnn, resnet18-cifar, resnet18, resnet50, resnet101"
+    ):
         build("vgg")
 
 
@@ -357,6 +359,7 @@ def reference_features(state: dict[str, Tensor], images: Tensor, depths: tuple[i
     ("factory", "depths", "bottleneck", "stem", "classes", "entries", "parameters"),
     [
         (resnet18, (2, 2, 2, 2), False, 7, 1000, 122, 11_689_512),
+        (resnet50, (3, 4, 6, 3), True, 7, 1000, 320, 25_557_032),
         (resnet101, (3, 4, 23, 3), True, 7, 1000, 626, 44_549_160),
         (resnet18_cifar, (2, 2, 2, 2), False, 3, 10, 122, 11_173_962),
         (resnet18_cifar, (2, 2, 2, 2), False, 3, 100, 122, 11_220_132),

@@ -22,6 +22,7 @@ from shiftmend.accelerate.precision import Precision, cast_at_once, nothing_cach
 from shiftmend.adaptation.result import Adaptation, environment
 from shiftmend.distributed.collectives import check_same, warn_without_process_group
 from shiftmend.engine import checkpoint as checkpoints
+from shiftmend.engine.batch_size import fit_batch_size, make_trial_step
 from shiftmend.engine.history import Choice
 from shiftmend.engine.method import (
     Method,
@@ -42,7 +43,7 @@ from shiftmend.introspection.model_state import restore
 from shiftmend.introspection.modes import find_batch_norms
 from shiftmend.introspection.outputs import Entry
 from shiftmend.introspection.taps import Tap
-from shiftmend.introspection.trace import trace
+from shiftmend.introspection.trace import Trace, trace
 from shiftmend.introspection.validate import check_model, copy_model, unwrap
 from shiftmend.methods import METHODS
 from shiftmend.methods import method as make_method
@@ -104,7 +105,8 @@ def adapt(
             inputs reaches the method.
         profile: The source's profile, or the name of its file. Some methods do without.
         method: Name, class or instance of a method.
-        batch_size: Samples in a batch; 256, or what a loader brings along.
+        batch_size: Samples in a batch; 256, or what a loader brings along. Batches of 256 that do not fit into the
+            memory of a GPU are halved before the first step, until they do.
         seed: Decides the order of the batches, and whatever else is random.
         preprocess: Called with each batch on the device, before the model.
         blocks: BlockNames of modules, or groups of them, that BUFR unfreezes one after the other.
@@ -238,11 +240,13 @@ class _Task:
     model: nn.Module
     profile: Profile | None
     feed: Feed
+    wait_for_digest: Callable[[], str | None]
+    """Returns the fingerprint of the target's inputs, None of a stream; it is computed in the background."""
 
     @functools.cached_property
     def summary(self) -> InputSummary:
         """Summary of the target's inputs; its first use warns if they differ from the source's."""
-        found = InputSummary.from_batches(self.feed.batches())
+        found = InputSummary.from_batches(self.feed.batches(self.feed.inference_batch_size))
         if self.profile is not None:
             self.profile.check_inputs(found)
         return found
@@ -287,7 +291,8 @@ def _prepare(
         logger.warning(
             "the target data streams in a fixed order: if it is sorted, batches are one-sided; use shuffle=True"
         )
-    return _Task(model, profile, feed)
+    digest = (lambda: None) if feed.inputs is None else fingerprints.start_digest(feed.inputs)
+    return _Task(model, profile, feed, digest)
 
 
 def check_profile(profile: Profile | str | os.PathLike[str] | None, model: nn.Module, method: Method) -> Profile | None:
@@ -328,37 +333,59 @@ def _run(task: _Task, method: Method, settings: _Settings, before: Verification 
     `before` is what another run has found of the same model on the same data.
     """
     adapted = copy_model(task.model).to(task.feed.device)
+    specs = task.profile.specs if task.profile else None
+    found: Trace | None = None
 
-    def check() -> None:
-        check_model(adapted, task.feed.examples(2), output=settings.output, original=task.model)
+    def probe() -> None:
+        """Run the model once: what shows that the model takes the inputs shows its taps and blocks, too."""
+        nonlocal found
+        samples = task.feed.examples(2)
+        if method.trains:
+            found = trace(adapted, samples[0], taps=specs, output=settings.output, original=task.model)
+        if not method.trains or len(samples) > 1:
+            check_model(adapted, samples, output=settings.output, original=task.model)
 
-    with isolate_rng(task.feed.device, check):
+    with isolate_rng(task.feed.device, probe) as draws:
         try:
-            return _train(task, adapted, method, settings, before)
+            summary = task.summary  # Not earlier: inputs that the model refuses need no other remark.
+            # A model that draws random numbers does not return the same twice.
+            returned = None if found is None or draws else found.returned
+            channels_last(adapted, task.feed.first(2), settings.output, returned)
+            network, taps = _divide(adapted, found, task.profile, method, settings.blocks)
+            return _train(task, network, taps, method, settings, summary, before)
         finally:
             make_ordinary(adapted, task.model)
 
 
 def _train(
-    task: _Task, adapted: nn.Module, method: Method, settings: _Settings, before: Verification | None
+    task: _Task,
+    network: Network,
+    taps: dict[str, Tap],
+    method: Method,
+    settings: _Settings,
+    summary: InputSummary,
+    before: Verification | None,
 ) -> Adaptation:
-    feed, place = task.feed, task.feed.device
-    summary = task.summary  # Not earlier: inputs that the model refuses need no other remark.
-    channels_last(adapted, feed.first(2), settings.output)
-    network, taps = examine(adapted, feed.first(2), task.profile, method, settings.blocks, settings.output)
+    adapted, feed, place = network.model, task.feed, task.feed.device
     stages = plan_stages(method, network, task.profile)
     if settings.keep is None:
         settings = replace(settings, keep="selected" if any(stage.settles for stage in stages) else "last")
     assert settings.keep is not None
-    _refuse_unfit(method, feed, bool(stages) and bool(find_batch_norms(adapted)), task.profile)
-    manifest = _begin_manifest(task, method, settings, network, stages, summary)
-    check_same(str(manifest["source_weights"]), "model", place)
-    check_same(str(manifest["target"]), "target data", place)
-
     profile = None if task.profile is None else task.profile.to(place)
     precision: Precision = nullcontext
     if settings.precision is not None:
         precision = functools.partial(cast_at_once, adapted, place, settings.precision)
+    if feed.may_resize and stages:
+        # Memory that is free now must not decide again for a run that is resumed.
+        if (stored := checkpoints.stored_batch_size(settings.checkpoint)) is not None:
+            feed.resize(stored)
+        else:
+            trial = make_trial_step(adapted, profile, method, stages, taps, precision)
+            fit_batch_size(feed, trial, max(2, method.smallest_batch(profile)))
+    _refuse_unfit(method, feed, bool(stages) and bool(find_batch_norms(adapted)), task.profile)
+    manifest = _begin_manifest(task, method, settings, network, stages, summary)
+    check_same(str(manifest["source_weights"]), "model", place)
+    check_same(str(manifest["target"]), "target data", place)
     signals = SignalReader(
         adapted,
         feed,
@@ -409,8 +436,14 @@ def _train(
 
 
 def _verify_before(trainer: Trainer, profile: Profile | None, output: Entry) -> Verification | None:
+    if profile is None:
+        return None
     trainer.show_pass("verification before")
-    before = observe(trainer.model, trainer.feed, profile, output).verification
+    if trainer.signals.sees_all and not trainer.history:
+        # The first row of the history takes the same look at the same model.
+        before = trainer.signals.look_ahead().verification
+    else:
+        before = observe(trainer.model, trainer.feed, profile, output).verification
     if not trainer.history and trainer.stages and before is not None and before.verdict == "restored":
         logger.warning("the features are %s before anything is done: training may do harm", before)
     return before
@@ -473,7 +506,6 @@ def _begin_manifest(
 ) -> dict[str, Any]:
     """Return the part of the manifest that is known before training."""
     feed, profile = task.feed, task.profile
-    data_digest = None if feed.inputs is None else fingerprints.digest(feed.inputs)
     reduced = settings.autocast if isinstance(settings.autocast, bool) else str(settings.precision)
     return {
         "method": describe_method(method),
@@ -482,9 +514,10 @@ def _begin_manifest(
         "learning_rate_chosen": _rate_origin(method),
         "seed": settings.seed,
         "batch_size": feed.epoch_batch_size,
+        **({"batch_size_reduced_from": feed.reduced_from} if feed.reduced_from is not None else {}),
         "blocks": [list(block.modules) for block in network.blocks],
         "resident": feed.resident,
-        "target": {"samples": feed.samples, "sha256": data_digest, **summary.to_json()},
+        "target": {"samples": feed.samples, "sha256": task.wait_for_digest(), **summary.to_json()},
         "profile_sha256": hashlib.sha256(profile.to_bytes()).hexdigest() if profile else None,
         "source_weights": fingerprints.weights(task.model),
         "autocast": reduced,
@@ -546,6 +579,15 @@ def examine(
     if not method.trains:
         return Network(model, ()), {}
     found = trace(model, sample, taps=profile.specs if profile else None, output=output)
+    return _divide(model, found, profile, method, blocks)
+
+
+def _divide(
+    model: nn.Module, found: Trace | None, profile: Profile | None, method: Method, blocks: BlockNames | None
+) -> tuple[Network, dict[str, Tap]]:
+    """Divide a traced model into blocks and find the taps that a method reads; without a trace there are none."""
+    if found is None:
+        return Network(model, ()), {}
     names = read_taps(method, profile)
     missing = [name for name in names if name not in found.taps]
     if missing:

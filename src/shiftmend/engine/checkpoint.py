@@ -6,7 +6,7 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,8 +99,9 @@ def save(
     optimiser: optim.Optimizer | None,
     selected: dict[str, Tensor] | None = None,
     fits: bool | None = None,
+    batch_size: int | None = None,
 ) -> None:
-    """Write the state of a run, atomically; `fits` is for `data_fits`."""
+    """Write the state of a run, atomically; `fits` is for `data_fits`, and `batch_size` for `stored_batch_size`."""
     tensors = {f"model.{name}": value.cpu() for name, value in named_tensors(model).items()}
     tensors |= {f"selected.{name}": value.cpu() for name, value in (selected or {}).items()}
     numbers: dict[str, dict[str, Any]] = {}
@@ -115,7 +116,7 @@ def save(
     pairs = [name for name, value in tensors.items() if value.is_complex()]  # A file holds complex64 alone.
     tensors |= {name: torch.view_as_real(tensors[name].resolve_conj()) for name in pairs}
     facts = {"run": run, "stage": stage, "epoch": epoch, "history": [row.to_json() for row in history]}
-    facts |= {"pairs": pairs, "fits": fits, "optimiser": numbers}
+    facts |= {"pairs": pairs, "fits": fits, "batch_size": batch_size, "optimiser": numbers}
     metadata = {"format": "shiftmend checkpoint", "facts": json.dumps(facts), **UNSEALED}
     with replacing(path) as (place,):
         save_tensors(place, tensors, metadata)
@@ -125,14 +126,26 @@ def save(
 
 def data_fits(*paths: str | os.PathLike[str] | None) -> bool | None:
     """Return whether the data of runs with these checkpoints fitted into memory; None if that was never asked."""
+    fits = _read_fact("fits", paths)
+    return None if fits is None else bool(fits)
+
+
+def stored_batch_size(*paths: str | os.PathLike[str] | None) -> int | None:
+    """Return the batch size of the runs with these checkpoints; None if there is none yet."""
+    size = _read_fact("batch_size", paths)
+    return size if type(size) is int and size > 0 else None
+
+
+def _read_fact(name: str, paths: Sequence[str | os.PathLike[str] | None]) -> Any:
+    """Return a fact from the first checkpoint that states it; None if none does."""
     for path in paths:
         with suppress(OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError):  # `load` reports damage.
             if path is None or not Path(path).is_file():
                 continue
             with safetensors.safe_open(path, framework="pt") as file:
-                fits = json.loads(file.metadata()["facts"])["fits"]
-            if fits is not None:
-                return bool(fits)
+                found = json.loads(file.metadata()["facts"])[name]
+            if found is not None:
+                return found
     return None
 
 

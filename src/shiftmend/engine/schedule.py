@@ -29,7 +29,7 @@ WARM_UP_STEPS = 32
 WINDOW = 8
 """Rounds over which the loss is looked at: the second half of them is compared with the first."""
 
-STILL_FALLING = 0.02
+STILL_FALLING = 0.03
 """Share of the loss that it must have lost from one half of the window to the other, for a stage to go on."""
 
 PATIENCE = 3
@@ -62,7 +62,7 @@ def plan_rounds(stage: Stage, steps_per_epoch: int | None) -> Rounds:
     Example:
         >>> from shiftmend.engine.method import Stage
         >>> plan_rounds(Stage("all blocks", 150, settles=True), steps_per_epoch=73)
-        Rounds(steps=32, at_most=343)
+        Rounds(steps=32, at_most=342)
         >>> plan_rounds(Stage("all blocks", 150), steps_per_epoch=73)
         Rounds(steps=None, at_most=150)
     """
@@ -70,7 +70,7 @@ def plan_rounds(stage: Stage, steps_per_epoch: int | None) -> Rounds:
         return Rounds(None, stage.epochs)
     total = stage.epochs * steps_per_epoch
     steps = max(1, min(ROUND_STEPS, total // ROUNDS_PER_STAGE))
-    return Rounds(steps, -(-total // steps))
+    return Rounds(steps, total // steps)
 
 
 def has_settled(losses: Sequence[float], done: int) -> bool:

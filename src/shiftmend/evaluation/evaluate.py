@@ -1,4 +1,7 @@
-"""`evaluate`: score a model on labelled data. Beside supervised training, the one place where labels are read."""
+"""Score models on labelled data: `evaluate` once, an `Evaluator` again and again.
+
+Beside supervised training, this is the one place where labels are read.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shiftmend.accelerate.cuda_graphs import list_tensors
 from shiftmend.errors import DataError
 from shiftmend.evaluation.accumulators import describe
 from shiftmend.evaluation.classification import ClassificationMetrics, Scores
 from shiftmend.evaluation.regression import RegressionMetrics, RegressionScores, in_one_shape
 from shiftmend.inputs.feed import Feed, Preprocess
-from shiftmend.introspection.model_state import on_device
+from shiftmend.introspection.model_state import is_writable, on_device
 from shiftmend.introspection.outputs import Entry, pick
 from shiftmend.introspection.validate import check_model, unwrap
 from shiftmend.passes.evaluation_pass import Observation, RepeatedPass
@@ -36,7 +40,7 @@ def evaluate(
     ignore_label: int | None = None,
     progress: Progress = None,
 ) -> Scores | RegressionScores:
-    """Score a model in eval mode on labelled data.
+    """Score a model in eval mode on labelled data; an `Evaluator` does so again and again, as after each epoch.
 
     Whole-number labels mean classification (accuracy, calibration), fractional ones regression. The single output of a
     binary classifier is the logit of class 1. With logits `[N, classes, ...]` and labels `[N, ...]` each position is a
@@ -68,12 +72,118 @@ def evaluate(
         >>> round(shiftmend.evaluate(model, (inputs, labels)).accuracy, 3)
         0.667
     """
-    model = unwrap(model, tapped=False)
-    place = resolve_device(device, model)
-    feed = Feed(data, batch_size=batch_size, device=place, preprocess=preprocess, what="data to evaluate on")
-    with on_device(model, place), progress_bar(progress, "evaluate", feed.known_samples) as bar:
-        feed.on_batch = bar.advance
-        return Scorer(model, feed, output, classes=classes, ignore_label=ignore_label)()
+    return Evaluator(
+        data,
+        batch_size=batch_size,
+        preprocess=preprocess,
+        output=output,
+        device=device,
+        classes=classes,
+        ignore_label=ignore_label,
+        progress=progress,
+    )(model)
+
+
+class Evaluator:
+    """Labelled data on which models are scored again and again, as in `on_epoch` of `adapt`.
+
+    The data is read at the first call, and kept on the device if it fits. On CUDA, a model that is scored repeatedly
+    runs as a CUDA graph from the second call on, if its samples are small. The graph follows weights and buffers
+    wherever they change; `capture=False` is for a model whose other attributes change between calls.
+
+    Args:
+        data: Pairs of inputs and labels, as for `evaluate`.
+        batch_size: Samples in a batch.
+        preprocess: Called with each batch on the device, before the model.
+        output: Entry of a tuple or dict that is the model's output.
+        device: Where to compute; `"auto"` is the accelerator of the first model, else CUDA if there is one, else the
+            CPU.
+        classes: Names of the classes that labels number. A model with another number of classes is refused.
+        ignore_label: A label that counts in no score, such as 255 for pixels without a class.
+        capture: Whether repeated passes may be captured as a CUDA graph.
+        progress: True shows a progress bar, False does not, None does so on a terminal.
+
+    Example:
+        >>> import torch, shiftmend
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)).eval()
+        >>> target, labels = torch.randn(200, 4) + 1, torch.randint(2, (200,))
+        >>> profile = shiftmend.profile(model, torch.randn(200, 4))
+        >>> score, found = shiftmend.Evaluator((target, labels)), []
+        >>> def look(model, row):
+        ...     found.append(score(model).accuracy)
+        >>> _ = shiftmend.adapt(model, target, profile, "fr", epochs=2, on_epoch=look)
+        >>> len(found)
+        3
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        preprocess: Preprocess | None = None,
+        output: Entry = None,
+        device: str | torch.device = "auto",
+        classes: Sequence[str] | None = None,
+        ignore_label: int | None = None,
+        capture: bool = True,
+        progress: Progress = None,
+    ) -> None:
+        self.data, self.batch_size, self.preprocess, self.device = data, batch_size, preprocess, device
+        self.output, self.classes, self.ignore_label = output, classes, ignore_label
+        self.capture, self.progress = capture, progress
+        self._feed: Feed | None = None
+        self._scorer: Scorer | None = None
+        self._places: list[int] = []
+        """Where the model that was scored last lies in memory."""
+        self._calls = 0
+        """How often the model was scored there."""
+
+    def __call__(self, model: nn.Module) -> Scores | RegressionScores:
+        """Score a model in eval mode.
+
+        Args:
+            model: A module, also a scripted, traced or exported one. It gets its own modes, buffers and device back.
+
+        Returns:
+            The scores, as fractions rather than percent.
+
+        Raises:
+            DataError: If labels are missing, out of range or do not fit the output.
+        """
+        model = unwrap(model, tapped=False)
+        feed = self._open(model)
+        with on_device(model, feed.device), progress_bar(self.progress, "evaluate", feed.known_samples) as bar:
+            feed.on_batch = bar.advance
+            places = _find_places(model)
+            if self._scorer is None or places != self._places:
+                self._scorer, self._places, self._calls = self._make_scorer(model, feed, capture=False), places, 0
+            elif self._calls == 1 and self.capture:
+                # A graph takes two more passes to make, so the first call of all goes without.
+                self._scorer = self._make_scorer(model, feed, capture=True)
+            self._calls += 1
+            return self._scorer()
+
+    def _open(self, model: nn.Module) -> Feed:
+        if self._feed is None:
+            self._feed = Feed(
+                self.data,
+                batch_size=self.batch_size,
+                device=resolve_device(self.device, model),
+                preprocess=self.preprocess,
+                what="data to evaluate on",
+            )
+        return self._feed
+
+    def _make_scorer(self, model: nn.Module, feed: Feed, capture: bool) -> Scorer:
+        return Scorer(model, feed, self.output, capture, self.classes, self.ignore_label)
+
+
+def _find_places(model: nn.Module) -> list[int]:
+    """Return where a model and its tensors lie in memory: a graph that was captured there holds for them alone."""
+    tensors = (*model.parameters(), *model.buffers(), *list_tensors(model))
+    return [id(model), *(tensor.data_ptr() for tensor in tensors if is_writable(tensor))]
 
 
 class Scorer:

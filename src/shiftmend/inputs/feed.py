@@ -70,6 +70,8 @@ class Feed:
         batch_size = None if batch_size is None else int(batch_size)
         self._loader, own = open_source(source, batch_size, what)
         self.batch_size = batch_size or own or DEFAULT_BATCH_SIZE
+        self.reduced_from: int | None = None
+        """Batch size before `resize`."""
         self._inputs: Tensor | None = None
         self._labels: Tensor | None = None
         self._samples: int | None = None
@@ -87,8 +89,11 @@ class Feed:
         self.fits = None if isinstance(self._loader, tuple) or not resident else self.resident
         """Whether a loader's data was found to fit; None where that was not in question."""
         self._shuffled = self._loader
-        if self._inputs is None and isinstance(source, Dataset) and not isinstance(source, IterableDataset):
-            self._shuffled = DataLoader(source, batch_size=self.batch_size, shuffle=True)
+        self._dataset = source if isinstance(source, Dataset) and not isinstance(source, IterableDataset) else None
+        if self._inputs is None and self._dataset is not None:
+            self._shuffled = DataLoader(self._dataset, batch_size=self.batch_size, shuffle=True)
+        self.may_resize = batch_size is None and own is None and (self.resident or self._dataset is not None)
+        """Whether `resize` may be called: neither the caller nor a loader has decided how large batches are."""
 
     @property
     def resident(self) -> bool:
@@ -118,6 +123,18 @@ class Feed:
         if self._inputs is not None or batching.known_length(self._loader):
             return min(self.batch_size, self.samples)
         return self._size if self.samples else None
+
+    def resize(self, batch_size: int) -> None:
+        """Make batches smaller or larger, before the first of them is used for training."""
+        assert self.may_resize
+        if batch_size == self.batch_size:
+            return
+        self.reduced_from = self.reduced_from or self.batch_size
+        self.batch_size = batch_size
+        if self._inputs is None:
+            assert self._dataset is not None
+            self._loader = DataLoader(self._dataset, batch_size=batch_size)
+            self._shuffled = DataLoader(self._dataset, batch_size=batch_size, shuffle=True)
 
     @property
     def inference_batch_size(self) -> int:
@@ -163,20 +180,20 @@ class Feed:
         parts = local_parts(torch.arange(start, end, device="cpu") for start, end in bounds)
         yield from self._send_inputs(Rows(whole, slice(int(part[0]), int(part[-1]) + 1)) for part in parts)
 
-    def labelled_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield every sample with its label, for evaluation only."""
-        for inputs, labels in self._send(self._with_labels()):
+    def labelled_batches(self, at_least: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield every sample with its label, for evaluation only; resident data in batches of at least so many."""
+        for inputs, labels in self._send(self._with_labels(at_least)):
             assert labels is not None
             yield inputs, labels
 
-    def _with_labels(self) -> Iterator[Batch]:
+    def _with_labels(self, at_least: int) -> Iterator[Batch]:
         if self._inputs is None:
             stream = ((inputs, check_labels(labels, self.what)) for inputs, labels in self._stream())
             for batch in batching.merge_lone_samples(stream):
                 yield batch[0], batch[1]
         else:
             labels = check_labels(self._labels, self.what)
-            for start, end in batching.batch_bounds(len(self._inputs), self.batch_size):
+            for start, end in batching.batch_bounds(len(self._inputs), max(self.batch_size, at_least)):
                 yield Rows(self._inputs, slice(start, end)), labels[start:end]
 
     def subset(self, count: int, seed: int, at_least: int = 0) -> Iterator[Tensor]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from shiftmend.errors import TapError
 from shiftmend.introspection.model_state import find_owners, is_trainable
-from shiftmend.introspection.modes import force_eager, preserve_modes
+from shiftmend.introspection.modes import preserve_modes
 from shiftmend.introspection.outputs import Entry, find_tensors, pick
-from shiftmend.introspection.taps import Tap, attach_taps, module_of
-from shiftmend.introspection.validate import check_model
+from shiftmend.introspection.taps import Recorder, Tap, attach_taps, module_of
+from shiftmend.introspection.validate import check_model, run_checked
 from shiftmend.utils.checks import brief
 
 
@@ -34,13 +34,45 @@ class Trace:
     """Parameters that play no part in the features though they may run before them: those of other heads."""
     uncalled: tuple[str, ...] = ()
     """Modules whose parameters the features depend on although the modules were not called: their place is unknown."""
+    returned: Any = field(default=None, repr=False, compare=False)
+    """What the model returned for the batch."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Call:
+    """One call of a module, and how many owners of parameters had started when it began and when it ended."""
+
+    module: str
+    read: Any
+    began_at: int
+    returned: Any
+    ended_at: int
+
+
 class _Events:
-    started: list[str] = field(default_factory=list)
-    written: list[tuple[str, Any]] = field(default_factory=list)
-    features_at: int | None = None
+    """The calls of all modules in one forward pass, so that taps can be looked at once the head is known."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        """Owners of parameters, in the order in which they started."""
+        self.written: list[tuple[str, Any]] = []
+        """What owners of parameters returned, in the order in which they ended."""
+        self.calls: list[_Call] = []
+        """Calls of any module, in the order in which they ended."""
+
+    def features_at(self, features: Tap) -> int | None:
+        """Count the owners that had started when the features were first complete; None if they never were."""
+        calls = [call for call in self.calls if call.module == features.module]
+        return min((call.began_at if features.side == "input" else call.ended_at for call in calls), default=None)
+
+    def check_taps(self, taps: Mapping[str, Tap]) -> None:
+        """Raise if a tap would not see one tensor of real numbers in each forward pass."""
+        recorder = Recorder(taps)
+        for name, tap in taps.items():
+            for call in self.calls:
+                if call.module == tap.module:
+                    recorder.record(name, call.read if tap.side == "input" else call.returned)
+        recorder.read()
 
 
 def trace(
@@ -50,12 +82,16 @@ def trace(
     head: str | None = None,
     taps: Mapping[str, str | Tap] | None = None,
     output: Entry = None,
+    original: nn.Module | None = None,
 ) -> Trace:
     """Run one batch in eval mode and find the taps `features` and `logits`, the head and the running order.
 
+    The model runs once. It runs once more, with gradients, if it has several outputs or modules that were not called.
+
     A model may declare its taps in an attribute `shiftmend_taps`. Otherwise the head is the last module with
     parameters whose output is the model's output; `features` is what the head reads and `logits` what it returns.
-    `taps` come in addition to these two, or in their place.
+    `taps` come in addition to these two, or in their place. `original` is the model that `model` is a copy of, which
+    must not run in its place.
     """
     if taps is not None and not isinstance(taps, Mapping):
         raise TapError(f"taps is {brief(taps)}, expected names with where to tap, e.g. taps={{'early': 'layer1'}}")
@@ -65,9 +101,12 @@ def trace(
     given: dict[str, str | Tap] = {**declared, **(taps or {})}
     if head is not None:
         module_of(model, Tap("head", head))
-    check_model(model, [sample], output=output, traced=True)
+    check_model(model, traced=True)
     owners = find_owners(model)
-    events, returned = _record_events(model, sample, owners, None)
+    resolved = {name: Tap.parse(name, spec) for name, spec in given.items()}
+    tapped = {tap.module for tap in resolved.values()}
+    with _record_events(model, owners, tapped) as events:
+        returned = run_checked(model, sample, output=output, original=original)
     if head is None:
         head = _find_head(events, returned, output, given)
     # A linear layer works on the last axis, also of tokens [N, T, C].
@@ -77,13 +116,11 @@ def trace(
     # Features and logits come first, then the model's own taps, then those of the user.
     specs: dict[str, str | Tap] = {"features": f"{head}:input{axis}", "logits": f"{head}{axis}", **given}
     resolved = {name: Tap.parse(name, spec) for name, spec in specs.items()}
-    events, _ = _record_events(model, sample, owners, resolved["features"])
-    with torch.no_grad(), preserve_modes(model), attach_taps(model, resolved) as recorder:
-        model.eval()
-        model(sample)
-        recorder.read()
+    for tap in resolved.values():
+        module_of(model, tap)
+    events.check_taps(resolved)
     order = tuple(dict.fromkeys(events.started))
-    before = tuple(dict.fromkeys(events.started[: events.features_at]))
+    before = tuple(dict.fromkeys(events.started[: events.features_at(resolved["features"])]))
     extractor = tuple(name for name in before if name != head and not name.startswith(f"{head}."))
     # A second head has an output of its own.
     several = len(find_tensors(returned)) > 1
@@ -91,35 +128,42 @@ def trace(
     used, shown = _find_used_parameters(model, sample, resolved["features"]) if several or idle else (set(), set())
     beside = {name for name, parameter in model.named_parameters() if parameter in shown - used} if several else ()
     uncalled = [name for name in idle if any(p in used for p in model.get_submodule(name).parameters())]
-    return Trace(resolved, head, order, extractor, output, frozenset(beside), tuple(uncalled))
+    return Trace(resolved, head, order, extractor, output, frozenset(beside), tuple(uncalled), returned)
 
 
-def _record_events(model: nn.Module, sample: Tensor, owners: list[str], features: Tap | None) -> tuple[_Events, Any]:
-    """Run the model in eval mode; record the start and the output of every module that owns parameters."""
-    events = _Events()
-    modules = dict(model.named_modules())
+@contextmanager
+def _record_events(model: nn.Module, owners: list[str], tapped: set[str]) -> Iterator[_Events]:
+    """Record the calls of all modules inside the block.
 
-    def note_features(*_: Any) -> None:
-        if events.features_at is None:
-            events.features_at = len(events.started)
+    Scripted modules and wrappers of `torch.compile` take hooks only where they must: if they own parameters or a tap.
+    """
+    events, of_owners = _Events(), set(owners)
+    begun: dict[str, list[tuple[Any, int]]] = {}
+
+    def begin(name: str, args: Any, kwargs: Any) -> None:
+        first = next(iter((*args, *kwargs.values())), None)
+        begun.setdefault(name, []).append((first, len(events.started)))
+        if name in of_owners:
+            events.started.append(name)
+
+    def end(name: str, returned: Any) -> None:
+        read, began_at = begun[name].pop()
+        events.calls.append(_Call(name, read, began_at, returned, len(events.started)))
+        if name in of_owners:
+            events.written.append((name, returned))
 
     with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(preserve_modes(model))
-        stack.enter_context(force_eager(model))
-        model.eval()
-        if features is not None and features.side == "input":
-            handle = module_of(model, features).register_forward_pre_hook(note_features)
-            stack.callback(handle.remove)
-        for name in owners:
-            start = modules[name].register_forward_pre_hook(lambda m, a, name=name: events.started.append(name))
-            write = modules[name].register_forward_hook(lambda m, a, out, name=name: events.written.append((name, out)))
+        for name, module in model.named_modules():
+            reluctant = isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod")
+            if reluctant and name not in of_owners | tapped:
+                continue
+            start = module.register_forward_pre_hook(
+                lambda m, args, kwargs, name=name: begin(name, args, kwargs), with_kwargs=True
+            )
+            write = module.register_forward_hook(lambda m, args, out, name=name: end(name, out))
             stack.callback(start.remove)
             stack.callback(write.remove)
-        if features is not None and features.side == "output":
-            handle = module_of(model, features).register_forward_hook(note_features)
-            stack.callback(handle.remove)
-        return events, model(sample)
+        yield events
 
 
 def _find_used_parameters(model: nn.Module, sample: Tensor, features: Tap) -> tuple[set[Tensor], set[Tensor]]:

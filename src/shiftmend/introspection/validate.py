@@ -13,7 +13,7 @@ import pickle
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,14 @@ def check_model(model: nn.Module, samples: Sequence[Tensor] = (), **options: Any
     """Raise the first problem that `validate` finds, with the same arguments."""
     for problem in validate(model, samples, **options):
         raise problem.error(problem.message) from problem.cause
+
+
+def run_checked(model: nn.Module, sample: Tensor, *, output: Entry = None, original: nn.Module | None = None) -> Any:
+    """Run a model on a batch as `validate` does, raise what is wrong with it, and return what the model returned."""
+    returned = _try_forward(model, sample, original)
+    for problem in [returned] if isinstance(returned, Problem) else _check_entry(returned, output):
+        raise problem.error(problem.message) from problem.cause
+    return returned
 
 
 def unwrap(model: nn.Module, **options: Any) -> nn.Module:
@@ -169,26 +177,38 @@ def _check_forward(
 ) -> Iterator[Problem]:
     """Run the model on each batch; batches differ in size where each is padded by itself."""
     for number, sample in enumerate(samples):
-        try:
-            with torch.no_grad(), preserve_modes(model), force_eager(model), _watch_original(original, model):
-                enter_eval(model)
-                returned = model(sample)
-        except torch.OutOfMemoryError:
-            raise
-        except _OriginalCalled as error:
-            yield Problem(str(error), AdaptationError)
+        returned = _try_forward(model, sample, original)
+        if isinstance(returned, Problem):
+            if number > 0 and returned.error is DataError:
+                message = f"the batches differ in size, and {returned.message}; bring all samples to one size first"
+                returned = replace(returned, message=message)
+            yield returned
             return
-        except _FORWARD_ERRORS as error:
-            message = _explain(model, sample, error)
-            if number > 0:
-                message = f"the batches differ in size, and {message}; bring all samples to one size first"
-            yield Problem(message, DataError, error)
-            return
-        if output is not None and number == 0:
-            try:
-                pick(returned, output, "the model")
-            except TapError as error:
-                yield Problem(str(error), TapError)
+        if number == 0:
+            yield from _check_entry(returned, output)
+
+
+def _try_forward(model: nn.Module, sample: Tensor, original: nn.Module | None) -> Any:
+    """Run the model in eval mode, without gradients; return what the model returned, or the problem that it has."""
+    try:
+        with torch.no_grad(), preserve_modes(model), force_eager(model), _watch_original(original, model):
+            enter_eval(model)
+            return model(sample)
+    except torch.OutOfMemoryError:
+        raise
+    except _OriginalCalled as error:
+        return Problem(str(error), AdaptationError)
+    except _FORWARD_ERRORS as error:
+        return Problem(_explain(model, sample, error), DataError, error)
+
+
+def _check_entry(returned: Any, output: Entry) -> Iterator[Problem]:
+    if output is None:
+        return
+    try:
+        pick(returned, output, "the model")
+    except TapError as error:
+        yield Problem(str(error), TapError)
 
 
 class _OriginalCalled(Exception):

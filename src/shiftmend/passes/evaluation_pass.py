@@ -155,7 +155,7 @@ class RepeatedPass(Generic[T]):
 
     def _batches(self) -> Iterable[tuple[Tensor, Tensor | None]]:
         if self.labelled:
-            return self.feed.labelled_batches()
+            return self.feed.labelled_batches(self.feed.inference_batch_size)
         if self.limit is None:
             return without_labels(self.feed.batches(self.feed.inference_batch_size))
         return without_labels(self.feed.subset(self.limit, 0, self.feed.inference_batch_size))

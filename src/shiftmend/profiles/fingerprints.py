@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -16,10 +17,14 @@ from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.introspection.model_state import full_state_dict
 from shiftmend.stats.histograms import RangeTracker
 from shiftmend.utils.devices import split_rows
+from shiftmend.utils.gpu_sharing import is_sharing_gpu
 
 MAX_SUMMARISED_INPUTS = 4096
 """Samples that describe the inputs: enough for a mean, and cheap."""
 
+
+MAX_BACKGROUND_BYTES = 1 << 30
+"""Data that a thread may hash in the background: a second or two of work."""
 
 MAX_CHANNELS = 16
 """Inputs with more entries on axis 1 are summarised as a whole instead of by channel."""
@@ -62,6 +67,27 @@ def digest(values: Tensor) -> str:
     for part in split_rows(values):
         result.update(tensor_bytes(part))
     return result.hexdigest()
+
+
+def start_digest(values: Tensor) -> Callable[[], str]:
+    """Start to compute `digest` in a thread, and return a function that waits for the result.
+
+    Hashing needs no interpreter lock, so the caller's work goes on meanwhile. Large data is hashed when asked for: a
+    thread that nobody waits for, after an error, would keep the data alive. So is the data of threads that share a GPU.
+    """
+    if values.nbytes > MAX_BACKGROUND_BYTES or is_sharing_gpu():
+        return functools.partial(digest, values)
+    # The data may still be on its way to the device, on the stream of this thread.
+    stream = torch.cuda.current_stream(values.device) if values.is_cuda else None
+
+    def run() -> str:
+        with torch.cuda.stream(stream):
+            return digest(values)
+
+    executor = ThreadPoolExecutor(1, "shiftmend-digest")
+    waiting = executor.submit(run)
+    executor.shutdown(wait=False)
+    return waiting.result
 
 
 @dataclass(frozen=True)

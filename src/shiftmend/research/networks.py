@@ -1,8 +1,8 @@
 """The paper's networks, by the names that the command line and the benchmarks use.
 
 shiftmend adapts any `nn.Module`. These networks are here to run the paper's experiments. The parameters of the residual
-networks carry torchvision's names, so weights published for torchvision's `resnet18` and `resnet101` load as they are,
-without torchvision being installed.
+networks carry torchvision's names, so weights published for torchvision's `resnet18`, `resnet50` and `resnet101` load
+as they are, without torchvision being installed.
 """
 
 from __future__ import annotations
@@ -209,6 +209,11 @@ def resnet18(classes: int) -> ResNet:
     return ResNet(BasicBlock, (2, 2, 2, 2), classes)
 
 
+def resnet50(classes: int) -> ResNet:
+    """Make a ResNet-50 in the ImageNet layout, with which `benchmarks/speed` measures large networks."""
+    return ResNet(Bottleneck, (3, 4, 6, 3), classes)
+
+
 def resnet101(classes: int) -> ResNet:
     """Make a ResNet-101 in the ImageNet layout, as in the paper's VisDA-C experiments."""
     return ResNet(Bottleneck, (3, 4, 23, 3), classes)
@@ -241,6 +246,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "digit-cnn": DigitCNN,
     "resnet18-cifar": resnet18_cifar,
     "resnet18": resnet18,
+    "resnet50": resnet50,
     "resnet101": resnet101,
 }
 

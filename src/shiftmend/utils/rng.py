@@ -69,15 +69,16 @@ def _restore_mps() -> Iterator[None]:
 
 
 @contextmanager
-def isolate_rng(device: torch.device, first_pass: Callable[[], object]) -> Iterator[None]:
+def isolate_rng(device: torch.device, first_pass: Callable[[], object]) -> Iterator[bool]:
     """Let a model that draws random numbers in eval mode follow `reseed`, as Monte Carlo dropout does.
 
     The global generators stay untouched if nothing is drawn, since other threads may use them. Otherwise they have
     their states of before at the end. Threads that share a GPU share its generator too; there nothing is isolated.
-    `first_pass` runs the model and `preprocess` once, which shows whether they draw.
+    `first_pass` runs the model and `preprocess` once, which shows whether they draw. The block is told so.
     """
-    if not _draws(device, first_pass) or is_sharing_gpu():
-        yield
+    draws = _draws(device, first_pass)
+    if not draws or is_sharing_gpu():
+        yield draws
         return
     # A callback of a run may verify, so blocks may be nested.
     outer, generator = getattr(_isolated, "generator", None), DeviceGenerator(device)
@@ -85,7 +86,7 @@ def isolate_rng(device: torch.device, first_pass: Callable[[], object]) -> Itera
         with torch.random.fork_rng(devices=[]), generator.as_default():
             _isolated.generator = generator
             reseed(0)
-            yield
+            yield True
     finally:
         _isolated.generator = outer
 

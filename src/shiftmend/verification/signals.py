@@ -103,6 +103,7 @@ class SignalReader:
         taps = {"logits": logits} if logits is not None else {}
         if self.profile is not None:
             taps = {name: self.profile.specs[name] for name in VERIFIED}
+        self._ahead: Signals | None = None
         own = self.profile  # The graph's observers must not hold this object, which holds the graph.
         self._pass = RepeatedPass(
             model,
@@ -115,8 +116,25 @@ class SignalReader:
             precision=precision,
         )
 
+    @property
+    def sees_all(self) -> bool:
+        """True if a call measures every sample in full precision, as `observe` without a limit does."""
+        inputs, limit = self._pass.feed.inputs, self._pass.limit
+        return inputs is not None and (limit is None or len(inputs) <= limit) and self._pass.precision is nullcontext
+
+    def look_ahead(self) -> Signals:
+        """Return the signals of the model as it is now; the next call returns the same and measures nothing."""
+        self._ahead = self()
+        return self._ahead
+
     def __call__(self) -> Signals:
         """Return the signals of the model as it is now."""
+        if self._ahead is not None:
+            found, self._ahead = self._ahead, None
+            return found
+        return self._measure()
+
+    def _measure(self) -> Signals:
         seen = self._pass()
         found: dict[str, float] = dict(zip(seen.names, seen.values.tolist(), strict=True))
         verification = None
@@ -126,6 +144,7 @@ class SignalReader:
 
     def forget(self) -> None:
         """Drop a captured pass: the model has changed otherwise than in the values of its tensors."""
+        self._ahead = None
         self._pass.forget()
 
 

@@ -1,0 +1,161 @@
+"""Choose batches that fit into the memory of a GPU, once and before the first step.
+
+Nobody who passes data without a batch size wants a run to fail because of the default. So one training step is tried,
+and batches are halved until that step fits. What a run has decided stays: a checkpoint stores the size, and a resumed
+run takes it from there, whatever memory is free by then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from shiftmend.accelerate.precision import Precision
+from shiftmend.engine.method import Method, Stage, compute_loss
+from shiftmend.engine.modes import enter_adapting_modes, hold_layer_options, unfreeze
+from shiftmend.errors import AdaptationError
+from shiftmend.inputs.feed import Feed
+from shiftmend.introspection.model_state import restore, snapshot
+from shiftmend.introspection.modes import preserve_modes
+from shiftmend.introspection.taps import Tap, attach_taps
+from shiftmend.profiles.profile import Profile
+from shiftmend.utils.processes import of_first_process, world_size
+
+logger = logging.getLogger(__name__)
+logger.addFilter(of_first_process)
+
+Step = Callable[[Tensor], None]
+"""A training step on one batch, which leaves no trace in the model."""
+
+MAX_RESERVED_SHARE = 0.25
+"""Share of a GPU's memory that a trial step may leave reserved; a CUDA graph cannot use what another stream has."""
+
+
+def can_run_out(device: torch.device) -> bool:
+    """Tell whether a step may run out of the memory of a device without ending the process, as on CUDA."""
+    return device.type == "cuda"
+
+
+def fit_batch_size(feed: Feed, step: Step, smallest: int = 1) -> int:
+    """Halve the batches of a feed until a training step fits into memory; do nothing where a size was given.
+
+    A warning says so. Several processes keep the size that they have, since each knows of its own memory only.
+
+    Args:
+        feed: The target data. Its batch size is changed.
+        step: One training step, from `make_trial_step`.
+        smallest: Samples that a batch must hold.
+
+    Returns:
+        The batch size of the feed.
+
+    Raises:
+        AdaptationError: If not even a step on `smallest` samples fits.
+    """
+    if not feed.may_resize or not can_run_out(feed.device) or world_size() > 1:
+        return feed.batch_size
+    wanted = size = min(feed.batch_size, feed.samples)
+    while not _fits(step, feed, size):
+        if size // 2 < max(1, smallest):
+            raise AdaptationError(
+                f"Expected memory for a training step on {feed.device}, got too little for a batch of {size}. Try "
+                "autocast=True, smaller inputs, or device='cpu'"
+            )
+        size //= 2
+    if size < wanted:
+        feed.resize(size)
+        logger.warning(
+            "a training step on %d samples does not fit into the memory of %s; going on with batches of %d",
+            wanted,
+            feed.device,
+            size,
+        )
+    return feed.batch_size
+
+
+def make_trial_step(
+    model: nn.Module,
+    profile: Profile | None,
+    method: Method,
+    stages: list[Stage],
+    taps: Mapping[str, Tap],
+    precision: Precision,
+) -> Step:
+    """Return a step that needs as much memory as the largest one of a run, and changes nothing.
+
+    Args:
+        model: The model that is adapted.
+        profile: The source's profile, on the device.
+        method: The method.
+        stages: Its stages; the one that trains the most values is tried.
+        taps: Taps whose activations the objective reads.
+        precision: A context manager for the forward pass.
+    """
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    largest = max(stages, key=lambda stage: sum(sizes[name] for name in stage.parameters))
+
+    def step(batch: Tensor) -> None:
+        trains = bool(largest.parameters)
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(trains),
+            _undo(model, batch.device),
+            hold_layer_options(model, method.dropout),
+            attach_taps(model, taps) as recorder,
+        ):
+            trained = unfreeze(model, largest)
+            enter_adapting_modes(model, method.dropout)
+            with precision():
+                model(batch)
+            activations = recorder.read()
+            if not trains:
+                return
+            # Momentum, or what another optimiser keeps of each parameter.
+            state = [torch.empty_like(parameter) for parameter in trained]
+            if method.by_sample:
+                # What such a method knows of each sample is found out later, by a pass over all of them.
+                total = torch.stack([values.float().sum() for values in activations.values()]).sum()
+            else:
+                objective = method.objective(profile, batch.device)
+                if objective is None:
+                    return
+                _, total = compute_loss(objective, activations, largest.name)
+            total.backward()
+            del state
+
+    return step
+
+
+def _fits(step: Step, feed: Feed, size: int) -> bool:
+    try:
+        step(feed.first(size))
+    except torch.OutOfMemoryError:
+        fits = False
+    else:
+        fits = True
+    # Not inside `except`: the error holds the tensors of the step.
+    if feed.device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(feed.device)
+        if not fits or torch.cuda.memory_reserved(feed.device) > MAX_RESERVED_SHARE * total:
+            torch.cuda.empty_cache()
+    return fits
+
+
+@contextmanager
+def _undo(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore values, modes, gradients and flags of a model afterwards, and the generators of random numbers."""
+    flags = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
+    before = snapshot(model)
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with preserve_modes(model), torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for parameter, flag, gradient in flags:
+            parameter.requires_grad_(flag)
+            parameter.grad = gradient
+        restore(model, before)

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from worlds import sensors
+
+import shiftmend
+from shiftmend.engine import schedule
+from shiftmend.engine.history import CLOSE, Epoch
+from shiftmend.engine.method import Stage
+from shiftmend.engine.schedule import PATIENCE, ROUND_STEPS, WINDOW, has_settled, has_worsened, plan_rounds
+from shiftmend.errors import AdaptationError
+
+
+def settling(epochs: int = 30) -> Stage:
+    return Stage("block", epochs, 0.1, ("0.weight",), settles=True)
+
+
+def test_a_fixed_schedule_has_one_round_an_epoch() -> None:
+    assert plan_rounds(Stage("block", 7), 50) == schedule.Rounds(None, 7)
+    # The epochs of a stream in a fixed order are not cut.
+    assert plan_rounds(settling(7), None) == schedule.Rounds(None, 7)
+
+
+@given(epochs=st.integers(1, 200), steps=st.integers(1, 5000))
+def test_rounds_fill_the_published_length_and_never_exceed_it(epochs: int, steps: int) -> None:
+    rounds = plan_rounds(settling(epochs), steps)
+    assert rounds.steps is not None
+    assert 1 <= rounds.steps <= ROUND_STEPS
+    assert epochs * steps - rounds.steps < rounds.steps * rounds.at_most <= epochs * steps
+
+
+def test_few_samples_have_short_rounds() -> None:
+    assert plan_rounds(settling(30), 1) == schedule.Rounds(3, 10)
+
+
+@given(rate=st.floats(0.05, 0.9), start=st.floats(1e-6, 1e6))
+def test_a_loss_that_falls_fast_goes_on_whatever_its_scale(rate: float, start: float) -> None:
+    losses = [start * (1 - rate) ** index for index in range(WINDOW + 5)]
+    assert not any(has_settled(losses[:count], count) for count in range(len(losses) + 1))
+
+
+@given(start=st.floats(1e-6, 1e6), noise=st.floats(0, 0.01))
+def test_a_loss_that_stands_still_is_over_after_a_window(start: float, noise: float) -> None:
+    losses = [start * (1 + noise * (-1) ** index) for index in range(WINDOW)]
+    assert not has_settled(losses[:-1], WINDOW - 1)
+    assert has_settled(losses, WINDOW)
+
+
+def test_a_block_that_changes_nothing_is_over_after_half_a_window() -> None:
+    losses = [1.0] * (2 * WINDOW)
+    assert not has_settled(losses, WINDOW // 2 - 1)
+    assert has_settled(losses, WINDOW // 2)
+
+
+def test_slices_that_get_much_worse_end_the_run_after_several_rounds() -> None:
+    falling = [1.0, 0.5, 0.1]
+    assert not has_worsened(falling)
+    assert not has_worsened([*falling, *[0.2] * (PATIENCE - 1)])
+    assert has_worsened([*falling, *[0.2] * PATIENCE])
+    assert has_worsened([*falling, *[math.nan] * PATIENCE])
+    assert not has_worsened([*falling, 0.2, 0.2, 0.1])
+
+
+def test_the_default_ends_by_itself_and_says_so() -> None:
+    world = sensors()
+    rows: list[Epoch] = []
+    result = shiftmend.adapt(
+        world.model, world.target, world.profile(), batch_size=100, on_epoch=lambda _, row: rows.append(row)
+    )
+    assert 0 < result.manifest["steps"] <= 30 * len(result.manifest["stages"]) * (len(world.target) // 100)
+    assert result.manifest["kept"] == "selected"
+    assert all(stage["settles"] for stage in result.manifest["stages"])
+    assert result.manifest["method"]["epochs_per_block"] == "auto"
+    assert [row.steps for row in rows] == [row.steps for row in result.history]
+    steps = [row.steps or 0 for row in rows]
+    assert steps[0] == 0
+    assert all(0 < later - before <= ROUND_STEPS for before, later in itertools.pairwise(steps))
+    assert {row.block for row in rows[1:]} == {stage["name"] for stage in result.manifest["stages"]}
+
+
+@pytest.mark.parametrize("method", ["fr", "bufr"])
+def test_the_kept_state_is_the_latest_with_slices_close_to_the_lowest(method: str) -> None:
+    world = sensors()
+    result = shiftmend.adapt(world.model, world.target, world.profile(), method, batch_size=100)
+    slices = [row.verification for row in result.history]
+    lowest, kept = math.inf, 0
+    for index, value in enumerate(slices):
+        assert value is not None
+        lowest = min(lowest, value)
+        kept = index if value <= lowest * (1 + CLOSE) else kept
+    assert result.selected == kept
+    again = shiftmend.verify(result.model, world.target, world.profile())
+    assert again.divergence == pytest.approx(slices[kept], rel=1e-4)
+
+
+def test_data_as_at_home_gives_the_model_back_as_it_came() -> None:
+    world = sensors()
+    result = shiftmend.adapt(world.model, world.source[:500], world.profile(), batch_size=100)
+    assert result.selected == 0
+    for name, value in world.model.state_dict().items():
+        assert torch.equal(result.model.state_dict()[name], value), name
+    # Training is given up after a few rounds.
+    assert len(result.history) <= 1 + PATIENCE + WINDOW
+
+
+def test_the_length_counts_steps_not_epochs() -> None:
+    world = sensors()
+
+    def steps(samples: int) -> int:
+        target = world.target.repeat(20, *[1] * (world.target.ndim - 1))[:samples]
+        result = shiftmend.adapt(world.model, target, world.profile(), "fr", batch_size=100, learning_rate=0.01)
+        return int(result.manifest["steps"])
+
+    assert steps(20_000) < 4 * steps(1_000)
+
+
+@pytest.mark.parametrize("options", [{"epochs": "automatic"}, {"epochs": 0}, {"epochs": None}])
+def test_lengths_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(AdaptationError, match="auto"):
+        shiftmend.methods.method("fr", **options)
