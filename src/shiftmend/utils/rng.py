@@ -100,18 +100,31 @@ def reseed(seed: int) -> None:
         generator.seed(seed)
 
 
-def _draws(device: torch.device, run: Callable[[], object]) -> bool:
-    """Run something, tell whether a global generator moved, and restore that generator."""
+@contextmanager
+def preserve_rng(device: torch.device) -> Iterator[list[torch.Generator]]:
+    """Restore the global generators of the host and the device at the end of the block.
+
+    The yielded list is empty inside the block and holds the generators that had moved afterwards. The others are not
+    written to, since other threads may use them.
+    """
     generators = [torch.default_generator]
     if device.type == "cuda":
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
         generators.append(torch.cuda.default_generators[index])
     before = [generator.get_state() for generator in generators]
-    run()
-    drew = False
-    for generator, state in zip(generators, before, strict=True):
-        if not torch.equal(generator.get_state(), state):
-            generator.set_state(state)
-            drew = True
-    return drew
+    moved: list[torch.Generator] = []
+    try:
+        yield moved
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            if not torch.equal(generator.get_state(), state):
+                generator.set_state(state)
+                moved.append(generator)
+
+
+def _draws(device: torch.device, run: Callable[[], object]) -> bool:
+    """Run something, tell whether a global generator moved, and restore that generator."""
+    with preserve_rng(device) as moved:
+        run()
+    return bool(moved)

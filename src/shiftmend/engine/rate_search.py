@@ -1,0 +1,286 @@
+"""The search for a learning rate: a few steps at each of several rates, from the same state and on the same batches.
+
+A network about which nothing is published gets its learning rate from the data. Every candidate starts from the model
+as it is and takes the same few steps. Since all see the same batches, their losses can be compared one by one with
+those of the untouched model, and the noise of the batches cancels.
+
+The lowest loss does not choose. Large steps reach a low loss by scrambling the features, and the accuracy falls
+meanwhile (`benchmarks/default_rates.py`). The search takes the smallest rate that reaches most of the best gain, among
+the rates that change the weights little. Where no such rate gains anything to speak of, it takes a small one: either
+BatchNorm has mended the model already, or the first steps do not tell which way leads out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shiftmend.accelerate.cuda_graphs import keep_buffers_in_place
+from shiftmend.accelerate.precision import Precision
+from shiftmend.distributed.batch_norm import synchronised
+from shiftmend.distributed.collectives import all_gather, all_processes
+from shiftmend.engine.method import Method, Objective, Stage
+from shiftmend.engine.modes import enter_adapting_modes, hold_layer_options, unfreeze
+from shiftmend.engine.step import Steps
+from shiftmend.inputs.feed import Feed
+from shiftmend.introspection.model_state import restore, snapshot
+from shiftmend.introspection.modes import preserve_modes
+from shiftmend.introspection.taps import Tap, attach_taps
+from shiftmend.utils.rng import DeviceGenerator, preserve_rng, reseed
+
+FACTORS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Candidates, as multiples of the default rate."""
+STEPS = 12
+"""Training steps at each candidate."""
+JUDGED_STEPS = 6
+"""Last steps of a candidate whose losses judge it; in the ones before, momentum builds up."""
+ENOUGH = 0.7
+"""Share of the best gain that a smaller rate must reach to be preferred."""
+MAX_CHANGE = 0.1
+"""Change of the trained weights in all steps, as a share of their norm, up to which a rate may be chosen."""
+NOTICEABLE = 0.05
+"""Share of the loss that the best candidate must gain for the candidates to decide."""
+CAREFUL = 0.1
+"""The rate that is taken otherwise, as a multiple of the default."""
+MAX_HELD_BYTES = 1 << 28
+"""Size of the batches that are kept for all candidates. Where they do not fit, fewer batches are used repeatedly."""
+
+
+@dataclass(frozen=True)
+class RateSearch:
+    """A learning rate that was found by trying several.
+
+    Attributes:
+        rate: The learning rate to train with.
+        rates: Rates that were tried, in rising order.
+        losses: Mean loss over the judged steps at each of these rates; infinite where it was not finite.
+        changes: Change of the trained weights at each of these rates, as a share of their norm.
+        start: Mean loss of the untouched model on the batches of the judged steps.
+        steps: Training steps at each rate.
+        reason: One sentence that says why the rate was chosen.
+    """
+
+    rate: float
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+    changes: tuple[float, ...]
+    start: float
+    steps: int
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the search for a manifest; JSON has no infinity, which becomes null."""
+        return {
+            "rate": self.rate,
+            "rates": list(self.rates),
+            "losses": [*map(_finite, self.losses)],
+            "changes": [*map(_finite, self.changes)],
+            "start": _finite(self.start),
+            "steps": self.steps,
+            "reason": self.reason,
+        }
+
+
+def find_rate(
+    model: nn.Module,
+    feed: Feed,
+    taps: Mapping[str, Tap],
+    objective: Objective,
+    method: Method,
+    stage: Stage,
+    *,
+    precision: Precision = nullcontext,
+    seed: int = 0,
+    factors: Sequence[float] = FACTORS,
+) -> RateSearch:
+    """Find a learning rate for a stage, and leave the model as it was.
+
+    Weights, buffers, modes, gradients and random number generators are the same afterwards, bit by bit. The search
+    waits for the device once, at its end. In a process group every process must call this, and all get the same.
+
+    Args:
+        model: The model. It is trained in place, and restored.
+        feed: The target data.
+        taps: Taps whose activations the objective reads.
+        objective: The loss.
+        method: The method; makes the optimisers.
+        stage: The stage to be trained. Its learning rate is the default that candidates are multiples of.
+        precision: A context manager for the forward pass.
+        seed: Decides which batches are used, and whatever else is random.
+        factors: Candidates, as multiples of the default rate, in rising order.
+
+    Returns:
+        The learning rate, with the losses that it was chosen by.
+    """
+    rates = [stage.learning_rate * factor for factor in factors]
+    with (
+        all_processes(),
+        synchronised(model),
+        torch.inference_mode(False),
+        preserve_rng(feed.device),
+        _undo_training(model),
+        hold_layer_options(model, method.dropout),
+    ):
+        batches = _hold_batches(feed, seed)
+        generator = DeviceGenerator(feed.device) if method.dropout else None
+        start = snapshot(model)
+        bring_back = keep_buffers_in_place(model)
+        losses: list[Tensor] = []
+        changes: list[Tensor] = []
+        for rate in (None, *rates):
+            restore(model, start)
+            enter_adapting_modes(model, method.dropout)
+            with generator.as_default() if generator is not None else nullcontext():
+                # Every candidate draws the same, and not what the first epoch will.
+                reseed(_own_seed(seed))
+                if generator is not None:
+                    generator.seed(_own_seed(seed))
+                if rate is None:
+                    losses.append(_measure(model, taps, objective, precision, batches))
+                    continue
+                own = replace(stage, learning_rate=rate)
+                trained = unfreeze(model, own)
+                before = [parameter.detach().clone() for parameter in trained]
+                optimiser = method.make_optimiser(trained, own)
+                steps = Steps(
+                    model, feed, taps, objective, optimiser, precision=precision, capture=False, stage=stage.name
+                )
+                losses.append(_train(steps, batches, bring_back))
+                changes.append(_relative_change(trained, before))
+        # The numbers of the first process decide, so that rounding cannot let processes disagree.
+        rows = torch.cat([torch.stack(losses).flatten(), torch.stack(changes)])
+        found = all_gather(rows)[0].cpu().double()
+    of_losses = found[: -len(rates)].view(-1, STEPS)
+    return choose_rate(
+        stage.learning_rate, rates, of_losses[1:].tolist(), found[-len(rates) :].tolist(), of_losses[0].tolist()
+    )
+
+
+def choose_rate(
+    default: float,
+    rates: Sequence[float],
+    losses: Sequence[Sequence[float]],
+    changes: Sequence[float],
+    untouched: Sequence[float],
+) -> RateSearch:
+    """Choose among rates by the losses of their steps.
+
+    Args:
+        default: The default rate.
+        rates: Rates that were tried, in rising order.
+        losses: The loss of every step, for each rate.
+        changes: Change of the trained weights in all steps, as a share of their norm, for each rate.
+        untouched: The loss of the untouched model on the batch of every step.
+
+    Returns:
+        The search with the smallest rate that reaches `ENOUGH` of the best gain, among those that change the weights by
+        at most `MAX_CHANGE`; with `CAREFUL` times the default where the best gain is not `NOTICEABLE`.
+    """
+    start = _mean(untouched[-JUDGED_STEPS:])
+    means = [_mean(row[-JUDGED_STEPS:]) for row in losses]
+    tried = [(rate, mean) for rate, mean, change in zip(rates, means, changes, strict=True) if change <= MAX_CHANGE]
+    best, lowest = min(tried, key=lambda pair: pair[1], default=(0.0, math.inf))
+    if not math.isfinite(start) or not lowest < start * (1 - NOTICEABLE):
+        rate = CAREFUL * default
+        reason = f"no rate lowered the loss of {start:.4g} by {NOTICEABLE:.0%}, so {CAREFUL:g} of the default was taken"
+    else:
+        enough = start - ENOUGH * (start - lowest)
+        rate, mean = next((rate, mean) for rate, mean in tried if mean <= enough)
+        reason = (
+            f"the smallest rate with {ENOUGH:.0%} of the best gain: the loss went from {start:.4g} to {mean:.4g}, and "
+            f"to {lowest:.4g} at {best:.4g}"
+        )
+    return RateSearch(rate, tuple(rates), tuple(means), tuple(changes), start, len(untouched), reason)
+
+
+def _mean(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    return mean if math.isfinite(mean) else math.inf
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _relative_change(trained: list[nn.Parameter], before: list[Tensor]) -> Tensor:
+    """Return how far weights have moved, as a share of their norm, on the device; weights of norm zero count as one."""
+    moved = [parameter.detach() - value for parameter, value in zip(trained, before, strict=True)]
+    size = _norm(before)
+    return _norm(moved) / torch.where(size > 0, size, 1.0)
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    return nn.utils.get_total_norm(real).float()
+
+
+def _own_seed(seed: int) -> int:
+    return seed * 1_000_003
+
+
+def _hold_batches(feed: Feed, seed: int) -> list[Tensor]:
+    """Return the batches that every candidate steps through, in turn, at most `STEPS`."""
+    held: list[Tensor] = []
+    size, show, feed.on_batch = 0, feed.on_batch, lambda samples: None
+    try:
+        # Training counts its epochs from 1.
+        for batch, _ in itertools.islice(feed.epoch(seed, 0), STEPS):
+            size += batch.nbytes
+            if held and size > MAX_HELD_BYTES:
+                break
+            held.append(batch)
+    finally:
+        feed.on_batch = show
+    return held
+
+
+def _measure(
+    model: nn.Module, taps: Mapping[str, Tap], objective: Objective, precision: Precision, batches: list[Tensor]
+) -> Tensor:
+    """Return the loss of the model as it is on the batch of every step `[STEPS]`."""
+    totals = []
+    with attach_taps(model, taps) as recorder, torch.no_grad():
+        for batch in batches:
+            with precision():
+                model(batch)
+            totals.append(_total(objective(recorder.read())))
+    return torch.stack(list(itertools.islice(itertools.cycle(totals), STEPS)))
+
+
+def _train(steps: Steps, batches: list[Tensor], bring_back: Callable[[], None]) -> Tensor:
+    """Run all steps of a candidate and return the loss before each `[STEPS]`, on the device."""
+    totals = []
+    with attach_taps(steps.model, steps.taps) as recorder, torch.enable_grad():
+        for batch in itertools.islice(itertools.cycle(batches), STEPS):
+            totals.append(_total(steps.step(recorder, batch, None)))
+            bring_back()
+    return torch.stack(totals)
+
+
+def _total(terms: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack([term.detach().float() for term in terms.values()]).sum()
+
+
+@contextmanager
+def _undo_training(model: nn.Module) -> Iterator[None]:
+    """Restore weights, buffers, modes, gradients and gradient flags at the end of the block, in the same memory."""
+    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    flags = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
+    before = snapshot(model)
+    with preserve_modes(model):
+        try:
+            yield
+        finally:
+            for current, own in buffers:
+                current.update(own)
+            restore(model, before)
+            for parameter, required, gradient in flags:
+                parameter.requires_grad_(required)
+                parameter.grad = gradient
