@@ -222,7 +222,8 @@ class ScoredAdaptation:
 
     def __init__(self, given: CellInputs, scored: Images, options: dict[str, Any]) -> None:
         self.given, self.scored, self.options = given, scored, options
-        self.choice = Choice(entropy_may_decide=not METHODS[given.setting.method].minimises_entropy)
+        kind = METHODS[given.setting.method]
+        self.choice = Choice(entropy_may_decide=not kind.minimises_entropy, refining=kind.refining)
         self.outcomes: dict[int, Outcome] = {}
         self.reliability: dict[int, list[dict[str, Any]]] = {}
         self._unscored: dict[str, Tensor] = {}
