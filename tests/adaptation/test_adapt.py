@@ -685,9 +685,11 @@ def test_the_model_runs_once_before_its_first_pass(method: str) -> None:
     world = sensors()
     calls: list[int] = []
     profile = world.profile()
-    world.model.register_forward_pre_hook(_Counter(calls))
+    # A copy: other tests share the model.
+    model = copy.deepcopy(world.model)
+    model.register_forward_pre_hook(_Counter(calls))
     options = {"epochs": 1} if method == "fr" else {}
-    shiftmend.adapt(world.model, world.target, profile, method, progress=False, **options)
+    shiftmend.adapt(model, world.target, profile, method, progress=False, **options)
     assert calls[:2] == [2, min(256, len(world.target))]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shiftmend.engine.history import TIE, Choice, Epoch, choose
+from shiftmend.engine.history import MAX_REFINED_RATIO, TIE, Choice, Epoch, choose
 
 
 def rows(*seen: tuple[float | None, float | None] | float) -> list[Epoch]:
@@ -82,6 +82,42 @@ def test_without_a_judge_the_last_is_kept() -> None:
 def test_nothing_to_choose_from() -> None:
     with pytest.raises(ValueError, match="nothing to choose from"):
         choose([], entropy_may_decide=True)
+
+
+def kept_after(restored: list[float], refined: list[float | None]) -> int:
+    """Position of the kept row, when some rows restore and the others refine."""
+    first = rows(*restored)
+    more = [
+        Epoch(len(first) + i, "refined", 0.1, {}, 0.0, {} if slices is None else {"slices": slices})
+        for i, slices in enumerate(refined)
+    ]
+    choice = Choice(entropy_may_decide=False, refining=("refined",))
+    for row in (*first, *more):
+        choice.consider(row)
+    assert choice.kept is not None
+    return choice.kept.epoch
+
+
+def test_of_epochs_that_refine_the_latest_harmless_one_is_kept() -> None:
+    assert kept_after([5.0, 1.0], [1.2, 1.5, 1.4]) == 4
+    assert kept_after([5.0, 1.0, 3.0], [1.2]) == 3  # refining began with the kept state, of slices 1.0
+    limit = MAX_REFINED_RATIO
+    assert kept_after([5.0, 1.0], [1.2, limit, limit + 0.01]) == 3
+    assert kept_after([5.0, 1.0], [limit + 0.01]) == 1  # harmful from the beginning: nothing is refined
+    assert kept_after([5.0, 1.0], [1.9, 2.1, 3.0]) == 2  # the limit does not creep with what is kept
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, None])
+def test_epochs_that_refine_to_something_without_slices_are_not_kept(bad: float | None) -> None:
+    assert kept_after([5.0, 1.0], [1.1, bad]) == 2
+
+
+def test_without_a_judge_the_last_refined_epoch_is_kept() -> None:
+    choice = Choice(entropy_may_decide=False, refining=("refined",))
+    last = Epoch(1, "refined", 0.1, {}, 0.0)
+    assert choice.consider(Epoch(0, "", 0.0, {}, 0.0))
+    assert choice.consider(last)
+    assert choice.kept is last
 
 
 @pytest.mark.slow

@@ -271,6 +271,7 @@ def test_methods_by_name() -> None:
         "full-gauss",
         "fr",
         "bufr",
+        "bufr-im",
         "target-supervised",
     ]
     made = method("bufr", epochs_per_block=5)

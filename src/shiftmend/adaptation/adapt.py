@@ -477,7 +477,10 @@ def _finish(
         logger.warning("the last verification was interrupted; ask shiftmend.verify for it")
     adapted = fingerprints.weights(model)
     check_same(adapted, "adapted model", trainer.feed.device)
+    if trainer.search is not None:
+        manifest |= {"learning_rate_chosen": "by a search", "learning_rate_search": trainer.search}
     manifest |= {
+        "stages": [_describe_stage(stage) for stage in trainer.stages],
         "status": status,
         "selected_epoch": selected,
         "epochs": trainer.epochs,
@@ -529,8 +532,8 @@ def _begin_manifest(
 
 def _describe_stage(stage: Stage) -> dict[str, Any]:
     """Return a stage for the manifest; `settles` only where it does."""
-    facts = {name: value for name, value in asdict(stage).items() if name != "parameters"}
-    return facts if stage.settles else {name: value for name, value in facts.items() if name != "settles"}
+    facts = {name: value for name, value in asdict(stage).items() if name not in ("parameters", "settles", "searches")}
+    return facts | ({"settles": True} if stage.settles else {})
 
 
 def _identify(manifest: dict[str, Any], stages: list[Stage], feed: Feed) -> str:

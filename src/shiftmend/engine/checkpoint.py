@@ -34,6 +34,7 @@ class Checkpoint:
         model: Weights and buffers by name.
         optimiser: State of the optimiser by parameter, then by entry.
         selected: State of the epoch that would be kept, where that is wanted.
+        search: Search for the learning rate, where there was one.
     """
 
     stage: int
@@ -42,6 +43,7 @@ class Checkpoint:
     model: dict[str, Tensor]
     optimiser: dict[str, dict[str, Any]]
     selected: dict[str, Tensor]
+    search: dict[str, Any] | None = None
 
 
 def check_place(path: Path) -> None:
@@ -100,6 +102,7 @@ def save(
     selected: dict[str, Tensor] | None = None,
     fits: bool | None = None,
     batch_size: int | None = None,
+    search: dict[str, Any] | None = None,
 ) -> None:
     """Write the state of a run, atomically; `fits` is for `data_fits`, and `batch_size` for `stored_batch_size`."""
     tensors = {f"model.{name}": value.cpu() for name, value in named_tensors(model).items()}
@@ -116,7 +119,7 @@ def save(
     pairs = [name for name, value in tensors.items() if value.is_complex()]  # A file holds complex64 alone.
     tensors |= {name: torch.view_as_real(tensors[name].resolve_conj()) for name in pairs}
     facts = {"run": run, "stage": stage, "epoch": epoch, "history": [row.to_json() for row in history]}
-    facts |= {"pairs": pairs, "fits": fits, "batch_size": batch_size, "optimiser": numbers}
+    facts |= {"pairs": pairs, "fits": fits, "batch_size": batch_size, "optimiser": numbers, "search": search}
     metadata = {"format": "shiftmend checkpoint", "facts": json.dumps(facts), **UNSEALED}
     with replacing(path) as (place,):
         save_tensors(place, tensors, metadata)
@@ -173,6 +176,7 @@ def load(path: Path, run: str) -> Checkpoint | None:
         position = int(facts["stage"]), int(facts["epoch"])
         tensors |= {name: torch.view_as_complex(tensors[name]) for name in facts.get("pairs", ())}
         state = {name: dict(entries) for name, entries in facts["optimiser"].items()}
+        search = facts.get("search")
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
         raise AdaptationError(
             f"{path} is no readable shiftmend checkpoint; delete it to start over, or name another file"
@@ -185,7 +189,7 @@ def load(path: Path, run: str) -> Checkpoint | None:
     for name, value in _take(tensors, "optimiser.").items():
         entry, _, parameter = name.partition(".")
         state.setdefault(parameter, {})[entry] = value
-    return Checkpoint(*position, history, _take(tensors, "model."), state, _take(tensors, "selected."))
+    return Checkpoint(*position, history, _take(tensors, "model."), state, _take(tensors, "selected."), search)
 
 
 def restore_optimiser(optimiser: optim.Optimizer, model: nn.Module, state: dict[str, dict[str, Any]]) -> None:

@@ -2,7 +2,8 @@
 
 The loss that was optimised never judges. The judge is the divergence of the verification slices, which no method
 minimises. Where several epochs are as good as the best by that measure, the lower entropy of the predictions decides,
-unless the method minimises entropy itself, so that entropy says nothing.
+unless the method minimises entropy itself, so that entropy says nothing. Stages that refine a restored model have a
+rule of their own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ share. Such a schedule stops before it harms, so a later epoch is the better one
 
 TIE = 0.1
 """Slices that exceed the lowest by no more than this share of it count as equally good."""
+
+MAX_REFINED_RATIO = 2.0
+"""Slices after refining, as a multiple of those before, up to which refining counts as harmless."""
 
 _STORED_FIRST = ("epoch", "block", "learning_rate", "losses", "verification", "seconds", "steps")
 _STORED_SIGNALS = ("marginals", "entropy", "confidence")
@@ -92,24 +96,43 @@ class Choice:
     Only one state is held, so an epoch that was passed over does not come back. The kept epoch never exceeds the lowest
     slices by more than a tenth (`TIE`) or what `CLOSE` says, however long the run.
 
+    A stage that refines makes predictions better at the price of slightly worse slices. Of its epochs the latest is
+    kept, as long as the slices do not exceed `MAX_REFINED_RATIO` times those that refining began with.
+
     Args:
         entropy_may_decide: Whether the lower entropy decides between epochs with close slices.
         latest: Whether the latest of several epochs with close slices is kept, whatever its entropy.
+        refining: Names of stages that refine.
     """
 
-    def __init__(self, *, entropy_may_decide: bool, latest: bool = False) -> None:
-        self.entropy_may_decide, self.latest = entropy_may_decide, latest
+    def __init__(self, *, entropy_may_decide: bool, latest: bool = False, refining: Iterable[str] = ()) -> None:
+        self.entropy_may_decide, self.latest, self.refining = entropy_may_decide, latest, frozenset(refining)
         self.kept: Epoch | None = None
         self._lowest = math.inf
+        self._restored: float | None = None
 
     def consider(self, row: Epoch) -> bool:
         """Return whether this epoch is now the one to keep. Without a profile there is no judge: the latest is kept."""
-        better = self._is_better(row)
-        if row.verification is not None and row.verification < self._lowest:
-            self._lowest = row.verification
+        if row.block in self.refining:
+            better = self._is_harmless(row)
+        else:
+            better = self._is_better(row)
+            self._restored = None
+            if row.verification is not None and row.verification < self._lowest:
+                self._lowest = row.verification
         if better:
             self.kept = row
         return better
+
+    def _is_harmless(self, row: Epoch) -> bool:
+        """Return whether refining has left the slices about as good as they were before."""
+        if self.kept is None or self.kept.verification is None:
+            return True
+        if self._restored is None:
+            self._restored = self.kept.verification
+        if row.verification is None or not math.isfinite(row.verification):
+            return False
+        return row.verification <= MAX_REFINED_RATIO * self._restored
 
     def _is_better(self, row: Epoch) -> bool:
         if self.kept is None or self.kept.verification is None:

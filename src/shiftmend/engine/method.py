@@ -104,6 +104,8 @@ class Stage:
         parameters: Names of the trained parameters. Without any, batches only run forward.
         weight_decay: Weight decay of the optimiser.
         settles: Whether the stage ends by itself as soon as its loss no longer falls (see `engine/schedule.py`).
+        searches: Whether the learning rate is only a guess, from which a better one is searched before the first stage
+            (see `engine/rate_search.py`). The rates of later stages change by the same factor.
     """
 
     name: str
@@ -112,6 +114,7 @@ class Stage:
     parameters: tuple[str, ...] = ()
     weight_decay: float = 0.0
     settles: bool = False
+    searches: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +143,9 @@ class Method:
     """Whether the method makes predictions certain by itself, so that their certainty says nothing about success."""
     bottom_up: ClassVar[bool] = False
     """Whether the method restores the lowest layers first."""
+    refining: ClassVar[tuple[str, ...]] = ()
+    """Names of stages that refine what earlier ones restored. They may move the features a little away from home, so
+    the verification slices do not choose among their epochs; see `history.Choice`."""
 
     def __post_init__(self) -> None:
         """Turn numbers of numpy into Python's, which can be written into a manifest."""
@@ -155,6 +161,10 @@ class Method:
     def objective(self, profile: Profile | None, device: torch.device) -> Objective | None:
         """Return the loss, ready on the device; None for methods that only run forward."""
         return None
+
+    def objective_of(self, stage: Stage, profile: Profile | None, device: torch.device) -> Objective | None:
+        """Return the loss of a stage. Override this where stages differ in their loss."""
+        return self.objective(profile, device)
 
     def taps(self, profile: Profile | None) -> tuple[str, ...]:
         """Return the taps whose activations the objective reads."""

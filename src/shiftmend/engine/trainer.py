@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from shiftmend.engine import checkpoint as checkpoints
 from shiftmend.engine.history import Choice, Epoch
 from shiftmend.engine.method import Method, Network, Stage, check_objective
 from shiftmend.engine.modes import enter_adapting_modes, hold_layer_options, is_finite, unfreeze
+from shiftmend.engine.rate_search import find_rate
 from shiftmend.engine.schedule import WARM_UP_STEPS, Rounds, has_settled, has_worsened, plan_rounds
 from shiftmend.engine.step import Steps
 from shiftmend.errors import AdaptationError, DivergedError
@@ -99,12 +101,16 @@ class Trainer:
         self.bar = Bar()
         self.history: list[Epoch] = []
         self.choice = Choice(
-            entropy_may_decide=not method.minimises_entropy, latest=any(stage.settles for stage in stages)
+            entropy_may_decide=not method.minimises_entropy,
+            latest=any(stage.settles for stage in stages),
+            refining=method.refining,
         )
         self.good: dict[str, Tensor] = {}
         """State after the last whole epoch."""
         self.selected: dict[str, Tensor] = {}
         """State of the selected epoch, if it is to be kept."""
+        self.search: dict[str, Any] | None = None
+        """The search for the learning rate as a manifest has it, if there was one."""
         self._resumed: checkpoints.Checkpoint | None = None
         if self.path is not None:
             checkpoints.check_place(self.path)
@@ -152,11 +158,18 @@ class Trainer:
             if self._resumed is not None:
                 restore(self.model, self._resumed.model)
                 logger.info("going on from %s after epoch %d", self.path, self.epochs)
-            objective = self.method.objective(self.profile, self.feed.device)
-            check_objective(objective, self.method, self.stages)
+            self._search_rate()
             self.bar.advance(self.epochs)
             first = self._resumed.stage if self._resumed is not None else 0
+            over = False
             for index, stage in enumerate(self.stages[first:], first):
+                refines = stage.name in self.method.refining
+                if over and not refines:
+                    continue
+                objective = self.method.objective_of(stage, self.profile, self.feed.device)
+                check_objective(objective, self.method, [stage])
+                if refines and self.selected and not (self._resumed is not None and index == self._resumed.stage):
+                    restore(self.model, self.selected)
                 rounds = plan_rounds(stage, self.feed.steps_per_epoch)
                 trained = unfreeze(self.model, stage)
                 optimiser = self.method.make_optimiser(trained, stage) if trained else None
@@ -188,11 +201,42 @@ class Trainer:
                     self.bar.advance(1, f"{stage.name}  {_note(self.history[-1])}")
                 self.bar.advance(rounds.at_most - done)
                 if stage.settles and self._has_worsened():
-                    logger.info("the slices got worse; the run ends in stage %s", stage.name)
-                    break
+                    logger.info("the slices got worse; restoring ends in stage %s", stage.name)
+                    over = True
+
+    def _search_rate(self) -> None:
+        """Find the learning rate, if it is only a guess; a resumed run takes what was found when it began."""
+        if not self.stages or not self.stages[0].searches:
+            return
+        first = self.stages[0]
+        objective = self.method.objective_of(first, self.profile, self.feed.device)
+        check_objective(objective, self.method, [first])
+        assert objective is not None
+        self.search = self._resumed.search if self._resumed is not None else None
+        if self.search is None:
+            self.show_pass("search for the learning rate")
+            found = find_rate(
+                self.model,
+                self.feed,
+                self.taps,
+                objective,
+                self.method,
+                first,
+                precision=self.precision,
+                seed=self.seed,
+            )
+            logger.info("learning rate %g: %s", found.rate, found.reason)
+            self.search = found.to_json()
+        factor = self.search["rate"] / first.learning_rate
+        self.stages = [
+            replace(stage, learning_rate=stage.learning_rate * factor) if stage.searches else stage
+            for stage in self.stages
+        ]
 
     def _is_over(self, stage: Stage, rounds: Rounds, done: int) -> bool:
         """Return whether a stage ends after so many rounds; asked of the history alone, as a resumed run can do."""
+        if stage.name in self.method.refining and done > 0 and self.choice.kept is not self.history[-1]:
+            return True
         if done >= rounds.at_most or not stage.settles:
             return done >= rounds.at_most
         terms = self.history[-1].losses.keys()
@@ -262,7 +306,7 @@ class Trainer:
     def _save(self, stage: int, epoch: int, optimiser: optim.Optimizer | None) -> None:
         if self.path is None or rank() > 0:
             return
-        state = self.history, self.model, optimiser, self.selected, self.feed.fits
+        state = self.history, self.model, optimiser, self.selected, self.feed.fits, self.feed.batch_size, self.search
         try:
             checkpoints.save(self.path, self.run, stage, epoch, *state)
         except OSError as error:  # A full disk is no reason to lose the run.

@@ -10,6 +10,7 @@ from shiftmend.errors import AdaptationError
 from shiftmend.methods.adabn import AdaBN
 from shiftmend.methods.bnm import BNM, BNMIM
 from shiftmend.methods.bufr import BUFR
+from shiftmend.methods.bufr_im import BUFRIM
 from shiftmend.methods.fr import FR
 from shiftmend.methods.full_gauss import FullGauss
 from shiftmend.methods.pl import PL
@@ -22,7 +23,7 @@ from shiftmend.utils.checks import brief, check_known
 
 METHODS: dict[str, type[Method]] = {
     method.name: method
-    for method in (SourceOnly, AdaBN, PL, SHOTIM, SHOT, TENT, BNM, BNMIM, FullGauss, FR, BUFR, TargetSupervised)
+    for method in (SourceOnly, AdaBN, PL, SHOTIM, SHOT, TENT, BNM, BNMIM, FullGauss, FR, BUFR, BUFRIM, TargetSupervised)
 }
 
 
@@ -72,6 +73,7 @@ __all__ = [
     "BNM",
     "BNMIM",
     "BUFR",
+    "BUFRIM",
     "FR",
     "METHODS",
     "PL",

@@ -59,5 +59,6 @@ class BUFR(Alignment):
         stages = []
         for index, block in enumerate(network.blocks):
             unfrozen += block.parameters
-            stages.append(self.make_stage(block.name, self.epochs_per_block, rate / decay**index, unfrozen))
+            own = rate / decay**index
+            stages.append(self.make_stage(network, block.name, self.epochs_per_block, own, unfrozen))
         return stages

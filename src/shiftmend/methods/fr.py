@@ -70,11 +70,19 @@ class Alignment(Method):
         needs_features = profile is not None and find_preset(profile.preset).aligned_slices
         return tuple(dict.fromkeys((*self.align, *(("features",) if needs_features else ()))))
 
-    def make_stage(self, name: str, epochs: Epochs, rate: float, parameters: tuple[str, ...]) -> Stage:
-        """Return a stage of so many epochs, or one that ends by itself."""
-        if epochs == AUTO:
-            return Stage(name, self.published_epochs, rate, parameters, settles=True)
-        return Stage(name, epochs, rate, parameters)
+    def make_stage(
+        self, network: Network, name: str, epochs: Epochs, rate: float, parameters: tuple[str, ...]
+    ) -> Stage:
+        """Return a stage of so many epochs, or one that ends by itself.
+
+        A stage that ends by itself searches for its learning rate, unless the rate was given, or published for this
+        network or for ResNets.
+        """
+        if epochs != AUTO:
+            return Stage(name, epochs, rate, parameters)
+        known = network.published(self.name) is not None or (network.batch_normalised and not network.layerwise)
+        searches = self.learning_rate is None and not known
+        return Stage(name, self.published_epochs, rate, parameters, settles=True, searches=searches)
 
     def smallest_batch(self, profile: Profile | None) -> int:
         return 2 if has_one_sample_per_input(self.taps(profile), profile) else 1
@@ -154,4 +162,5 @@ class FR(Alignment):
         check_epochs(self.epochs, "epochs", may_settle=True)
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
-        return [self.make_stage("all blocks", self.epochs, self.rate(network, profile), network.below_features)]
+        rate = self.rate(network, profile)
+        return [self.make_stage(network, "all blocks", self.epochs, rate, network.below_features)]

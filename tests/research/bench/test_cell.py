@@ -731,6 +731,7 @@ def test_ticks_count_to_the_end() -> None:
 def test_every_method_runs_offline_and_those_that_can_online() -> None:
     rated = {name: {"epochs": 1, "learning_rate": 0.001} for name in METHODS}
     rated |= {"source-only": {}, "adabn": {}, "bufr": {"epochs_per_block": 1, "learning_rate": 0.01}}
+    rated["bufr-im"] = rated["bufr"] | {"refine_epochs": 1}
     settings = {name: Setting(name, options) for name, options in rated.items()}
     streams = {
         name: Setting(name, {key: value for key, value in options.items() if key == "learning_rate"})

@@ -23,7 +23,7 @@ from shiftmend.adaptation.result import Adaptation, environment
 from shiftmend.engine.history import Choice, Epoch, choose
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.evaluation.classification import ClassificationMetrics, Scores
-from shiftmend.evaluation.evaluate import Scorer
+from shiftmend.evaluation.regression import RegressionScores
 from shiftmend.evaluation.restoration import RestorationDistance
 from shiftmend.inputs.feed import Feed
 from shiftmend.inputs.images import Split
@@ -222,21 +222,27 @@ class ScoredAdaptation:
 
     def __init__(self, given: CellInputs, scored: Images, options: dict[str, Any]) -> None:
         self.given, self.scored, self.options = given, scored, options
-        self.choice = Choice(entropy_may_decide=not METHODS[given.setting.method].minimises_entropy)
+        kind = METHODS[given.setting.method]
+        self.choice = Choice(entropy_may_decide=not kind.minimises_entropy, refining=kind.refining)
         self.outcomes: dict[int, Outcome] = {}
         self.reliability: dict[int, list[dict[str, Any]]] = {}
         self._unscored: dict[str, Tensor] = {}
-        self._scorer: Scorer | None = None
 
     def adapt(self, data: Images, tick: Tick) -> None:
         given = self.given
         # BUFR has so many epochs a block, and the number of blocks is not known here.
         epochs = int(self.options.get("epochs", self.options.get("passes", 0)))
+        evaluate = shiftmend.Evaluator(
+            labelled(self.scored),
+            batch_size=SCORING_BATCH_SIZE,
+            preprocess=given.resources.benchmark.preprocess,
+            device=given.resources.device,
+            progress=False,
+        )
 
         def look(model: nn.Module, row: Epoch) -> None:
             if row.epoch % given.protocol.score_every == 0:
-                self._scorer = self._scorer or self._make_scorer(model, capture=True)
-                self._score(self._scorer, row.epoch)
+                self._note(row.epoch, evaluate(model))
             if self.choice.consider(row):
                 self._unscored = {} if row.epoch in self.outcomes else snapshot(model)
             tick(row.epoch, epochs)
@@ -256,31 +262,18 @@ class ScoredAdaptation:
             progress=False,
             **self.options,
         )
-        # The scorer's CUDA graph knows the model only as it was while it was adapted.
-        self._scorer = None
         if self.adaptation.interrupted or self.adaptation.after is None:
             # Ctrl-C was pressed; a second one while the adaptation was verified leaves no `after`.
             raise KeyboardInterrupt
         if self.adaptation.history[-1].epoch not in self.outcomes:
-            self._score(self._make_scorer(self.adaptation.model), self.adaptation.history[-1].epoch)
+            self._note(self.adaptation.history[-1].epoch, evaluate(self.adaptation.model))
         if self.kept.epoch not in self.outcomes:
             model = copy.deepcopy(self.adaptation.model)
             restore(model, self._unscored)
-            self._score(self._make_scorer(model), self.kept.epoch)
+            self._note(self.kept.epoch, evaluate(model))
         self._unscored = {}
 
-    def _make_scorer(self, model: nn.Module, capture: bool = False) -> Scorer:
-        feed = Feed(
-            labelled(self.scored),
-            batch_size=SCORING_BATCH_SIZE,
-            device=self.given.resources.device,
-            preprocess=self.given.resources.benchmark.preprocess,
-            what="data to evaluate on",
-        )
-        return Scorer(model, feed, capture=capture)
-
-    def _score(self, scorer: Scorer, epoch: int) -> None:
-        scores = scorer()
+    def _note(self, epoch: int, scores: Scores | RegressionScores) -> None:
         assert isinstance(scores, Scores)
         self.outcomes[epoch] = to_outcome(epoch, scores)
         self.reliability[epoch] = list_reliability(scores)

@@ -41,6 +41,7 @@ METHODS: dict[str, tuple[str, Marker]] = {
     "fr-sliced": ("#99372e", "p"),
     "fr-features": ("#e6ba7e", (4, 1, 0)),
     "fr-one-sided": ("#660000", (6, 1, 0)),
+    "bufr-im": ("#8026ff", (5, 1, 180)),
 }
 """Colour and marker of each method. Rows of a benchmark that are a method with other options have a shade of it."""
 
