@@ -190,7 +190,7 @@ def test_the_forward_pass_runs_in_the_precision_of_training() -> None:
         return nullcontext()
 
     found = search(fresh(world), world.target, world, precision=precision)
-    assert len(entered) == 6 + len(found.rates) * found.steps
+    assert len(entered) == (1 + len(found.rates)) * found.steps
 
 
 def choose(rates: list[float], losses: list[list[float]], changes: list[float] | None = None) -> RateSearch:

@@ -137,7 +137,8 @@ def find_rate(
         bring_back = keep_buffers_in_place(model)
         losses: list[Tensor] = []
         changes: list[Tensor] = []
-        for rate in (None, *rates):
+        # At a rate of zero the model stays as it is, and its losses are those of the untouched model.
+        for rate in (0.0, *rates):
             restore(model, start)
             enter_adapting_modes(model, method.dropout)
             with generator.as_default() if generator is not None else nullcontext():
@@ -145,9 +146,6 @@ def find_rate(
                 reseed(_own_seed(seed))
                 if generator is not None:
                     generator.seed(_own_seed(seed))
-                if rate is None:
-                    losses.append(_measure(model, taps, objective, precision, batches))
-                    continue
                 own = replace(stage, learning_rate=rate)
                 trained = unfreeze(model, own)
                 before = [parameter.detach().clone() for parameter in trained]
@@ -158,7 +156,7 @@ def find_rate(
                 losses.append(_train(steps, batches, bring_back))
                 changes.append(_relative_change(trained, before))
         # The numbers of the first process decide, so that rounding cannot let processes disagree.
-        rows = torch.cat([torch.stack(losses).flatten(), torch.stack(changes)])
+        rows = torch.cat([torch.stack(losses).flatten(), torch.stack(changes[1:])])
         found = all_gather(rows)[0].cpu().double()
     of_losses = found[: -len(rates)].view(-1, STEPS)
     result = choose_rate(
@@ -246,19 +244,6 @@ def _hold_batches(feed: Feed, seed: int) -> list[Tensor]:
     finally:
         feed.on_batch = show
     return held
-
-
-def _measure(
-    model: nn.Module, taps: Mapping[str, Tap], objective: Objective, precision: Precision, batches: list[Tensor]
-) -> Tensor:
-    """Return the loss of the model as it is on the batch of every step `[STEPS]`."""
-    totals = []
-    with attach_taps(model, taps) as recorder, torch.no_grad():
-        for batch in batches:
-            with precision():
-                model(batch)
-            totals.append(_total(objective(recorder.read())))
-    return torch.stack(list(itertools.islice(itertools.cycle(totals), STEPS)))
 
 
 def _train(steps: Steps, batches: list[Tensor], bring_back: Callable[[], None]) -> Tensor:
