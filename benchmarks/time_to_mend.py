@@ -560,9 +560,7 @@ def describe_manifests(manifests: Sequence[dict[str, Any]]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "benchmark", nargs="?", help="digits, emnist-da, cifar-10-c, cifar-100-c; by default digits on a CPU"
-    )
+    parser.add_argument("benchmark", nargs="?", help="digits, emnist-da, cifar-10-c or cifar-100-c; digits on a CPU")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--models", type=Path, default=Path("bench"), help="folder with sources and profiles")
