@@ -25,10 +25,10 @@ def settling(epochs: int = 30) -> Stage:
 def test_a_fixed_schedule_has_one_round_an_epoch() -> None:
     assert plan_rounds(Stage("block", 7), 50) == schedule.Rounds(None, 7)
     # The epochs of a stream in a fixed order are not cut.
-    assert plan_rounds(settling(7), None) == schedule.Rounds(None, 7)
+    assert plan_rounds(settling(7), None) == schedule.Rounds(None, 7, schedule.WARM_UP_STEPS)
 
 
-@given(epochs=st.integers(1, 200), steps=st.integers(1, 5000))
+@given(epochs=st.integers(1, 200), steps=st.integers(2, 5000))
 def test_rounds_fill_the_published_length_and_never_exceed_it(epochs: int, steps: int) -> None:
     rounds = plan_rounds(settling(epochs), steps)
     assert rounds.steps is not None
@@ -37,7 +37,23 @@ def test_rounds_fill_the_published_length_and_never_exceed_it(epochs: int, steps
 
 
 def test_few_samples_have_short_rounds() -> None:
-    assert plan_rounds(settling(30), 1) == schedule.Rounds(3, 10)
+    assert plan_rounds(settling(30), 1) == schedule.Rounds(3, 10, warm_up=7)
+
+
+def test_where_all_data_is_one_batch_a_stage_has_few_steps() -> None:
+    assert plan_rounds(settling(150), 1) == schedule.Rounds(8, 8, warm_up=16)
+
+
+def test_few_samples_are_one_batch_unless_a_size_is_given() -> None:
+    world = sensors()
+    few = world.target[:400]
+    result = shiftmend.adapt(world.model, few, world.profile(), "fr", learning_rate=0.01)
+    assert result.manifest["batch_size"] == 400
+    assert result.manifest["steps"] <= schedule.ONE_BATCH_STEPS
+    assert "batch_size_reduced_from" not in result.manifest
+    for options in ({"batch_size": 100}, {"epochs": 2}):
+        other = shiftmend.adapt(world.model, few, world.profile(), "fr", learning_rate=0.01, **options)
+        assert other.manifest["batch_size"] == options.get("batch_size", 256)
 
 
 @given(rate=st.floats(0.05, 0.9), start=st.floats(1e-6, 1e6))

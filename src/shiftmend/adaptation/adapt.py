@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ from shiftmend.engine.method import (
     read_taps,
 )
 from shiftmend.engine.modes import make_ordinary
-from shiftmend.engine.schedule import plan_rounds
+from shiftmend.engine.schedule import SMALL_TARGET, plan_rounds
 from shiftmend.engine.trainer import VERIFIED_PER_EPOCH, Keep, OnEpoch, Trainer
 from shiftmend.errors import AdaptationError, DivergedError
 from shiftmend.inputs.feed import Feed, Preprocess
@@ -105,8 +106,9 @@ def adapt(
             inputs reaches the method.
         profile: The source's profile, or the name of its file. Some methods do without.
         method: Name, class or instance of a method.
-        batch_size: Samples in a batch; 256, or what a loader brings along. Batches of 256 that do not fit into the
-            memory of a GPU are halved before the first step, until they do.
+        batch_size: Samples in a batch; 256, or what a loader brings along. In a schedule that ends by itself, fewer
+            than 500 samples are one batch. Batches of 256 that do not fit into the memory of a GPU are halved before
+            the first step, until they do.
         seed: Decides the order of the batches, and whatever else is random.
         preprocess: Called with each batch on the device, before the model.
         blocks: BlockNames of modules, or groups of them, that BUFR unfreezes one after the other.
@@ -375,6 +377,9 @@ def _train(
     precision: Precision = nullcontext
     if settings.precision is not None:
         precision = functools.partial(cast_at_once, adapted, place, settings.precision)
+    few = feed.may_resize and feed.batch_size < (feed.known_samples or math.inf) < SMALL_TARGET
+    if few and any(stage.settles for stage in stages):
+        feed.resize(feed.samples)
     if feed.may_resize and stages:
         # Memory that is free now must not decide again for a run that is resumed.
         if (stored := checkpoints.stored_batch_size(settings.checkpoint)) is not None:

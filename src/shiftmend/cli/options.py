@@ -41,6 +41,9 @@ Channels = Annotated[int | None, typer.Option(help="Repeat grey images to so man
 Mean = Annotated[str, typer.Option(help="Subtracted from images in 0..1; one number, or one per channel.")]
 Deviation = Annotated[str, typer.Option("--std", help="Divides them afterwards; one number, or one per channel.")]
 Batch = Annotated[int, typer.Option("--batch-size", help="Samples in a batch.")]
+MaybeBatch = Annotated[
+    int | None, typer.Option("--batch-size", help="Samples in a batch; 256, or all where they are few.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, ...")]
 Head = Annotated[str | None, typer.Option(help="Name of the model's last layer, if it is not found by itself.")]
 Output = Annotated[str | None, typer.Option("--output-entry", help="Which entry of a tuple or dict is the output.")]

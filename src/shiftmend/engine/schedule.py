@@ -24,7 +24,13 @@ ROUNDS_PER_STAGE = 8
 """Rounds that a stage may last at least: on few samples, where a stage has few steps, rounds are shorter."""
 
 WARM_UP_STEPS = 32
-"""Steps in which the learning rate of the first stage rises to its value."""
+"""Steps in which the learning rate of the first stage rises to its value; at most a quarter of the stage."""
+
+SMALL_TARGET = 500
+"""Samples below which all of them are one batch, unless a batch size is given (`benchmarks/small_targets.py`)."""
+
+ONE_BATCH_STEPS = 64
+"""Steps that a stage may have where all data is one batch. More would fit the chance of the samples."""
 
 WINDOW = 8
 """Rounds over which the loss is looked at: the second half of them is compared with the first."""
@@ -46,10 +52,12 @@ class Rounds:
     Attributes:
         steps: Steps of one round; None is a whole epoch.
         at_most: Rounds after which the stage ends in any case.
+        warm_up: Steps in which the learning rate rises, if the stage is the first.
     """
 
     steps: int | None
     at_most: int
+    warm_up: int = 0
 
 
 def plan_rounds(stage: Stage, steps_per_epoch: int | None) -> Rounds:
@@ -62,15 +70,19 @@ def plan_rounds(stage: Stage, steps_per_epoch: int | None) -> Rounds:
     Example:
         >>> from shiftmend.engine.method import Stage
         >>> plan_rounds(Stage("all blocks", 150, settles=True), steps_per_epoch=73)
-        Rounds(steps=32, at_most=342)
+        Rounds(steps=32, at_most=342, warm_up=32)
         >>> plan_rounds(Stage("all blocks", 150), steps_per_epoch=73)
-        Rounds(steps=None, at_most=150)
+        Rounds(steps=None, at_most=150, warm_up=0)
     """
-    if not stage.settles or steps_per_epoch is None:
+    if not stage.settles:
         return Rounds(None, stage.epochs)
+    if steps_per_epoch is None:
+        return Rounds(None, stage.epochs, WARM_UP_STEPS)
     total = stage.epochs * steps_per_epoch
+    if steps_per_epoch == 1:
+        total = min(total, ONE_BATCH_STEPS)
     steps = max(1, min(ROUND_STEPS, total // ROUNDS_PER_STAGE))
-    return Rounds(steps, total // steps)
+    return Rounds(steps, total // steps, min(WARM_UP_STEPS, total // 4))
 
 
 def has_settled(losses: Sequence[float], done: int) -> bool:

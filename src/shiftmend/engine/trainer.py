@@ -24,7 +24,7 @@ from shiftmend.engine.history import Choice, Epoch
 from shiftmend.engine.method import Method, Network, Stage, check_objective
 from shiftmend.engine.modes import enter_adapting_modes, hold_layer_options, is_finite, unfreeze
 from shiftmend.engine.rate_search import find_rate
-from shiftmend.engine.schedule import WARM_UP_STEPS, Rounds, has_settled, has_worsened, plan_rounds
+from shiftmend.engine.schedule import Rounds, has_settled, has_worsened, plan_rounds
 from shiftmend.engine.step import Steps
 from shiftmend.errors import AdaptationError, DivergedError
 from shiftmend.inputs.feed import Feed
@@ -190,7 +190,7 @@ class Trainer:
                     compile=self.compile,
                     stage=stage.name,
                     each=rounds.steps,
-                    warm_up=WARM_UP_STEPS if stage.settles and index == 0 else 0,
+                    warm_up=rounds.warm_up if index == 0 else 0,
                 )
                 while not self._is_over(stage, rounds, done):
                     self._run_round(stage, steps, done)

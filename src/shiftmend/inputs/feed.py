@@ -129,7 +129,8 @@ class Feed:
         assert self.may_resize
         if batch_size == self.batch_size:
             return
-        self.reduced_from = self.reduced_from or self.batch_size
+        if batch_size < self.batch_size:
+            self.reduced_from = self.reduced_from or self.batch_size
         self.batch_size = batch_size
         if self._inputs is None:
             assert self._dataset is not None
