@@ -227,11 +227,28 @@ def test_a_rate_that_diverges_is_never_chosen(bad: float) -> None:
     assert (stored["losses"], stored["changes"]) == ([0.5, None], [0.01, None])
 
 
-@pytest.mark.parametrize("losses", [(1.0, 1.2), (0.99, 0.97), (math.nan, math.nan)])
-def test_where_no_rate_gains_noticeably_a_tenth_of_the_default_is_taken(losses: tuple[float, float]) -> None:
+@pytest.mark.parametrize("losses", [(1.0, 1.2), (1.01, 0.97), (math.nan, math.nan)])
+def test_where_small_rates_gain_nothing_a_tenth_of_the_default_is_taken(
+    losses: tuple[float, float],
+) -> None:
     found = choose([0.002, 0.03], curves(*losses))
     assert found.rate == pytest.approx(0.001)
     assert "default" in found.reason
+
+
+def test_where_no_gain_is_noticeable_the_largest_rate_in_proportion_is_taken() -> None:
+    rates = [0.001, 0.003, 0.01, 0.03]
+    assert choose(rates, curves(0.999, 0.997, 0.99, 0.97)).rate == 0.03
+    assert choose(rates, curves(0.999, 0.997, 0.993, 0.99)).rate == 0.01
+    # Behind a rate that overshoots none is looked at.
+    assert choose(rates, curves(0.999, 0.9995, 0.99, 0.97)).rate == 0.001
+    assert "proportion" in choose(rates, curves(0.999, 0.997, 0.99, 0.97)).reason
+
+
+def test_batchnorm_forgives_a_larger_change_of_the_weights() -> None:
+    rates, losses, changes = [0.001, 0.01], curves(0.999, 0.99), [0.01, 0.12]
+    assert choose_rate(0.01, rates, losses, changes, UNTOUCHED).rate == 0.001
+    assert choose_rate(0.01, rates, losses, changes, UNTOUCHED, normalised=True).rate == 0.01
 
 
 def test_where_every_rate_changes_the_weights_much_a_tenth_of_the_default_is_taken() -> None:

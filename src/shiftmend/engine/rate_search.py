@@ -6,8 +6,9 @@ those of the untouched model, and the noise of the batches cancels.
 
 The lowest loss does not choose. Large steps reach a low loss by scrambling the features, and the accuracy falls
 meanwhile (`benchmarks/default_rates.py`). The search takes the smallest rate that reaches most of the best gain, among
-the rates that change the weights little. Where no such rate gains anything to speak of, it takes a small one: either
-BatchNorm has mended the model already, or the first steps do not tell which way leads out.
+the rates that change the weights little. Where no such rate gains anything to speak of in so few steps, it takes the
+largest whose gain is still in proportion to the rate: larger ones overshoot. Where even the smallest rate gains
+nothing, BatchNorm has mended the model already, and a small rate is taken.
 """
 
 from __future__ import annotations
@@ -47,8 +48,13 @@ MAX_CHANGE = 0.1
 """Change of the trained weights in all steps, as a share of their norm, up to which a rate may be chosen."""
 NOTICEABLE = 0.05
 """Share of the loss that the best candidate must gain for the candidates to decide."""
+IN_PROPORTION = 0.6
+"""Share of the gain expected from the smallest rate, in proportion, that a larger rate must reach where no gain is
+noticeable."""
+FORGIVEN_CHANGE = 0.15
+"""The largest change of the weights in that case, with BatchNorm, which undoes a change of scale."""
 CAREFUL = 0.1
-"""The rate that is taken otherwise, as a multiple of the default."""
+"""The rate that is taken if the smallest rate gains nothing, as a multiple of the default."""
 ONE_BATCH = 0.3
 """Part of the rate that is taken where all data is one batch and BatchNorm has done most of the mending. The loss on a
 batch that is seen in every step falls at rates that fit its chance (`benchmarks/small_targets.py`)."""
@@ -160,7 +166,12 @@ def find_rate(
         found = all_gather(rows)[0].cpu().double()
     of_losses = found[: -len(rates)].view(-1, STEPS)
     result = choose_rate(
-        stage.learning_rate, rates, of_losses[1:].tolist(), found[-len(rates) :].tolist(), of_losses[0].tolist()
+        stage.learning_rate,
+        rates,
+        of_losses[1:].tolist(),
+        found[-len(rates) :].tolist(),
+        of_losses[0].tolist(),
+        normalised=bool(find_batch_norms(model)),
     )
     if feed.steps_per_epoch == 1 and find_batch_norms(model):
         reason = f"{result.reason}; {ONE_BATCH:g} of it, since all data is one batch"
@@ -174,6 +185,8 @@ def choose_rate(
     losses: Sequence[Sequence[float]],
     changes: Sequence[float],
     untouched: Sequence[float],
+    *,
+    normalised: bool = False,
 ) -> RateSearch:
     """Choose among rates by the losses of their steps.
 
@@ -183,18 +196,27 @@ def choose_rate(
         losses: The loss of every step, for each rate.
         changes: Change of the trained weights in all steps, as a share of their norm, for each rate.
         untouched: The loss of the untouched model on the batch of every step.
+        normalised: Whether the model has BatchNorm.
 
     Returns:
         The search with the smallest rate that reaches `ENOUGH` of the best gain, among those that change the weights by
-        at most `MAX_CHANGE`; with `CAREFUL` times the default where the best gain is not `NOTICEABLE`.
+        at most `MAX_CHANGE`. Where the best gain is not `NOTICEABLE`, with the largest rate whose gain is
+        `IN_PROPORTION`, or with `CAREFUL` times the default if there is none.
     """
     start = _mean(untouched[-JUDGED_STEPS:])
     means = [_mean(row[-JUDGED_STEPS:]) for row in losses]
     tried = [(rate, mean) for rate, mean, change in zip(rates, means, changes, strict=True) if change <= MAX_CHANGE]
     best, lowest = min(tried, key=lambda pair: pair[1], default=(0.0, math.inf))
     if not math.isfinite(start) or not lowest < start * (1 - NOTICEABLE):
-        rate = CAREFUL * default
-        reason = f"no rate lowered the loss of {start:.4g} by {NOTICEABLE:.0%}, so {CAREFUL:g} of the default was taken"
+        limit = FORGIVEN_CHANGE if normalised else MAX_CHANGE
+        gains = [start - mean if change <= limit else -math.inf for mean, change in zip(means, changes, strict=True)]
+        rate = _find_proportional(rates, gains)
+        reason = f"no rate lowered the loss of {start:.4g} by {NOTICEABLE:.0%}, so "
+        if rate is None:
+            rate = CAREFUL * default
+            reason += f"{CAREFUL:g} of the default was taken"
+        else:
+            reason += "the largest rate was taken whose gain is in proportion to it"
     else:
         enough = start - ENOUGH * (start - lowest)
         rate, mean = next((rate, mean) for rate, mean in tried if mean <= enough)
@@ -203,6 +225,17 @@ def choose_rate(
             f"to {lowest:.4g} at {best:.4g}"
         )
     return RateSearch(rate, tuple(rates), tuple(means), tuple(changes), start, len(untouched), reason)
+
+
+def _find_proportional(rates: Sequence[float], gains: Sequence[float]) -> float | None:
+    """Return the largest rate up to which gains rise in proportion; None if the smallest rate gains nothing."""
+    slope = gains[0] / rates[0]
+    if not 0 < slope < math.inf:
+        return None
+    rising = itertools.takewhile(
+        lambda pair: pair[1] >= IN_PROPORTION * slope * pair[0], zip(rates, gains, strict=True)
+    )
+    return max(rate for rate, _ in rising)
 
 
 def _mean(values: Sequence[float]) -> float:
