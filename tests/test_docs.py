@@ -101,7 +101,7 @@ def test_the_methods_page_runs_as_written() -> None:
     calls, selection, online, own, _, history = code_blocks(ROOT / "docs/methods.md")  # _ is in test_torchrun.py
     world = sensors()
     made = world.profile()
-    assert calls.count("shiftmend.adapt(") == 4
+    assert calls.count("shiftmend.adapt(") == 5
     quick = re.sub(r"epochs=\d+", "epochs=1", re.sub(r"epochs_per_block=\d+", "epochs_per_block=1", calls))
     quick = quick.replace('method="fr", align', 'method="fr", epochs=1, align')
     quick = quick.replace('method="fr", divergence', 'method="fr", epochs=1, divergence')

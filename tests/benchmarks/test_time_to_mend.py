@@ -82,7 +82,7 @@ def test_steps_are_those_of_the_history_or_whole_epochs() -> None:
 
 def test_targets_that_were_not_measured_are_not_called_met() -> None:
     findings = time_to_mend.find_targets({})
-    assert len(findings) == 9
+    assert len(findings) == 12
     assert {finding.met for finding in findings} == {None}
     assert {finding.measured for finding in findings} == {"not measured"}
 

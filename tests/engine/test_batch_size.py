@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -158,7 +157,6 @@ def test_a_resumed_run_keeps_its_size_whatever_memory_is_free(tmp_path: Path, mo
         if row.epoch == 2:
             raise RuntimeError("killed")
 
-    monkeypatch.setattr(checkpoints, "save", functools.partial(checkpoints.save, batch_size=64))
     with pytest.raises(RuntimeError, match="killed"):
         adapt(model, target, profile, checkpoint=file, on_epoch=stop)
     assert checkpoints.stored_batch_size(None, tmp_path / "none", file) == 64

@@ -114,7 +114,6 @@ def test_every_pass_over_the_data_is_shown_from_the_first_batch_on(monkeypatch: 
     shiftmend.adapt(model, inputs, profile, "fr", epochs=1, batch_size=20)
     assert [note for note in notes.shown if note.endswith("  20 of 40 samples")] == [
         "verification before  20 of 40 samples",
-        "verification of epoch 0  20 of 40 samples",
         "all blocks  slices 0.0000  20 of 40 samples",
         "verification of epoch 1  20 of 40 samples",
         "verification after  20 of 40 samples",
