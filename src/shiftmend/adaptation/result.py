@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -89,12 +90,13 @@ class Adaptation:
 
     def __repr__(self) -> str:
         epochs = self.history[-1].epoch if self.history else 0
-        lines = [
-            f"Adaptation by {self.manifest['method']['name']}, {counted(epochs, 'epoch')}, {self.manifest['status']}"
-        ]
+        unit = name_rows(self.manifest)
+        steps = self.history[-1].steps if self.history else None
+        length = counted(epochs, unit) + (f" ({counted(steps, 'step')})" if unit == "round" and steps else "")
+        lines = [f"Adaptation by {self.manifest['method']['name']}, {length}, {self.manifest['status']}"]
         if self.manifest["kept"] == "selected":
             untouched = "" if self.selected else " (the model as it came)"
-            lines[0] += f"; kept is epoch {self.selected}{untouched}, chosen without labels"
+            lines[0] += f"; kept is {unit} {self.selected}{untouched}, chosen without labels"
         tried = [row["learning_rate"] for row in self.manifest.get("learning_rates_tried", ())]
         if tried:
             own, every = self.manifest["method"]["learning_rate"], ", ".join(f"{rate:g}" for rate in tried)
@@ -102,6 +104,12 @@ class Adaptation:
         lines += [f"  before  {self.before}"] if self.before else []
         lines += [f"  after   {self.after}"] if self.after else []
         return "\n".join(lines)
+
+
+def name_rows(manifest: Mapping[str, Any]) -> Literal["epoch", "round"]:
+    """Return what a row of the history is: a round of steps if the run ended by itself, else an epoch."""
+    stages = manifest.get("stages") or ()
+    return "round" if any(isinstance(stage, dict) and stage.get("settles") for stage in stages) else "epoch"
 
 
 def environment(device: torch.device) -> dict[str, str]:

@@ -133,7 +133,13 @@ def draw_ranks(before: Sequence[float], after: Sequence[float] | None, floor: fl
 
 
 def draw_epochs(
-    kind: str, points: Sequence[Point], releases: Sequence[int], kept: int, floor: float | None, label: str
+    kind: str,
+    points: Sequence[Point],
+    releases: Sequence[int],
+    kept: int,
+    floor: float | None,
+    label: str,
+    unit: str = "epoch",
 ) -> Markup:
     """Draw values by epoch, with dashed uprights where a block was unfrozen and a ring at the kept epoch."""
     height = 200
@@ -149,7 +155,7 @@ def draw_epochs(
     parts += [
         _text(_across(0, last), height - 18, "0"),
         _text(_across(last, last), height - 18, f"{last:g}", anchor="end"),
-        _text((LEFT + WIDTH) / 2, height - 4, "epoch (one run through the data)"),
+        _text((LEFT + WIDTH) / 2, height - 4, "epoch (one run through the data)" if unit == "epoch" else "round"),
     ]
     return _svg(height, label, parts)
 

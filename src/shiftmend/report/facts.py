@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from shiftmend.adaptation.result import Adaptation
+from shiftmend.adaptation.result import Adaptation, name_rows
 from shiftmend.engine.history import Epoch
 from shiftmend.engine.method import Method
 from shiftmend.errors import AdaptationError, DataError
@@ -189,6 +189,11 @@ class Mending:
     def method_class(self) -> type[Method]:
         """Return the class of the method, or `Method` itself for a name that this library does not know."""
         return METHODS.get(self.method, Method)
+
+    @property
+    def unit(self) -> str:
+        """Return what a row of the history is: an epoch, or a round of steps."""
+        return name_rows(self.manifest)
 
     @property
     def kept(self) -> int:

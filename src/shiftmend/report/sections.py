@@ -306,8 +306,9 @@ def run(facts: Facts) -> Context:
         "method": mending.method,
         "its options": ", ".join(f"{name} {_format_option(value)}" for name, value in options.items()),
         "learning rate chosen": manifest.get("learning_rate_chosen"),
-        "epochs": manifest.get("epochs"),
-        "kept": f"epoch {mending.kept}, "
+        f"{mending.unit}s": manifest.get("epochs"),
+        "training steps": manifest.get("steps"),
+        "kept": f"{mending.unit} {mending.kept}, "
         + ("chosen without labels" if manifest["kept"] == "selected" else "the last one"),
         "ended": manifest["status"],
         "adapted to": counted(target["samples"], "input") if is_whole(target.get("samples")) else None,
