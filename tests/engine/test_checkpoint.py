@@ -152,7 +152,12 @@ AUTO = {"method": "bufr", "learning_rate": 0.1, "batch_size": 100, "progress": F
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "epochs"),
-    [*((OPTIONS, epochs) for epochs in (1, 5, 6, 7, 11)), *((AUTO, rounds) for rounds in (1, 4, "block", -1))],
+    [
+        *((OPTIONS, epochs) for epochs in (1, 5, 6, 7, 11)),
+        *((AUTO, rounds) for rounds in (1, 4, "block", -1)),
+        # The rate that was searched is taken up, too.
+        *((AUTO | {"learning_rate": None}, rounds) for rounds in (1, "block")),
+    ],
 )
 def test_resuming_after_any_epoch_is_bit_identical(
     tmp_path: Path, options: dict[str, Any], epochs: int | str, monkeypatch: pytest.MonkeyPatch
@@ -180,6 +185,8 @@ def test_resuming_after_any_epoch_is_bit_identical(
     resumed = shiftmend.adapt(world.model, world.target, profile, checkpoint=tmp_path / "c", **options)
     for name, value in whole.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], value), name
+    assert resumed.manifest.get("learning_rate_search") == whole.manifest.get("learning_rate_search")
+    assert resumed.manifest["stages"] == whole.manifest["stages"]
     assert [row.losses for row in resumed.history] == [row.losses for row in whole.history]
     assert [row.verification for row in resumed.history] == [row.verification for row in whole.history]
 
