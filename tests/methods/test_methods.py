@@ -157,7 +157,8 @@ def reference_terms(world, profile, kind: str, reduction: str) -> dict[str, floa
         p = (home.counts.double().numpy() / home.samples)[keep]
         pq = (p * np.log((p + 1e-8) / (q + 1e-8))).sum(1)
         qp = (q * np.log((q + 1e-8) / (p + 1e-8))).sum(1)
-        per_unit = {"psi": (pq + qp) / math.log(total), "symmetric-kl": (pq + qp) / 2, "kl-target-source": qp}[kind]
+        in_bins = math.log(total)
+        per_unit = {"psi": (pq + qp) / in_bins, "symmetric-kl": (pq + qp) / 2, "kl-target-source": qp / in_bins}[kind]
         terms[name] = per_unit.mean() if reduction == "mean" else per_unit.sum()
     return terms
 

@@ -13,6 +13,7 @@ import pytest
 from shiftmend.engine.method import describe_method
 from shiftmend.errors import DataError
 from shiftmend.methods import method
+from shiftmend.research.bench import footnotes
 from shiftmend.research.bench import results as reading
 from shiftmend.research.bench.benchmark import Benchmark, Cell, Origin, Outcome, Result
 from shiftmend.research.bench.plan import UNUSED_ONLINE, plan, settings_of
@@ -47,6 +48,25 @@ def test_cells_of_other_settings_are_counted_but_not_read(tmp_path: Path) -> Non
     tried = read("digits", tmp_path, methods=["fr"], rates=[0.1, 1.0])
     assert (tried.results, tried.others) == ([], 6 + sum(cell.method == "fr" for cell in before))
     assert len(read("digits", tmp_path, "online").clean) == 2
+
+
+def test_results_from_before_kl_was_divided_are_read_with_a_remark_until_they_are_run_again(tmp_path: Path) -> None:
+    cifar = find("cifar-10-c")
+    choice: dict[str, Any] = {"methods": ["fr", "fr-one-sided"], "shifts": ["fog", "snow"], "seeds": [123]}
+    now, before = plan(cifar, **choice), plan(cifar, former=True, **choice)
+    assert [cell.recipe == other.recipe for cell, other in zip(now, before, strict=True)] == [True, False, True, False]
+    record(tmp_path, cifar, before)
+    record(tmp_path, cifar, [cell for cell in now if cell.shift == "snow"])
+    found = read("cifar-10-c", tmp_path, methods=choice["methods"], seeds=[123])
+    assert {result.cell for result in found.results} == set(now)
+    marked = [result for result in found.results if "outdated" in result.manifest]
+    assert [(result.cell.method, result.cell.shift) for result in marked] == [("fr-one-sided", "fog")]
+    (note,) = footnotes.about_outdated(found.results)
+    assert "fr-one-sided" in note
+    assert "ln 10" in note
+    # A run does not take them for its own.
+    with Store(tmp_path / STORE) as store:
+        assert marked[0].cell not in store.cells()
 
 
 def test_other_seeds_count_as_far_as_they_have_been_run(tmp_path: Path) -> None:

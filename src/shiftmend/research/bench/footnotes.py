@@ -54,7 +54,17 @@ def about_origins(grid: Grid) -> list[str]:
 
 def about_data(grid: Grid) -> list[str]:
     """Say how the images differ from the published ones, and which results do not belong together."""
-    return [*source_remarks(grid.cells.values()), *about_origins(grid), *about_mixtures(grid.cells.values())]
+    results = list(grid.cells.values())
+    return [*source_remarks(results), *about_origins(grid), *about_mixtures(results), *about_outdated(results)]
+
+
+def about_outdated(results: Iterable[Result]) -> list[str]:
+    """Say which rows were obtained under an earlier definition of their method, and have to be run again."""
+    rows: dict[str, set[str]] = {}
+    for result in results:
+        if remark := result.manifest.get("outdated"):
+            rows.setdefault(remark, set()).add(result.cell.method)
+    return [f"{listed(sorted(names), 4)}: {remark}" for remark, names in rows.items()]
 
 
 def about_mixtures(results: Iterable[Result]) -> list[str]:

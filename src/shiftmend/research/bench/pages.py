@@ -216,17 +216,19 @@ def _missing(parts: Mapping[str, Part]) -> list[Block]:
     for protocol, part in parts.items():
         reading = part.reading
         missing = set(reading.cells) - {result.cell for result in reading.results if not result.failed}
-        if not missing:
+        if not missing and not any("outdated" in result.manifest for result in reading.results):
             continue
         if not reading.results:
             lines.append(f"- {protocol}: everything ({counted(len(missing), 'cell')})")
             continue
         failed = sum(result.failed for result in reading.results)
+        outdated = sum("outdated" in result.manifest for result in reading.results)
         facts = [
             _lacking("method", reading.methods, {result.cell.method for result in reading.results}),
             _lacking("shift", part.benchmark.shifts, set(part.shifts)),
             _lacking("seed", sorted({cell.seed for cell in reading.cells}), {r.cell.seed for r in reading.results}),
             f"{failed} failed" if failed else "",
+            f"{outdated} more are to be run again" if outdated else "",
         ]
         detail = "; ".join(fact for fact in facts if fact)
         lines.append(
@@ -431,6 +433,8 @@ def few_verdicts(parts: Mapping[str, Part]) -> list[Block]:
     # No other protocol has clean images.
     clean = parts["offline"].reading.clean if "offline" in parts else []
     restoring_methods = [name for name, method in METHODS.items() if issubclass(method, Alignment)]
+    there = {_method(result) for part in few.values() for result in part.unsupervised}
+    restoring_methods = [name for name in restoring_methods if name in there]
     counts, left_out = [], 0
     for part in few.values():
         restoring = [result for result in _with_the_clean_source(part) if _method(result) in restoring_methods]
@@ -478,6 +482,7 @@ def variants(part: Part) -> list[Block]:
         "correction for the number of shifts where they are counted"
     )
     remarks = [f"{name}: {compared[-1].remark}" for name, compared in found.items() if compared[-1].remark]
+    remarks += footnotes.about_outdated(part.results)
     if not part.whole:
         remarks.append(f"the mean is over {len(part.shifts)} of {len(part.benchmark.shifts)} shifts")
     title = f"{part.benchmark.name}, {part.protocol}: variants"

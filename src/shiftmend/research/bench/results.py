@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shiftmend.research.bench.benchmark import CLEAN, UNADAPTED, Benchmark, Cell, Origin, Result, Root
-from shiftmend.research.bench.plan import plan
+from shiftmend.research.bench.plan import OUTDATED_KL, plan
 from shiftmend.research.bench.store import load_results
 from shiftmend.research.bench.suite import find
 
@@ -56,10 +56,15 @@ def read(
     everything = load_results(folder, chosen.name)
     there = [result for result in everything if result.cell.protocol == protocol]
     found = _with_stored_origins(chosen, everything)
-    own = plan(found, protocol, methods=methods, seeds=seeds, rates=rates, root=place)
+
+    def planned(numbers: Sequence[int] | None, former: bool = False) -> list[Cell]:
+        return plan(found, protocol, methods=methods, seeds=numbers, rates=rates, root=place, former=former)
+
+    own = planned(seeds)
     extra = sorted({result.cell.seed for result in there} - set(chosen.seeds)) if seeds is None else []
-    wanted = {*own, *(plan(found, protocol, methods=methods, seeds=extra, rates=rates, root=place) if extra else ())}
-    results = [result for result in there if result.cell in wanted]
+    wanted = [*own, *(planned(extra) if extra else ())]
+    before = dict(zip([*planned(seeds, True), *(planned(extra, True) if extra else ())], wanted, strict=True))
+    results = _take_current(there, before)
     cells = own + [result.cell for result in results if result.cell.seed in extra]
     candidates = [
         result
@@ -68,6 +73,22 @@ def read(
     ]
     clean = _find_clean(found, everything, {cell.seed for cell in cells}, place)
     return Reading(chosen, cells, results, clean, len(candidates) - len(results))
+
+
+def _take_current(results: Sequence[Result], before: Mapping[Cell, Cell]) -> list[Result]:
+    """Take the results of the cells as they are now, else those from before with a remark in the manifest.
+
+    Args:
+        results: Results of any cells.
+        before: The cells as they are now, by the cells as they were; most are the same.
+    """
+    wanted = set(before.values())
+    current = {result.cell: result for result in results if result.cell in wanted}
+    for result in results:
+        now = before.get(result.cell, result.cell)
+        if now != result.cell and not result.failed and (now not in current or current[now].failed):
+            current[now] = replace(result, cell=now, manifest=result.manifest | {"outdated": OUTDATED_KL})
+    return sorted(current.values(), key=lambda result: result.cell)
 
 
 def _find_clean(benchmark: Benchmark, results: Sequence[Result], seeds: set[int], root: Root) -> list[Result]:
