@@ -164,3 +164,30 @@ def test_a_resumed_run_keeps_its_size_whatever_memory_is_free(tmp_path: Path, mo
     resumed = adapt(model, target, profile, checkpoint=file)
     assert len(resumed.history) == 3
     assert all(torch.equal(a, b) for a, b in zip(weights(resumed.model), weights(whole.model), strict=True))
+
+
+class Greedy(nn.Module):
+    """A layer that takes 32 MiB of the GPU for each sample, where gradients are computed."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            torch.empty(len(inputs), 8 << 20, device=inputs.device)
+        return inputs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_that_runs_out_of_memory_gets_smaller_batches() -> None:
+    world = sensors()
+    model = nn.Sequential(Greedy(), *world.model).eval()
+    profile = shiftmend.profile(model, world.source, progress=False)
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info(0)
+    torch.cuda.set_per_process_memory_fraction(6 * 2**30 / total, 0)
+    try:
+        result = adapt(model, world.target, profile, device="cuda", capture=False)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, 0)
+    assert result.manifest["batch_size"] == 128
+    assert result.manifest["batch_size_reduced_from"] == 256
+    assert result.manifest["status"] == "finished"

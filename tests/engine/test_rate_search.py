@@ -281,6 +281,28 @@ def test_a_wild_default_is_corrected() -> None:
     assert found.losses[found.rates.index(found.rate)] < found.start
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_gpu_finds_the_same_and_keeps_the_model_too(norm: bool) -> None:
+    world, device = sensors(norm), torch.device("cuda", 0)
+    model = fresh(world).to(device)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.cuda.get_rng_state(device)
+    profile, chosen = world.profile().to(device), make_method("fr")
+    feed = Feed(world.target, batch_size=100, device=device)
+    network, taps = examine(model, feed.first(2), profile, chosen, None, None)
+    stage = plan_stages(chosen, network, profile)[0]
+    found = find_rate(model, feed, taps, chosen.objective(profile, device), chosen, stage)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(torch.cuda.get_rng_state(device), state)
+    expected = search(fresh(world), world.target, world)
+    assert found.rates == expected.rates
+    assert found.rate in found.rates
+    # Batches are drawn by the generator of the device, so losses are alike, not equal.
+    assert found.start == pytest.approx(expected.start, rel=0.1)
+
+
 def _search_in_group(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -179,6 +179,25 @@ def test_an_evaluator_follows_an_adaptation(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_evaluator_follows_an_adaptation_on_a_gpu() -> None:
+    world, found, wanted = sensors(), [], []
+    data, options = (world.target, world.labels), {"batch_size": 64, "device": "cuda", "progress": False}
+    score = shiftmend.Evaluator(data, **options)
+
+    def look(model: nn.Module, row: Epoch) -> None:
+        found.append(score(model))
+        wanted.append(shiftmend.evaluate(model, data, **options))
+
+    shiftmend.adapt(world.model, world.target, world.profile(), "fr", device="cuda", on_epoch=look, progress=False)
+    assert len(found) > 3
+    assert score._scorer is not None
+    assert score._scorer._pass._replay is not None
+    assert [one.accuracy for one in found] == [one.accuracy for one in wanted]
+    assert [one.nll for one in found] == pytest.approx([one.nll for one in wanted], rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_captured_scores_follow_the_weights_too() -> None:
     world, device = sensors(), torch.device("cuda", 0)
     model = copy.deepcopy(world.model).to(device).eval()
