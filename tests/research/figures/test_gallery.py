@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from streamed_world import STREAMED_FILE, lay_out
 
 from shiftmend.cli import main
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.research.bench.run import run
 from shiftmend.research.bench.suite import find
+from shiftmend.research.datasets.streamed import ImageFiles
 from shiftmend.research.figures import gallery
 from shiftmend.research.figures.gallery import FIGURES, SHEET_COLUMNS, Request, rerun
 from shiftmend.research.figures.images import GAP_PIXELS, draw_sheet
@@ -87,6 +89,75 @@ def test_a_rerun_gives_the_weights_of_the_run(home: Path) -> None:
     request = Request(TINY, home, root=home, methods=["fr"], seed=cell.seed)
     (result,) = [r for r in request.results() if r.cell.shift == "noisy" and r.cell.method == "fr"]
     assert cell.adapted["fr"].manifest["adapted_weights"] == result.manifest["adapted_weights"]
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("streamed")
+    torch.set_num_threads(1)
+    lay_out(root)
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOK_INSIDE)
+def test_figures_that_look_inside_take_image_files(name: str, streamed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that do not fit into memory are decoded one by one, as those of CAMELYON17 and VisDA-C."""
+    monkeypatch.setattr("shiftmend.research.bench.resources.MAX_DECODED_BYTES", 0)
+    request = Request(f"{STREAMED_FILE}:STREAMED", streamed, methods=["fr"], root=streamed, device="cpu")
+    assert isinstance(request.rerun().target.adapt, ImageFiles)
+    assert gallery.draw(name, request).axes
+
+
+@pytest.mark.slow
+def test_a_few_shot_protocol_adapts_to_few_and_scores_on_all(streamed: Path) -> None:
+    name = f"{STREAMED_FILE}:STREAMED"
+    few = rerun(name, streamed, "dark", ["fr"], root=streamed, device="cpu", protocol="few-shot-4")
+    assert (len(few.target.adapt), len(few.target.score)) == (12, 36)
+    assert few.adapted["fr"].manifest["target"]["samples"] == 12
+    assert len(rerun(name, streamed, "dark", root=streamed, device="cpu").target.adapt) == 36
+    bound = rerun(name, streamed, "dark", ["target-supervised"], root=streamed, device="cpu")
+    assert bound.adapted["target-supervised"].manifest["target"]["samples"] == 28
+    with pytest.raises(DataError, match="online"):
+        rerun(TINY, streamed, "dark", ["fr"], root=streamed, device="cpu", protocol="online")
+
+
+@pytest.mark.slow
+def test_reliability_of_the_clean_model(home: Path) -> None:
+    for methods in (["clean", "fr"], ["clean"]):
+        figure = drawn("reliability", home, methods=methods)
+        assert [axis.get_title("left") for axis in figure.axes][: len(methods)] == methods
+    with pytest.raises(DataError, match="fry"):
+        drawn("reliability", home, methods=["clean", "fry"])
+
+
+@pytest.mark.slow
+def test_activations_of_several_methods_have_rows_of_their_own(home: Path) -> None:
+    labels = [axis.get_ylabel() for axis in drawn("activations", home, methods=["adabn", "fr"]).axes]
+    rows = [label.partition("\n")[0] for label in labels if label]
+    assert rows == ["adabn: features", "adabn: logits", "fr: features", "fr: logits"]
+
+
+@pytest.mark.slow
+def test_curves_of_several_shifts_are_lines(home: Path) -> None:
+    figure = drawn("curves", home, shifts=["noisy", "dark"])
+    assert [line.get_label() for line in figure.axes[0].lines] == ["dark", "noisy"]
+    assert "fr on dark, noisy, seed 1" in str(figure.get_suptitle())
+    both = drawn("curves", home, shifts=["noisy", "dark"], methods=["adabn", "fr"])
+    assert {"adabn, dark", "fr, noisy"} <= {line.get_label() for axis in both.axes for line in axis.lines}
+    with pytest.raises(DataError, match="sideways"):
+        drawn("curves", home, shifts=["sideways"])
+
+
+@pytest.mark.slow
+def test_who_moves_is_measured_at_one_constant_rate(streamed: Path) -> None:
+    request = Request(f"{STREAMED_FILE}:STREAMED", streamed, root=streamed, device="cpu")
+    cell = request.rerun()
+    results = cell.adapt_at_one_rate(["adabn", "fr", "bufr"])
+    rates = {name: {stage["learning_rate"] for stage in each.manifest["stages"]} for name, each in results.items()}
+    assert rates["fr"] == rates["bufr"] == {0.02}  # the setting of FR has 0.02, that of BUFR 0.1 and a decay
+    assert len(results["bufr"].manifest["stages"]) > 1
+    assert "learning rate 0.02" in str(gallery.draw("moved", request).get_supxlabel())
 
 
 @pytest.mark.slow

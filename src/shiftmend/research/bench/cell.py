@@ -149,8 +149,8 @@ def _run_offline(given: CellInputs, result: Result, rates: Sequence[float], tick
     protocol = given.protocol
     assert isinstance(protocol, Offline)
     takes_labels = METHODS[given.setting.method].takes_labels
-    target = _divide(given.target, protocol, takes_labels, given.seed)
-    options = dict(given.setting.options) | ({"labels": _labels(target.adapt)} if takes_labels else {})
+    target = divide_target(given.target, protocol, takes_labels, given.seed)
+    options = dict(given.setting.options) | ({"labels": labels_of(target.adapt)} if takes_labels else {})
     runs: list[ScoredAdaptation] = []
     tried: list[dict[str, Any]] = []
     for number, rate in enumerate(rates or (None,)):
@@ -191,7 +191,7 @@ def _run_offline(given: CellInputs, result: Result, rates: Sequence[float], tick
     )
 
 
-def _divide(target: Target, protocol: Offline, takes_labels: bool, seed: int) -> Target:
+def divide_target(target: Target, protocol: Offline, takes_labels: bool, seed: int) -> Target:
     """Divide the target into what is adapted to and what is scored on, under this protocol."""
     adapt, score, clean = target.adapt, target.score, target.clean
     if takes_labels and (adapt is score) != (protocol.supervised_parts is not None):
@@ -203,7 +203,7 @@ def _divide(target: Target, protocol: Offline, takes_labels: bool, seed: int) ->
         first, *_, last = fractions(len(adapt), protocol.supervised_parts, seed)
         adapt, score, clean = adapt.take(first), score.take(last), None if clean is None else clean.take(last)
     if isinstance(protocol, FewShot):
-        adapt = adapt.take(few_shot(_labels(adapt), protocol.per_class, seed))
+        adapt = adapt.take(few_shot(labels_of(adapt), protocol.per_class, seed))
     return Target(adapt, score, clean)
 
 
@@ -373,7 +373,7 @@ def _measure_restoration(given: CellInputs, adapted: nn.Module, target: Target) 
     clean, seen, source = target.clean, target.score, given.model
     if clean is None:
         return None
-    if len(clean) != len(seen) or not torch.equal(_labels(clean).cpu(), _labels(seen).cpu()):
+    if len(clean) != len(seen) or not torch.equal(labels_of(clean).cpu(), labels_of(seen).cpu()):
         raise DataError(
             f"{clean.name} is no clean version of {seen.name}: expected the same images, one by one, but number or "
             "labels differ. Complete the files of both."
@@ -397,7 +397,7 @@ def _measure_restoration(given: CellInputs, adapted: nn.Module, target: Target) 
     return distance.compute()
 
 
-def _labels(images: Images) -> Tensor:
+def labels_of(images: Images) -> Tensor:
     if images.labels is None:
         raise DataError(f"Expected a label for each image of {images.name}, which this protocol needs, got none.")
     return images.labels

@@ -274,6 +274,13 @@ def inputs_of(images: Images) -> Any:
     return images.images if isinstance(images, Split) else images
 
 
+def first_inputs(images: Images, count: int) -> Tensor:
+    """Give the first images as one tensor `[count, C, H, W]`; of files only these are decoded."""
+    if isinstance(images, Split):
+        return images.images[:count]
+    return torch.stack([images[index][0] for index in range(min(count, len(images)))])
+
+
 def labelled(images: Images) -> Any:
     """Give images and labels the form that `evaluate` takes."""
     return (images.images, images.labels) if isinstance(images, Split) else images

@@ -169,7 +169,7 @@ def draw_activations(
     model: nn.Module,
     target: Any,
     profile: Profile,
-    adapted: nn.Module | None = None,
+    adapted: nn.Module | Mapping[str, nn.Module] | None = None,
     *,
     taps: Sequence[str] = ("features", "logits"),
     units: int = 6,
@@ -177,8 +177,9 @@ def draw_activations(
     preprocess: Preprocess | None = None,
     device: str | torch.device = "auto",
 ) -> Figure:
-    """Draw how the first units of each tap were distributed at home and are on the target, a row for each tap.
+    """Draw how the first units of each tap were distributed at home and are on the target.
 
+    There is a row for each tap, and with several adapted models for each tap and model.
     The number in each panel is the PSI. The outermost bins are open: all values beyond the source's range are in
     them, and they stand on grey ground.
 
@@ -186,50 +187,62 @@ def draw_activations(
         model: gives the target before adapting.
         target: unlabelled inputs.
         profile: the profile of the source.
-        adapted: gives the target after adapting.
+        adapted: gives the target after adapting; several models by the name of their method.
         taps: the taps to draw.
         units: units of each tap.
         batch_size: samples in a batch.
         preprocess: function applied to each batch.
         device: where to run.
     """
-    states = {"before": (model, style.TARGET)} | ({} if adapted is None else {"after": (adapted, style.ADAPTED)})
+    models = adapted if isinstance(adapted, Mapping) else {} if adapted is None else {"": adapted}
     options: dict[str, Any] = {"batch_size": batch_size, "preprocess": preprocess, "device": device}
-    measured = {state: measure_shares(each, target, profile, taps, **options) for state, (each, _) in states.items()}
+    before = measure_shares(model, target, profile, taps, **options)
+    after = {name: measure_shares(each, target, profile, taps, **options) for name, each in models.items()}
     shown = {tap: first_units(profile.taps[tap], units) for tap in taps}
     columns = max(len(row) for row in shown.values())
+    rows = [(name, tap) for name in (after or ("",)) for tap in taps]
     figure, axes = style.make_canvas(
-        len(taps), columns, width=max(1.55, 4.2 / columns), height=1.55 + 0.6 / len(taps), sharey="row"
+        len(rows), columns, width=max(1.55, 4.2 / columns), height=1.55 + 0.6 / len(rows), sharey="row"
     )
-    for row, tap in zip(axes, taps, strict=True):
-        home = profile.taps[tap]
-        divergences = {state: divergence_per_unit(profile, tap, tables[tap]) for state, tables in measured.items()}
-        for axis, unit in zip(row, shown[tap], strict=False):
-            edges = bin_edges(home, unit)
-            axis.stairs(home.probabilities[unit].numpy(), edges, fill=True, color=style.SOURCE, alpha=0.35)
-            axis.stairs(home.probabilities[unit].numpy(), edges, color=style.SOURCE, linewidth=1.0)
-            for line, (state, (_, shade)) in enumerate(states.items()):
-                look = {"color": shade, "linewidth": 1.5, "linestyle": "--" if state == "before" else "-"}
-                axis.stairs(measured[state][tap][unit].numpy(), edges, **look)
-                written = f"{float(divergences[state][unit]):.2f}"
-                corner: dict[str, Any] = {"transform": axis.transAxes, "ha": "right", "va": "top", "size": 8}
-                axis.text(0.97, 0.97 - 0.13 * line, written, color=style.darken(shade), **corner)
-            for outer in (edges[:2], edges[-2:]):
-                axis.axvspan(*outer, color="0.93", zorder=0)
-            axis.set_xlim(edges[0], edges[-1])
-            axis.set_title(f"unit {unit}", fontsize=8, pad=3)
-            axis.grid(False)
-        for axis in row[len(shown[tap]) :]:
-            axis.set_visible(False)
-        row[0].set_ylabel(f"{tap}\nshare of samples", fontsize=8)
-        drawn = [home.probabilities, *(tables[tap] for tables in measured.values())]
-        # The numbers need room above the curves.
-        row[0].set_ylim(0, 1.3 * max(float(table[shown[tap]].max()) for table in drawn))
+    for row, (name, tap) in zip(axes, rows, strict=True):
+        states = {"before": before[tap]} | ({"after": after[name][tap]} if name in after else {})
+        _draw_units(row, profile, tap, shown[tap], states)
+        row[0].set_ylabel(f"{f'{name}: ' if len(after) > 1 else ''}{tap}\nshare of samples", fontsize=8)
     figure.supxlabel(
         "activation (grey ground: outside the source's range)\nnumbers: divergence from the source (PSI)", fontsize=8
     )
-    _add_state_legend(figure, {state: shade for state, (_, shade) in states.items()})
+    _add_state_legend(figure, {"before": _SHADES["before"]} | ({"after": _SHADES["after"]} if after else {}))
     return figure
+
+
+_SHADES = {"before": style.TARGET, "after": style.ADAPTED}
+
+
+def _draw_units(
+    row: Sequence[Any], profile: Profile, tap: str, units: Sequence[int], states: Mapping[str, Tensor]
+) -> None:
+    """Draw one panel for each unit of a tap: the source's share of each bin, and that of each state."""
+    home = profile.taps[tap]
+    divergences = {state: divergence_per_unit(profile, tap, shares) for state, shares in states.items()}
+    for axis, unit in zip(row, units, strict=False):
+        edges = bin_edges(home, unit)
+        axis.stairs(home.probabilities[unit].numpy(), edges, fill=True, color=style.SOURCE, alpha=0.35)
+        axis.stairs(home.probabilities[unit].numpy(), edges, color=style.SOURCE, linewidth=1.0)
+        for line, (state, shares) in enumerate(states.items()):
+            look = {"color": _SHADES[state], "linewidth": 1.5, "linestyle": "--" if state == "before" else "-"}
+            axis.stairs(shares[unit].numpy(), edges, **look)
+            written = f"{float(divergences[state][unit]):.2f}"
+            corner: dict[str, Any] = {"transform": axis.transAxes, "ha": "right", "va": "top", "size": 8}
+            axis.text(0.97, 0.97 - 0.13 * line, written, color=style.darken(_SHADES[state]), **corner)
+        for outer in (edges[:2], edges[-2:]):
+            axis.axvspan(*outer, color="0.93", zorder=0)
+        axis.set_xlim(edges[0], edges[-1])
+        axis.set_title(f"unit {unit}", fontsize=8, pad=3)
+        axis.grid(False)
+    for axis in row[len(units) :]:
+        axis.set_visible(False)
+    # The numbers need room above the curves.
+    row[0].set_ylim(0, 1.3 * max(float(table[list(units)].max()) for table in (home.probabilities, *states.values())))
 
 
 def bin_edges(home: Histogram, unit: int) -> NDArray[np.float64]:

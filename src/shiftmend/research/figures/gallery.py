@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,11 @@ from shiftmend.inputs.images import Split
 from shiftmend.methods import METHODS
 from shiftmend.methods.source_only import SourceOnly
 from shiftmend.profiles.profile import Profile
-from shiftmend.research.bench.benchmark import CLEAN, Images, Result, Setting, Target
+from shiftmend.research.bench.benchmark import CLEAN, UNADAPTED, Images, Offline, Result, Setting, Target
+from shiftmend.research.bench.cell import divide_target, labels_of
 from shiftmend.research.bench.footnotes import source_remarks
 from shiftmend.research.bench.plan import choose, settings_of, variants_of, with_another_source
-from shiftmend.research.bench.resources import Resources, inputs_of, labelled
+from shiftmend.research.bench.resources import Resources, first_inputs, inputs_of, labelled
 from shiftmend.research.bench.results import read
 from shiftmend.research.bench.suite import find
 from shiftmend.research.figures.activations import draw_activations, draw_affected, layer_taps
@@ -47,7 +49,10 @@ SHEET_COLUMNS = 10
 
 @dataclass
 class Rerun:
-    """A cell of a benchmark run again, for figures that look into models: a store holds numbers, not models."""
+    """A cell of a benchmark run again, for figures that look into models: a store holds numbers, not models.
+
+    `target` is what the protocol divides the shift's images into: under a few-shot protocol a method adapts to few.
+    """
 
     resources: Resources
     model: nn.Module
@@ -68,6 +73,11 @@ class Rerun:
         return self.resources.device
 
     @property
+    def adapted_to(self) -> Any:
+        """Return the unlabelled inputs that methods adapt to."""
+        return inputs_of(self.target.adapt)
+
+    @property
     def models(self) -> dict[str, nn.Module]:
         """Return the adapted models by method."""
         return {name: result.model for name, result in self.adapted.items()}
@@ -86,9 +96,14 @@ class Rerun:
                 )
             home = benchmark.source_for(setting, self.shift)
             profile = self.resources.profile(home, self.seed, protocol.temperature, setting.preset)
+        data, options = self.target.adapt, {**setting.options, **changes}
+        if METHODS[setting.method].takes_labels:
+            assert isinstance(protocol, Offline)
+            data = divide_target(self.resources.target(self.shift), protocol, True, self.seed).adapt
+            options["labels"] = labels_of(data)
         return shiftmend.adapt(
             self.model,
-            inputs_of(self.target.adapt),
+            inputs_of(data),
             profile or self.profile,
             setting.method,
             batch_size=protocol.batch_size,
@@ -96,8 +111,20 @@ class Rerun:
             seed=self.seed,
             preprocess=self.preprocess,
             device=self.device,
-            **{**setting.options, **changes},
+            **options,
         )
+
+    def adapt_at_one_rate(self, methods: Sequence[str]) -> dict[str, Adaptation]:
+        """Adapt with one constant learning rate for all methods that have one: the smallest of the benchmark's own."""
+        settings = settings_of(self.resources.benchmark, self.protocol)
+        known = {name: {field.name for field in fields(METHODS[settings[name].method])} for name in methods}
+        rates = [rate for name in methods if (rate := settings[name].options.get("learning_rate")) is not None]
+        constant = {"learning_rate": min(rates)} if rates else {}
+        constant |= {"decay": 1.0}
+        return {
+            name: self.adapt(name, **{key: value for key, value in constant.items() if key in known[name]})
+            for name in methods
+        }
 
     def adapt_by_blocks(self, method: str, profile: Profile) -> dict[str, nn.Module]:
         """Return the model after the first block was restored, and after all blocks."""
@@ -117,7 +144,11 @@ class Rerun:
         return shiftmend.profile(self.model, inputs_of(self.source), taps=taps, **options)
 
     def layer_taps(self) -> dict[str, Any]:
-        return layer_taps(self.model, self.preprocess(inputs_of(self.source)[:2]))
+        return layer_taps(self.model, self.first_inputs(self.source))
+
+    def first_inputs(self, images: Images) -> Tensor:
+        """Return two inputs as the model takes them, on the device."""
+        return self.preprocess(first_inputs(images, 2).to(self.device))
 
 
 def rerun(
@@ -137,12 +168,16 @@ def rerun(
     settings = settings_of(found, protocol)
     wanted = choose(list(methods), settings, "method", f"{found.name}, {protocol}") if methods else []
     number = found.seeds[0] if seed is None else seed
+    divided = found.protocols[protocol]
+    if not isinstance(divided, Offline):
+        raise DataError(f"expected an offline or few-shot protocol for a figure that adapts again, got {protocol}")
     resources = Resources(found, folder, root, device)
     home = found.source_for(Setting(SourceOnly.name), name)
     model, _ = resources.model(home, number)
     profile = resources.profile(home, number, found.protocols[protocol].temperature)
     source = resources.source(home).profiled
-    cell = Rerun(resources, model, profile, source, resources.target(name), name, number, protocol)
+    target = divide_target(resources.target(name), divided, False, number)
+    cell = Rerun(resources, model, profile, source, target, name, number, protocol)
     cell.adapted = {method: cell.adapt(method) for method in wanted}
     return cell
 
@@ -170,8 +205,9 @@ class Request:
         return None if self.seed is None else [self.seed]
 
     def results(self) -> list[Result]:
-        """Read the results, those on clean images included."""
-        found = read(self.benchmark, self.folder, self.protocol, methods=self.methods, seeds=self.seeds, root=self.root)
+        """Read the results, those on clean images included; `clean` as a method is the unadapted model on these."""
+        methods = None if self.methods is None else [name for name in self.methods if name != CLEAN] or [UNADAPTED]
+        found = read(self.benchmark, self.folder, self.protocol, methods=methods, seeds=self.seeds, root=self.root)
         self.check_shifts()
         return [*found.results, *(result for result in found.clean if result not in found.results)]
 
@@ -179,6 +215,11 @@ class Request:
         if self.shifts is not None:
             benchmark = find(self.benchmark)
             choose(self.shifts, (*benchmark.shifts, CLEAN), "shift", benchmark.name)
+
+    def chosen_shifts(self) -> list[str]:
+        """Return the shifts that are named, in the benchmark's order, else its first."""
+        benchmark = find(self.benchmark)
+        return choose(self.shifts, benchmark.shifts, "shift", benchmark.name) if self.shifts else [self.first_shift()]
 
     def first_shift(self) -> str:
         """Return the shift of a figure that shows one: the first that is named, or the benchmark's first."""
@@ -274,32 +315,53 @@ def _restoration(request: Request) -> Figure:
 
 
 def _curves(request: Request) -> Figure:
-    methods, shift = request.rows("bufr"), request.first_shift()
+    methods, shifts = request.rows("bufr"), request.chosen_shifts()
+    named, where = ", ".join(methods), ", ".join(shifts)
     results = [
         result
         for result in request.results()
-        if result.cell.shift == shift and result.cell.method in methods and not result.failed
+        if result.cell.shift in shifts and result.cell.method in methods and not result.failed
     ]
     if not results:
-        named = ", ".join(methods)
-        raise DataError(f"expected results of {named} on {shift}, got no finished result. Try shiftmend bench run")
-    seeds = [result.cell.seed for result in results if result.history]
-    if not seeds:
+        raise DataError(f"expected results of {named} on {where}, got no finished result. Try shiftmend bench run")
+    histories = {
+        (result.cell.seed, result.cell.method, result.cell.shift): result.history
+        for result in results
+        if result.history
+    }
+    if not histories:
         raise DataError(
-            f"expected a result of {', '.join(methods)} on {shift} with a history, got none. Streams and compact "
+            f"expected a result of {named} on {where} with a history, got none. Streams and compact "
             "exports have no history. Try the folder of the run"
         )
-    seed = min(seeds)
-    own = {result.cell.method: result.history for result in results if result.cell.seed == seed and result.history}
+    lines = Counter(seed for seed, _, _ in sorted(histories))
+    # Of seeds with equally many lines the first is taken.
+    [(seed, _)] = lines.most_common(1)
+    own = {
+        _name_line(method, shift, methods, shifts): histories[seed, method, shift]
+        for shift in shifts
+        for method in methods
+        if (seed, method, shift) in histories
+    }
     history = own if len(own) > 1 else next(iter(own.values()))
-    return draw_curves(history, f"{shift}, seed {seed}", notes=source_remarks(results))
+    notes = source_remarks(results)
+    if len(own) < len(methods) * len(shifts):
+        notes.append(f"{len(own)} of {len(methods) * len(shifts)} lines: seed {seed} has no other histories")
+    what = f"{named} on {where}" if len(methods) == 1 and len(shifts) > 1 else where
+    return draw_curves(history, f"{what}, seed {seed}", notes=notes)
+
+
+def _name_line(method: str, shift: str, methods: Sequence[str], shifts: Sequence[str]) -> str:
+    """Name a line by what tells it from the others."""
+    if len(shifts) == 1:
+        return method
+    return shift if len(methods) == 1 else f"{method}, {shift}"
 
 
 def _activations(request: Request) -> Figure:
     cell = request.rerun("bufr")
-    adapted = next(iter(cell.models.values()))
     options: dict[str, Any] = {"preprocess": cell.preprocess, "device": cell.device}
-    return draw_activations(cell.model, inputs_of(cell.target.adapt), cell.profile, adapted, **options)
+    return draw_activations(cell.model, cell.adapted_to, cell.profile, cell.models, **options)
 
 
 def _embedding(request: Request) -> Figure:
@@ -325,7 +387,7 @@ def _patches(request: Request) -> Figure:
     return draw_patches(
         cell.model,
         inputs_of(cell.source),
-        inputs_of(cell.target.adapt),
+        cell.adapted_to,
         adapted,
         layer=layer,
         number=request.unit,
@@ -339,13 +401,23 @@ def _affected(request: Request) -> Figure:
     profile = cell.profile_with(cell.layer_taps())
     adapted = cell.adapt_by_blocks(request.rows("bufr")[0], profile)
     options: dict[str, Any] = {"preprocess": cell.preprocess, "device": cell.device}
-    return draw_affected(cell.model, inputs_of(cell.target.adapt), profile, adapted, **options)
+    return draw_affected(cell.model, cell.adapted_to, profile, adapted, **options)
 
 
 def _moved(request: Request) -> Figure:
-    cell = request.rerun("fr", "bufr")
-    sample = cell.preprocess(inputs_of(cell.target.adapt)[:2].to(cell.device))
-    return draw_moved(cell.model, cell.models, groups=group_by_block(cell.model, sample))
+    """Draw distances at one constant learning rate, as in the paper: they would tell of the rates otherwise."""
+    methods = request.rows("fr", "bufr")
+    cell = request.rerun()
+    adapted = cell.adapt_at_one_rate(methods)
+    rates = {stage["learning_rate"] for result in adapted.values() for stage in result.manifest["stages"]}
+    groups = group_by_block(cell.model, cell.first_inputs(cell.target.adapt))
+    note = f"{cell.shift}; constant learning rate {', '.join(f'{rate:g}' for rate in sorted(rates))}"
+    return draw_moved(
+        cell.model,
+        {name: result.model for name, result in adapted.items()},
+        groups=groups,
+        notes=[note] if rates else [],
+    )
 
 
 FIGURES: Mapping[str, tuple[Callable[[Request], Figure], str]] = {
@@ -354,12 +426,15 @@ FIGURES: Mapping[str, tuple[Callable[[Request], Figure], str]] = {
     "dots": (_dots, "accuracy and calibration error, shift by shift and method by method"),
     "shots": (_shots, "accuracy against the number of examples of each class"),
     "restoration": (_restoration, "restoration distance against calibration error"),
-    "curves": (_curves, "loss, verification and accuracy over epochs, with the moments of unfreezing"),
+    "curves": (
+        _curves,
+        "loss, verification and accuracy over epochs, for methods or shifts, with the moments of unfreezing",
+    ),
     "activations": (_activations, "distributions of the first features and logits before and after; adapts again"),
     "embedding": (_embedding, "t-SNE of the features of a few classes, source and target; adapts again"),
     "patches": (_patches, "what a filter responds to most, and how its response is distributed; adapts again"),
     "affected": (_affected, "which units of which layers a shift hits; adapts again"),
-    "moved": (_moved, "how far the weights of each block were moved; adapts again"),
+    "moved": (_moved, "how far the weights of each block were moved at one constant rate; adapts again"),
 }
 """Name, function and description of each figure. Figures that look into models adapt again."""
 

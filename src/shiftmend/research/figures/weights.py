@@ -28,7 +28,9 @@ Groups = Mapping[str, Sequence[str]]
 """Names of layers, by the name of the group that they form."""
 
 
-def draw_moved(model: nn.Module, adapted: Mapping[str, Weights], *, groups: Groups | None = None) -> Figure:
+def draw_moved(
+    model: nn.Module, adapted: Mapping[str, Weights], *, groups: Groups | None = None, notes: Sequence[str] = ()
+) -> Figure:
     """Draw the mean distance that a unit was moved, a bar for each method in each group of layers.
 
     Distances depend on the learning rate and its schedule: compare methods that had the same, as the paper does.
@@ -38,6 +40,7 @@ def draw_moved(model: nn.Module, adapted: Mapping[str, Weights], *, groups: Grou
         adapted: adapted models, or their state dicts, by method.
         groups: the layers that stand together. `group_by_block` gives the blocks in running order. By default every
             layer with a kernel stands by itself.
+        notes: notes for the foot, such as the learning rate.
     """
     if not adapted:
         raise DataError("expected at least one adapted model, e.g. {'bufr': result.model}, got none")
@@ -66,6 +69,8 @@ def draw_moved(model: nn.Module, adapted: Mapping[str, Weights], *, groups: Grou
     ruler.set_label_text("mean distance moved by a unit", fontsize=9)
     axis.margins(**{"x" if lying else "y": 0.12})
     axis.legend(fontsize=8, frameon=False)
+    if notes:
+        style.add_footer(figure, notes)
     return figure
 
 
