@@ -262,6 +262,8 @@ def test_fr_on_a_model_without_normalisation() -> None:
 def test_methods_by_name() -> None:
     assert list(METHODS) == [
         "source-only",
+        "match-mean",
+        "match-moments",
         "adabn",
         "pl",
         "shot-im",

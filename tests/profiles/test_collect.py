@@ -349,7 +349,7 @@ def test_so_few_samples_that_a_profile_tells_them_are_remarked(caplog: pytest.Lo
     assert caplog.messages == []
     one = shiftmend.profile(model, inputs[:1], like=whole, progress=False)
     assert caplog.messages == [
-        "a profile of so few samples (1) nearly tells their features; do not let it leave if those are secret"
+        "a profile of so few samples (1) nearly tells their inputs; do not let it leave if those are secret"
     ]
     with torch.no_grad(), attach_taps(model, whole.specs) as recorder:
         model(inputs[:1])

@@ -11,6 +11,7 @@ from torch import Tensor
 from shiftmend.errors import ProfileError
 from shiftmend.stats.gaussians import FullGaussian, MarginalGaussian
 from shiftmend.stats.histograms import Bins, CountTracker, Histogram
+from shiftmend.stats.moments import Moments
 from shiftmend.stats.slices import Projector, Slices
 from shiftmend.stats.statistics import KINDS, Frame, Statistic
 
@@ -85,6 +86,8 @@ def _statistics(kind: str, values: Tensor) -> tuple[Statistic, Statistic, Statis
     if kind == "sliced-histogram":
         slices = slices_of(values)
         return slices_of(parts[0], slices), slices_of(parts[1], slices), slices
+    if kind == "moments":
+        return tuple(Moments(part.mean(0), part.var(0), len(part)) for part in parts)  # type: ignore[return-value]
     return tuple((full_of if kind == "full-gaussian" else marginal_of)(part) for part in parts)  # type: ignore[return-value]
 
 

@@ -28,6 +28,7 @@ from shiftmend.evaluation.evaluate import metrics_for
 from shiftmend.inputs.arrays import holds_objects, npz_file, open_npz, read_member
 from shiftmend.inputs.folders import image_folder
 from shiftmend.inputs.images import as_labels, per_channel
+from shiftmend.introspection.input_map import load_adapted_state
 from shiftmend.methods import METHODS
 from shiftmend.utils.checks import counted
 from shiftmend.utils.python_files import describe_error, first_on_path, frames, import_file, user_code
@@ -126,7 +127,7 @@ def _load_weights(model: nn.Module, path: Path, allow_pickle: bool) -> None:
     own, state = model.state_dict(), _read_weights(path, allow_pickle)
     state = _unwrap(state, own)
     try:
-        model.load_state_dict(state)
+        load_adapted_state(model, state)
     except RuntimeError as error:
         lacking, strange = [name for name in own if name not in state], [name for name in state if name not in own]
         differ = [f"the file lacks {_summarise(lacking)}"] if lacking else []

@@ -137,6 +137,8 @@ class Method:
     several_processes: ClassVar[bool] = False
     """Whether several processes may adapt together: the loss joins what they compute from their shares of a batch."""
     takes_labels: ClassVar[bool] = False
+    reads_inputs: ClassVar[bool] = False
+    """Whether the method adapts to the inputs alone and runs no network; see `begin` and `adapt_to_inputs`."""
     dropout: ClassVar[bool] = False
     """Whether dropout is on during training; on a stream it is always off."""
     minimises_entropy: ClassVar[bool] = False
@@ -176,6 +178,13 @@ class Method:
 
     def targets(self, network: Network, read: ReadActivations) -> Tensor:
         """Return one entry a sample, made anew before each epoch; only for methods that are `by_sample`."""
+        raise NotImplementedError
+
+    def begin(self, model: nn.Module, sample: Tensor, profile: Profile | None) -> None:
+        """Add to the model what `adapt_to_inputs` will fill, without an effect yet; `sample` is a small batch."""
+
+    def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Tensor], profile: Profile | None) -> None:
+        """Change the model in place after a pass over all inputs; only for methods with `reads_inputs`."""
         raise NotImplementedError
 
     def make_optimiser(self, parameters: list[nn.Parameter], stage: Stage) -> optim.Optimizer:

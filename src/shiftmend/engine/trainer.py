@@ -112,6 +112,8 @@ class Trainer:
         self.search: dict[str, Any] | None = None
         """The search for the learning rate as a manifest has it, if there was one."""
         self._resumed: checkpoints.Checkpoint | None = None
+        if method.reads_inputs:
+            method.begin(self.model, feed.first(2), profile)
         if self.path is not None:
             checkpoints.check_place(self.path)
             checkpoints.check_model(self.model)
@@ -266,7 +268,10 @@ class Trainer:
         enter_adapting_modes(self.model, self.method.dropout)
         before = self.history[-1].steps or 0
         began = self.history[-1 - done].steps or 0  # Steps when the stage began.
-        sums, batches = steps.run(self.seed, number, before - began, targets)
+        if self.method.reads_inputs:
+            sums, batches = self._read_inputs()
+        else:
+            sums, batches = steps.run(self.seed, number, before - began, targets)
         self.model.eval()
         means = (torch.stack([*sums.values()]).cpu().double() / batches).tolist() if sums else []
         losses: dict[str, float] = dict(zip(sums, means, strict=True))
@@ -284,6 +289,12 @@ class Trainer:
                 "`adaptation` is what had been reached"
             )
         self._add_row(number, stage.name, stage.learning_rate, losses, started, before + batches)
+
+    def _read_inputs(self) -> tuple[dict[str, Tensor], int]:
+        """Let the method adapt to the inputs alone; return no losses and no steps."""
+        with all_processes(), torch.no_grad():
+            self.method.adapt_to_inputs(self.model, self.feed.batches(), self.profile)
+        return {}, 0
 
     def _add_row(
         self, number: int, stage: str, rate: float, losses: dict[str, float], started: float, steps: int = 0

@@ -13,6 +13,7 @@ from shiftmend.methods.bufr import BUFR
 from shiftmend.methods.bufr_im import BUFRIM
 from shiftmend.methods.fr import FR
 from shiftmend.methods.full_gauss import FullGauss
+from shiftmend.methods.match import MatchMean, MatchMoments
 from shiftmend.methods.pl import PL
 from shiftmend.methods.shot import SHOT
 from shiftmend.methods.shot_im import SHOTIM
@@ -23,7 +24,23 @@ from shiftmend.utils.checks import brief, check_known
 
 METHODS: dict[str, type[Method]] = {
     method.name: method
-    for method in (SourceOnly, AdaBN, PL, SHOTIM, SHOT, TENT, BNM, BNMIM, FullGauss, FR, BUFR, BUFRIM, TargetSupervised)
+    for method in (
+        SourceOnly,
+        MatchMean,
+        MatchMoments,
+        AdaBN,
+        PL,
+        SHOTIM,
+        SHOT,
+        TENT,
+        BNM,
+        BNMIM,
+        FullGauss,
+        FR,
+        BUFR,
+        BUFRIM,
+        TargetSupervised,
+    )
 }
 
 
@@ -82,6 +99,8 @@ __all__ = [
     "TENT",
     "AdaBN",
     "FullGauss",
+    "MatchMean",
+    "MatchMoments",
     "Method",
     "Network",
     "Objective",

@@ -29,6 +29,7 @@ from shiftmend.profiles.presets import preset as find_preset
 from shiftmend.profiles.profile import Profile, as_profile
 from shiftmend.stats.gaussians import CovarianceTracker, FullGaussian
 from shiftmend.stats.histograms import SOFT_TEMPERATURE, Bins, CountTracker, RangeTracker, check_bins, usable_units
+from shiftmend.stats.moments import MomentTracker
 from shiftmend.stats.slices import MAX_WEIGHTS, Projector, Slices, bins_of_slices
 from shiftmend.stats.statistics import Statistic
 from shiftmend.utils.checks import brief, check_known, counted, is_whole
@@ -154,11 +155,14 @@ def profile(
             trackers = _ranges(passes, specs, like)
             frame = _frame(trackers, chosen, like)
             counters, slice_counters, covariance = _counts(passes, frame, cut, like, full)
+            moments = passes.input_moments.reduce_over_processes().moments()
 
     statistics: dict[str, Statistic] = {f"tap.{name}": counter.histogram() for name, counter in counters.items()}
     statistics["gaussian"] = trackers["features"].gaussian() if covariance is None else covariance.gaussian()
     for name, projector in frame.projectors.items():
         statistics[f"slices.{name}"] = Slices(slice_counters[name].histogram(), frame.seeds[name], projector)
+    if moments is not None:
+        statistics["inputs"] = moments
     result = Profile(
         statistics=statistics,
         mean=frame.mean,
@@ -221,6 +225,7 @@ class _Passes:
     def __init__(self, model: nn.Module, feed: Feed, specs: Mapping[str, Tap], keep_bytes: int, bar: Bar) -> None:
         self.model, self.feed, self.specs, self.bar = model, feed, specs, bar
         self.keep_bytes, self.number = keep_bytes, 0
+        self.input_moments = MomentTracker()
         self._kept: list[Samples] | None = None
 
     def run(self, update: Callable[[Samples], None]) -> None:
@@ -244,6 +249,8 @@ class _Passes:
                 kept = None
             if kept is not None:
                 kept.append(samples)
+            if self.number == 1:
+                self.input_moments.update(seen.inputs)
             advance(len(seen.inputs))
             update(samples)
 
@@ -331,7 +338,7 @@ def _remark(made: Profile) -> None:
     """Log what whoever made a profile should know of it."""
     if made.inputs_seen < LEAST_SAMPLES:
         logger.warning(
-            "a profile of so few samples (%d) nearly tells their features; do not let it leave if those are secret",
+            "a profile of so few samples (%d) nearly tells their inputs; do not let it leave if those are secret",
             made.inputs_seen,
         )
     for name, count in made.unusable.items():

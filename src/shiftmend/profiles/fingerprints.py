@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.introspection.model_state import full_state_dict
 from shiftmend.stats.histograms import RangeTracker
+from shiftmend.stats.moments import MAX_CHANNELS
 from shiftmend.utils.devices import split_rows
 from shiftmend.utils.gpu_sharing import is_sharing_gpu
 
@@ -25,9 +26,6 @@ MAX_SUMMARISED_INPUTS = 4096
 
 MAX_BACKGROUND_BYTES = 1 << 30
 """Data that a thread may hash in the background: a second or two of work."""
-
-MAX_CHANNELS = 16
-"""Inputs with more entries on axis 1 are summarised as a whole instead of by channel."""
 
 
 def architecture(model: nn.Module) -> str:

@@ -37,8 +37,8 @@ logger.addFilter(of_first_process)
 class Profile:
     """Statistics of a source by name, and what they belong to. Make one with `shiftmend.profile`.
 
-    `statistics` holds `tap.NAME`, the histogram of each tap; `gaussian`, that of the features; and `slices.NAME`, sets
-    of slices of the features. The properties `taps`, `gaussian` and `slices` give access to them by type.
+    `statistics` holds `tap.NAME`, the histogram of each tap; `gaussian`, that of the features; `slices.NAME`, sets of
+    slices of the features; and `inputs`, the moments of the inputs. The properties `taps`, `gaussian` and `slices` give access to them by type.
     `slices["verification"]` judges and is never aligned; `slices["alignment"]` is there for the preset `sliced` alone.
 
     `mean` and `deviation` `[D]` standardise the features before they are sliced. They stay the same when profiles are
@@ -49,7 +49,7 @@ class Profile:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> profile = shiftmend.profile(model, torch.randn(100, 4))
         >>> sorted(profile.statistics)
-        ['gaussian', 'slices.verification', 'tap.features', 'tap.logits']
+        ['gaussian', 'inputs', 'slices.verification', 'tap.features', 'tap.logits']
         >>> profile.taps["features"].counts.shape
         torch.Size([8, 10])
     """
@@ -348,11 +348,12 @@ def _mix(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
         statistics={
             name: type(statistic).mix([part.statistics[name] for part in parts], times)
             for name, statistic in first.statistics.items()
+            if all(name in part.statistics for part in parts)
         },
     )
 
 
 def _identity(profile: Profile) -> tuple[object, ...]:
-    """Collect what profiles must have in common to be mixed."""
-    kinds = {name: statistic.kind for name, statistic in profile.statistics.items()}
+    """Collect what profiles must have in common to be mixed. Older files have no moments of the inputs."""
+    kinds = {name: statistic.kind for name, statistic in profile.statistics.items() if name != "inputs"}
     return profile.preset, profile.specs, profile.architecture, profile.weights, kinds

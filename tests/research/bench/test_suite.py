@@ -34,7 +34,7 @@ PUBLISHED = [name for name in BENCHMARKS if name not in ("digits", "usps")]
 OURS = ("fr-sliced", "bufr-sliced")
 """Rows that nobody has published; their rates are those of the methods that they vary."""
 
-PUBLISHED_METHODS = set(METHODS) - {"bufr-im"}
+PUBLISHED_METHODS = set(METHODS) - {"bufr-im", "match-mean", "match-moments"}
 """Methods of the paper and of its reference implementation."""
 
 # ---- facts of the paper and of its reference implementation: rate, epochs (AdaBN: passes), and what else there is

@@ -42,6 +42,8 @@ METHODS: dict[str, tuple[str, Marker]] = {
     "fr-features": ("#e6ba7e", (4, 1, 0)),
     "fr-one-sided": ("#660000", (6, 1, 0)),
     "bufr-im": ("#8026ff", (5, 1, 180)),
+    "match-mean": ("#a7d1b1", (3, 1, 0)),
+    "match-moments": ("#3a044b", (7, 1, 0)),
 }
 """Colour and marker of each method. Rows of a benchmark that are a method with other options have a shade of it."""
 
