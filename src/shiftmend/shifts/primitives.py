@@ -1,4 +1,4 @@
-"""Image operations that several shifts share, each over a whole batch and on any device.
+"""Operations on images and signals that several shifts share, each over a whole batch and on any device.
 
 Border names are those of scipy.ndimage: `nearest` repeats the edge pixel, `reflect` mirrors about the edge
 of the picture (the edge pixel appears twice), `mirror` mirrors about the edge pixel (it appears once), `zero`
@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from shiftmend.errors import DataError
 
@@ -200,6 +201,42 @@ def sample_bilinear(images: Tensor, rows: Tensor, columns: Tensor, mode: str) ->
             values = flat.gather(-1, index.expand(-1, images.shape[1], -1))
             result.addcmul_(values.view_as(result), weight[:, None])
     return result
+
+
+def sample_linear(values: Tensor, positions: Tensor) -> Tensor:
+    """Read `values` `[..., L]` at positions `[l]` from 0 on, giving `[..., l]`; beyond the last, it is repeated."""
+    last = values.shape[-1] - 1
+    left = positions.floor().long().clamp(max=last)
+    right = (left + 1).clamp(max=last)
+    share = (positions - left).to(values.dtype)
+    return values[..., left] * (1 - share) + values[..., right] * share
+
+
+def count_photons(unit: Tensor, photons: float, read_noise: float, generator: torch.Generator) -> Tensor:
+    """Count `photons` at full scale, and add normal read noise of that deviation; both relative to full scale."""
+    counted = torch.poisson(unit * photons, generator=generator) / photons
+    return counted + normal(tuple(unit.shape), 0.0, read_noise, generator)
+
+
+def stick_pixels(
+    images: Tensor, share_of_pixels: float, share_of_rows: float, white: float, generator: torch.Generator
+) -> Tensor:
+    """Stick pixels of `[..., H, W]` at 0 or `white`, half of them each, and rows at 0; the same ones in every image."""
+    height, width = images.shape[-2:]
+    draws = torch.rand(height, width, generator=generator, device=generator.device).to(images.device)
+    order = torch.rand(height, generator=generator, device=generator.device).argsort().to(images.device)
+    half = share_of_pixels / 2
+    result = images.masked_fill(draws < half, 0).masked_fill(draws > 1 - half, white)
+    result[..., order[: round(share_of_rows * height)], :] = 0
+    return result
+
+
+def coarsen(unit: Tensor, scale: float) -> Tensor:
+    """Average `[N, C, H, W]` to `scale` times the pixels a side, then enlarge by interpolation."""
+    height, width = unit.shape[-2:]
+    small = (max(1, round(height * scale)), max(1, round(width * scale)))
+    coarse = functional.interpolate(unit, size=small, mode="area")
+    return functional.interpolate(coarse, size=(height, width), mode="bilinear", align_corners=False)
 
 
 def dilate(mask: Tensor) -> Tensor:

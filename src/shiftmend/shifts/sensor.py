@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from shiftmend.shifts.base import Shift, check_images
 from shiftmend.shifts.cifar_c import check_colour, jpeg_compression
-from shiftmend.shifts.primitives import correlate, normal, to_unit
+from shiftmend.shifts.primitives import coarsen, correlate, count_photons, sample_linear, stick_pixels, to_unit
 from shiftmend.shifts.primitives import motion_blur as smear
 
 # Optical densities of haematoxylin and eosin in red, green and blue, and of what is left over (Ruifrok and
@@ -73,24 +73,15 @@ def motion_blur(images: Tensor, *, generator: torch.Generator | None = None, str
 
 def noise(images: Tensor, *, generator: torch.Generator, strength: float) -> Tensor:
     """Count fewer photons (1,000 down to 20 at full scale) and more read noise (up to 5 % of full scale)."""
-    unit = _unit(images)
-    photons = 1000.0 * 0.02**strength
-    counted = torch.poisson(unit * photons, generator=generator) / photons
-    return _levels(counted + normal(tuple(unit.shape), 0.0, 0.05 * strength, generator))
+    return _levels(count_photons(_unit(images), 1000.0 * 0.02**strength, 0.05 * strength, generator))
 
 
 def dead_pixels(images: Tensor, *, generator: torch.Generator, strength: float) -> Tensor:
     """Stick up to 5 % of the pixels at black or white and darken up to a tenth of the rows, the same in every image."""
     check_images(images)
-    height, width = images.shape[-2:]
     # Drawn from the seed alone, so that every portion of a large set meets the same sensor.
     device = torch.Generator(images.device).manual_seed(generator.initial_seed())
-    draws = torch.rand(height, width, generator=device, device=images.device)
-    rows = torch.rand(height, generator=device, device=images.device).argsort()[: round(0.1 * strength * height)]
-    share = 0.05 * strength
-    result = images.masked_fill(draws < share / 2, 0).masked_fill(draws > 1 - share / 2, 255)
-    result[..., rows, :] = 0
-    return result
+    return stick_pixels(images, 0.05 * strength, 0.1 * strength, 255, device)
 
 
 def jpeg(images: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
@@ -100,12 +91,7 @@ def jpeg(images: Tensor, *, generator: torch.Generator | None = None, strength: 
 
 def resolution(images: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
     """Coarsen the sensor: down to a quarter of the pixels a side, averaged, then enlarged again."""
-    unit = _unit(images)
-    height, width = unit.shape[-2:]
-    scale = 1 - 0.75 * strength
-    small = (max(1, round(height * scale)), max(1, round(width * scale)))
-    coarse = functional.interpolate(unit, size=small, mode="area")
-    return _levels(functional.interpolate(coarse, size=(height, width), mode="bilinear", align_corners=False))
+    return _levels(coarsen(_unit(images), 1 - 0.75 * strength))
 
 
 def _unit(images: Tensor) -> Tensor:
@@ -139,12 +125,7 @@ def signal_noise(signals: Tensor, *, generator: torch.Generator, strength: float
 
 def resampling(signals: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
     """Sample with a clock up to a third fast: the signal is stretched, interpolated, and its end is not seen."""
-    length = signals.shape[-1]
-    position = _places(signals) / (1 + strength / 2)
-    left = position.floor().long().clamp(max=length - 1)
-    right = (left + 1).clamp(max=length - 1)
-    share = (position - left).to(signals.dtype)
-    return signals[..., left] * (1 - share) + signals[..., right] * share
+    return sample_linear(signals, _places(signals) / (1 + strength / 2))
 
 
 def saturation(signals: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:

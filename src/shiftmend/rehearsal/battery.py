@@ -1,0 +1,371 @@
+"""The battery: simulated devices at chosen strengths, from harmless to ruinous, for rehearsals at home.
+
+>>> images = torch.rand(20, 1, 16, 16)
+>>> devices = list_devices(images)
+>>> plan = plan_battery(images, devices, lambda shifted: 1 - float((shifted - images).abs().mean()), size=3)
+>>> [shift(images).shape == images.shape for shift in plan]
+[True, True, True]
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shiftmend.errors import DataError
+from shiftmend.rehearsal import devices as simulated
+from shiftmend.utils.checks import check_function
+from shiftmend.utils.checks import kind as kind_of
+from shiftmend.utils.devices import split_rows
+
+Kind = Literal["image", "signal", "table"]
+
+LISTS: dict[str, tuple[simulated.Entry, ...]] = {
+    "image": simulated.IMAGE_DEVICES,
+    "signal": simulated.SIGNAL_DEVICES,
+    "table": simulated.TABLE_DEVICES,
+}
+
+FIRST_STRENGTHS = (1.0, 0.5, 0.2)
+MAX_SCORES_PER_DEVICE = 5
+"""Scores that the search for strengths may ask for, unless a device is used more often than that."""
+
+UNMENDABLE_SHARE = 1 / 6
+SEVERE_SHARE = 1 / 3
+"""Parts of a battery that cannot be mended, and that are meant to do the most harm."""
+
+
+@dataclass(frozen=True)
+class SimulatedDevice:
+    """A device that home inputs are sent through, the same for every sample.
+
+    Attributes:
+        name: Plain words, shown in tables.
+        family: Devices of one family do similar things; a family is left out as a whole to find honest errors.
+        apply: Takes inputs, a strength in (0, 1] and a seed; returns inputs of the same shape and dtype.
+        mendable: False for devices that destroy what the model needs. They teach what failure looks like.
+    """
+
+    name: str
+    family: str
+    apply: Callable[[Tensor, float, int], Tensor]
+    mendable: bool = True
+
+
+@dataclass(frozen=True)
+class PlannedShift:
+    """A device at a strength: one line of a battery."""
+
+    device: SimulatedDevice
+    strength: float
+
+    @property
+    def name(self) -> str:
+        """The name of the device."""
+        return self.device.name
+
+    @property
+    def family(self) -> str:
+        """The family of the device."""
+        return self.device.family
+
+    def __call__(self, inputs: Tensor, seed: int = 0) -> Tensor:
+        """Send inputs through the device."""
+        return self.device.apply(inputs, self.strength, seed)
+
+
+@dataclass(frozen=True, eq=False)
+class _Simulation:
+    """A function of `rehearsal.devices` with what it knows of home. An instance can be pickled, a closure cannot."""
+
+    function: Callable[..., Tensor]
+    home: simulated.ImageHome | simulated.SignalHome | simulated.TableHome
+    shape: tuple[int, ...]
+    """The shape of a sample as the function sees it."""
+
+    def __call__(self, inputs: Tensor, strength: float, seed: int) -> Tensor:
+        rng = torch.Generator(inputs.device).manual_seed(seed)
+        return torch.cat([self._shift(part, strength, rng) for part in split_rows(inputs)])
+
+    def _shift(self, inputs: Tensor, strength: float, rng: torch.Generator) -> Tensor:
+        exact = inputs.to(torch.promote_types(inputs.dtype, torch.float32)).reshape(-1, *self.shape)
+        origin, scale = self.home.origin.to(exact), self.home.scale.to(exact)
+        values = (exact - origin) / simulated.without_zeros(scale)
+        is_image = isinstance(self.home, simulated.ImageHome)
+        if is_image:
+            values.clamp_(0, 1)
+        changed = self.function(values, strength, rng, self.home)
+        if is_image:
+            changed = changed.clamp(0, 1)
+        # The difference is added, so that whatever a device leaves alone stays equal to the last bit.
+        shifted = (exact + (changed - values) * scale).reshape(inputs.shape)
+        if not inputs.is_floating_point():
+            limits = torch.iinfo(inputs.dtype)
+            shifted = shifted.round().clamp(limits.min, limits.max)
+        return shifted.to(inputs.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _OwnFunction:
+    """A function of the user in the form of a device; strength and seed are ignored."""
+
+    name: str
+    function: Callable[[Tensor], Tensor]
+
+    def __call__(self, inputs: Tensor, strength: float, seed: int) -> Tensor:
+        # A function that works in place must not change the data at home.
+        shifted = self.function(inputs.clone())
+        if not isinstance(shifted, Tensor) or (shifted.shape, shifted.dtype) != (inputs.shape, inputs.dtype):
+            got = _describe(shifted) if isinstance(shifted, Tensor) else kind_of(shifted)
+            raise DataError(
+                f"Expected {_describe(inputs)} from {self.name!r} of the battery, got {got}. "
+                "Try to keep shape and dtype of the inputs."
+            )
+        return shifted
+
+
+def list_devices(inputs: Tensor, kind: Kind | None = None) -> list[SimulatedDevice]:
+    """List the simulated devices for a kind of input, adjusted to its range at home.
+
+    Args:
+        inputs: Home inputs: images `[N, C, H, W]` (integers, or floating point in any normalisation), signals
+            `[N, C, L]` or tables `[N, D]` (floating point).
+        kind: What the inputs are, by default what their shape says. Axes for channels may be missing, e.g. in signals
+            `[N, L]`, if the kind is given.
+
+    Returns:
+        The devices, the most important families first.
+
+    Raises:
+        DataError: If the inputs are no images, signals or tables.
+
+    >>> sorted({device.family for device in list_devices(torch.rand(8, 5))})[:4]
+    ['baseline', 'cross-talk', 'defects', 'gain']
+    """
+    found, shape = _recognise(inputs, kind)
+    values = inputs.reshape(-1, *shape)
+    measures: dict[str, Callable[[Tensor], Any]] = {
+        "image": simulated.ImageHome.measure,
+        "signal": simulated.SignalHome.measure,
+        "table": simulated.TableHome.measure,
+    }
+    home = measures[found](values)
+    return [
+        SimulatedDevice(entry.name, entry.family, _Simulation(entry.function, home, shape), entry.mendable)
+        for entry in LISTS[found]
+        if shape[0] >= entry.least
+    ]
+
+
+def _recognise(inputs: Tensor, kind: Kind | None) -> tuple[Kind, tuple[int, ...]]:
+    """Find the kind of the inputs and the shape of a sample with all its axes."""
+    by_rank: dict[int, Kind] = {4: "image", 3: "signal", 2: "table"}
+    found = kind or by_rank.get(inputs.ndim)
+    is_number = inputs.is_floating_point() or (
+        found == "image" and not inputs.is_complex() and inputs.dtype != torch.bool
+    )
+    axes = {"image": 3, "signal": 2, "table": 1}.get(found or "", 0)
+    sample = tuple(inputs.shape[1:])
+    if found == "table":
+        sample = (math.prod(sample),)
+    elif sample and len(sample) == axes - 1:
+        sample = (1, *sample)
+    if found is None or not is_number or len(sample) != axes or inputs.numel() == 0:
+        raise DataError(
+            f"Expected images, signals or tables, [N, C, H, W], [N, C, L] or [N, D], got {_describe(inputs)}. "
+            "Try battery=[...] of your own functions."
+        )
+    return found, sample
+
+
+def _describe(inputs: Tensor) -> str:
+    return f"{str(inputs.dtype).removeprefix('torch.')} {list(inputs.shape)}"
+
+
+def from_functions(
+    functions: Sequence[Callable[[Tensor], Tensor] | tuple[str, Callable[[Tensor], Tensor]]]
+    | Mapping[str, Callable[[Tensor], Tensor]],
+) -> list[PlannedShift]:
+    """Make a battery of functions that turn inputs into inputs of the same shape and dtype.
+
+    Args:
+        functions: Functions, pairs of a name and a function, or functions by name. A name "family/name" puts
+            functions of one family together; every other function is its own family.
+
+    Returns:
+        One shift per function, in their order.
+
+    Raises:
+        DataError: If there is no function, or two of the same name.
+
+    >>> [(shift.family, shift.name) for shift in from_functions({"lamp/dim": lambda x: x / 2, "flip": torch.neg})]
+    [('lamp', 'dim'), ('flip', 'flip')]
+    """
+    pairs = list(functions.items()) if isinstance(functions, Mapping) else list(functions)
+    plan = []
+    for number, given in enumerate(pairs, start=1):
+        label, function = given if isinstance(given, tuple) else (_name(given, number), given)
+        check_function(function, f"function {number} of the battery", "inputs")
+        family, _, name = label.rpartition("/")
+        device = SimulatedDevice(name, family or name, _OwnFunction(name, function))
+        plan.append(PlannedShift(device, 1.0))
+    names = {(shift.family, shift.name) for shift in plan}
+    if not plan or len(names) < len(plan):
+        raise DataError(
+            f"Expected functions of different names for the battery, got {len(plan)} with {len(names)} names. "
+            'Try {"name": function, ...}.'
+        )
+    return plan
+
+
+def _name(function: Any, number: int) -> str:
+    name = getattr(function, "__name__", type(function).__name__)
+    return f"function {number}" if name == "<lambda>" else str(name)
+
+
+def plan_battery(
+    inputs: Tensor,
+    devices: Sequence[SimulatedDevice],
+    score: Callable[[Tensor], float],
+    *,
+    size: int = 12,
+    seed: int = 0,
+    ruined: float | None = None,
+) -> list[PlannedShift]:
+    """Choose devices and strengths so that scores of the untouched model spread evenly from unharmed to ruined.
+
+    Every family comes once before a family comes again. About a sixth of the battery cannot be mended. These devices
+    and as many others get the strengths that do the most harm. A device without any effect stays, at strength 1.
+
+    Args:
+        inputs: Home inputs to try strengths on; about 1,000 samples are enough.
+        devices: What there is to choose from, the most important families first.
+        score: Scores the untouched model on shifted inputs; higher is better. Asked once for the inputs themselves
+            and up to five times per device.
+        size: The number of shifts in the battery.
+        seed: Seed of the devices and of the choice which of them do how much harm.
+        ruined: The score of a useless model, e.g. of guessing. Harm beyond it does not count. By default that is the
+            lowest score found.
+
+    Returns:
+        The battery, in the order of `devices`. `shift(inputs, seed)` with the same seed gives what was scored here.
+
+    Raises:
+        DataError: If there is no device to choose from, or the size is below one.
+    """
+    if not devices or size < 1:
+        raise DataError(f"Expected devices and a size from 1, got {len(devices)} and {size}. Try list_devices(inputs).")
+    clean = score(inputs)
+
+    def harm(device: SimulatedDevice, strength: float) -> float:
+        """Measure how far the score falls; what is no number is ruin."""
+        found = score(device.apply(inputs, strength, seed))
+        most = math.inf if ruined is None else clean - ruined
+        return min(clean - found, most) if math.isfinite(found) else most
+
+    known = {index: {1.0: harm(device, 1.0)} for index, device in enumerate(devices) if not device.mendable}
+    uses = _choose(devices, size, [index for index in known if known[index][1.0] >= _half_of_greatest(known)])
+    for index in set(uses):
+        for strength in FIRST_STRENGTHS[1:] if index in known else FIRST_STRENGTHS:
+            known.setdefault(index, {})[strength] = harm(devices[index], strength)
+    reach = {index: max(filter(math.isfinite, known[index].values()), default=0.0) for index in uses}
+    ruin = max(reach.values())
+    aims = _spread(uses, reach, [devices[index].mendable for index in uses], ruin, seed)
+    plan = []
+    for index in sorted(set(uses)):
+        wanted = [aim for use, aim in zip(uses, aims, strict=True) if use == index]
+        _refine(known[index], wanted, ruin / (4 * size), functools.partial(harm, devices[index]))
+        plan += [PlannedShift(devices[index], strength) for strength in _pick(known[index], wanted)]
+    return plan
+
+
+def _choose(devices: Sequence[SimulatedDevice], size: int, ruinous: Sequence[int]) -> list[int]:
+    """Choose devices by number, each time of the family and then the device that were chosen the least often.
+
+    A part of the battery is kept for `ruinous` devices, which cannot be mended.
+    """
+    families, chosen = Counter[str](), Counter[int]()
+    uses: list[int] = []
+    quota = min(round(UNMENDABLE_SHARE * size), len({devices[index].family for index in ruinous}))
+    for place in range(size):
+        among = ruinous if place < quota else range(len(devices))
+        index = min(among, key=lambda index: (families[devices[index].family], chosen[index], index))
+        families[devices[index].family] += 1
+        chosen[index] += 1
+        uses.append(index)
+    return uses
+
+
+def _spread(
+    uses: Sequence[int], reach: Mapping[int, float], mendable: Sequence[bool], ruin: float, seed: int
+) -> list[float]:
+    """Assign to every use of a device the harm it should do, evenly from none to ruin.
+
+    The greatest harm goes to the devices that cannot be mended and to others drawn at random, if they reach so far.
+    """
+    rng = random.Random(seed)
+    waiting = list(range(len(uses)))
+    rng.shuffle(waiting)
+    waiting.sort(key=lambda use: mendable[use])
+    severe = max(1, math.ceil(SEVERE_SHARE * len(uses)))
+    first = waiting[:severe]
+    rng.shuffle(first)
+    waiting[:severe] = first
+    aims = [0.0] * len(uses)
+    for step in reversed(range(len(uses))):
+        aim = ruin * (step + 0.5) / len(uses)
+        able = [use for use in waiting if reach[uses[use]] >= aim]
+        use = able[0] if able else max(waiting, key=lambda use: reach[uses[use]])
+        aims[use] = aim
+        waiting.remove(use)
+    return aims
+
+
+def _refine(known: dict[float, float], aims: Sequence[float], tolerance: float, harm: Callable[[float], float]) -> None:
+    """Try more strengths of a device where its harm is still far from an aim."""
+    while len(known) < max(MAX_SCORES_PER_DEVICE, len(aims)):
+        distance = {aim: min(abs(found - aim) for found in known.values()) for aim in aims}
+        aim = max(distance, key=lambda aim: distance[aim])
+        if distance[aim] <= tolerance and len(known) >= len(aims):
+            return
+        strength = _between(known, aim)
+        known[strength] = harm(strength)
+
+
+def _between(known: Mapping[float, float], aim: float) -> float:
+    """Interpolate the least strength that may do so much harm; without one, halve the widest gap of strengths."""
+    points = [(0.0, 0.0), *sorted(known.items())]
+    for (weaker, less), (stronger, more) in itertools.pairwise(points):
+        if less < aim <= more:
+            share = (aim - less) / (more - less) if math.isfinite(more) else 0.5
+            return weaker + (stronger - weaker) * min(0.8, max(0.2, share))
+    strengths = [strength for strength, _ in points]
+    gaps = [(after - before, before) for before, after in itertools.pairwise(strengths)]
+    width, start = max(gaps)
+    return start + width / 2
+
+
+def _pick(known: Mapping[float, float], aims: Sequence[float]) -> list[float]:
+    """Pick for every aim the strength that comes closest, no strength twice, and none without effect if possible."""
+    left = dict(sorted(known.items(), reverse=True))
+    picked = []
+    for aim in sorted(aims, reverse=True):
+        effective = [strength for strength, found in left.items() if found != 0]
+        strength = min(effective or left, key=lambda strength: abs(left[strength] - aim))
+        picked.append(strength)
+        del left[strength]
+    return sorted(picked)
+
+
+def _half_of_greatest(known: Mapping[int, Mapping[float, float]]) -> float:
+    """Halve the greatest harm at full strength: devices below do not show what failure looks like."""
+    return max((found[1.0] for found in known.values()), default=0.0) / 2
