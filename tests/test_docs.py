@@ -233,6 +233,7 @@ def test_no_page_names_a_folder_of_somebodys_machine(page: Path) -> None:
         "inputs.digits",
         "inputs.folders",
         "inputs.images",
+        "rehearsal.battery",
         "research.networks",
         "shifts",
     ],
