@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shiftmend.errors import DataError
 from shiftmend.research.analysis.comparisons import by_place
-from shiftmend.research.bench.benchmark import SIGNALS, UNADAPTED, Cell, Outcome, Result, Which, sees_labels
+from shiftmend.research.bench.benchmark import CLEAN, SIGNALS, UNADAPTED, Cell, Outcome, Result, Which, sees_labels
 
 FEWEST_POINTS = 3
 """Two points always correlate by 1 or -1."""
@@ -208,8 +208,15 @@ class Judge:
 
 
 def near_clean(results: Iterable[Result], clean: Iterable[Result], margin: float = MARGIN) -> dict[Cell, bool]:
-    """Call a cell good if its accuracy is at most `margin` below that of its seed's source model on clean images."""
-    at_home = {result.cell.seed: result.last.accuracy for result in clean if result.last is not None}
+    """Call a cell good if its accuracy is at most `margin` below that of its seed's source model on clean images.
+
+    Clean images of other source models, such as `clean without pretraining`, are passed over.
+    """
+    at_home = {
+        result.cell.seed: result.last.accuracy
+        for result in clean
+        if result.last is not None and result.cell.shift == CLEAN
+    }
     return {
         # As floats, 0.8 - 0.7 is above 0.1.
         cell: at_home[cell.seed] - result.last.accuracy <= margin + 1e-9

@@ -45,6 +45,11 @@ Root = Path | None
 """The folder of the data sets, or None for the folder in the environment."""
 
 
+def is_clean(shift: str) -> bool:
+    """Tell if the name stands for unshifted images."""
+    return shift.partition(" ")[0] == CLEAN
+
+
 def sees_labels(row: str) -> bool:
     """Tell by its name if a row belongs to a method that is given the target's labels, and so is no rival of others.
 
@@ -172,6 +177,10 @@ class Benchmark:
     seeds: tuple[int, ...] = SEEDS
     small: bool = False
     """The network is so small that one thread beats several, and one process a core fits into memory."""
+    clean_sets: tuple[str, ...] = (CLEAN,)
+    """Names of clean images, `clean` first. Others begin with `clean `, and belong to source models of some shifts."""
+    by_class: bool = False
+    """Also score each class: where classes differ in size, their mean is another figure than the accuracy."""
     cells_per_gpu: int = 1
     """Cells to run side by side on one GPU, for networks that leave most of it idle."""
 
@@ -240,3 +249,14 @@ class Result:
     @property
     def failed(self) -> bool:
         return self.error is not None
+
+    @property
+    def class_accuracy(self) -> dict[str, float]:
+        """The accuracy of each class at the end of the run, without classes that do not occur; empty if not scored."""
+        found: dict[str, float] = self.manifest.get("class_accuracy", {})
+        return found
+
+    @property
+    def mean_class_accuracy(self) -> float | None:
+        """The mean of the accuracies of the classes, each of which counts as much as any other."""
+        return sum(self.class_accuracy.values()) / len(self.class_accuracy) if self.class_accuracy else None

@@ -29,7 +29,7 @@ from shiftmend.inputs.feed import Feed
 from shiftmend.inputs.images import Split
 from shiftmend.introspection.model_state import restore, snapshot
 from shiftmend.methods import METHODS
-from shiftmend.passes.evaluation_pass import run_pass, without_labels
+from shiftmend.passes.evaluation_pass import Observation, run_pass, without_labels
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.profile import Profile
 from shiftmend.research.bench.benchmark import (
@@ -171,6 +171,8 @@ def _run_offline(given: CellInputs, result: Result, rates: Sequence[float], tick
     adapted = kept.adaptation.model
     seen = signals.observe(adapted, given.feed(target.adapt, protocol.batch_size), given.profile)
     manifest = result.manifest | kept.adaptation.manifest | {"reliability": kept.reliability[kept.last.epoch]}
+    if given.resources.benchmark.by_class:
+        manifest["class_accuracy"] = _score_classes(given, adapted, target.score)
     if rates:
         manifest |= {
             "learning_rate_chosen": "by the verification slices",
@@ -366,6 +368,30 @@ def _run_online(given: CellInputs, result: Result, tick: Tick) -> Result:
         epochs=1,
         manifest=manifest,
     )
+
+
+def _score_classes(given: CellInputs, model: nn.Module, images: Images) -> dict[str, float]:
+    """Compute the accuracy of each class that occurs, by the class's name."""
+    feed = Feed(
+        labelled(images),
+        batch_size=given.protocol.batch_size,
+        device=given.resources.device,
+        preprocess=given.resources.benchmark.preprocess,
+        what="target data",
+    )
+    counted: dict[int, tuple[int, int]] = {}
+
+    def update(seen: Observation) -> None:
+        assert seen.labels is not None
+        hits = seen.activations["logits"].argmax(1) == seen.labels
+        for label in seen.labels.unique().tolist():
+            own = hits[seen.labels == label]
+            right, number = counted.get(label, (0, 0))
+            counted[label] = right + int(own.sum()), number + len(own)
+
+    run_pass(model, feed.labelled_batches(), update, taps={"logits": given.profile.specs["logits"]})
+    names = images.classes or tuple(str(label) for label in range(max(counted) + 1))
+    return {names[label]: counted[label][0] / counted[label][1] for label in sorted(counted)}
 
 
 def _measure_restoration(given: CellInputs, adapted: nn.Module, target: Target) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from shiftmend.research.analysis.comparisons import Comparison, leads
 from shiftmend.research.bench.benchmark import CLEAN, UNADAPTED, Benchmark, Result, Which, sees_labels
@@ -257,6 +258,14 @@ def about_clean(
     """Give the source model's score on clean images, beside what is published of it."""
     if METRICS[metric].of_the_run:
         return []
+    options: dict[str, Any] = {"metric": metric, "which": which, "beside": beside}
+    notes = [_about_clean_set(results, benchmark, name, **options) for name in benchmark.clean_sets]
+    return [note for note in notes if note]
+
+
+def _about_clean_set(
+    results: Sequence[Result], benchmark: Benchmark, clean: str, *, metric: str, which: Which, beside: Sequence[Beside]
+) -> str:
     said = ""
     for side in beside or (None,):
         grid = Grid(
@@ -264,28 +273,30 @@ def about_clean(
             benchmark=benchmark.name,
             protocol="offline",
             methods=[UNADAPTED],
-            shifts=[CLEAN],
+            shifts=[clean],
             metric=metric,
             which=which,
             beside=side,
         )
-        ours, there, _ = grid.comparisons({CLEAN: (CLEAN,)})[UNADAPTED, CLEAN]
+        ours, there, _ = grid.comparisons({clean: (clean,)})[UNADAPTED, clean]
         if ours.value is None:
-            return []
+            return ""
         column = Column("", digits=grid.shown.digits)
         if not said:
-            said = f"{grid.shown.title} of {clean_source(benchmark)} on clean images: {format_number(ours, column)}"
+            said = (
+                f"{grid.shown.title} of {clean_source(benchmark, clean)} on clean images: {format_number(ours, column)}"
+            )
             said += f" ({'one seed' if len(ours.seeds) == 1 else f'{len(ours.seeds)} seeds'})"
         said += "" if there.value is None else f", in the {side} {format_number(there, column)}"
-    return [said]
+    return said
 
 
-def clean_source(benchmark: Benchmark) -> str:
+def clean_source(benchmark: Benchmark, clean: str = CLEAN) -> str:
     """Name the model that is scored on clean images, with its shifts where other shifts have another model."""
     setting = benchmark.settings.get("offline", {}).get(UNADAPTED)
     if setting is None:
         return "the source model"
-    name = benchmark.source_for(setting, CLEAN)
+    name = benchmark.source_for(setting, clean)
     own = [shift for shift in benchmark.shifts if benchmark.source_for(setting, shift) == name]
     return "the source model" if len(own) == len(benchmark.shifts) else f"the source model {name} (of {', '.join(own)})"
 

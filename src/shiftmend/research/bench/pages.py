@@ -20,7 +20,16 @@ from shiftmend.methods import METHODS
 from shiftmend.methods.fr import Alignment
 from shiftmend.research.analysis import comparisons, correlations
 from shiftmend.research.bench import footnotes, published, tables
-from shiftmend.research.bench.benchmark import CLEAN, UNADAPTED, Benchmark, Cell, Result, labelled_methods, sees_labels
+from shiftmend.research.bench.benchmark import (
+    CLEAN,
+    UNADAPTED,
+    Benchmark,
+    Cell,
+    Result,
+    is_clean,
+    labelled_methods,
+    sees_labels,
+)
 from shiftmend.research.bench.grids import METRICS, Beside, Grid
 from shiftmend.research.bench.plan import variants_of, with_another_source
 from shiftmend.research.bench.rendering import Column, Entry, Row, Table, escape_markdown, render
@@ -35,6 +44,11 @@ ONCE = (
     "`last` is the end of a run. Where there are published figures, those of the paper and of the authors' re-run of "
     "their code stand beside ours. A note stands under the first table that it belongs to, and is not said again. "
     "See [benchmarks](../benchmarks.md) for the methods, and for how to read a table."
+)
+
+CLASSES = (
+    "Accuracy at the end of the run. The mean over classes counts each class alike, however many images it has; the "
+    "literature gives this mean for VisDA-C."
 )
 
 EPOCHS = (
@@ -100,6 +114,7 @@ def page(
         ("Notes", [notes.strip()] if notes.strip() else []),
         ("Accuracy and calibration", [ONCE, *_clean(main), *averages(main)]),
         ("Each shift", by_shift(main)),
+        ("Each class", _introduce(CLASSES, by_class(main))),
         ("Which epoch: last, selected, best", _introduce(EPOCHS, choice_of_epoch(main))),
         ("Few images", _introduce(FEW, [*few_shot(parts), *few_verdicts(parts)])),
         ("Online", _introduce(ONLINE, _online(run))),
@@ -149,7 +164,7 @@ class Part:
     @property
     def results(self) -> list[Result]:
         """The results on shifts; clean images are none."""
-        return [result for result in self.reading.results if result.cell.shift != CLEAN]
+        return [result for result in self.reading.results if not is_clean(result.cell.shift)]
 
     @property
     def methods(self) -> list[str]:
@@ -339,6 +354,7 @@ def _clean(part: Part) -> list[Block]:
 
 def averages(part: Part, metrics: Sequence[str] = ("accuracy", "ece")) -> list[Block]:
     """Show means over all shifts beside the paper and the authors' re-run, then those over groups of shifts."""
+    metrics = [*metrics, "mean_class_accuracy"] if part.benchmark.by_class else metrics
     if not part.whole:
         number = len(part.benchmark.shifts)
         return [f"No mean is taken before all {number} shifts have been run; see the figures of each shift below."]
@@ -395,6 +411,31 @@ def _per_shift(part: Part, metric: str, beside: Beside | None) -> Table:
     groups = part.benchmark.groups if part.whole else {}
     table = tables.per_shift(part.results, **part.about(groups=groups, metric=metric, beside=beside))
     return table if part.whole else tables.drop_means(table)
+
+
+def by_class(part: Part) -> list[Block]:
+    """Show the accuracy of each class and their mean, a table for each shift, as a mean over seeds."""
+    blocks: list[Block] = []
+    for shift in part.shifts:
+        scored = [result for result in part.results if result.cell.shift == shift and result.class_accuracy]
+        classes = list(dict.fromkeys(name for result in scored for name in result.class_accuracy))
+        rows = []
+        for method in part.methods:
+            own = [result.class_accuracy for result in scored if result.cell.method == method]
+            means = {name: _mean([each[name] for each in own if name in each]) for name in classes}
+            known = [value for value in means.values() if value is not None]
+            entries = [Entry(None if value is None else 100 * value) for value in (*means.values(), _mean(known))]
+            rows += [Row(method, tuple(entries))] if own else []
+        if rows:
+            columns = tuple(Column(name) for name in (*classes, "mean"))
+            title = f"{part.benchmark.name}, {part.protocol}: accuracy of each class on {shift}"
+            note = f"accuracy in percent, mean over {counted(len({r.cell.seed for r in scored}), 'seed')} or fewer"
+            blocks.append(Table(title, "method", columns, tuple(rows), (note,)))
+    return blocks
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def choice_of_epoch(part: Part) -> list[Block]:
@@ -832,7 +873,7 @@ def _digests(part: Part) -> list[Block]:
     if not found:
         return []
     lines = ["| shift | images | SHA-256 of the inputs, first 16 digits |", "| :-- | --: | :-- |"]
-    for shift in (*part.benchmark.shifts, CLEAN):
+    for shift in (*part.benchmark.shifts, *part.benchmark.clean_sets):
         for samples, digest in found.get(shift, {}):
             lines.append(f"| {escape_markdown(shift)} | {samples:,} | `{digest[:16]}` |")
     mixed = footnotes.about_mixtures(part.reading.results)

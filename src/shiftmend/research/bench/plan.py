@@ -23,6 +23,7 @@ from shiftmend.research.bench.benchmark import (
     Protocol,
     Root,
     Setting,
+    is_clean,
 )
 from shiftmend.research.bench.resources import probe_preprocess
 
@@ -63,7 +64,7 @@ def plan(
     """
     settings = settings_of(benchmark, protocol)
     methods = choose(methods, settings, "method", f"{benchmark.name}, {protocol}")
-    shifts = choose(shifts, (*benchmark.shifts, CLEAN), "shift", benchmark.name)
+    shifts = choose(shifts, (*benchmark.shifts, *benchmark.clean_sets), "shift", benchmark.name)
     seeds = list(dict.fromkeys(benchmark.seeds if seeds is None else seeds))
     if not seeds:
         raise DataError("Expected at least one seed, got none. Leave the choice out for the benchmark's own.")
@@ -71,7 +72,7 @@ def plan(
         (method, shift): hash_recipe(benchmark, protocol, settings[method], shift, rates, root, former)
         for shift in shifts
         for method in methods
-        if shift != CLEAN or (method == UNADAPTED and protocol == "offline")
+        if not is_clean(shift) or (method == UNADAPTED and protocol == "offline")
     }
     if not recipes:
         raise DataError(f"there is nothing to run: {CLEAN} is a shift for {UNADAPTED} and offline alone")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shiftmend.research.bench.benchmark import CLEAN, UNADAPTED, Benchmark, Cell, Origin, Result, Root
+from shiftmend.research.bench.benchmark import UNADAPTED, Benchmark, Cell, Origin, Result, Root
 from shiftmend.research.bench.plan import OUTDATED_KL, plan
 from shiftmend.research.bench.store import load_results
 from shiftmend.research.bench.suite import find
@@ -94,7 +94,8 @@ def _take_current(results: Sequence[Result], before: Mapping[Cell, Cell]) -> lis
 def _find_clean(benchmark: Benchmark, results: Sequence[Result], seeds: set[int], root: Root) -> list[Result]:
     if UNADAPTED not in benchmark.settings.get("offline", {}):
         return []
-    cells = set(plan(benchmark, "offline", methods=[UNADAPTED], shifts=[CLEAN], seeds=sorted(seeds), root=root))
+    shifts, numbers = benchmark.clean_sets, sorted(seeds)
+    cells = set(plan(benchmark, "offline", methods=[UNADAPTED], shifts=shifts, seeds=numbers, root=root))
     return [result for result in results if result.cell in cells]
 
 

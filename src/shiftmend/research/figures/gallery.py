@@ -214,7 +214,7 @@ class Request:
     def check_shifts(self) -> None:
         if self.shifts is not None:
             benchmark = find(self.benchmark)
-            choose(self.shifts, (*benchmark.shifts, CLEAN), "shift", benchmark.name)
+            choose(self.shifts, (*benchmark.shifts, *benchmark.clean_sets), "shift", benchmark.name)
 
     def chosen_shifts(self) -> list[str]:
         """Return the shifts that are named, in the benchmark's order, else its first."""

@@ -19,7 +19,7 @@ from shiftmend.methods.source_only import SourceOnly
 from shiftmend.research.analysis.comparisons import by_place
 from shiftmend.research.analysis.correlations import restoration_and_calibration
 from shiftmend.research.bench import footnotes
-from shiftmend.research.bench.benchmark import CLEAN, Result, Which, sees_labels
+from shiftmend.research.bench.benchmark import CLEAN, Result, Which, is_clean, sees_labels
 from shiftmend.research.bench.grids import METRICS, Beside, Grid
 from shiftmend.research.bench.rendering import Entry
 from shiftmend.research.figures import style
@@ -57,7 +57,7 @@ def select(
         result
         for result in results
         if (methods is None or result.cell.method in methods)
-        and (result.cell.shift != CLEAN if shifts is None else result.cell.shift in shifts)
+        and (not is_clean(result.cell.shift) if shifts is None else result.cell.shift in shifts)
     ]
     finished = by_place(wanted)
     if not finished:
@@ -243,7 +243,8 @@ def draw_shots(
     wanted = [
         result
         for result in results
-        if examples_per_class(result.cell.protocol) is not None and (shifts is not None or result.cell.shift != CLEAN)
+        if examples_per_class(result.cell.protocol) is not None
+        and (shifts is not None or not is_clean(result.cell.shift))
     ]
     over = list(dict.fromkeys(shifts if shifts is not None else (result.cell.shift for result in wanted)))
     grids = {}
@@ -456,7 +457,7 @@ def draw_reliability(results: Sequence[Result], methods: Sequence[str], shifts: 
     notes: list[str] = []
     over = ""
     if adapted:
-        grid = select([r for r in results if r.cell.shift != CLEAN], adapted, shifts)
+        grid = select([r for r in results if not is_clean(r.cell.shift)], adapted, shifts)
         places = [
             {(shift, seed) for (of, shift, seed), result in grid.cells.items() if of == method and not result.failed}
             for method in grid.methods

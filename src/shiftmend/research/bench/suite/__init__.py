@@ -12,7 +12,7 @@ import torch
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.methods import METHODS, method
 from shiftmend.profiles.presets import PRESETS
-from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Setting, labelled_methods, sees_labels
+from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Setting, is_clean, labelled_methods, sees_labels
 from shiftmend.utils.checks import brief
 from shiftmend.utils.python_files import describe_error, first_on_path, import_file, user_code
 
@@ -73,6 +73,8 @@ def list_problems(benchmark: Benchmark) -> Iterator[str]:
         for shift in members:
             if shift not in benchmark.shifts:
                 yield f"group {group!r} has the shift {shift!r}, expected some of {', '.join(benchmark.shifts)}"
+    if CLEAN not in benchmark.clean_sets or not all(map(is_clean, benchmark.clean_sets)):
+        yield f"clean_sets is {brief(benchmark.clean_sets)}, expected {CLEAN!r}, and others that begin with it"
     if set(benchmark.protocols) != set(benchmark.settings):
         yield (
             f"there are protocols {', '.join(benchmark.protocols)}, but settings for {', '.join(benchmark.settings)}; "
@@ -95,6 +97,6 @@ def _list_setting_problems(benchmark: Benchmark, row: str, setting: Setting) -> 
         yield f"sees labels: expected a name that begins with {labelled_methods()[0]!r}, by which tables know it"
     if setting.preset not in PRESETS:
         yield f"has the preset {setting.preset!r}, expected one of {', '.join(PRESETS)}"
-    sources = {benchmark.source_for(setting, shift) for shift in (*benchmark.shifts, CLEAN)}
+    sources = {benchmark.source_for(setting, shift) for shift in (*benchmark.shifts, *benchmark.clean_sets)}
     for source in sources - set(benchmark.sources):
         yield f"starts from {source!r}, expected one of {', '.join(benchmark.sources)}"
