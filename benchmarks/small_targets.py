@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import default_rates
 import shiftmend
-from shiftmend.adaptation.adapt import examine
+from shiftmend.adaptation.run import examine
 from shiftmend.engine.method import plan_stages
 from shiftmend.engine.rate_search import find_rate
 from shiftmend.inputs.feed import Feed

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shiftmend.adaptation.adapt import _Settings as Settings
-from shiftmend.adaptation.adapt import best_rate
+from shiftmend.adaptation.learning_rates import best_rate
 from shiftmend.adaptation.result import Adaptation
+from shiftmend.adaptation.run import Settings
 from shiftmend.engine.history import Epoch
 
 SETTINGS = Settings(

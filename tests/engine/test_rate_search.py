@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from worlds import World, sensors
 
-from shiftmend.adaptation.adapt import examine
+from shiftmend.adaptation.run import examine
 from shiftmend.engine import rate_search
 from shiftmend.engine.method import Stage, plan_stages
 from shiftmend.engine.rate_search import RateSearch, choose_rate, find_rate

@@ -15,10 +15,59 @@ from shiftmend.__about__ import __version__
 from shiftmend.engine.history import Epoch
 from shiftmend.errors import AdaptationError
 from shiftmend.introspection.model_state import full_state_dict, save_tensors
+from shiftmend.profiles.rehearsal import name_candidate
 from shiftmend.utils.checks import counted
 from shiftmend.utils.files import as_path, check_folder, replacing
 from shiftmend.utils.json import dumps
+from shiftmend.verification.estimate import Estimate
 from shiftmend.verification.verdict import Verification
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Estimates of the untouched model and of the returned one, on the target, without labels.
+
+    Attributes:
+        before: Estimate of the model as it came.
+        after: Estimate of the returned model.
+    """
+
+    before: Estimate | None
+    after: Estimate | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return both for a manifest."""
+        both = (("before", self.before), ("after", self.after))
+        return {name: one.to_json() for name, one in both if one is not None}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A candidate that `auto` tried.
+
+    Attributes:
+        name: Name of the method; `source-only` is the untouched model.
+        estimate: Its estimated score; None if nothing was rehearsed, or it failed.
+        signals: Its label-free signals on the target.
+        seconds: Time that it took.
+        failure: Why it failed, if it did.
+    """
+
+    name: str
+    estimate: Estimate | None
+    signals: dict[str, float] = field(default_factory=dict, repr=False)
+    seconds: float = 0.0
+    failure: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the candidate for a manifest."""
+        return {
+            "name": self.name,
+            "estimate": None if self.estimate is None else self.estimate.to_json(),
+            "signals": {name: float(f"{value:.6g}") for name, value in self.signals.items()},
+            "seconds": round(self.seconds, 3),
+            **({"failure": self.failure} if self.failure else {}),
+        }
 
 
 @dataclass(eq=False)
@@ -32,6 +81,9 @@ class Adaptation:
         before: Verification of the untouched model; None without a profile.
         after: Verification of the returned model.
         selected: The epoch that a choice without labels keeps.
+        estimate: Estimated score before and after; None unless the profile was rehearsed, or `auto` chose.
+        candidates: What `auto` tried.
+        reason: Why `auto` chose this candidate, in words.
 
     Example:
         >>> import torch, shiftmend
@@ -48,6 +100,9 @@ class Adaptation:
     before: Verification | None = None
     after: Verification | None = None
     selected: int = 0
+    estimate: Estimates | None = None
+    candidates: tuple[Candidate, ...] = ()
+    reason: str = ""
 
     @property
     def kept(self) -> Epoch:
@@ -94,6 +149,7 @@ class Adaptation:
         steps = self.history[-1].steps if self.history else None
         length = counted(epochs, unit) + (f" ({counted(steps, 'step')})" if unit == "round" and steps else "")
         lines = [f"Adaptation by {self.manifest['method']['name']}, {length}, {self.manifest['status']}"]
+        headline = self._describe_estimate()
         if self.manifest["kept"] == "selected":
             untouched = "" if self.selected else " (the model as it came)"
             lines[0] += f"; kept is {unit} {self.selected}{untouched}, chosen without labels"
@@ -103,7 +159,24 @@ class Adaptation:
             lines[0] += f"; learning rate {own:g}, chosen without labels of {every}"
         lines += [f"  before  {self.before}"] if self.before else []
         lines += [f"  after   {self.after}"] if self.after else []
-        return "\n".join(lines)
+        return "\n".join(headline + lines)
+
+    def _describe_estimate(self) -> list[str]:
+        """Return what was won, and what was done, for people."""
+        if self.estimate is None:
+            return []
+        before, after = self.estimate.before, self.estimate.after
+        lines = []
+        if before is not None and after is not None:
+            if before.reliable or after.reliable:
+                lines += [f"before  {before}", f"after   {after}"]
+            else:
+                lines.append(str(after))
+        if self.candidates:
+            tried = [name_candidate(one.name) for one in self.candidates]
+            name = name_candidate(self.manifest["method"]["name"])
+            lines.append(f"{name} was chosen of {', '.join(tried)}: {self.reason}")
+        return lines
 
 
 def name_rows(manifest: Mapping[str, Any]) -> Literal["epoch", "round"]:

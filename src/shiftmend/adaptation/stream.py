@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from shiftmend.accelerate.cuda_graphs import keep_buffers_in_place
 from shiftmend.accelerate.precision import nothing_cached
-from shiftmend.adaptation.adapt import check_profile, examine
+from shiftmend.adaptation.run import check_profile, examine
 from shiftmend.engine.method import Method, check_objective, compute_loss, describe_method, plan_stages
 from shiftmend.engine.modes import (
     enter_adapting_modes,

@@ -106,6 +106,11 @@ class Feed:
         return self._inputs
 
     @property
+    def labels(self) -> Tensor | None:
+        """All labels that came along, if the data is resident; for evaluation and rehearsal only."""
+        return self._labels
+
+    @property
     def samples(self) -> int:
         """Number of samples; a stream of unknown length is counted in its first whole pass."""
         if self._samples is None:

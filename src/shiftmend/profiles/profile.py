@@ -18,6 +18,7 @@ from shiftmend.introspection.taps import Tap
 from shiftmend.introspection.validate import unwrap
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.fingerprints import InputSummary
+from shiftmend.profiles.rehearsal import Rehearsal
 from shiftmend.stats.gaussians import FullGaussian, MarginalGaussian
 from shiftmend.stats.histograms import Bins, Histogram
 from shiftmend.stats.slices import Slices
@@ -38,7 +39,8 @@ class Profile:
     """Statistics of a source by name, and what they belong to. Make one with `shiftmend.profile`.
 
     `statistics` holds `tap.NAME`, the histogram of each tap; `gaussian`, that of the features; `slices.NAME`, sets of
-    slices of the features; and `inputs`, the moments of the inputs. The properties `taps`, `gaussian` and `slices` give access to them by type.
+    slices of the features; and `inputs`, the moments of the inputs. The properties `taps`, `gaussian` and `slices` give
+    access to them by type.
     `slices["verification"]` judges and is never aligned; `slices["alignment"]` is there for the preset `sliced` alone.
 
     `mean` and `deviation` `[D]` standardise the features before they are sliced. They stay the same when profiles are
@@ -70,6 +72,8 @@ class Profile:
     shares: tuple[float, ...] = ()
     """Shares of the parts of a mixture, in their order; empty for any other profile."""
     library: str = __version__
+    rehearsal: Rehearsal | None = None
+    """What shifts simulated at home taught; None before `shiftmend.rehearse`."""
 
     @cached_property
     def taps(self) -> dict[str, Histogram]:
@@ -297,6 +301,11 @@ class Profile:
         lines.append(f"  moments     {self.gaussian.kind} of the features")
         lines += [f"  slices      {s.histogram.units} for {name}" for name, s in self.slices.items()]
         lines.append(f"  model       architecture {self.architecture[:12]}, weights {self.weights[:12]}")
+        rehearsed = "none; try shiftmend.rehearse(model, held_out, profile)"
+        if self.rehearsal is not None:
+            record = self.rehearsal
+            rehearsed = f"{counted(len(record.shifts), 'simulated shift')}, candidates {', '.join(record.candidates)}"
+        lines.append(f"  rehearsal   {rehearsed}")
         return "\n".join(lines)
 
 
@@ -345,6 +354,7 @@ def _mix(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
         inputs=InputSummary.mix([part.inputs for part in parts], sizes),
         inputs_seen=round(sum(sizes)),
         shares=(),
+        rehearsal=None,  # It belongs to the profile that was rehearsed with.
         statistics={
             name: type(statistic).mix([part.statistics[name] for part in parts], times)
             for name, statistic in first.statistics.items()

@@ -31,6 +31,7 @@ from shiftmend.profiles import collect  # noqa: F401
 from shiftmend.profiles.fingerprints import InputSummary
 from shiftmend.profiles.presets import PRESETS
 from shiftmend.profiles.profile import Profile
+from shiftmend.profiles.rehearsal import Rehearsal
 from shiftmend.stats.gaussians import FullGaussian, MarginalGaussian
 from shiftmend.stats.histograms import Bins, Histogram, usable_units
 from shiftmend.stats.slices import Slices
@@ -57,6 +58,10 @@ _GROUPS = {"tap": "taps", "gaussian": "gaussian", "slices": "slices"}
 """Entries of the metadata by the first word of a statistic's name; all other names are under `statistics`."""
 
 
+_REHEARSAL = "rehearsal."
+"""Beginning of the names of a rehearsal's tensors."""
+
+
 def encode(profile: Profile) -> bytes:
     """Return the content of a profile's file."""
     profile = profile.to("cpu")
@@ -65,6 +70,10 @@ def encode(profile: Profile) -> bytes:
     for name, statistic in profile.statistics.items():
         tensors |= {f"{_tensor_prefix(name)}.{part}": tensor for part, tensor in statistic.tensors().items()}
     others = {name: entry for name, entry in entries.items() if _group(name) == "statistics"}
+    rehearsed: dict[str, Any] = {}
+    if profile.rehearsal is not None:
+        rehearsed["rehearsal"], own = profile.rehearsal.to_file()
+        tensors |= {f"{_REHEARSAL}{name}": tensor for name, tensor in own.items()}
     bins = profile.bins
     facts = {
         "library": profile.library,
@@ -87,6 +96,7 @@ def encode(profile: Profile) -> bytes:
         "inputs": profile.inputs.to_json(),
         "inputs_seen": profile.inputs_seen,
         **({"shares": list(profile.shares)} if profile.shares else {}),
+        **rehearsed,
     }
     # Tensors of a profile may share memory, which safetensors refuses.
     tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
@@ -193,7 +203,9 @@ def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     preset = _read_text(facts["preset"], "preset", ".*")
     # Directions are rebuilt from their seed, however many a file asks for, so the names of slices come first.
     _refuse(_slice_problems(preset, facts["slices"]))
-    _check_tensors(classes, tensors)
+    rehearsed = {name: tensor for name, tensor in tensors.items() if name.startswith(_REHEARSAL)}
+    _check_tensors(classes, {name: tensor for name, tensor in tensors.items() if name not in rehearsed})
+    rehearsal = _read_rehearsal(facts.get("rehearsal"), rehearsed)
     if not {"tap.features", "tap.logits"} <= set(entries):
         raise ProfileError("it lacks the taps 'features' and 'logits'")
     mean, deviation = tensors["features.mean"], tensors["features.deviation"]
@@ -217,7 +229,17 @@ def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
         inputs_seen=read_whole_number(facts["inputs_seen"], "the number of inputs"),
         shares=_read_shares(facts.get("shares", [])),
         library=_read_text(facts["library"], "library", "[ -~]{1,64}"),
+        rehearsal=rehearsal,
     )
+
+
+def _read_rehearsal(facts: Any, tensors: Mapping[str, Tensor]) -> Rehearsal | None:
+    """Read the rehearsal of a file, if it has one."""
+    if facts is None and not tensors:
+        return None
+    if any(tensor.dtype != torch.float32 for tensor in tensors.values()):
+        raise ProfileError("the tensors of its rehearsal should be float32")
+    return Rehearsal.from_file(facts, {name.removeprefix(_REHEARSAL): tensor for name, tensor in tensors.items()})
 
 
 def _find_class(name: str, kind: Any) -> type[Statistic]:

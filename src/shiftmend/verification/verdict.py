@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from shiftmend.profiles.profile import Profile
 from shiftmend.stats.divergences import sampling_floor
+from shiftmend.verification.estimate import Estimate
 
 RESTORED = 0.005
 """Divergence of the slices, without chance, below which features count as restored."""
@@ -53,6 +54,7 @@ class Verification:
         adapted: Whether the model was adapted to these very inputs.
         marginals: Mean divergence of the features plus that of the logits, unit by unit; None if not known.
         units: Features that vary at the source, if known: with one or two, chance varies more.
+        estimate: Estimated score of the model, from `verify` with a rehearsed profile.
 
     Example:
         >>> from shiftmend import Verification
@@ -67,6 +69,12 @@ class Verification:
     adapted: bool = False
     marginals: float | None = None
     units: int | None = None
+    estimate: Estimate | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return divergences, verdict and, if there is one, the estimate."""
+        facts = {name: value for name, value in vars(self).items() if name != "estimate"} | {"verdict": self.verdict}
+        return facts | ({} if self.estimate is None else {"estimate": self.estimate.to_json()})
 
     @property
     def excess(self) -> float:

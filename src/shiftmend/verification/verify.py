@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from shiftmend.errors import DataError
+from shiftmend.evaluation.classification import Scores
+from shiftmend.evaluation.evaluate import Evaluator
 from shiftmend.inputs.feed import Feed, Preprocess
 from shiftmend.introspection.model_state import on_device
+from shiftmend.introspection.outputs import Entry
 from shiftmend.introspection.validate import check_model, unwrap
-from shiftmend.passes.evaluation_pass import run_pass, without_labels
+from shiftmend.profiles import fingerprints
 from shiftmend.profiles.fingerprints import InputSummary
 from shiftmend.profiles.profile import Profile, as_profile
+from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal
 from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.progress import Progress, progress_bar
 from shiftmend.utils.rng import isolate_rng
-from shiftmend.verification.signals import VERIFIED, Tally
+from shiftmend.verification.estimate import Estimate, Estimator
+from shiftmend.verification.reading import Reading, read
 from shiftmend.verification.verdict import Verification
 
 
@@ -26,12 +34,17 @@ def verify(
     target: Any,
     profile: Profile | str | os.PathLike[str],
     *,
+    adaptation: Any = None,
+    labelled: Any = None,
     batch_size: int | None = None,
     preprocess: Preprocess | None = None,
+    output: Entry = None,
     device: str | torch.device = "auto",
     progress: Progress = None,
 ) -> Verification:
     """Judge without labels whether the features of a model, adapted or not, are distributed as at home.
+
+    With a rehearsed profile, `estimate` of the result is the model's accuracy on the target, with an interval.
 
     Inputs that seem to be preprocessed otherwise than at the source are warned of, as in `adapt`. Other weights are
     not, because a mended model rightly has them.
@@ -40,8 +53,13 @@ def verify(
         model: The model to judge. It runs in eval mode and gets its own modes back.
         target: A tensor, an array, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
         profile: The source's profile, or the name of its file.
+        adaptation: How the model was adapted: the result of `adapt` or its manifest. A model that `adapt` returned says
+            so itself, and one with the weights of the profile is untouched.
+        labelled: A few labelled samples of the target, as pairs of inputs and labels. They narrow the estimate, and
+            are shown beside it.
         batch_size: Samples in a batch.
         preprocess: Called with each batch on the device, before the model.
+        output: Entry of a tuple or dict that is the model's output; for `labelled` alone.
         device: Where to compute.
         progress: True shows a progress bar, False does not, None does so on a terminal.
 
@@ -71,13 +89,35 @@ def verify(
     ):
         profile.check_inputs(InputSummary.from_batches(feed.batches()))
         feed.on_batch = bar.advance
-        tally = Tally(profile.to(place))
-        taps = {name: profile.specs[name] for name in VERIFIED}
-        run_pass(
-            model,
-            without_labels(feed.batches()),
-            lambda seen: tally.update(seen.activations, len(seen.inputs)),
-            taps=taps,
-        )
-        with torch.no_grad():
-            return tally.verification()
+        how = _find_adaptation(model, profile, adaptation)
+        temperature = 1.0 if how is None else how[1]
+        reading = read(model, feed, profile, profile.rehearsal, temperature)
+    if profile.rehearsal is None:
+        return reading.verification
+    estimate = _estimate(reading, profile.rehearsal, how)
+    if labelled is not None:
+        evaluate = Evaluator(labelled, preprocess=preprocess, output=output, device=place, progress=False)
+        scores = evaluate(model)
+        if not isinstance(scores, Scores):
+            raise DataError("Expected labelled samples with class numbers, got quantities. Try shiftmend.evaluate.")
+        estimate = estimate.with_labels(round(scores.accuracy * scores.samples), scores.samples)
+    return replace(reading.verification, estimate=estimate)
+
+
+def _find_adaptation(model: nn.Module, profile: Profile, given: Any) -> tuple[str, float] | None:
+    """Return the method that a model was adapted by and the temperature in its head; None if nobody knows."""
+    manifest = getattr(given, "manifest", given)
+    if isinstance(manifest, Mapping):
+        temperature = manifest.get("calibration", {}).get("temperature", 1.0)
+        return str(manifest["method"]["name"]), float(temperature)
+    known = getattr(model, "shiftmend_adaptation", None)
+    if isinstance(known, Mapping):
+        return str(known["method"]), float(known["temperature"])
+    return (UNTOUCHED, 1.0) if fingerprints.weights(model) == profile.weights else None
+
+
+def _estimate(reading: Reading, record: Rehearsal, how: tuple[str, float] | None) -> Estimate:
+    if how is None:
+        reason = "it is not known how the model was adapted; pass adaptation=, the result of adapt or its manifest"
+        return Estimate(None, None, None, record.metric, (reason,))
+    return Estimator(record).estimate(how[0], reading.signals, reading.samples)

@@ -1,0 +1,330 @@
+"""`auto`: try several candidates on the target and keep the one that is estimated best.
+
+The untouched model is always a candidate, and wins unless another one is clearly better. With a rehearsed profile the
+estimates decide. Without one, the features decide, and the result says that nobody could know more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from shiftmend.adaptation.calibrate import find_temperature, fold_temperature
+from shiftmend.adaptation.result import Adaptation, Candidate, Estimates
+from shiftmend.adaptation.run import Settings, Task, check_compile, run_method
+from shiftmend.engine.method import Method, describe_method
+from shiftmend.errors import AdaptationError, DivergedError
+from shiftmend.introspection.validate import copy_model
+from shiftmend.methods import METHODS
+from shiftmend.methods import method as make_method
+from shiftmend.profiles.profile import Profile
+from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal, name_candidate
+from shiftmend.utils.checks import brief
+from shiftmend.utils.json import dumps
+from shiftmend.utils.processes import of_first_process, world_size
+from shiftmend.utils.progress import progress_bar
+from shiftmend.verification.estimate import Estimate, Estimator, choose
+from shiftmend.verification.reading import Reading, add_agreements, as_class_logits, read
+from shiftmend.verification.verdict import Verification
+
+logger = logging.getLogger(__name__)
+logger.addFilter(of_first_process)
+
+CANDIDATES = (UNTOUCHED, "match-mean", "match-moments", "adabn", "fr", "bufr", "bufr-im")
+"""Candidates of `auto`, the simplest first: of several that are as good, the simplest is kept."""
+
+MUCH_CLOSER = 0.7
+"""Without a rehearsal: slices, as a share of those of the untouched model, that a candidate must come below."""
+SIMPLER = 1.2
+"""Without a rehearsal: the simplest candidate is kept whose slices exceed the lowest by no more than this factor."""
+
+ADVICE = "try profile = shiftmend.rehearse(model, held_out_home_data, profile) at home"
+
+CandidateNames = Iterable[str | Method | type[Method]]
+
+
+@dataclass
+class Trial:
+    """One candidate on the target: its run and its reading, or why there is none."""
+
+    name: str
+    method: Method
+    adaptation: Adaptation | None = None
+    reading: Reading | None = None
+    failure: str | None = None
+    seconds: float = 0.0
+    signals: dict[str, float] = field(default_factory=dict)
+
+
+def list_candidates(given: CandidateNames | None, profile: Profile) -> dict[str, Method]:
+    """Return the candidates by name, the untouched model first.
+
+    Args:
+        given: Names, classes or instances of methods; None takes those that were rehearsed, else `CANDIDATES`.
+        profile: The source's profile.
+
+    Raises:
+        AdaptationError: If a candidate is unknown, needs labels, or is there twice.
+    """
+    if given is None:
+        rehearsed = profile.rehearsal.candidates if profile.rehearsal is not None else ()
+        # A method of one's own cannot be made from its name.
+        given = tuple(name for name in rehearsed if name in METHODS) or CANDIDATES
+    elif isinstance(given, str | Method | type) or not isinstance(given, Iterable):
+        raise AdaptationError(f"candidates is {brief(given)}, expected a list of methods, e.g. ['adabn', 'bufr']")
+    methods = {UNTOUCHED: make_method(UNTOUCHED)}
+    for one in given:
+        made = make_method("source-only" if one == "untouched" else one)
+        if made.takes_labels:
+            raise AdaptationError(f"{made.name} needs labels and cannot be a candidate")
+        if made.name in methods and made.name != UNTOUCHED:
+            raise AdaptationError(f"the candidate {made.name} is named twice; name each method once")
+        methods[made.name] = made
+    return methods
+
+
+def try_candidates(task: Task, settings: Settings, methods: Mapping[str, Method]) -> list[Trial]:
+    """Adapt by each candidate to the same target, and read each outcome.
+
+    A candidate that diverges or cannot work with the data counts as failed. Ctrl-C ends the trials.
+    """
+    assert task.profile is not None
+    before: Verification | None = None
+    trials: list[Trial] = []
+    size, reduced = task.feed.batch_size, task.feed.reduced_from
+    with progress_bar(settings.progress, "candidates", len(methods)) as bar:
+        for name, method in methods.items():
+            bar.advance(0, name_candidate(name))
+            trial = Trial(name, method)
+            started = time.perf_counter()
+            own = replace(settings, progress=False, checkpoint=_own_checkpoint(settings.checkpoint, name))
+            try:
+                trial.adaptation = run_method(task, method, check_compile(own, task, method), before)
+                trial.reading = _read(task, trial.adaptation.model)
+                before = trial.adaptation.before
+            except DivergedError as error:
+                trial.failure = str(error)
+            except AdaptationError as error:
+                if name == UNTOUCHED:
+                    raise
+                trial.failure = str(error)
+            finally:
+                if task.feed.may_resize:
+                    # A schedule of its own may have changed the batches, which must not reach the next candidate.
+                    task.feed.resize(size)
+                    task.feed.reduced_from = reduced
+            trial.seconds = time.perf_counter() - started
+            trials.append(trial)
+            bar.advance(1)
+            if trial.adaptation is not None and trial.adaptation.interrupted:
+                break
+    _add_signals(task, trials)
+    return trials
+
+
+def _read(task: Task, model: nn.Module) -> Reading:
+    assert task.profile is not None
+    return read(model, task.feed, task.profile, task.profile.rehearsal)
+
+
+def _add_signals(task: Task, trials: Sequence[Trial]) -> None:
+    """Join the signals of each trial by its agreement with the others, where samples come in one order."""
+    assert task.profile is not None
+    readings = {trial.name: trial.reading for trial in trials if trial.reading is not None}
+    if task.feed.resident or task.feed.keeps_order:
+        joined = add_agreements(readings, task.profile.rehearsal)
+    else:
+        joined = {name: dict(reading.signals) for name, reading in readings.items()}
+    for trial in trials:
+        trial.signals = joined.get(trial.name, {})
+
+
+def _own_checkpoint(checkpoint: str | os.PathLike[str] | None, name: str) -> str | None:
+    return None if checkpoint is None else f"{os.fspath(checkpoint)}.{name}"
+
+
+def adapt_auto(
+    task: Task, settings: Settings, candidates: CandidateNames | None, *, calibrate: bool = True
+) -> Adaptation:
+    """Try all candidates and return the one that is estimated best, calibrated.
+
+    Nothing is trained where the data are as at home.
+    """
+    if task.profile is None:
+        raise AdaptationError(
+            "method 'auto' needs a profile of the source, to judge its candidates; make one with shiftmend.profile, "
+            "or name a method"
+        )
+    if world_size() > 1:
+        raise AdaptationError("method 'auto' works in one process; use one process, or name a method such as 'bufr'")
+    if settings.on_epoch is not None:
+        raise AdaptationError("on_epoch follows one method, and 'auto' tries several; name a method")
+    methods = list_candidates(candidates, task.profile)
+    record = task.profile.rehearsal
+    if record is None:
+        trials = try_candidates(task, settings, methods)
+        return _finish_unrehearsed(trials)
+    estimator = Estimator(record)
+    first = try_candidates(task, settings, {UNTOUCHED: methods[UNTOUCHED]})
+    (untouched,) = first
+    assert untouched.reading is not None
+    if estimator.is_at_home(untouched.signals, untouched.reading.samples):
+        return _finish_at_home(untouched, estimator)
+    rest = {name: method for name, method in methods.items() if name != UNTOUCHED}
+    trials = [untouched, *try_candidates(task, settings, rest)]
+    _add_signals(task, trials)
+    return _finish_rehearsed(task, trials, estimator, calibrate)
+
+
+def _finish_at_home(untouched: Trial, estimator: Estimator) -> Adaptation:
+    """Return the untouched model: the data are as at home."""
+    result, reading = untouched.adaptation, untouched.reading
+    assert result is not None
+    assert reading is not None
+    estimate = estimator.estimate(UNTOUCHED, untouched.signals, reading.samples)
+    tried = (Candidate(UNTOUCHED, estimate, untouched.signals, untouched.seconds),)
+    return _complete(result, Estimates(estimate, estimate), tried, "the data are as at home, so nothing was changed")
+
+
+def _finish_rehearsed(task: Task, trials: Sequence[Trial], estimator: Estimator, calibrate: bool) -> Adaptation:
+    """Choose by the estimates."""
+    record = estimator.record
+    held: dict[str, Any] = {}
+    tried: list[Candidate] = []
+    for trial in trials:
+        if trial.reading is None:
+            tried.append(Candidate(trial.name, None, {}, trial.seconds, trial.failure))
+            continue
+        samples = trial.reading.samples
+        reasons = find_differences(trial.method, record)
+        estimate = estimator.estimate(trial.name, trial.signals, samples, reasons=reasons)
+        told = estimator.predict(trial.name, trial.signals, samples)
+        if told is not None and (estimate.reliable or trial.name == UNTOUCHED):
+            held[trial.name] = told
+        tried.append(Candidate(trial.name, estimate, trial.signals, trial.seconds, trial.failure))
+    name = choose(held, record.higher_is_better)
+    chosen = next(trial for trial in trials if trial.name == name)
+    assert chosen.adaptation is not None
+    assert chosen.reading is not None
+    before = tried[0].estimate
+    after = estimator.estimate(
+        name,
+        chosen.signals,
+        chosen.reading.samples,
+        chosen=True,
+        reasons=find_differences(chosen.method, record),
+    )
+    reason = "its estimate is the best"
+    if name == UNTOUCHED:
+        reason = "no candidate is clearly better than the untouched model"
+        if len(held) == 1:
+            reason = "the estimate of no other candidate holds, so the model was left as it came"
+    result = _complete(chosen.adaptation, Estimates(before, after), tuple(tried), reason)
+    if calibrate and name != UNTOUCHED:
+        calibrate_result(result, chosen.reading, task.profile)
+    return result
+
+
+def find_differences(method: Method, record: Rehearsal) -> list[str]:
+    """List how a method differs from what was rehearsed under its name, in words."""
+    rehearsed = record.methods.get(method.name)
+    if rehearsed is None:
+        return []
+    own = describe_method(method)
+    changed = [name for name in own if dumps(own[name]) != dumps(rehearsed.get(name))]
+    return [f"{method.name} was rehearsed with another {changed[0]}"] if changed else []
+
+
+def _finish_unrehearsed(trials: Sequence[Trial]) -> Adaptation:
+    """Choose by the features: slices must come much closer to home, and marginals and answers not speak against it."""
+    chosen, reason = _choose_by_features(trials)
+    assert chosen.adaptation is not None
+    nobody = Estimate(None, None, None, "accuracy", ("the profile was not rehearsed",))
+    tried = tuple(Candidate(trial.name, None, trial.signals, trial.seconds, trial.failure) for trial in trials)
+    result = _complete(chosen.adaptation, Estimates(nobody, nobody), tried, reason)
+    logger.warning("the profile was not rehearsed, so nobody can say what was won; %s", ADVICE)
+    return result
+
+
+def _choose_by_features(trials: Sequence[Trial]) -> tuple[Trial, str]:
+    untouched = trials[0]
+    before = untouched.reading
+    assert before is not None
+    if before.verification.verdict == "restored":
+        return untouched, "the features are as at home, so nothing was changed"
+    limits = {name: untouched.signals.get(name, float("inf")) for name in ("slices", "marginals")}
+    better = [
+        trial
+        for trial in trials[1:]
+        if trial.reading is not None
+        and trial.signals["slices"] < MUCH_CLOSER * limits["slices"]
+        and trial.signals["marginals"] < limits["marginals"]
+    ]
+    if not better:
+        return untouched, "no candidate brought the features much closer to home"
+    lowest = min(trial.signals["slices"] for trial in better)
+    chosen = next(trial for trial in better if trial.signals["slices"] <= SIMPLER * lowest)
+    return chosen, "it brought the features closest to home; whether answers are better is not known"
+
+
+def _complete(result: Adaptation, estimates: Estimates, tried: tuple[Candidate, ...], reason: str) -> Adaptation:
+    """Put estimates and candidates on the result and into its manifest."""
+    result.estimate, result.candidates, result.reason = estimates, tried, reason
+    result.manifest["chosen"] = {"by": "auto", "reason": reason}
+    result.manifest["candidates"] = [one.to_json() for one in tried]
+    result.manifest["estimate"] = estimates.to_json()
+    mark(result)
+    return result
+
+
+def mark(result: Adaptation, temperature: float = 1.0) -> None:
+    """Write on the model how it was adapted, so that `verify` knows which map to read."""
+    result.model.shiftmend_adaptation = {  # type: ignore[assignment]
+        "method": result.manifest["method"]["name"],
+        "temperature": temperature,
+    }
+
+
+def estimate_one(task: Task, method: Method, result: Adaptation, *, calibrate: bool = True) -> Adaptation:
+    """Add estimates before and after to the run of a named method, if the profile was rehearsed."""
+    if task.profile is None or task.profile.rehearsal is None or world_size() > 1:
+        mark(result)
+        return result
+    record = task.profile.rehearsal
+    estimator = Estimator(record)
+    untouched = copy_model(task.model).to(task.feed.device).eval()
+    readings = {UNTOUCHED: _read(task, untouched)}
+    if method.name != UNTOUCHED:
+        readings[method.name] = _read(task, result.model)
+    joined = add_agreements(readings, record)
+    before = estimator.estimate(UNTOUCHED, joined[UNTOUCHED], readings[UNTOUCHED].samples)
+    after = before
+    if method.name != UNTOUCHED:
+        reading, reasons = readings[method.name], find_differences(method, record)
+        after = estimator.estimate(method.name, joined[method.name], reading.samples, reasons=reasons)
+    result.estimate = Estimates(before, after)
+    result.manifest["estimate"] = result.estimate.to_json()
+    mark(result)
+    if calibrate and method.name != UNTOUCHED:
+        calibrate_result(result, readings[method.name], task.profile)
+    return result
+
+
+def calibrate_result(result: Adaptation, reading: Reading, profile: Profile | None) -> None:
+    """Fold the temperature into the head at which the mean confidence equals the estimated accuracy."""
+    after = result.estimate.after if result.estimate is not None else None
+    if profile is None or profile.rehearsal is None or profile.rehearsal.task != "classes":
+        return
+    if after is None or after.value is None or after.metric != "accuracy":
+        return
+    temperature = find_temperature(as_class_logits(reading.outputs), after.value)
+    refusal = fold_temperature(result.model, profile.specs["logits"], temperature)
+    if refusal is None:
+        mark(result, temperature)
+    result.manifest["calibration"] = {"temperature": temperature} if refusal is None else {"refused": refusal}

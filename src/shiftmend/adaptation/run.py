@@ -1,0 +1,476 @@
+"""One run of one method: what `adapt` is given is checked, a copy of the model is trained, the manifest completed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shiftmend.accelerate.memory_format import channels_last
+from shiftmend.accelerate.precision import Precision, cast_at_once
+from shiftmend.adaptation.result import Adaptation, environment
+from shiftmend.distributed.collectives import check_same, warn_without_process_group
+from shiftmend.engine import checkpoint as checkpoints
+from shiftmend.engine.batch_size import fit_batch_size, make_trial_step
+from shiftmend.engine.method import (
+    Method,
+    Network,
+    Stage,
+    describe_method,
+    plan_stages,
+    read_taps,
+)
+from shiftmend.engine.modes import make_ordinary
+from shiftmend.engine.schedule import SMALL_TARGET, plan_rounds
+from shiftmend.engine.trainer import VERIFIED_PER_EPOCH, Keep, OnEpoch, Trainer
+from shiftmend.errors import AdaptationError, DivergedError
+from shiftmend.inputs.feed import Feed, Preprocess
+from shiftmend.introspection.blocks import BlockNames, split_blocks
+from shiftmend.introspection.model_state import restore
+from shiftmend.introspection.modes import find_batch_norms
+from shiftmend.introspection.outputs import Entry
+from shiftmend.introspection.taps import Tap
+from shiftmend.introspection.trace import Trace, trace
+from shiftmend.introspection.validate import check_model, copy_model, unwrap
+from shiftmend.methods import METHODS
+from shiftmend.profiles import fingerprints
+from shiftmend.profiles.fingerprints import InputSummary
+from shiftmend.profiles.profile import Profile, as_profile
+from shiftmend.utils.checks import brief, check_function, counted, is_whole
+from shiftmend.utils.devices import max_resident_bytes, resolve_device
+from shiftmend.utils.files import as_path
+from shiftmend.utils.processes import of_first_process, world_size
+from shiftmend.utils.progress import Progress, progress_bar
+from shiftmend.utils.rng import isolate_rng
+from shiftmend.verification.signals import SignalReader, observe
+from shiftmend.verification.verdict import Verification
+
+logger = logging.getLogger(__name__)
+logger.addFilter(of_first_process)
+
+PRECISIONS = (torch.bfloat16, torch.float16)
+"""Types that autocast may run a network in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The keywords of `adapt`, checked."""
+
+    batch_size: int | None
+    seed: int
+    preprocess: Preprocess | None
+    blocks: BlockNames | None
+    output: Entry
+    device: str | torch.device
+    autocast: bool | torch.dtype
+    resident: bool
+    capture: bool
+    compile: bool
+    keep: Keep | None
+    on_epoch: OnEpoch | None
+    checkpoint: str | os.PathLike[str] | None
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and self.keep not in [*get_args(Keep)]:
+            raise AdaptationError(f"keep must be 'last' or 'selected', got {brief(self.keep)}")
+        if not is_whole(self.seed):
+            raise AdaptationError(f"the seed must be a whole number, got {brief(self.seed)}")
+        object.__setattr__(self, "seed", int(self.seed))  # Numbers of numpy do not fit into a manifest.
+        flags = ("resident", "capture", "compile")
+        for name in flags if isinstance(self.autocast, torch.dtype) else ("autocast", *flags):
+            given: Any = getattr(self, name)
+            if not isinstance(given, bool | np.bool_):  # The text "False" would count as true.
+                raise AdaptationError(f"{name} must be True or False, got {brief(given)}")
+            object.__setattr__(self, name, bool(given))
+        if isinstance(self.autocast, torch.dtype) and self.autocast not in PRECISIONS:
+            raise AdaptationError(f"autocast must be True, False, bfloat16 or float16, got {self.autocast}")
+        check_function(self.on_epoch, "on_epoch", "model, row")
+        if self.checkpoint is not None:
+            as_path(self.checkpoint, "checkpoint", AdaptationError)
+
+    @property
+    def precision(self) -> torch.dtype | None:
+        """Type that the network runs in; None is that of its weights."""
+        if isinstance(self.autocast, torch.dtype):
+            return self.autocast
+        return torch.bfloat16 if self.autocast else None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its profile and data, read and checked once, however many runs follow."""
+
+    model: nn.Module
+    profile: Profile | None
+    feed: Feed
+    wait_for_digest: Callable[[], str | None]
+    """Returns the fingerprint of the target's inputs, None of a stream; it is computed in the background."""
+
+    @functools.cached_property
+    def summary(self) -> InputSummary:
+        """Summary of the target's inputs; its first use warns if they differ from the source's."""
+        found = InputSummary.from_batches(self.feed.batches(self.feed.inference_batch_size))
+        if self.profile is not None:
+            self.profile.check_inputs(found)
+        return found
+
+
+def prepare(
+    model: nn.Module,
+    target: Any,
+    profile: Profile | str | os.PathLike[str] | None,
+    method: Method,
+    settings: Settings,
+    fits: bool | None = None,
+) -> Task:
+    """Read and check what an adaptation is given; nothing is read for a method that cannot be run.
+
+    `fits` says whether an earlier process, whose run is resumed, found room for what a loader gives. Kept data is
+    stepped through in another order than a stream, so memory that is free now must not decide again.
+    """
+    warn_without_process_group()
+    describe_method(method)
+    if world_size() > 1 and not method.several_processes:
+        able = ", ".join(name for name, kind in METHODS.items() if kind.several_processes)
+        raise AdaptationError(
+            f"{method.name} works in one process only, and these are {world_size()}: its loss needs the whole of a "
+            f"batch; use one process, or one of {able}"
+        )
+    model = unwrap(model, trained=True)
+    profile = check_profile(profile, model, method)
+    place = resolve_device(settings.device, model)
+    # Twice the limit is still less than what is free.
+    limit = None if fits is None else 2 * max_resident_bytes(place) if fits else 0
+    feed = Feed(
+        target,
+        batch_size=settings.batch_size,
+        device=place,
+        preprocess=settings.preprocess,
+        resident=settings.resident,
+        limit=limit,
+        what="target data",
+    )
+    if feed.never_shuffles:
+        logger.warning(
+            "the target data streams in a fixed order: if it is sorted, batches are one-sided; use shuffle=True"
+        )
+    digest = (lambda: None) if feed.inputs is None else fingerprints.start_digest(feed.inputs)
+    return Task(model, profile, feed, digest)
+
+
+def check_profile(profile: Profile | str | os.PathLike[str] | None, model: nn.Module, method: Method) -> Profile | None:
+    """Return the profile, read if a file is named; raise if it does not fit the model, or the method lacks one."""
+    profile = None if profile is None else as_profile(profile)
+    if profile is None and method.needs_profile:
+        raise AdaptationError(f"method {method.name!r} needs a profile of the source: make one with shiftmend.profile")
+    if profile is not None:
+        missing = [name for name in read_taps(method, profile) if name not in profile.taps]
+        if missing:
+            raise AdaptationError(f"the profile has no tap {missing[0]!r}; it has {', '.join(profile.taps)}")
+        profile.check_architecture(model)
+        profile.check_weights(model)
+    return profile
+
+
+def check_compile(settings: Settings, task: Task, method: Method) -> Settings:
+    """Switch `compile` off, with a warning, where it has no effect."""
+    if not (settings.compile and method.trains):
+        return replace(settings, compile=False)
+    reason = ""
+    if any(hasattr(module, "_orig_mod") for module in task.model.modules()):
+        reason = "a part of the model is compiled by itself, and runs uncompiled meanwhile"
+    elif not (settings.capture and _on_cuda(task.feed) and world_size() == 1):
+        reason = "only captured steps are compiled, of one process, on CUDA and with data that fits there"
+    if reason:
+        logger.warning("compile has no effect: %s", reason)
+    return replace(settings, compile=not reason)
+
+
+def _on_cuda(feed: Feed) -> bool:
+    return feed.inputs is not None and feed.inputs.is_cuda
+
+
+def run_method(task: Task, method: Method, settings: Settings, before: Verification | None = None) -> Adaptation:
+    """Adapt a fresh copy of the model once.
+
+    `before` is what another run has found of the same model on the same data.
+    """
+    adapted = copy_model(task.model).to(task.feed.device)
+    specs = task.profile.specs if task.profile else None
+    found: Trace | None = None
+
+    def probe() -> None:
+        """Run the model once: what shows that the model takes the inputs shows its taps and blocks, too."""
+        nonlocal found
+        samples = task.feed.examples(2)
+        if method.trains:
+            found = trace(adapted, samples[0], taps=specs, output=settings.output, original=task.model)
+        if not method.trains or len(samples) > 1:
+            check_model(adapted, samples, output=settings.output, original=task.model)
+
+    with isolate_rng(task.feed.device, probe) as draws:
+        try:
+            summary = task.summary  # Not earlier: inputs that the model refuses need no other remark.
+            # A model that draws random numbers does not return the same twice.
+            returned = None if found is None or draws else found.returned
+            channels_last(adapted, task.feed.first(2), settings.output, returned)
+            network, taps = _divide(adapted, found, task.profile, method, settings.blocks)
+            return _train(task, network, taps, method, settings, summary, before)
+        finally:
+            make_ordinary(adapted, task.model)
+
+
+def _train(
+    task: Task,
+    network: Network,
+    taps: dict[str, Tap],
+    method: Method,
+    settings: Settings,
+    summary: InputSummary,
+    before: Verification | None,
+) -> Adaptation:
+    adapted, feed, place = network.model, task.feed, task.feed.device
+    stages = plan_stages(method, network, task.profile)
+    if settings.keep is None:
+        settings = replace(settings, keep="selected" if any(stage.settles for stage in stages) else "last")
+    assert settings.keep is not None
+    profile = None if task.profile is None else task.profile.to(place)
+    precision: Precision = nullcontext
+    if settings.precision is not None:
+        precision = functools.partial(cast_at_once, adapted, place, settings.precision)
+    few = feed.may_resize and feed.batch_size < (feed.known_samples or math.inf) < SMALL_TARGET
+    if few and any(stage.settles for stage in stages):
+        feed.resize(feed.samples)
+    if feed.may_resize and stages:
+        # Memory that is free now must not decide again for a run that is resumed.
+        if (stored := checkpoints.stored_batch_size(settings.checkpoint)) is not None:
+            feed.resize(stored)
+        else:
+            trial = make_trial_step(adapted, profile, method, stages, taps, precision)
+            fit_batch_size(feed, trial, max(2, method.smallest_batch(profile)))
+    _refuse_unfit(method, feed, bool(stages) and bool(find_batch_norms(adapted)), task.profile)
+    manifest = _begin_manifest(task, method, settings, network, stages, summary)
+    check_same(str(manifest["source_weights"]), "model", place)
+    check_same(str(manifest["target"]), "target data", place)
+    signals = SignalReader(
+        adapted,
+        feed,
+        profile,
+        settings.output,
+        limit=VERIFIED_PER_EPOCH,
+        capture=settings.capture,
+        precision=precision,
+        logits=taps.get("logits"),
+    )
+    trainer = Trainer(
+        network,
+        feed,
+        profile,
+        method,
+        stages,
+        taps,
+        signals,
+        run=_identify(manifest, stages, feed),
+        seed=settings.seed,
+        keep=settings.keep,
+        on_epoch=settings.on_epoch,
+        checkpoint=None if settings.checkpoint is None else Path(settings.checkpoint),
+        precision=precision,
+        capture=settings.capture,
+        compile=settings.compile,
+    )
+    check_same(trainer.run, "run (profile, method, options, or whether the data fits into memory)", place)
+    total = sum(plan_rounds(stage, feed.steps_per_epoch).at_most for stage in stages)
+    with trainer.hold_checkpoint(), progress_bar(settings.progress, method.name, total) as trainer.bar:
+        started, status = time.perf_counter(), "finished"
+        trainer.load_checkpoint()
+        try:
+            if before is None:
+                before = _verify_before(trainer, profile, settings.output)
+            trainer.fit()
+        except KeyboardInterrupt:
+            if world_size() > 1:  # The others may be elsewhere: nothing can be asked of them any more.
+                raise
+            trainer.restore()
+            status = "interrupted"
+            epochs = counted(trainer.epochs, "epoch")
+            logger.warning("interrupted after %s; this is the state reached then", epochs)
+        except DivergedError as error:
+            error.adaptation = _finish(trainer, manifest, settings, before, "diverged", started)
+            raise
+        return _finish(trainer, manifest, settings, before, status, started)
+
+
+def _verify_before(trainer: Trainer, profile: Profile | None, output: Entry) -> Verification | None:
+    if profile is None:
+        return None
+    trainer.show_pass("verification before")
+    if trainer.signals.sees_all and not trainer.history:
+        # The first row of the history takes the same look at the same model.
+        before = trainer.signals.look_ahead().verification
+    else:
+        before = observe(trainer.model, trainer.feed, profile, output).verification
+    if not trainer.history and trainer.stages and before is not None and before.verdict == "restored":
+        logger.warning("the features are %s before anything is done: training may do harm", before)
+    return before
+
+
+def _finish(
+    trainer: Trainer,
+    manifest: dict[str, Any],
+    settings: Settings,
+    before: Verification | None,
+    status: str,
+    started: float,
+) -> Adaptation:
+    """Put the kept state into the model, verify it, and complete the manifest."""
+    model = trainer.model
+    model.eval()
+    if trainer.selected:
+        restore(model, trainer.selected)
+    selected = trainer.choice.kept.epoch if trainer.choice.kept is not None else 0
+    kept = selected if trainer.selected else trainer.epochs
+    trainer.show_pass("verification after")
+    after = before
+    try:
+        if trainer.profile is not None and (kept > 0 or after is None):
+            found = observe(model, trainer.feed, trainer.profile, settings.output).verification
+            after = None if found is None else replace(found, adapted=kept > 0)
+    except KeyboardInterrupt:  # The work is done; only its judgement is missing.
+        if world_size() > 1:
+            raise
+        after = None
+        logger.warning("the last verification was interrupted; ask shiftmend.verify for it")
+    adapted = fingerprints.weights(model)
+    check_same(adapted, "adapted model", trainer.feed.device)
+    if trainer.search is not None:
+        manifest |= {"learning_rate_chosen": "by a search", "learning_rate_search": trainer.search}
+    manifest |= {
+        "stages": [_describe_stage(stage) for stage in trainer.stages],
+        "status": status,
+        "selected_epoch": selected,
+        "epochs": trainer.epochs,
+        "steps": trainer.history[-1].steps if trainer.history else 0,
+        "seconds": round(time.perf_counter() - started, 3),
+        "seconds_in_epochs": round(sum(row.seconds for row in trainer.history), 3),
+        "verified_per_epoch": min(VERIFIED_PER_EPOCH, trainer.feed.samples),
+        "verification": {
+            name: value.to_json() for name, value in (("before", before), ("after", after)) if value is not None
+        },
+        "adapted_weights": adapted,
+        **({"compile": trainer.compile} if settings.compile else {}),  # Asked for, and it may not have worked.
+    }
+    return Adaptation(model, trainer.history, manifest, before, after, selected)
+
+
+def _begin_manifest(
+    task: Task,
+    method: Method,
+    settings: Settings,
+    network: Network,
+    stages: list[Stage],
+    summary: InputSummary,
+) -> dict[str, Any]:
+    """Return the part of the manifest that is known before training."""
+    feed, profile = task.feed, task.profile
+    reduced = settings.autocast if isinstance(settings.autocast, bool) else str(settings.precision)
+    return {
+        "method": describe_method(method),
+        "stages": [_describe_stage(stage) for stage in stages],
+        "preset": profile.preset if profile else None,
+        "learning_rate_chosen": _rate_origin(method),
+        "seed": settings.seed,
+        "batch_size": feed.epoch_batch_size,
+        **({"batch_size_reduced_from": feed.reduced_from} if feed.reduced_from is not None else {}),
+        "blocks": [list(block.modules) for block in network.blocks],
+        "resident": feed.resident,
+        "target": {"samples": feed.samples, "sha256": task.wait_for_digest(), **summary.to_json()},
+        "profile_sha256": hashlib.sha256(profile.to_bytes()).hexdigest() if profile else None,
+        "source_weights": fingerprints.weights(task.model),
+        "autocast": reduced,
+        **({"compile": True} if settings.compile else {}),
+        "kept": settings.keep,
+        "environment": {**environment(feed.device), "world_size": world_size()},
+    }
+
+
+def _describe_stage(stage: Stage) -> dict[str, Any]:
+    """Return a stage for the manifest; `settles` only where it does."""
+    facts = {name: value for name, value in asdict(stage).items() if name not in ("parameters", "settles", "searches")}
+    return facts | ({"settles": True} if stage.settles else {})
+
+
+def _identify(manifest: dict[str, Any], stages: list[Stage], feed: Feed) -> str:
+    """Return a name for everything that decides how a run goes, by which a checkpoint knows its run."""
+    facts = {key: value for key, value in manifest.items() if key != "environment"}
+    facts |= {"trained": [stage.parameters for stage in stages], "seen": fingerprints.digest(feed.first(64))}
+    return checkpoints.identify(facts)
+
+
+def _rate_origin(method: Method) -> str | None:
+    if not hasattr(method, "learning_rate"):
+        return None
+    return "given" if method.learning_rate is not None else "default, not tuned"
+
+
+def _refuse_unfit(method: Method, feed: Feed, normalises: bool, profile: Profile | None) -> None:
+    """Raise if a method cannot work with this data, before anything is trained; `normalises`: BatchNorm is moved."""
+    size = feed.epoch_batch_size or min(feed.batch_size, feed.samples)
+    smallest = method.smallest_batch(profile)
+    if smallest > 2 and size < smallest:
+        raise AdaptationError(f"batches of {size} are too small for {method.name}; it needs at least {smallest}")
+    if size < max(2 if normalises else 1, smallest):
+        one = "one target sample is" if feed.samples < 2 else "a batch size of one is"
+        purpose = "adapt BatchNorm with" if normalises else f"be a distribution that {method.name} can learn from"
+        raise AdaptationError(f"{one} too few to {purpose}; use at least two, better 256")
+    if size < world_size():
+        raise AdaptationError(
+            f"batches of {size} cannot be shared by {world_size()} processes, each of "
+            "which needs at least one sample; use larger batches or fewer processes"
+        )
+    if method.by_sample and not feed.resident:
+        raise AdaptationError(
+            f"{method.name} must know which sample is which, and streamed data does not say; pass a tensor, or data "
+            "of one size that fits into memory"
+        )
+    if method.takes_labels and not feed.keeps_order:
+        raise AdaptationError(
+            f"{method.name} takes labels in the order of the samples, and this loader shuffles them; use shuffle=False"
+        )
+
+
+def examine(
+    model: nn.Module, sample: Tensor, profile: Profile | None, method: Method, blocks: BlockNames | None, output: Entry
+) -> tuple[Network, dict[str, Tap]]:
+    """Find blocks and taps of a model, if the method trains something; other methods take any model."""
+    if not method.trains:
+        return Network(model, ()), {}
+    found = trace(model, sample, taps=profile.specs if profile else None, output=output)
+    return _divide(model, found, profile, method, blocks)
+
+
+def _divide(
+    model: nn.Module, found: Trace | None, profile: Profile | None, method: Method, blocks: BlockNames | None
+) -> tuple[Network, dict[str, Tap]]:
+    """Divide a traced model into blocks and find the taps that a method reads; without a trace there are none."""
+    if found is None:
+        return Network(model, ()), {}
+    names = read_taps(method, profile)
+    missing = [name for name in names if name not in found.taps]
+    if missing:
+        raise AdaptationError(f"there is no tap {missing[0]!r} without a profile, only {', '.join(found.taps)}")
+    network = Network(model, split_blocks(model, found, blocks), found.taps, found.head)
+    return network, {name: found.taps[name] for name in names}

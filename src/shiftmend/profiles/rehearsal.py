@@ -1,0 +1,312 @@
+"""`Rehearsal`: what shifts simulated at home taught about signals and scores. It travels in the profile.
+
+A cell is one simulated shift at one sample size, adapted to by one candidate: its score (known at home) and its signals
+(all that a site can see). The record holds the cells themselves; `verification/estimate.py` fits maps to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from shiftmend.errors import ProfileError
+from shiftmend.stats.statistics import read_whole_number
+
+Task = Literal["classes", "quantities"]
+UNTOUCHED = "source-only"
+"""Name of the candidate that changes nothing."""
+
+METRICS = {
+    ("classes", True): "accuracy",
+    ("classes", False): "agreement",
+    ("quantities", True): "rmse",
+    ("quantities", False): "deviation",
+}
+"""Names of the scores. Without labels, the model's own answers to the clean inputs stand in for them."""
+
+MAX_CLASSES = 64
+"""Classes up to which the confusion matrix is stored."""
+
+_TENSORS = {
+    "scores": 3,
+    "values": 4,
+    "home_mean": 2,
+    "home_deviation": 2,
+    "estimates": 3,
+    "scales": 3,
+    "chosen": 2,
+    "shares": 1,
+    "confusion": 2,
+    "output_mean": 1,
+    "output_deviation": 1,
+}
+"""Tensors of a record, with their numbers of dimensions."""
+
+
+@dataclass(frozen=True)
+class RehearsedShift:
+    """A simulated device at one strength; shifts of one family resemble each other."""
+
+    name: str
+    family: str
+    strength: float
+
+
+@dataclass(frozen=True, eq=False)
+class Rehearsal:
+    """Scores and signals of simulated shifts, by candidate. `shiftmend.rehearse` makes one.
+
+    In the shapes, F counts shifts, S sizes, C candidates and G signals. NaN stands for what could not be measured.
+
+    Attributes:
+        task: `"classes"` or `"quantities"`.
+        labelled: Whether home data had labels. If not, scores compare with the model's own clean answers.
+        samples: Held-out home samples.
+        sizes: Sample sizes that were rehearsed, ascending.
+        score: Score of the untouched model on unshifted home data.
+        temperature: Temperature that calibrates the untouched model at home; 1 for quantities.
+        thresholds: Confidence and negative entropy above which the share of home samples equals the score.
+        candidates: Names of the candidates. The first one is the untouched model.
+        methods: Name and hyper-parameters of each candidate.
+        signals: Names of the signals.
+        shifts: The simulated shifts.
+        scores: `[F, S, C]`.
+        values: Signals `[F, S, C, G]`.
+        home_mean: Mean of the untouched model's signals on unshifted home data of each size, `[S, G]`.
+        home_deviation: Their standard deviation between draws of that size, `[S, G]`.
+        estimates: What would have been estimated without the shift's family, `[F, S, C + 1]`; the last entry is that of
+            the candidate `auto` would have chosen.
+        scales: Expected size of the error of each estimate before conformal correction, `[F, S, C + 1]`.
+        chosen: Number of the candidate that `auto` would have chosen, `[F, S]`.
+        shares: Share of each class among the answers at home, `[classes]`; empty for quantities.
+        confusion: Counts by true class (rows) and answer (columns); empty beyond 64 classes, and for quantities.
+        output_mean: Mean of each output at home, `[outputs]`; empty for classes.
+        output_deviation: Its standard deviation.
+        settings: Options of `adapt` that were rehearsed with, such as the batch size.
+    """
+
+    task: Task
+    labelled: bool
+    samples: int
+    sizes: tuple[int, ...]
+    score: float
+    temperature: float
+    thresholds: tuple[float, float]
+    candidates: tuple[str, ...]
+    methods: Mapping[str, Mapping[str, Any]]
+    signals: tuple[str, ...]
+    shifts: tuple[RehearsedShift, ...]
+    scores: Tensor
+    values: Tensor
+    home_mean: Tensor
+    home_deviation: Tensor
+    estimates: Tensor
+    scales: Tensor
+    chosen: Tensor
+    shares: Tensor = field(default_factory=lambda: torch.empty(0))
+    confusion: Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    output_mean: Tensor = field(default_factory=lambda: torch.empty(0))
+    output_deviation: Tensor = field(default_factory=lambda: torch.empty(0))
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def metric(self) -> str:
+        """Name of the score: accuracy, agreement, rmse or deviation."""
+        return METRICS[self.task, self.labelled]
+
+    @property
+    def higher_is_better(self) -> bool:
+        """True for accuracy and agreement, False for errors."""
+        return self.task == "classes"
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Families of the shifts, each once, in order."""
+        return tuple(dict.fromkeys(shift.family for shift in self.shifts))
+
+    @property
+    def mean_error(self) -> float:
+        """Mean absolute error of `auto`'s estimates at home, each made without the family of its shift."""
+        truth = self.chosen_scores()
+        return float((self.estimates[..., -1] - truth).abs().nanmean())
+
+    def chosen_scores(self) -> Tensor:
+        """Return the true scores `[F, S]` of what `auto` would have chosen."""
+        return self.scores.gather(2, self.chosen.long().clamp_min(0).unsqueeze(2)).squeeze(2)
+
+    def index(self, candidate: str) -> int:
+        """Return the place of a candidate.
+
+        Raises:
+            ProfileError: If the candidate was not rehearsed.
+        """
+        if candidate not in self.candidates:
+            raise ProfileError(
+                f"{candidate!r} was not rehearsed, only {', '.join(self.candidates)}; rehearse with candidates=[...]"
+            )
+        return self.candidates.index(candidate)
+
+    def to_file(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return what a profile's file holds: facts as JSON, and float32 tensors by name."""
+        plain = ("task", "labelled", "samples", "score", "temperature")
+        facts = {name: getattr(self, name) for name in plain} | {
+            "sizes": list(self.sizes),
+            "thresholds": list(self.thresholds),
+            "candidates": list(self.candidates),
+            "methods": {name: dict(method) for name, method in self.methods.items()},
+            "signals": list(self.signals),
+            "shifts": [[shift.name, shift.family, shift.strength] for shift in self.shifts],
+            "settings": dict(self.settings),
+        }
+        return facts, {name: getattr(self, name).float().cpu() for name in _TENSORS}
+
+    @staticmethod
+    def from_file(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Rehearsal:
+        """Undo `to_file`; refuse what does not fit together, since a file may come from anywhere.
+
+        Raises:
+            ProfileError: If an entry is of the wrong kind or size.
+        """
+        names = {one.name for one in fields(Rehearsal)} - set(_TENSORS)
+        if not isinstance(facts, dict) or set(facts) != names or set(tensors) != set(_TENSORS):
+            raise ProfileError("the description of its rehearsal has missing or unknown entries")
+        if any(tensors[name].ndim != number for name, number in _TENSORS.items()):
+            raise ProfileError("its rehearsal has tensors with another number of dimensions")
+        if facts["task"] not in get_args(Task) or type(facts["labelled"]) is not bool:
+            raise ProfileError("its rehearsal has an unknown task")
+        texts = (*facts["candidates"], *facts["signals"], *(text for shift in facts["shifts"] for text in shift[:2]))
+        if not all(isinstance(text, str) and len(text) <= 200 and text.isprintable() for text in texts):
+            raise ProfileError("its rehearsal has names that are no text")
+        numbers = [facts["score"], facts["temperature"], *facts["thresholds"], *(shift[2] for shift in facts["shifts"])]
+        if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
+            raise ProfileError("its rehearsal has entries that are no finite numbers")
+        if facts["temperature"] <= 0 or len(facts["thresholds"]) != 2:
+            raise ProfileError("its rehearsal has no valid temperature or thresholds")
+        methods = facts["methods"]
+        if list(methods) != facts["candidates"] or not all(isinstance(one, dict) for one in methods.values()):
+            raise ProfileError("its rehearsal does not describe each candidate")
+        if not isinstance(facts["settings"], dict):
+            raise ProfileError("its rehearsal has no valid settings")
+        record = Rehearsal(
+            task=facts["task"],
+            labelled=facts["labelled"],
+            samples=read_whole_number(facts["samples"], "the number of rehearsed samples"),
+            sizes=tuple(read_whole_number(size, "a rehearsed size") for size in facts["sizes"]),
+            score=float(facts["score"]),
+            temperature=float(facts["temperature"]),
+            thresholds=(float(facts["thresholds"][0]), float(facts["thresholds"][1])),
+            candidates=tuple(facts["candidates"]),
+            methods=methods,
+            signals=tuple(facts["signals"]),
+            shifts=tuple(RehearsedShift(name, family, float(strength)) for name, family, strength in facts["shifts"]),
+            settings=facts["settings"],
+            **{name: tensors[name] for name in _TENSORS},
+        )
+        if problem := record.find_problem():
+            raise ProfileError(f"its rehearsal is not valid: {problem}")
+        return record
+
+    def find_problem(self) -> str | None:
+        """Return what is wrong with the sizes and numbers of the record, in words."""
+        shifts, sizes, candidates, signals = (
+            len(one) for one in (self.shifts, self.sizes, self.candidates, self.signals)
+        )
+        classes, outputs = len(self.shares), len(self.output_mean)
+        shapes = {
+            "scores": (shifts, sizes, candidates),
+            "values": (shifts, sizes, candidates, signals),
+            "home_mean": (sizes, signals),
+            "home_deviation": (sizes, signals),
+            "estimates": (shifts, sizes, candidates + 1),
+            "scales": (shifts, sizes, candidates + 1),
+            "chosen": (shifts, sizes),
+            "confusion": (classes, classes) if self.confusion.numel() else self.confusion.shape,
+            "output_deviation": (outputs,),
+        }
+        for name, shape in shapes.items():
+            if tuple(getattr(self, name).shape) != tuple(shape):
+                return f"{name} should be of shape {list(shape)}, got {list(getattr(self, name).shape)}"
+        if self.candidates[:1] != (UNTOUCHED,) or len(set(self.candidates)) < candidates:
+            return f"its candidates are {', '.join(self.candidates)}, expected {UNTOUCHED} first and each name once"
+        if not shifts or not sizes or list(self.sizes) != sorted(set(self.sizes)):
+            return "it has no shifts, or its sizes are not in order"
+        if (self.task == "classes") == (classes < 2):
+            return "its class shares do not fit its task"
+        if self.task == "classes" and not (abs(float(self.shares.sum()) - 1) < 1e-3 and bool((self.shares >= 0).all())):
+            return "its class shares do not add up to 1"
+        if self.task == "classes" and bool(((self.scores < 0) | (self.scores > 1)).any()):
+            return "it has an accuracy outside of 0 to 1"
+        if any(bool(getattr(self, name).isinf().any()) for name in _TENSORS):
+            return "it has infinite entries"
+        if bool((self.chosen.isnan() | (self.chosen < 0) | (self.chosen >= candidates)).any()):
+            return "it names candidates that it does not have"
+        return None
+
+    def __str__(self) -> str:
+        return describe(self)
+
+
+def empty_estimates(record: Rehearsal) -> Rehearsal:
+    """Return a record whose estimates are not made yet."""
+    shape = (len(record.shifts), len(record.sizes), len(record.candidates) + 1)
+    nothing = torch.full(shape, math.nan)
+    return replace(record, estimates=nothing, scales=nothing, chosen=torch.zeros(shape[:2]))
+
+
+def name_candidate(name: str) -> str:
+    """Return what people call a candidate."""
+    return "untouched" if name == UNTOUCHED else name
+
+
+def format_score(value: float, task: Task) -> str:
+    """Write a score for people: accuracy in percent, an error in its own unit."""
+    if math.isnan(value):
+        return "-"
+    return f"{100 * value:.1f} %" if task == "classes" else f"{value:.4g}"
+
+
+def describe(record: Rehearsal) -> str:
+    """Return a table a person can read: each shift, its scores, and what would have been estimated.
+
+    Args:
+        record: The rehearsal. Scores are those of the largest size.
+    """
+    names = [name_candidate(name) for name in record.candidates]
+    head = ["shift", "strength", *names, "auto takes", "estimated", "true"]
+    rows = []
+    for place, shift in enumerate(record.shifts):
+        number = int(record.chosen[place, -1])
+        truth, guess = float(record.scores[place, -1, number]), float(record.estimates[place, -1, -1])
+        scores = [format_score(float(value), record.task) for value in record.scores[place, -1]]
+        strength = f"{shift.strength:.2f}" if shift.strength else ""
+        both = [format_score(value, record.task) for value in (guess, truth)]
+        rows.append([shift.name, strength, *scores, names[number], *both])
+    source = "with labels" if record.labelled else "without labels: scores compare with its own clean answers"
+    at_home = format_score(record.score, record.task)
+    unit = " points" if record.task == "classes" else ""
+    error = (100 if record.task == "classes" else 1) * record.mean_error
+    lines = [
+        f"Rehearsal of {len(record.shifts)} simulated shifts on {record.samples:,} samples from home, {source}",
+        f"  {record.metric} at home {at_home}; sizes {', '.join(f'{size:,}' for size in record.sizes)}",
+        *_tabulate(head, rows),
+        f"  mean error of the estimate, made without the family of the shift: {error:.3g}{unit}",
+    ]
+    return "\n".join(lines)
+
+
+def _tabulate(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    left = {0, len(head) - 3}
+    return [
+        "  "
+        + "  ".join(
+            text.ljust(width) if column in left else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (head, *rows)
+    ]

@@ -1,0 +1,550 @@
+"""`rehearse`: simulate devices at home, adapt to each as a site would, and store what its signals told of its score."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shiftmend.accelerate.precision import nothing_cached
+from shiftmend.adaptation.auto import CANDIDATES, CandidateNames, list_candidates, try_candidates
+from shiftmend.adaptation.run import Settings, prepare
+from shiftmend.engine.method import Method, describe_method
+from shiftmend.errors import DataError, ShiftmendError
+from shiftmend.evaluation.classification import Scores
+from shiftmend.evaluation.evaluate import Evaluator
+from shiftmend.inputs.batching import random_order
+from shiftmend.inputs.feed import Feed, Preprocess
+from shiftmend.introspection.blocks import BlockNames
+from shiftmend.introspection.model_state import on_device
+from shiftmend.introspection.outputs import Entry, pick
+from shiftmend.introspection.validate import check_model, unwrap
+from shiftmend.methods import method as make_method
+from shiftmend.passes.evaluation_pass import Observation, run_pass, without_labels
+from shiftmend.profiles import fingerprints
+from shiftmend.profiles.profile import Profile, as_profile
+from shiftmend.profiles.rehearsal import MAX_CLASSES, UNTOUCHED, Rehearsal, RehearsedShift, Task, empty_estimates
+from shiftmend.rehearsal.battery import PlannedShift, from_functions, list_devices, plan_battery
+from shiftmend.utils.checks import brief, counted, is_whole
+from shiftmend.utils.devices import resolve_device
+from shiftmend.utils.files import as_path, write_atomically
+from shiftmend.utils.json import dumps
+from shiftmend.utils.logs import hide_warnings
+from shiftmend.utils.progress import Bar, Progress, progress_bar
+from shiftmend.utils.rng import isolate_rng
+from shiftmend.verification import predictions
+from shiftmend.verification.estimate import cross_fit
+from shiftmend.verification.reading import READ_SIGNALS, Reading, as_class_logits, read
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SHIFTS = 12
+QUICK_SHIFTS = 9
+"""Shifts of a quick rehearsal: with the unshifted data, the fewest that a 90 % interval can be had from."""
+SMALL_SIZE = 300
+"""Samples of the small size: about what a site with few samples has."""
+MAX_SAMPLES = 10_000
+"""Home samples that are rehearsed with at most."""
+MIN_SAMPLES = 100
+PLANNING_SAMPLES = 1000
+"""Samples on which strengths are searched, by forward passes of the untouched model."""
+SMALL_DRAWS, HALF_DRAWS = 20, 10
+"""Draws of unshifted data that show how signals vary at home: of the small size, and of half of all."""
+QUICK_CANDIDATES = tuple(name for name in CANDIDATES if name not in ("fr", "bufr-im"))
+UNLABELLED_SHARE = 0.9
+"""Without labels every clean answer counts as right. Thresholds are then set so that this share lies above them."""
+SUSPICIOUSLY_CLOSE = 0.4
+"""Share of the divergence that chance alone gives, below which home data look like those of the profile itself."""
+TOO_GOOD = 0.9995
+"""Accuracy from which on held-out data look trained on, if there are many."""
+FILE_FORMAT = "shiftmend rehearsal"
+
+
+@torch.inference_mode(False)
+@nothing_cached()
+def rehearse(
+    model: nn.Module,
+    home: Any,
+    profile: Profile | str | os.PathLike[str],
+    *,
+    battery: Sequence[Any] | Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+    shifts: int | None = None,
+    candidates: CandidateNames | None = None,
+    site_size: int | None = None,
+    quick: bool = False,
+    batch_size: int | None = None,
+    preprocess: Preprocess | None = None,
+    blocks: BlockNames | None = None,
+    output: Entry = None,
+    ignore_label: int | None = None,
+    device: str | torch.device = "auto",
+    autocast: bool | torch.dtype = False,
+    seed: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+    executor: Executor | None = None,
+    progress: Progress = None,
+) -> Profile:
+    """Rehearse at home what a site will do, so that the site can tell its accuracy without labels.
+
+    Held-out home data is sent through a dozen simulated devices. To each, the model is adapted by every candidate of
+    `adapt`, as a site would do it. Which label-free signals went with which score is stored in the profile. With
+    labels, the score is the accuracy (or the error of a regression). Without labels it is the agreement with the
+    model's own answers to the clean inputs.
+
+    Rehearsing takes about as long as fifteen adaptations. Pass the same options as the site will pass to `adapt`.
+
+    Args:
+        model: The model that was profiled.
+        home: Held-out home data, of inputs or of (inputs, labels). The model must not have been trained on it.
+        profile: The profile of the model, or the name of its file. It stays as it is.
+        battery: Functions of your own from inputs to inputs, each a simulated device; a dict names them. By default
+            images, signals `[N, C, L]` and tables `[N, D]` have devices of their kind.
+        shifts: Number of simulated shifts; 12, or 9 if `quick`.
+        candidates: Methods to rehearse. By default those of `adapt`.
+        site_size: Samples that sites have, if that is known. By default all home samples and 300 are rehearsed.
+        quick: Leave out the slowest candidates (FR, BUFR-IM), the small size and three shifts.
+        batch_size: Samples in a batch, as for `adapt`.
+        preprocess: Called with each batch on the device, before the model. Simulated devices change what comes before.
+        blocks: Blocks of BUFR, as for `adapt`.
+        output: Entry of a tuple or dict that is the model's output.
+        ignore_label: A label that counts in no score.
+        device: Where to compute.
+        autocast: As for `adapt`.
+        seed: Decides draws of samples and simulated devices.
+        checkpoint: A file. A rehearsal that was killed goes on from it.
+        executor: Runs shifts in parallel, e.g. `concurrent.futures.ProcessPoolExecutor(4)`.
+        progress: True shows a progress bar, False does not, None does so on a terminal.
+
+    Returns:
+        A new profile with `rehearsal`; `print(profile.rehearsal)` shows what was learnt.
+
+    Raises:
+        ShiftmendError: If the model, the data, the profile or an option cannot be used.
+
+    Example:
+        >>> import torch, shiftmend
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
+        >>> profile = shiftmend.profile(model, torch.randn(500, 4))
+        >>> rehearsed = shiftmend.rehearse(model, torch.randn(200, 4), profile, candidates=["match-mean"], quick=True)
+        >>> rehearsed.rehearsal.metric
+        'agreement'
+    """
+    model, profile = unwrap(model), as_profile(profile)
+    profile.check_architecture(model)
+    profile.check_weights(model)
+    settings = Settings(
+        batch_size=batch_size,
+        seed=seed,
+        preprocess=preprocess,
+        blocks=blocks,
+        output=output,
+        device=resolve_device(device, model),
+        autocast=autocast,
+        resident=True,
+        capture=True,
+        compile=False,
+        keep=None,
+        on_epoch=None,
+        checkpoint=None,
+        progress=False,
+    )
+    number = (QUICK_SHIFTS if quick else DEFAULT_SHIFTS) if shifts is None else shifts
+    if not is_whole(number) or number < 1:
+        raise DataError(f"shifts must be a whole number of at least 1, got {brief(shifts)}")
+    if candidates is None and quick:
+        candidates = QUICK_CANDIDATES
+    methods = list_candidates(CANDIDATES if candidates is None else candidates, profile)
+    world = _Home.open(model, home, profile, settings, ignore_label)
+    sizes = _choose_sizes(world.samples, site_size, quick)
+    with progress_bar(progress, "rehearsing", None) as bar, hide_warnings():
+        bar.advance(0, "home data")
+        blank, remark = world.begin(methods, sizes)
+        bar.advance(0, "strengths of the simulated devices")
+        planned = world.plan(battery, int(number))
+    if remark:
+        logger.warning("%s", remark)
+    logger.info(
+        "rehearsing %s at %s with %s; quick=True would leave out fr, bufr-im and the small size",
+        counted(len(planned), "simulated shift"),
+        counted(len(sizes), "size"),
+        counted(len(methods), "candidate"),
+    )
+    jobs = _Jobs(world, blank, planned, methods, None if checkpoint is None else as_path(checkpoint, "checkpoint"))
+    with progress_bar(progress, "rehearsing", jobs.total) as bar, hide_warnings():
+        cells = jobs.run(executor, bar)
+    record = cross_fit(jobs.assemble(cells))
+    return replace(profile, rehearsal=record)
+
+
+def _choose_sizes(samples: int, site_size: int | None, quick: bool) -> tuple[int, ...]:
+    """Return the sample sizes to rehearse, ascending."""
+    if site_size is not None:
+        if not is_whole(site_size) or not site_size >= 2:
+            raise DataError(f"site_size must be a whole number of at least 2, got {brief(site_size)}")
+        return (min(int(site_size), samples),)
+    return (samples,) if quick or samples < 2 * SMALL_SIZE else (SMALL_SIZE, samples)
+
+
+@dataclass(frozen=True, eq=False)
+class _Home:
+    """The model with its held-out home data."""
+
+    model: nn.Module
+    profile: Profile
+    inputs: Tensor
+    labels: Tensor
+    labelled: bool
+    task: Task
+    settings: Settings
+    ignore_label: int | None
+
+    @property
+    def samples(self) -> int:
+        return len(self.inputs)
+
+    @staticmethod
+    def open(model: nn.Module, home: Any, profile: Profile, settings: Settings, ignore_label: int | None) -> _Home:
+        """Read home data into memory; without labels, the model's own clean answers stand in for them."""
+        place = resolve_device(settings.device)
+        feed = Feed(
+            home, batch_size=settings.batch_size, device=place, preprocess=settings.preprocess, what="home data"
+        )
+        if feed.inputs is None:
+            raise DataError("Expected home data of one shape that fits into memory; try a few thousand samples of it.")
+        if feed.samples < MIN_SAMPLES:
+            raise DataError(f"Expected at least {MIN_SAMPLES} samples of home data, got {feed.samples}; add some.")
+        inputs, labels = feed.inputs, feed.labels
+        if len(inputs) > MAX_SAMPLES:
+            chosen = random_order(len(inputs), settings.seed)[:MAX_SAMPLES].sort().values
+            inputs = inputs[chosen.to(inputs.device)]
+            labels = None if labels is None else labels[chosen.to(labels.device)]
+        labelled = labels is not None
+        if labels is None:
+            with on_device(model, place):
+                labels = _answer(model, Feed(inputs, device=place, preprocess=settings.preprocess), settings.output)
+        task: Task = "quantities" if labels.is_floating_point() else "classes"
+        return _Home(model, profile, inputs, labels, labelled, task, settings, ignore_label)
+
+    def feed(self, inputs: Tensor) -> Feed:
+        """Return inputs as a feed with the options of the rehearsal."""
+        own = self.settings
+        return Feed(inputs, batch_size=own.batch_size, device=resolve_device(own.device), preprocess=own.preprocess)
+
+    def draw(self, size: int, number: int) -> Tensor:
+        """Return the places of a random draw of samples, in order."""
+        if size >= self.samples:
+            return torch.arange(self.samples)
+        return random_order(self.samples, self.settings.seed + 7919 * (number + 1))[:size].sort().values
+
+    def score(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
+        """Return the accuracy of a model, or its root mean square error."""
+        own = self.settings
+        found = Evaluator(
+            (inputs, labels),
+            preprocess=own.preprocess,
+            output=own.output,
+            device=own.device,
+            ignore_label=self.ignore_label,
+            progress=False,
+        )(model)
+        return found.accuracy if isinstance(found, Scores) else found.root_mean_square_error
+
+    def begin(self, methods: Mapping[str, Method], sizes: tuple[int, ...]) -> tuple[Rehearsal, str]:
+        """Return a record of home without any shift, and a remark on the data if there is one."""
+        place = resolve_device(self.settings.device)
+        everything = self.feed(self.inputs)
+        with (
+            on_device(self.model, place),
+            isolate_rng(place, lambda: check_model(self.model, everything.examples(2), output=self.settings.output)),
+        ):
+            first = read(self.model, everything, self.profile)
+            score = self.score(self.model, self.inputs, self.labels)
+            record = self._describe(first, score, methods, sizes)
+            remark = self._find_remark(first, score)
+            mean, deviation = self._watch_unshifted(record, sizes)
+        return replace(record, home_mean=mean, home_deviation=deviation), remark
+
+    def _describe(
+        self, reading: Reading, score: float, methods: Mapping[str, Method], sizes: tuple[int, ...]
+    ) -> Rehearsal:
+        others = [f"agreement with {name}" for name in methods]
+        known: dict[str, Any] = {"thresholds": (0.0, 0.0), "temperature": 1.0}
+        if self.task == "classes":
+            logits = as_class_logits(reading.outputs).cpu()
+            labels = self.labels.flatten().cpu()
+            if self.labelled and len(labels) == len(logits) and self.ignore_label is None:
+                known["temperature"] = predictions.fit_temperature(logits, labels)
+                if logits.shape[1] <= MAX_CLASSES:
+                    pairs = labels * logits.shape[1] + logits.argmax(1)
+                    counts = torch.bincount(pairs, minlength=logits.shape[1] ** 2)
+                    known["confusion"] = counts.view(logits.shape[1], -1).float()
+            logits = logits / known["temperature"]
+            share = score if self.labelled else UNLABELLED_SHARE
+            known["thresholds"] = (
+                predictions.find_threshold(predictions.confidence(logits), share),
+                predictions.find_threshold(predictions.negative_entropy(logits), share),
+            )
+            known["shares"] = predictions.class_shares(logits.argmax(1), logits.shape[1]).float()
+        else:
+            known["output_mean"] = reading.outputs.mean(0).cpu()
+            known["output_deviation"] = reading.outputs.std(0, unbiased=False).cpu()
+        nothing = torch.empty(0)
+        return empty_estimates(
+            Rehearsal(
+                task=self.task,
+                labelled=self.labelled,
+                samples=self.samples,
+                sizes=sizes,
+                score=score,
+                candidates=tuple(methods),
+                methods={name: describe_method(method) for name, method in methods.items()},
+                signals=(*READ_SIGNALS, *others),
+                shifts=(),
+                scores=nothing,
+                values=nothing,
+                home_mean=nothing,
+                home_deviation=nothing,
+                estimates=nothing,
+                scales=nothing,
+                chosen=nothing,
+                settings={
+                    "batch_size": self.settings.batch_size,
+                    "autocast": str(self.settings.autocast),
+                    "seed": self.settings.seed,
+                    "home_sha256": self.fingerprint(),
+                },
+                **known,
+            )
+        )
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 over home inputs and labels."""
+        both = fingerprints.digest(self.inputs) + fingerprints.digest(self.labels)
+        return hashlib.sha256(both.encode()).hexdigest()
+
+    def _find_remark(self, reading: Reading, score: float) -> str:
+        """Say so if the data look like those that the model was trained on or profiled with."""
+        if reading.verification.divergence < SUSPICIOUSLY_CLOSE * reading.verification.floor:
+            return "the home data look like those of the profile itself; use held-out data, or estimates are too high"
+        if self.labelled and self.task == "classes" and score >= TOO_GOOD and self.samples >= 1000:
+            return "the model answers all home data correctly; if it was trained on them, estimates are too high"
+        return ""
+
+    def _watch_unshifted(self, record: Rehearsal, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return mean and deviation of the untouched model's signals on unshifted data of each size, `[S, G]`."""
+        means, deviations = [], []
+        for size in sizes:
+            whole = size >= self.samples
+            draws, each = (HALF_DRAWS, max(2, self.samples // 2)) if whole else (SMALL_DRAWS, size)
+            rows = torch.stack([self._read_row(record, self.draw(each, 100 + draw)) for draw in range(draws)])
+            # Half of the samples, drawn without replacement, vary as much as all of them do between sites.
+            deviations.append(rows.std(0))
+            means.append(self._read_row(record, self.draw(size, 0)) if whole else rows.mean(0))
+        return torch.stack(means).float(), torch.stack(deviations).float()
+
+    def _read_row(self, record: Rehearsal, places: Tensor) -> Tensor:
+        reading = read(self.model, self.feed(self.inputs[places.to(self.inputs.device)]), self.profile, record)
+        return as_row(record, reading.signals)
+
+    def plan(self, battery: Any, number: int) -> list[PlannedShift]:
+        """Choose the simulated shifts and their strengths."""
+        if battery is not None:
+            return from_functions(battery)
+        some = self.draw(min(PLANNING_SAMPLES, self.samples), 1)
+        inputs, labels = self.inputs[some.to(self.inputs.device)], self.labels[some.to(self.labels.device)]
+        sign = 1.0 if self.task == "classes" else -1.0
+        devices = list_devices(self.inputs)
+        return plan_battery(
+            inputs,
+            devices,
+            lambda shifted: sign * self.score(self.model, shifted, labels),
+            size=number,
+            seed=self.settings.seed,
+        )
+
+
+def as_row(record: Rehearsal, signals: Mapping[str, float]) -> Tensor:
+    """Return signals in the order of the record, `[G]`; NaN where there is none, or none that is finite."""
+    values = [signals.get(name, math.nan) for name in record.signals]
+    return torch.tensor([value if math.isfinite(value) else math.nan for value in values], dtype=torch.float64)
+
+
+def _answer(model: nn.Module, feed: Feed, output: Entry) -> Tensor:
+    """Return the model's own answers: classes, or the quantities themselves."""
+    parts: list[Tensor] = []
+
+    def keep(seen: Observation) -> None:
+        result = pick(seen.output, output, "the model")
+        classes = result.ndim > 1 and result.shape[1] > 1
+        parts.append((result.argmax(1) if classes else result).cpu())
+
+    run_pass(model, without_labels(feed.batches()), keep)
+    return torch.cat(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """One simulated shift at one size; everything that another process needs to run it."""
+
+    home: _Home
+    record: Rehearsal
+    methods: Mapping[str, Method]
+    inputs: Tensor
+    labels: Tensor
+
+
+Cell = dict[str, dict[str, Any]]
+"""Score and signals by candidate."""
+
+
+def run_job(job: _Job) -> Cell:
+    """Adapt by every candidate to one simulated shift; return scores and signals by candidate."""
+    home = job.home
+    profile = replace(home.profile, rehearsal=job.record)
+    with hide_warnings():
+        task = prepare(home.model, job.inputs, profile, make_method(UNTOUCHED), home.settings)
+        trials = try_candidates(task, home.settings, job.methods)
+        cell: Cell = {}
+        for trial in trials:
+            if trial.adaptation is None:
+                continue
+            if trial.adaptation.interrupted:
+                raise KeyboardInterrupt
+            score = home.score(trial.adaptation.model, job.inputs, job.labels)
+            cell[trial.name] = {"score": score, "signals": trial.signals, "seconds": round(trial.seconds, 3)}
+    return cell
+
+
+class _Jobs:
+    """All cells of a rehearsal: which are there already, which have to be run, and where they are kept."""
+
+    def __init__(
+        self,
+        home: _Home,
+        record: Rehearsal,
+        planned: Sequence[PlannedShift],
+        methods: Mapping[str, Method],
+        path: Path | None,
+    ) -> None:
+        self.home, self.methods, self.path = home, methods, path
+        self.planned: list[PlannedShift | None] = [None, *planned]
+        names = [RehearsedShift("none", "none", 0.0)]
+        names += [RehearsedShift(one.name, one.family, float(one.strength)) for one in planned]
+        self.record = replace(record, shifts=tuple(names))
+        self.cells = self._load()
+
+    @property
+    def total(self) -> int:
+        """Number of cells."""
+        return len(self.planned) * len(self.record.sizes)
+
+    @property
+    def identity(self) -> str:
+        """Name of everything that decides how the rehearsal goes."""
+        record = self.record
+        facts = {
+            "weights": fingerprints.weights(self.home.model),
+            "settings": dict(record.settings),
+            "methods": {name: dict(method) for name, method in record.methods.items()},
+            "sizes": list(record.sizes),
+            "shifts": [[shift.name, shift.strength] for shift in record.shifts],
+        }
+        return hashlib.sha256(dumps(facts).encode()).hexdigest()
+
+    def _load(self) -> dict[str, Cell]:
+        """Take up the cells of a killed rehearsal."""
+        if self.path is None or not self.path.exists():
+            return {}
+        try:
+            found = json.loads(self.path.read_text())
+            if found["format"] != FILE_FORMAT or found["identity"] != self.identity:
+                raise ShiftmendError(
+                    f"{self.path} belongs to another rehearsal; remove it, or name another checkpoint."
+                )
+            cells: dict[str, Cell] = found["cells"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ShiftmendError(f"{self.path} is no checkpoint of a rehearsal; remove it, or name another.") from error
+        return cells
+
+    def _save(self) -> None:
+        if self.path is not None:
+            content = dumps({"format": FILE_FORMAT, "identity": self.identity, "cells": self.cells})
+            write_atomically(self.path, content.encode())
+
+    def run(self, executor: Executor | None, bar: Bar) -> dict[str, Cell]:
+        """Run what is missing, and keep it as it comes."""
+        missing = [(shift, size) for shift, size in self._places() if _key(shift, size) not in self.cells]
+        bar.advance(self.total - len(missing))
+        started = time.perf_counter()
+        outcomes = (
+            ((place, run_job(self._make_job(*place))) for place in missing)
+            if executor is None
+            else self._run_in_parallel(executor, missing)
+        )
+        for done, ((shift, size), cell) in enumerate(outcomes, 1):
+            self.cells[_key(shift, size)] = cell
+            self._save()
+            left = (time.perf_counter() - started) / done * (len(missing) - done)
+            bar.advance(1, f"{self.record.shifts[shift].name}, about {math.ceil(left / 60)} min left")
+        return self.cells
+
+    def _run_in_parallel(
+        self, executor: Executor, missing: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[tuple[int, int], Cell]]:
+        waiting = [(place, executor.submit(run_job, self._make_job(*place))) for place in missing]
+        for place, future in waiting:
+            yield place, future.result()
+
+    def _places(self) -> Iterator[tuple[int, int]]:
+        for size in reversed(range(len(self.record.sizes))):
+            for shift in range(len(self.planned)):
+                yield shift, size
+
+    def _make_job(self, shift: int, size: int) -> _Job:
+        home, device = self.home, self.planned[shift]
+        places = home.draw(self.record.sizes[size], 1000 * size + shift)
+        inputs = home.inputs[places.to(home.inputs.device)]
+        labels = home.labels[places.to(home.labels.device)]
+        shifted = inputs if device is None else device(inputs, home.settings.seed)
+        # Another process needs the model and the options, and of the data this cell alone.
+        bare = replace(home, inputs=home.inputs[:0], labels=home.labels[:0])
+        return _Job(bare, self.record, self.methods, shifted.cpu(), labels.cpu())
+
+    def assemble(self, cells: Mapping[str, Cell]) -> Rehearsal:
+        """Put all cells into a record; candidates that failed anywhere are left out."""
+        record = self.record
+        names = [name for name in record.candidates if all(name in cell for cell in cells.values())]
+        failed = [name for name in record.candidates if name not in names]
+        if failed:
+            logger.warning("%s failed in a rehearsal and is no candidate", ", ".join(failed))
+        scores = torch.full((len(record.shifts), len(record.sizes), len(names)), math.nan, dtype=torch.float64)
+        values = torch.full((*scores.shape, len(record.signals)), math.nan, dtype=torch.float64)
+        for shift, size in self._places():
+            cell = cells[_key(shift, size)]
+            for place, name in enumerate(names):
+                scores[shift, size, place] = cell[name]["score"]
+                values[shift, size, place] = as_row(record, cell[name]["signals"])
+        complete = replace(
+            record,
+            candidates=tuple(names),
+            methods={name: record.methods[name] for name in names},
+            scores=scores.float(),
+            values=values.float(),
+        )
+        return empty_estimates(complete)
+
+
+def _key(shift: int, size: int) -> str:
+    return f"{shift},{size}"

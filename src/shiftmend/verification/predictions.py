@@ -1,0 +1,144 @@
+"""What predictions tell of accuracy without labels: pure functions of logits `[N, classes]`.
+
+All of them take logits that were divided by the temperature found at home. The references are Garg et al. 2022 (average
+thresholded confidence), Guillory et al. 2021 (difference of confidences), Lu et al. 2023 (confidence by optimal
+transport) and Deng et al. 2023 (nuclear norm).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+MAX_TRANSPORTED_VALUES = 1 << 19
+"""Probabilities that take part in the optimal transport: about 11,000 samples of 47 classes."""
+
+TRANSPORT_SOFTNESS = 0.02
+"""Entropic regularisation of the optimal transport. Costs lie between 0 and 1."""
+
+TRANSPORT_ROUNDS = 50
+
+
+def confidence(logits: Tensor) -> Tensor:
+    """Return the probability of the predicted class of each sample, `[N]`."""
+    return logits.softmax(1).amax(1)
+
+
+def negative_entropy(logits: Tensor) -> Tensor:
+    """Return the negative entropy of each prediction in nats, `[N]`."""
+    log_probabilities = logits.log_softmax(1)
+    return (log_probabilities.exp() * log_probabilities.clamp_min(-100)).sum(1)
+
+
+def find_threshold(values: Tensor, accuracy: float) -> float:
+    """Return the threshold above which a share of the values lies that equals the accuracy.
+
+    Args:
+        values: Confidence or negative entropy of held-out home samples, `[N]`.
+        accuracy: Accuracy on the same samples, from 0 to 1.
+
+    Example:
+        >>> find_threshold(torch.tensor([0.0, 0.25, 0.5, 1.0]), 0.5)
+        0.375
+    """
+    ordered = values.double().sort().values
+    below = round((1 - accuracy) * len(ordered))
+    if below <= 0:
+        return float(ordered[0])
+    if below >= len(ordered):
+        return float(ordered[-1])
+    return float((ordered[below - 1] + ordered[below]) / 2)
+
+
+def share_above(values: Tensor, threshold: float) -> float:
+    """Return the share of values at or above a threshold: an estimate of the accuracy."""
+    return float((values.double() >= threshold).double().mean())
+
+
+def nuclear_norm(logits: Tensor) -> float:
+    """Return the nuclear norm of the predictions, from 0 to 1: high if they are certain and of many classes."""
+    probabilities = logits.double().softmax(1)
+    samples, classes = probabilities.shape
+    squares = torch.linalg.eigvalsh(probabilities.T @ probabilities).clamp_min(0)
+    return float(squares.sqrt().sum() / math.sqrt(samples * min(samples, classes)))
+
+
+def transported_confidence(logits: Tensor, shares: Tensor) -> float:
+    """Return the mean probability of the assigned class, if samples are assigned to classes by their shares at home.
+
+    Predictions that crowd into few classes must be moved to others, whose probability is low. The assignment is soft
+    (Sinkhorn). Samples beyond `MAX_TRANSPORTED_VALUES` are left out evenly.
+
+    Args:
+        logits: Logits `[N, classes]`.
+        shares: Share of each class at home `[classes]`.
+
+    Example:
+        >>> certain = 20 * torch.eye(2).repeat(8, 1)
+        >>> round(transported_confidence(certain, torch.tensor([0.5, 0.5])), 3)
+        1.0
+        >>> round(transported_confidence(certain[::2], torch.tensor([0.5, 0.5])), 3)
+        0.5
+    """
+    step = max(1, -(-logits.numel() // MAX_TRANSPORTED_VALUES))
+    probabilities = logits[::step].float().softmax(1)
+    gains = probabilities / TRANSPORT_SOFTNESS
+    wanted = shares.to(gains).clamp_min(1e-6)
+    wanted = (wanted / wanted.sum()).log()
+    prices = torch.zeros_like(wanted)
+    size = math.log(len(gains))
+    for _ in range(TRANSPORT_ROUNDS):
+        rows = -torch.logsumexp(gains + prices, 1, keepdim=True) - size
+        prices = wanted - torch.logsumexp(gains + rows, 0)
+    plan = (gains + rows + prices).exp()
+    return float((plan * probabilities).sum() / plan.sum())
+
+
+def class_shares(answers: Tensor, classes: int) -> Tensor:
+    """Return the share of each class among answers `[N]`, as `[classes]`."""
+    return torch.bincount(answers.flatten().cpu(), minlength=classes).double() / max(1, answers.numel())
+
+
+def skew(shares: Tensor, home: Tensor) -> float:
+    """Return the total variation between two sets of class shares: 0 if equal, 1 if they have no class in common."""
+    return float((shares.double().cpu() - home.double().cpu()).abs().sum() / 2)
+
+
+def fit_temperature(logits: Tensor, labels: Tensor) -> float:
+    """Return the temperature that minimises the negative log-likelihood of labelled logits.
+
+    Args:
+        logits: Logits `[N, classes]`.
+        labels: Class numbers `[N]`.
+
+    Returns:
+        A temperature from 0.05 to 20.
+
+    Example:
+        >>> logits = torch.tensor([[4.0, 0.0], [4.0, 0.0], [4.0, 0.0], [4.0, 0.0]])
+        >>> round(fit_temperature(logits, torch.tensor([0, 0, 0, 1])), 2)  # 4 / T = ln 3
+        3.64
+    """
+    logits, labels = logits.double(), labels.to(logits.device).long()
+    low, high = math.log(0.05), math.log(20.0)
+    golden = (math.sqrt(5) - 1) / 2
+
+    def loss(log_temperature: float) -> float:
+        scaled = logits / math.exp(log_temperature)
+        return float(torch.nn.functional.cross_entropy(scaled, labels))
+
+    # The loss is convex in 1 / T, so it has one valley in log T as well.
+    inner, outer = high - golden * (high - low), low + golden * (high - low)
+    values = [loss(inner), loss(outer)]
+    for _ in range(40):
+        if values[0] < values[1]:
+            high, outer = outer, inner
+            inner = high - golden * (high - low)
+            values = [loss(inner), values[0]]
+        else:
+            low, inner = inner, outer
+            outer = low + golden * (high - low)
+            values = [values[1], loss(outer)]
+    return math.exp((low + high) / 2)

@@ -1,0 +1,200 @@
+"""A reading: everything that one pass over the target tells of a model without labels.
+
+Signals of a history (`signals.py`) are read after each epoch and must be cheap. A reading is made once for a finished
+model, and is what estimates of the accuracy are made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shiftmend.inputs.feed import Feed
+from shiftmend.passes.evaluation_pass import Observation, run_pass, without_labels
+from shiftmend.profiles.profile import Profile
+from shiftmend.profiles.rehearsal import Rehearsal
+from shiftmend.verification import predictions
+from shiftmend.verification.signals import VERIFIED, Tally, sample_positions
+from shiftmend.verification.verdict import Verification
+
+READ_SIGNALS: dict[str, str] = {
+    "slices": "mean divergence of the verification slices, which no method aligns",
+    "marginals": "divergence of features plus that of logits, unit by unit",
+    "confidence": "mean probability of the predicted class",
+    "certainty": "mean negative entropy of the predictions, in nats",
+    "confidence above threshold": "share of samples whose confidence exceeds the threshold found at home",
+    "certainty above threshold": "share of samples whose negative entropy exceeds the threshold found at home",
+    "transported confidence": "mean probability of the assigned class, if classes had their shares of home",
+    "nuclear norm": "spread and certainty of all predictions together",
+    "skew": "total variation between the class shares of the answers and those at home",
+    "spread": "deviation of the outputs, relative to home; quantities only",
+    "offset": "distance of the mean output from home, in deviations at home; quantities only",
+}
+"""Signals of a reading by name. `agreement with CANDIDATE` joins them where several candidates are read."""
+
+MAX_KEPT_VALUES = 1 << 24
+"""Outputs kept of a pass; samples beyond are left out evenly."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one pass over the target tells of a model.
+
+    Attributes:
+        signals: Signals by name, those of `READ_SIGNALS` that could be measured.
+        outputs: Logits `[M, classes]` or quantities `[M, outputs]` of the samples, as the model gives them.
+        answers: Predicted classes `[M]`, or the outputs themselves.
+        verification: Divergences of the features, and the verdict about them.
+        samples: Inputs of the pass.
+    """
+
+    signals: dict[str, float]
+    outputs: Tensor = field(repr=False)
+    answers: Tensor = field(repr=False)
+    verification: Verification
+    samples: int
+
+
+def read(
+    model: nn.Module, feed: Feed, profile: Profile, rehearsal: Rehearsal | None = None, temperature: float = 1.0
+) -> Reading:
+    """Run a model over a feed once and return its signals.
+
+    Args:
+        model: The model, on the device of the feed.
+        feed: The target data.
+        profile: The source's profile.
+        rehearsal: What is known of home. Without it, probabilities are taken as they are, and signals that compare
+            with home are left out.
+        temperature: Temperature that was folded into the model's head. Its logits are multiplied by it.
+
+    Returns:
+        The reading, with outputs as they were before the temperature was folded in.
+    """
+    home = profile.to(feed.device)
+    tally, kept = Tally(home), _Kept(feed.known_samples)
+
+    def update(seen: Observation) -> None:
+        if temperature != 1.0:
+            seen.activations["logits"] = seen.activations["logits"] * temperature
+        tally.update(seen.activations, len(seen.inputs))
+        kept.update(seen.activations["logits"], len(seen.inputs))
+
+    taps = {name: home.specs[name] for name in VERIFIED}
+    run_pass(model, without_labels(feed.batches(feed.inference_batch_size)), update, taps=taps)
+    with torch.no_grad():
+        verification = tally.verification()
+        outputs = kept.result()
+        signals = {"slices": verification.divergence, "marginals": verification.marginals}
+        found = measure_outputs(outputs, rehearsal)
+    values = {name: value for name, value in (signals | found.signals).items() if value is not None}
+    return Reading(values, outputs, found.answers, verification, verification.samples)
+
+
+class _Kept:
+    """Accumulator of the outputs of all samples, or of every so many where they are too many."""
+
+    def __init__(self, samples: int | None) -> None:
+        self.samples, self.inputs, self.parts = samples, 0, list[Tensor]()
+        self.step: int | None = None
+
+    def update(self, rows: Tensor, inputs: int) -> None:
+        rows = sample_positions(rows, inputs, self.inputs).float()
+        self.inputs += inputs
+        if self.step is None:
+            expected = rows.numel() / max(1, inputs) * (self.samples or inputs)
+            self.step = max(1, round(expected / MAX_KEPT_VALUES))
+        self.parts.append(rows[:: self.step])
+
+    def result(self) -> Tensor:
+        rows = torch.cat(self.parts)
+        # Some accelerators have no float64, which thresholds and eigenvalues need.
+        return rows if rows.device.type in ("cpu", "cuda") else rows.cpu()
+
+
+@dataclass(frozen=True)
+class _Measured:
+    signals: dict[str, float]
+    answers: Tensor
+
+
+def measure_outputs(outputs: Tensor, rehearsal: Rehearsal | None) -> _Measured:
+    """Return the signals of outputs `[M, units]`, and the answers in them."""
+    quantities = outputs.shape[1] == 1 if rehearsal is None else rehearsal.task == "quantities"
+    if quantities:
+        return _Measured(_measure_quantities(outputs, rehearsal), outputs)
+    logits = as_class_logits(outputs)
+    answers = logits.argmax(1)
+    if not bool(logits.isfinite().all()):
+        return _Measured({}, answers)
+    logits = logits / (1.0 if rehearsal is None else rehearsal.temperature)
+    confidence, certainty = predictions.confidence(logits), predictions.negative_entropy(logits)
+    signals = {
+        "confidence": float(confidence.double().mean()),
+        "certainty": float(certainty.double().mean()),
+        "nuclear norm": predictions.nuclear_norm(logits),
+    }
+    if rehearsal is not None:
+        above = zip((confidence, certainty), rehearsal.thresholds, strict=True)
+        shares = [predictions.share_above(values, threshold) for values, threshold in above]
+        signals |= {"confidence above threshold": shares[0], "certainty above threshold": shares[1]}
+        signals["transported confidence"] = predictions.transported_confidence(logits, rehearsal.shares)
+        own = predictions.class_shares(answers, logits.shape[1])
+        signals["skew"] = predictions.skew(own, rehearsal.shares)
+    return _Measured(signals, answers)
+
+
+def as_class_logits(outputs: Tensor) -> Tensor:
+    """Return logits `[M, classes]`: a single output is the logit of class 1 against class 0."""
+    return torch.cat([torch.zeros_like(outputs), outputs], 1) if outputs.shape[1] == 1 else outputs
+
+
+def _measure_quantities(outputs: Tensor, rehearsal: Rehearsal | None) -> dict[str, float]:
+    if rehearsal is None or not bool(outputs.isfinite().all()):
+        return {}
+    mean, deviation = (one.to(outputs) for one in (rehearsal.output_mean, rehearsal.output_deviation))
+    unit = deviation.clamp_min(1e-12)
+    return {
+        "spread": float((outputs.std(0, unbiased=False) / unit).mean()),
+        "offset": float(((outputs.mean(0) - mean) / unit).abs().mean()),
+    }
+
+
+def agree(first: Reading, second: Reading, deviation: Tensor | None = None) -> float | None:
+    """Return how far two models agree on the same samples.
+
+    Args:
+        first: Reading of one model.
+        second: Reading of the other.
+        deviation: For quantities, the deviation of each output at home.
+
+    Returns:
+        The share of equal answers; for quantities the negative root mean square difference in deviations at home.
+    """
+    one, other = first.answers, second.answers
+    if one.shape != other.shape:
+        return None
+    if not one.is_floating_point():
+        return float((one == other).double().mean())
+    unit = torch.ones(one.shape[1]) if deviation is None else deviation.clamp_min(1e-12)
+    return -float(((one - other) / unit.to(one)).square().mean().sqrt())
+
+
+def add_agreements(readings: Mapping[str, Reading], rehearsal: Rehearsal | None = None) -> dict[str, dict[str, float]]:
+    """Return the signals of each candidate, joined by its agreement with each of the others.
+
+    Args:
+        readings: Readings of candidates on the same samples, by name.
+        rehearsal: What is known of home; gives quantities their unit.
+    """
+    deviation = rehearsal.output_deviation if rehearsal is not None and rehearsal.task == "quantities" else None
+    joined: dict[str, dict[str, Any]] = {}
+    for name, reading in readings.items():
+        others = {other: agree(reading, theirs, deviation) for other, theirs in readings.items() if other != name}
+        found = {f"agreement with {other}": value for other, value in others.items() if value is not None}
+        joined[name] = reading.signals | found
+    return joined
