@@ -143,6 +143,8 @@ class Method:
     """Whether dropout is on during training; on a stream it is always off."""
     minimises_entropy: ClassVar[bool] = False
     """Whether the method makes predictions certain by itself, so that their certainty says nothing about success."""
+    slow: ClassVar[bool] = False
+    """Whether a quick rehearsal leaves the method out."""
     bottom_up: ClassVar[bool] = False
     """Whether the method restores the lowest layers first."""
     refining: ClassVar[tuple[str, ...]] = ()

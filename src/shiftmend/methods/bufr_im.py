@@ -28,6 +28,7 @@ class BUFRIM(BUFR):
     """
 
     name: ClassVar[str] = "bufr-im"
+    slow: ClassVar[bool] = True
     several_processes: ClassVar[bool] = False
     minimises_entropy: ClassVar[bool] = True
     refining: ClassVar[tuple[str, ...]] = (REFINING,)

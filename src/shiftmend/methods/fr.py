@@ -151,6 +151,7 @@ class FR(Alignment):
     """
 
     name: ClassVar[str] = "fr"
+    slow: ClassVar[bool] = True
     staged_rate: ClassVar[float] = 1e-3
     unnormalised_rate: ClassVar[float] = 1e-3
     layerwise_rate: ClassVar[float] = 3e-3

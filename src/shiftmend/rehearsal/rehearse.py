@@ -30,6 +30,7 @@ from shiftmend.introspection.blocks import BlockNames
 from shiftmend.introspection.model_state import on_device
 from shiftmend.introspection.outputs import Entry, pick
 from shiftmend.introspection.validate import check_model, unwrap
+from shiftmend.methods import METHODS
 from shiftmend.methods import method as make_method
 from shiftmend.passes.evaluation_pass import Observation, run_pass, without_labels
 from shiftmend.profiles import fingerprints
@@ -61,7 +62,7 @@ PLANNING_SAMPLES = 1000
 """Samples on which strengths are searched, by forward passes of the untouched model."""
 SMALL_DRAWS, HALF_DRAWS = 20, 10
 """Draws of unshifted data that show how signals vary at home: of the small size, and of half of all."""
-QUICK_CANDIDATES = tuple(name for name in CANDIDATES if name not in ("fr", "bufr-im"))
+QUICK_CANDIDATES = tuple(name for name in CANDIDATES if not METHODS[name].slow)
 UNLABELLED_SHARE = 0.9
 """Without labels every clean answer counts as right. Thresholds are then set so that this share lies above them."""
 SUSPICIOUSLY_CLOSE = 0.4
