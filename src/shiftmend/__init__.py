@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shiftmend.evaluation.regression import RegressionScores
     from shiftmend.inputs.folders import image_folder
     from shiftmend.introspection.taps import Tap
+    from shiftmend.profiles.batchnorm import refresh_batchnorm
     from shiftmend.profiles.collect import profile
     from shiftmend.profiles.profile import Profile
     from shiftmend.stats.histograms import Bins
@@ -51,6 +52,7 @@ __all__ = [
     "image_folder",
     "methods",
     "profile",
+    "refresh_batchnorm",
     "report",
     "shifts",
     "stream",
@@ -78,6 +80,7 @@ _HOMES = {
     "evaluate": "evaluation.evaluate",
     "image_folder": "inputs.folders",
     "profile": "profiles.collect",
+    "refresh_batchnorm": "profiles.batchnorm",
     "stream": "adaptation.stream",
     "verify": "verification.verify",
 }

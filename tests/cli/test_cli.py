@@ -55,7 +55,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = DigitCNN(classes=4, width=4, channels=1, image_size=16)
     images = torch.randint(0, 256, (80, 1, 16, 16), dtype=torch.uint8)
     with torch.no_grad():
-        for _ in range(20):
+        for _ in range(100):
             model(images.float() / 127.5 - 1)
     (home / "factory.py").write_text(
         "from shiftmend.research.networks import DigitCNN\n"
@@ -684,3 +684,18 @@ def test_an_interrupted_adaptation_is_saved_and_no_success(
     assert code == 130
     assert "interrupted" in out
     assert (tmp_path / "model.safetensors").is_file()
+
+
+def test_refreshed_weights_are_written_and_profiled(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fresh, out = tmp_path / "fresh.safetensors", tmp_path / "p"
+    given = ("profile", *common(site), "-d", site / "source.npz", "-o", out)
+    assert "from now on" in call(capsys, *given, "--refresh-batchnorm", fresh)[2]
+    old, new = load_file(site / "w.safetensors"), load_file(fresh)
+    moved = {name for name in old if not torch.equal(old[name], new[name])}
+    assert moved
+    assert all("running_" in name or "num_batches" in name for name in moved)
+    assert shiftmend.Profile.load(out).weights != shiftmend.Profile.load(site / "p.safetensors").weights
+    assert "there already" in refused(capsys, *given, "--refresh-batchnorm", fresh)
+    assert ".safetensors" in refused(capsys, *given, "--refresh-batchnorm", tmp_path / "weights")

@@ -16,6 +16,7 @@ from shiftmend.cli import main
 from shiftmend.cli.loading import load_data, load_model, parse_normalisation, pick_telling_rows
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.inputs.folders import image_folder
+from shiftmend.introspection.input_map import attach_input_map
 
 LINEAR = "import torch\ndef make(width=4): return torch.nn.Linear(width, 2)\n"
 
@@ -329,3 +330,13 @@ def test_tokens_with_named_classes_can_be_profiled(tmp_path: Path, capsys: pytes
     code, said = called(capsys, "profile", *arguments, "-o", tmp_path / "q", "--channels", 3)
     assert code == 2
     assert said[-1].startswith("error: --channels 3 is for 8-bit images")
+
+
+def test_weights_with_matched_inputs_are_loaded(tmp_path: Path) -> None:
+    model = load_model("digit-cnn", None, ["classes=4", "width=4", "channels=1", "image_size=16"])
+    attach_input_map(model, torch.full((1, 1, 1), 0.5), torch.zeros(1, 1, 1))
+    save_file(model.state_dict(), tmp_path / "w.safetensors")
+    options = ["classes=4", "width=4", "channels=1", "image_size=16"]
+    again = load_model("digit-cnn", tmp_path / "w.safetensors", options)
+    inputs = torch.randn(2, 1, 16, 16)
+    assert torch.equal(again(inputs), model(inputs))

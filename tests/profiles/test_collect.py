@@ -99,9 +99,10 @@ def test_the_network_runs_once_if_its_features_fit() -> None:
     model = case.model()
     calls: list[int] = []
     handle = model.register_forward_hook(lambda m, a, o: calls.append(len(o)))
-    shiftmend.profile(model, case.inputs(96), batch_size=32)
+    # With larger batches, further passes would look for stale statistics of BatchNorm.
+    shiftmend.profile(model, case.inputs(96), batch_size=24)
     once = sum(calls)
-    shiftmend.profile(model, case.inputs(96), batch_size=32, keep_bytes=0)
+    shiftmend.profile(model, case.inputs(96), batch_size=24, keep_bytes=0)
     handle.remove()
     assert once < 2 * 96 < sum(calls) - once
 

@@ -36,6 +36,13 @@ def profile(
     like: Annotated[
         Path | None, typer.Option(help="Ranges, slices and taps of this profile, so that the two can be mixed.")
     ] = None,
+    refresh_batchnorm: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OUT",
+            help="Estimate BatchNorm's statistics anew on the data; write these weights (.safetensors), profile them.",
+        ),
+    ] = None,
     head: opt.Head = None,
     tap: opt.Taps = None,
     output_entry: opt.Output = None,
@@ -54,8 +61,14 @@ def profile(
     from shiftmend.utils.processes import rank
 
     _check_place(out, weights)
+    if refresh_batchnorm is not None:
+        _check_weights_place(refresh_batchnorm, out)
     usual = presets.preset("reference" if preset is None else preset).bins
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
+    if refresh_batchnorm is not None:
+        net = shiftmend.refresh_batchnorm(
+            net, given.inputs, batch_size=batch_size, preprocess=preprocess, device=device
+        )
     made = shiftmend.profile(
         net,
         given.inputs,
@@ -74,6 +87,8 @@ def profile(
         return
     if weights is None:
         logger.warning("no --weights given: this is the profile of the weights that %s gives by itself", model)
+    if refresh_batchnorm is not None:
+        _write_weights(net, refresh_batchnorm)
     _write(made, out, as_json)
 
 
@@ -118,6 +133,28 @@ def _write(made: Any, out: Path, as_json: bool) -> None:
         print(dumps(_as_json(made, out)))
     else:
         say(f"{made}\nwritten to {out} ({out.stat().st_size:,} bytes)")
+
+
+def _write_weights(net: Any, out: Path) -> None:
+    """Save the weights of a refreshed model, to be used from then on."""
+    from shiftmend.introspection.model_state import full_state_dict, save_tensors
+    from shiftmend.utils.files import replacing
+
+    try:
+        with replacing(out) as (place,):
+            save_tensors(place, full_state_dict(net))
+    except OSError as error:
+        raise DataError(f"--refresh-batchnorm {out} cannot be written ({error.strerror}); name another file") from error
+    logger.warning("the profile is that of the refreshed weights in %s: use them from now on", out)
+
+
+def _check_weights_place(place: Path, out: Path) -> None:
+    """Refuse to replace anything by refreshed weights."""
+    check_folder(place.parent)
+    if place.suffix != ".safetensors":
+        raise DataError(f"--refresh-batchnorm {place} should name a file to write, ending in .safetensors")
+    if place.exists() or place.resolve() == out.resolve():
+        raise DataError(f"--refresh-batchnorm {place} is there already, or is --out; name another file")
 
 
 def _check_place(out: Path, weights: Path | None = None) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shiftmend.engine.method import Method, Network, Stage, check_epochs
+from shiftmend.profiles.batchnorm import average_from_scratch, find_tracking
 from shiftmend.profiles.profile import Profile
 
 
@@ -32,22 +32,9 @@ class AdaBN(Method):
         check_epochs(self.passes, "passes")
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
-        has_statistics = any(_tracks(module) for module in network.model.modules())
-        return [Stage("statistics", self.passes)] if has_statistics else []
+        return [Stage("statistics", self.passes)] if find_tracking(network.model) else []
 
     @contextmanager
     def prepared(self, model: nn.Module) -> Iterator[None]:
-        tracking = [module for module in model.modules() if isinstance(module, _BatchNorm) and _tracks(module)]
-        before = [module.momentum for module in tracking]
-        try:
-            for module in tracking:
-                module.reset_running_stats()
-                module.momentum = None  # a cumulative average instead of an exponential one
+        with average_from_scratch(model):
             yield
-        finally:
-            for module, momentum in zip(tracking, before, strict=True):
-                module.momentum = momentum
-
-
-def _tracks(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and module.running_mean is not None

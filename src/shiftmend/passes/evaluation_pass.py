@@ -62,6 +62,7 @@ def run_pass(
     *,
     taps: Mapping[str, Tap] | None = None,
     precision: Precision = nullcontext,
+    enter_modes: Callable[[nn.Module], None] = enter_eval,
 ) -> None:
     """Run a model over batches in eval mode, without gradients, and show each batch to an observer.
 
@@ -71,11 +72,12 @@ def run_pass(
         update: Called with an `Observation` after each batch.
         taps: Taps whose activations the observer needs.
         precision: A context manager for the forward pass, such as autocast.
+        enter_modes: Puts the model into the modes of the pass; eval mode, unless BatchNorm is to see the batches.
     """
     reseed(0)
     with torch.no_grad(), preserve_modes(model), ExitStack() as stack:
         recorder = stack.enter_context(attach_taps(model, taps)) if taps else None
-        enter_eval(model)
+        enter_modes(model)
         for inputs, labels in batches:
             with precision():
                 output = model(inputs)

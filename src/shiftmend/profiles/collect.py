@@ -23,6 +23,7 @@ from shiftmend.introspection.trace import trace
 from shiftmend.introspection.validate import check_model, unwrap
 from shiftmend.passes.evaluation_pass import Observation, run_pass, without_labels
 from shiftmend.profiles import fingerprints
+from shiftmend.profiles.batchnorm import warn_if_stale
 from shiftmend.profiles.fingerprints import InputSummary
 from shiftmend.profiles.presets import Preset
 from shiftmend.profiles.presets import preset as find_preset
@@ -89,8 +90,11 @@ def profile(
 ) -> Profile:
     """Collect the profile of a model: how its features and logits are distributed over the source inputs.
 
-    The model runs in eval mode and gets its own modes back. In a process group every process calls this with the same
-    model and the same data and gets the same profile; each runs its share of every batch.
+    The model runs in eval mode and gets its own modes back. If BatchNorm's running statistics are clearly others than
+    those of the source data, a warning says so; see `shiftmend.refresh_batchnorm`.
+
+    In a process group every process calls this with the same model and the same data and gets the same profile; each
+    runs its share of every batch.
 
     Args:
         model: Any `nn.Module` that is called with one tensor.
@@ -140,6 +144,7 @@ def profile(
     usual = chosen.bins if find_batch_norms(model) else chosen.bins.with_temperature(SOFT_TEMPERATURE)
     cut = like.bins if like else check_bins(bins, usual)
     feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, what="source data")
+    weights = fingerprints.weights(model)  # Some models change their buffers whenever they run.
     with (
         on_device(model, place),
         preserve_modes(model),
@@ -156,24 +161,26 @@ def profile(
             frame = _frame(trackers, chosen, like)
             counters, slice_counters, covariance = _counts(passes, frame, cut, like, full)
             moments = passes.input_moments.reduce_over_processes().moments()
-
-    statistics: dict[str, Statistic] = {f"tap.{name}": counter.histogram() for name, counter in counters.items()}
-    statistics["gaussian"] = trackers["features"].gaussian() if covariance is None else covariance.gaussian()
-    for name, projector in frame.projectors.items():
-        statistics[f"slices.{name}"] = Slices(slice_counters[name].histogram(), frame.seeds[name], projector)
-    if moments is not None:
-        statistics["inputs"] = moments
-    result = Profile(
-        statistics=statistics,
-        mean=frame.mean,
-        deviation=frame.deviation,
-        specs=specs,
-        preset=chosen.name,
-        architecture=fingerprints.architecture(model),
-        weights=fingerprints.weights(model),
-        inputs=summary,
-        inputs_seen=feed.samples,
-    )
+        statistics: dict[str, Statistic] = {f"tap.{name}": counter.histogram() for name, counter in counters.items()}
+        statistics["gaussian"] = trackers["features"].gaussian() if covariance is None else covariance.gaussian()
+        for name, projector in frame.projectors.items():
+            statistics[f"slices.{name}"] = Slices(slice_counters[name].histogram(), frame.seeds[name], projector)
+        if moments is not None:
+            statistics["inputs"] = moments
+        result = Profile(
+            statistics=statistics,
+            mean=frame.mean,
+            deviation=frame.deviation,
+            specs=specs,
+            preset=chosen.name,
+            architecture=fingerprints.architecture(model),
+            weights=weights,
+            inputs=summary,
+            inputs_seen=feed.samples,
+        )
+        if like is None:
+            # With the ranges of another profile, the data may be of one class, whose statistics are others.
+            warn_if_stale(model, feed, result)
     _remark(result)
     return result
 
