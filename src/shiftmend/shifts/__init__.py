@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from shiftmend.shifts.textures import Folder, load
 from shiftmend.utils.checks import brief, check_seed
 from shiftmend.utils.devices import sum_dtype
 
-__all__ = ["SHIFTS", "Shift", "apply", "find"]
+__all__ = ["SHIFTS", "Shift", "apply", "apply_in_portions", "find"]
 SHIFTS: dict[str, Shift] = {
     **emnist_da.SHIFTS,
     **mnist.SHIFTS,
@@ -78,6 +79,20 @@ def apply(
     >>> apply("emnist-da/inverse", torch.zeros(2, 1, 28, 28, dtype=torch.uint8)).unique()
     tensor([255], dtype=torch.uint8)
     """
+    options: dict[str, Any] = {"severity": severity, "seed": seed, "textures": textures}
+    return torch.cat(list(apply_in_portions(name, images, **options, **overrides)))
+
+
+def apply_in_portions(
+    name: str,
+    images: Tensor,
+    *,
+    severity: int | None = None,
+    seed: int = 0,
+    textures: Folder = None,
+    **overrides: Any,
+) -> Iterator[Tensor]:
+    """Give the result of `apply` a portion at a time, in order, for sets that are too large to be held twice."""
     shift = find(name)
     (check_signals if shift.domain == "signal" else check_images)(images)
     if len(images) == 0:
@@ -88,13 +103,14 @@ def apply(
     place = images.device
     # Most shifts compute in float64, which some devices do not have.
     if sum_dtype(place) != torch.float64:
-        return apply(name, images.cpu(), severity=severity, seed=seed, textures=textures, **overrides).to(place)
+        options: dict[str, Any] = {"severity": severity, "seed": seed, "textures": textures}
+        yield from (part.to(place) for part in apply_in_portions(name, images.cpu(), **options, **overrides))
+        return
     if shift.texture is not None:
         parameters["textures"] = [picture.to(place) for picture in load(shift.texture, textures)]
     generator = torch.Generator(place).manual_seed(int(seed))
-    portions = images.split(max(1, min(MAX_IMAGES, MAX_VALUES // max(1, images[0].numel()))))
-    parts = [shift.function(portion, generator=generator, **parameters) for portion in portions]
-    return torch.cat(parts)
+    for portion in images.split(max(1, min(MAX_IMAGES, MAX_VALUES // max(1, images[0].numel())))):
+        yield shift.function(portion, generator=generator, **parameters)
 
 
 def _check_parameters(shift: Shift, overrides: dict[str, Any]) -> None:

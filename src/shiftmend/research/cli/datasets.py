@@ -1,8 +1,9 @@
-"""`data list`, `data fetch` and `data verify`."""
+"""`data list`, `data fetch`, `data make` and `data verify`."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +12,7 @@ from rich.text import Text
 from shiftmend.cli.options import Json, Root, columns, show
 from shiftmend.utils.json import dumps
 
-data = typer.Typer(help="Data sets: what there is, get it, check it.", rich_markup_mode=None)
+data = typer.Typer(help="Data sets: what there is, get it, make it, check it.", rich_markup_mode=None)
 
 
 def register(app: typer.Typer) -> None:
@@ -54,6 +55,38 @@ def fetch(
     with progress_bar(False if as_json else None, f"fetching {name}", None) as bar:
         row = fetch_set(name, data_root, report=lambda p: bar.advance(0, f"{p.file} {_amount(p)} {p.message}"))
     _show([row], as_json)
+
+
+@data.command()
+def make(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="emnist-da, mnist-c, mnist-m, cifar-10-c or cifar-100-c.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="A folder, laid out like the data root; may be the same.")],
+    shifts: Annotated[str | None, typer.Option(help="Only these, with commas.")] = None,
+    splits: Annotated[str | None, typer.Option(help="Of train, valid and test only these, with commas.")] = None,
+    data_root: Root = None,
+    as_json: Json = False,
+) -> None:
+    """Make a shifted set from its clean images, as files in the published layout; go on where it was stopped."""
+    from shiftmend.research.datasets.made_sets import describe_made
+    from shiftmend.research.datasets.made_sets import make as make_set
+    from shiftmend.utils.progress import progress_bar
+
+    with progress_bar(False if as_json else None, f"making {name}", None) as bar:
+        made = make_set(
+            name,
+            out,
+            root=data_root,
+            only=_split_names(shifts),
+            splits=_split_names(splits),
+            report=lambda part, done, total: bar.advance(0, f"{part}  {done} of {total} parts"),
+        )
+    print(dumps(asdict(made) | {"folder": str(made.folder)}) if as_json else describe_made(made))
+
+
+def _split_names(text: str | None) -> list[str] | None:
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
 
 
 @data.command()

@@ -38,6 +38,7 @@ from shiftmend.research.datasets.digits import (
 )
 from shiftmend.research.datasets.download import fetch
 from shiftmend.research.datasets.files import data_root
+from shiftmend.research.datasets.made_sets import MadeSet, make
 from shiftmend.research.datasets.partitions import balanced, emnist_source, few_shot, fractions, held_out
 from shiftmend.research.datasets.streamed import (
     HOSPITALS,
@@ -61,6 +62,7 @@ __all__ = [
     "Entry",
     "ImageFiles",
     "ListingRow",
+    "MadeSet",
     "Progress",
     "Split",
     "Unpack",
@@ -85,6 +87,7 @@ __all__ = [
     "image_folder",
     "kmnist",
     "listing",
+    "make",
     "mnist",
     "mnist_c",
     "mnist_m",

@@ -19,6 +19,7 @@ from shiftmend.inputs.images import PathLike
 from shiftmend.research.datasets.cifar import CIFAR_CORRUPTIONS
 from shiftmend.research.datasets.digits import EMNIST_COUNTS, EMNIST_SHIFTS, MNIST_CORRUPTIONS, idx_places, read_idx
 from shiftmend.research.datasets.files import data_root, read_whole
+from shiftmend.research.datasets.made_sets import check_made
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,16 @@ def verify(
 
 
 def verify_entry(entry: Entry, root: Path, *, checksums: bool = True, report: Report | None = None) -> VerifyRow:
-    """Check a dataset: complete if one of its layouts is, damaged if a file that is there is wrong, else missing."""
+    """Check a dataset: complete if one of its layouts is, damaged if a file that is there is wrong, else missing.
+
+    A set that `shiftmend data make` has written is checked against its own manifest.
+    """
+    parts, wrong = check_made(root, entry.name, checksums=checksums)
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        return VerifyRow(entry.name, "damaged", f"{wrong[0]} is not what was made{more}; make the set again")
+    if parts:
+        return VerifyRow(entry.name, "complete", f"{parts} parts, made by shiftmend: not the published files")
     verdicts: list[tuple[int, int, VerifyRow]] = []
     for contents in entry.layouts:
         findings = []

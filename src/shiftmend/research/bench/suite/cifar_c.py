@@ -71,7 +71,9 @@ def _make_benchmark(
         return Target(seen, seen, test)
 
     def origin(shift: str, root: Root) -> Origin:
-        return "published" if shift == CLEAN else origin_of(f"cifar-c/{shift}", published(shift, root))
+        if shift == CLEAN:
+            return "published"
+        return origin_of(f"cifar-c/{shift}", published(shift, root), root, (name, shift))
 
     return Benchmark(
         name=name,

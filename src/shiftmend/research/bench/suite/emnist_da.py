@@ -58,7 +58,9 @@ def load_target(shift: str, root: Root) -> Target:
 
 
 def origin(shift: str, root: Root) -> Origin:
-    return "published" if shift == CLEAN else origin_of(f"emnist-da/{shift}", _published(shift, root))
+    if shift == CLEAN:
+        return "published"
+    return origin_of(f"emnist-da/{shift}", _published(shift, root), root, ("emnist-da", f"{shift}/test"))
 
 
 def _published(shift: str, root: Root) -> bool:

@@ -63,7 +63,9 @@ def load_target(shift: str, root: Root) -> Target:
 
 
 def origin(shift: str, root: Root) -> Origin:
-    return "published" if shift == CLEAN else origin_of(f"mnist-c/{shift}", _published(shift, root))
+    if shift == CLEAN:
+        return "published"
+    return origin_of(f"mnist-c/{shift}", _published(shift, root), root, ("mnist-c", f"{shift}/test"))
 
 
 def _published(shift: str, root: Root) -> bool:

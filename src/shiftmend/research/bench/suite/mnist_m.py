@@ -14,6 +14,7 @@ from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Origin, Root, S
 from shiftmend.research.bench.suite.mnist_c import OFFLINE, SETTINGS, SOURCES, load_source, source_part
 from shiftmend.research.bench.suite.shifted_data import exists, find_textures, make_again
 from shiftmend.research.datasets.digits import mnist, mnist_m
+from shiftmend.research.datasets.made_sets import PHOTOGRAPHS, find_origin
 from shiftmend.shifts.textures import photograph_files
 
 SHIFT = "mnist-m"
@@ -21,9 +22,6 @@ SHIFT = "mnist-m"
 ARCHIVES = ("keras_mnistm.pkl.gz", "keras_mnistm.pkl")
 
 FOLDER = "test"
-
-PHOTOGRAPHS = 200
-"""The number in the training set of BSDS500, on which the published digits stand; with fewer, digits differ."""
 
 
 def load_target(shift: str, root: Root) -> Target:
@@ -39,8 +37,10 @@ def load_target(shift: str, root: Root) -> Target:
 
 
 def origin(shift: str, root: Root) -> Origin:
-    if shift == CLEAN or _published(root):
+    if shift == CLEAN:
         return "published"
+    if _published(root):
+        return find_origin(root, "mnist-m", "archive") or "published"
     folder = _photographs(root)
     there = 0 if folder is None else len(photograph_files(folder))
     return "regenerated" if there == PHOTOGRAPHS else "rebuilt"

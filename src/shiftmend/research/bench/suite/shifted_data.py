@@ -9,9 +9,9 @@ from shiftmend.errors import DataError
 from shiftmend.inputs.images import Split
 from shiftmend.research.bench.benchmark import Origin, Root
 from shiftmend.research.datasets.files import data_root
+from shiftmend.research.datasets.made_sets import SEED, find_origin
 
-SEED = 2022
-"""A published set is one fixed draw of its noise, whatever the seed of a run; so is what is made again."""
+__all__ = ["SEED", "exists", "find_textures", "make_again", "origin_of"]
 
 
 def exists(root: Root, *parts: str) -> bool:
@@ -35,8 +35,15 @@ def make_again(name: str, clean: Split, *, pictures: Path | None = None, severit
     return Split(images, clean.labels, f"{name} of {clean.name}, made again{using}", clean.classes)
 
 
-def origin_of(name: str, published: bool) -> Origin:
-    """Say where images come from. A shift with pictures of its own, such as textures, can only be rebuilt."""
-    if published:
-        return "published"
+def origin_of(name: str, there: bool, root: Root, made: tuple[str, str]) -> Origin:
+    """Say where images come from. A shift with pictures of its own, such as textures, can only be rebuilt.
+
+    Args:
+        name: The shift.
+        there: Whether there are files of it.
+        root: The data root.
+        made: Set and part by which `shiftmend data make` would know these files.
+    """
+    if there:
+        return find_origin(root, *made) or "published"
     return "regenerated" if shifts.find(name).texture is None else "rebuilt"
