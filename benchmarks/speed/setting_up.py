@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import shiftmend
 from shiftmend.accelerate import cuda_graphs
-from shiftmend.adaptation import adapt as adapting
+from shiftmend.adaptation import run as adapting
 from shiftmend.engine.history import Epoch
 from shiftmend.inputs.digits import enlarged_digits
 from shiftmend.profiles.fingerprints import InputSummary

@@ -15,7 +15,7 @@ from torch.nn import functional
 import shiftmend
 from shiftmend.accelerate import memory_format as layouts
 from shiftmend.accelerate.memory_format import as_in, channels_last
-from shiftmend.adaptation import adapt as engine
+from shiftmend.adaptation import run as engine
 from shiftmend.errors import DivergedError
 from shiftmend.utils.devices import preferred_memory_format
 

@@ -209,7 +209,9 @@ def test_bottom_up_schedule() -> None:
     case = ZOO["paper-cnn"]
     model = case.model()
     profile = shiftmend.profile(model, case.inputs(128))
-    result = shiftmend.adapt(model, case.inputs(64) * 2, profile, epochs_per_block=2, batch_size=32, progress=False)
+    result = shiftmend.adapt(
+        model, case.inputs(64) * 2, profile, "bufr", epochs_per_block=2, batch_size=32, progress=False
+    )
     rows = result.history
     assert [row.epoch for row in rows] == list(range(9))
     assert [row.block for row in rows[1:]] == [
@@ -231,6 +233,7 @@ def test_the_first_stage_trains_the_first_block_alone() -> None:
         model,
         case.inputs(64) * 2,
         profile,
+        "bufr",
         blocks=[["conv1", "bn1"]],
         epochs_per_block=1,
         batch_size=32,

@@ -124,7 +124,7 @@ def test_without_a_profile_there_is_nothing_to_verify(monkeypatch: pytest.Monkey
         looks.append(arguments)
         return observe(*arguments)
 
-    monkeypatch.setattr("shiftmend.adaptation.adapt.observe", counted)
+    monkeypatch.setattr("shiftmend.adaptation.run.observe", counted)
     for method in ("source-only", "adabn"):
         looks.clear()
         result = shiftmend.adapt(world.model, world.target, method=method, progress=False)

@@ -10,7 +10,7 @@ from torch import nn
 from worlds import sensors
 
 import shiftmend
-from shiftmend.adaptation import adapt as adaptation
+from shiftmend.adaptation import run as adaptation
 from shiftmend.engine import trainer
 from shiftmend.evaluation import evaluate as evaluation
 from shiftmend.profiles import collect as profiling

@@ -125,7 +125,7 @@ class Estimate:
             >>> from shiftmend import Estimate
             >>> both = Estimate(0.8, 0.7, 0.9, "accuracy").with_labels(45, 50)
             >>> print(both)
-            accuracy about 86.0 % (79.7 to 91.4)
+            accuracy about 85.4 % (79.0 to 91.0)
         """
         alone = _beta_interval(1 + correct, 1 + samples - correct)
         few = (correct / samples, *alone, samples)
