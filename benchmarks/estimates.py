@@ -2,7 +2,7 @@
 
     python benchmarks/estimates.py measure digits --out estimates
     python benchmarks/estimates.py measure emnist-da --data-root DATA --models bench --seeds 123 --out estimates
-    python benchmarks/estimates.py judge --out estimates --results results/estimates.json --page docs/results/estimates.md
+    python benchmarks/estimates.py judge --out estimates --page docs/results/estimates.md
 
 `measure` splits the test images of a benchmark once, by seed and class. One half rehearses at home: temperature,
 thresholds and maps come from it. The other half is the site: shifted, adapted to by every candidate, read without
@@ -19,24 +19,28 @@ import argparse
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from bench_models import Deadline, Given, RowFile, keep_targets, labels_of, open_benchmark
 from shiftmend import shifts
 from shiftmend.adaptation.auto import list_candidates, try_candidates
+from shiftmend.adaptation.result import environment
 from shiftmend.adaptation.run import Settings, prepare
 from shiftmend.evaluation.classification import ClassificationMetrics
 from shiftmend.methods import method as make_method
+from shiftmend.profiles import fingerprints
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import UNTOUCHED
 from shiftmend.rehearsal.rehearse import rehearse
 from shiftmend.research.bench.benchmark import CLEAN
+from shiftmend.research.networks import build
 from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.logs import hide_warnings
 from shiftmend.verification.reading import as_class_logits
@@ -46,6 +50,10 @@ TEMPERATURES = [round(float(value), 4) for value in np.geomspace(0.3, 6.0, 31)]
 """Temperatures at which calibration is stored."""
 SPLIT_SEED = 0
 SITES_OF_CLASSES = (0.1, 1.0, 10.0)
+NEW_SHARE = 0.2
+"""Share of samples of a class that the model does not know."""
+HARM = ("new-class", "inverted", "swapped-channels")
+"""Cases beside label shifts and few samples in which adapting may do harm."""
 
 FAMILIES = {
     "levels": ("brightness", "contrast", "saturate", "fog", "low contrast", "brighter", "darker"),
@@ -99,7 +107,7 @@ def list_cases(name: str, harm: bool) -> list[str]:
     if harm:
         cases += [f"labels/dirichlet-{alpha:g}" for alpha in SITES_OF_CLASSES]
         cases += ["labels/long-tail-10", "labels/two-classes", "labels/half-missing", "labels/one-missing"]
-        cases += [f"few/20-{draw}" for draw in range(3)] + ["labels/new-class", "inverted", "swapped-channels"]
+        cases += [f"few/20-{draw}" for draw in range(3)] + [*HARM]
     return cases
 
 
@@ -118,8 +126,13 @@ def make_site(given: Given, case: str, places: Tensor, seed: int) -> Site:
     images, labels = images[places], labels[places]
     rng = np.random.default_rng(seed)
     if case.startswith("labels/"):
-        chosen, known = _draw_classes(case.removeprefix("labels/"), labels, rng)
-        return Site(images[chosen], labels[chosen], known)
+        chosen = _draw_classes(case.removeprefix("labels/"), labels, rng)
+        return Site(images[chosen], labels[chosen])
+    if case == "new-class":
+        # One sample in five becomes something that the model has never seen: two images laid over each other.
+        known = torch.from_numpy(rng.random(len(labels)) > NEW_SHARE)
+        both = torch.maximum(images, images[torch.from_numpy(rng.permutation(len(images)))].flip(-1))
+        return Site(torch.where(known.view(-1, 1, 1, 1), images, both), labels, known)
     if case.startswith("few/"):
         chosen = torch.from_numpy(np.random.default_rng(int(case.rpartition("-")[2])).permutation(len(labels))[:20])
         return Site(images[chosen], labels[chosen])
@@ -131,10 +144,10 @@ def make_site(given: Given, case: str, places: Tensor, seed: int) -> Site:
 
 
 def _is_harm(case: str) -> bool:
-    return case.startswith(("labels/", "few/")) or case in ("inverted", "swapped-channels")
+    return case.startswith(("labels/", "few/")) or case in HARM
 
 
-def _draw_classes(case: str, labels: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor | None]:
+def _draw_classes(case: str, labels: Tensor, rng: np.random.Generator) -> Tensor:
     """Draw samples with other class shares, without replacement."""
     classes = int(labels.max()) + 1
     order = rng.permutation(classes)
@@ -158,8 +171,7 @@ def _draw_classes(case: str, labels: Tensor, rng: np.random.Generator) -> tuple[
     for k in range(classes):
         members = np.flatnonzero(labels.numpy() == k)
         chosen.append(rng.permutation(members)[: round(shares[k] * size)])
-    places = torch.from_numpy(np.sort(np.concatenate(chosen)))
-    return places, None
+    return torch.from_numpy(np.sort(np.concatenate(chosen)))
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -173,7 +185,7 @@ def measure(options: argparse.Namespace) -> None:
         )
     given = open_benchmark(
         options.benchmark,
-        options.models,
+        options.models if options.weights is None else Path("bench"),
         options.data_root,
         str(device),
         targets=options.targets,
@@ -181,7 +193,48 @@ def measure(options: argparse.Namespace) -> None:
     )
     options.out.mkdir(parents=True, exist_ok=True)
     for seed in options.seeds or given.benchmark.seeds[:1]:
-        _measure_seed(options, given, seed, cases, deadline)
+        source = _open_files(options, given) if options.weights is not None else given
+        _measure_seed(options, source, seed, cases, deadline)
+
+
+@dataclass(frozen=True)
+class FromFiles(Given):
+    """A benchmark whose source model and profile are named files, so that no training data is needed."""
+
+    weights: Path = Path()
+    home_profile: Path = Path()
+
+    def model(self, seed: int) -> nn.Module:
+        recipe = self.benchmark.sources["plain"]
+        model = build(recipe.network, **recipe.options)
+        # Weights may be stored in half precision, to travel; the SHA-256 of a row is that of these weights.
+        state = {
+            name: value.float() if value.is_floating_point() else value
+            for name, value in load_file(self.weights).items()
+        }
+        model.load_state_dict(state)
+        return model.to(self.device).eval()
+
+    def profile(self, seed: int) -> Profile:
+        return replace(Profile.load(self.home_profile), weights=fingerprints.weights(self.model(seed)))
+
+    def describe(self, seeds: Sequence[int]) -> dict[str, Any]:
+        facts = {name: value for name, value in environment(self.device).items() if name != "platform"}
+        return {
+            "benchmark": self.benchmark.name,
+            "environment": facts,
+            "protocol": self.protocol.facts(),
+            "bfloat16": self.protocol.in_bfloat16(self.device),
+            "source": self.benchmark.sources["plain"].facts(),
+            "source_models": {
+                str(seed): {"file": self.weights.name, "weights_sha256": fingerprints.weights(self.model(seed))}
+                for seed in seeds
+            },
+        }
+
+
+def _open_files(options: argparse.Namespace, given: Given) -> FromFiles:
+    return FromFiles(given.resources, False, options.weights, options.profile)
 
 
 def _settings(given: Given, seed: int) -> dict[str, Any]:
@@ -245,6 +298,8 @@ def _measure_case(given: Given, site: Site, profile: Profile, seed: int, setting
         if trial.adaptation is None or trial.reading is None:
             continue
         logits, labels = as_class_logits(trial.reading.outputs), site.labels
+        if site.known is not None:
+            logits, labels = logits[site.known.to(logits.device)], labels[site.known]
         scores = _score(logits, labels)
         cells[trial.name] = {
             "score": scores["accuracy"],
@@ -282,6 +337,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     first.add_argument("--device", default="auto")
     first.add_argument("--data-root", type=Path)
     first.add_argument("--models", type=Path, default=Path("bench"), help="folder with sources and profiles")
+    first.add_argument("--weights", type=Path, help="the source model, instead of --models; needs --profile")
+    first.add_argument("--profile", type=Path, help="the profile of --weights")
     first.add_argument("--train", action="store_true", help="train source models that are missing")
     first.add_argument("--targets", type=Path, help="folder that keeps shifted images")
     first.add_argument("--seeds", type=int, nargs="*")

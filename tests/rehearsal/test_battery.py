@@ -234,10 +234,8 @@ def test_saturation_cuts_at_quantiles() -> None:
     torch.testing.assert_close(shifted, table.clamp(max=525), atol=1.0, rtol=0)
 
 
-def test_shuffled_tiles_and_columns_only_exchange() -> None:
-    digits, table = INPUTS["digits"], torch.randn(50, 10).double()
-    shuffled = find(digits, "shuffled tiles")(digits, 1.0, 0)
-    assert torch.equal(shuffled.flatten().sort().values, digits.flatten().sort().values)
+def test_shuffled_columns_only_exchange() -> None:
+    table = torch.randn(50, 10).double()
     values = (table - table.mean(0)) / table.std(0, unbiased=False)
     mixed = find(table, "shuffled columns")(table, 1.0, 0)
     mixed = (mixed - table.mean(0)) / table.std(0, unbiased=False)

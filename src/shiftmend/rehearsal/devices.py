@@ -328,19 +328,6 @@ def invert(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome)
     return torch.where(unit >= 1 - strength, 1 - unit, unit)
 
 
-def shuffle_tiles(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Exchange up to all of 16 tiles of the picture."""
-    rows, columns = (min(4, side) for side in unit.shape[-2:])
-    height, width = unit.shape[-2] // rows, unit.shape[-1] // columns
-    whole = unit[..., : rows * height, : columns * width]
-    tiles = whole.unflatten(-1, (columns, width)).unflatten(-3, (rows, height)).transpose(-2, -3)
-    tiles = _swap(tiles.flatten(-4, -3).movedim(-3, -1), strength, rng).movedim(-1, -3)
-    result = unit.clone()
-    shuffled = tiles.unflatten(-3, (rows, columns)).transpose(-2, -3).flatten(-4, -3).flatten(-2)
-    result[..., : rows * height, : columns * width] = shuffled
-    return result
-
-
 def _side(unit: Tensor) -> int:
     return min(unit.shape[-2:])
 
@@ -467,15 +454,6 @@ def keep_changes(signals: Tensor, strength: float, rng: torch.Generator, home: S
     return signals - strength * _smooth(signals, max(1.0, 0.02 * signals.shape[-1]))
 
 
-def shuffle_segments(signals: Tensor, strength: float, rng: torch.Generator, home: SignalHome) -> Tensor:
-    """Exchange up to all of eight segments in time."""
-    count = min(8, signals.shape[-1])
-    length = signals.shape[-1] // count * count
-    segments = signals[..., :length].unflatten(-1, (count, -1)).transpose(-1, -2)
-    shuffled = _swap(segments, strength, rng).transpose(-1, -2).flatten(-2)
-    return torch.cat((shuffled, signals[..., length:]), dim=-1)
-
-
 def _slide(values: Tensor, distance: float) -> Tensor:
     return sample_linear(values, (_places(values) - distance).clamp(min=0))
 
@@ -569,7 +547,6 @@ IMAGE_DEVICES = (
     Entry("dead pixels", "defects", kill_pixels),
     Entry("sharpened", "sharpness", sharpen),
     Entry("inverted", "inversion", invert, mendable=False),
-    Entry("shuffled tiles", "shuffling", shuffle_tiles, mendable=False),
     Entry("edges only", "sharpness", keep_edges, mendable=False),
 )
 
@@ -590,7 +567,6 @@ SIGNAL_DEVICES = (
     Entry("coarse levels", "resolution", quantise),
     Entry("inverted polarity", "polarity", turn_phase, mendable=False),
     Entry("high-pass", "high-pass", keep_changes, mendable=False),
-    Entry("shuffled segments", "shuffling", shuffle_segments, mendable=False),
 )
 
 TABLE_DEVICES = (

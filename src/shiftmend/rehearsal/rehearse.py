@@ -168,7 +168,7 @@ def rehearse(
         candidates = QUICK_CANDIDATES
     methods = list_candidates(CANDIDATES if candidates is None else candidates, profile)
     world = _Home.open(model, home, profile, settings, ignore_label)
-    sizes = _choose_sizes(world.samples, site_size, quick)
+    sizes = choose_sizes(world.samples, site_size, quick)
     with progress_bar(progress, "rehearsing", None) as bar, hide_warnings():
         bar.advance(0, "home data")
         blank, remark = world.begin(methods, sizes)
@@ -189,13 +189,14 @@ def rehearse(
     return replace(profile, rehearsal=record)
 
 
-def _choose_sizes(samples: int, site_size: int | None, quick: bool) -> tuple[int, ...]:
+def choose_sizes(samples: int, site_size: int | None, quick: bool) -> tuple[int, ...]:
     """Return the sample sizes to rehearse, ascending."""
     if site_size is not None:
         if not is_whole(site_size) or not site_size >= 2:
             raise DataError(f"site_size must be a whole number of at least 2, got {brief(site_size)}")
         return (min(int(site_size), samples),)
-    return (samples,) if quick or samples < 2 * SMALL_SIZE else (SMALL_SIZE, samples)
+    small = min(SMALL_SIZE, samples // 3)
+    return (samples,) if quick or small < MIN_SAMPLES // 2 else (small, samples)
 
 
 @dataclass(frozen=True, eq=False)
@@ -365,14 +366,17 @@ class _Home:
             return from_functions(battery)
         some = self.draw(min(PLANNING_SAMPLES, self.samples), 1)
         inputs, labels = self.inputs[some.to(self.inputs.device)], self.labels[some.to(self.labels.device)]
-        sign = 1.0 if self.task == "classes" else -1.0
-        devices = list_devices(self.inputs)
+        sign, ruined = 1.0, None
+        if self.task == "quantities":
+            # A model that always gives the mean is of no use; errors beyond count as ruin.
+            sign, ruined = -1.0, -float(labels.double().std())
         return plan_battery(
             inputs,
-            devices,
+            list_devices(self.inputs),
             lambda shifted: sign * self.score(self.model, shifted, labels),
             size=number,
             seed=self.settings.seed,
+            ruined=ruined,
         )
 
 
