@@ -52,13 +52,14 @@ def fit_monotone(signals: Floats, scores: Floats) -> Monotone:
         >>> fitted(0.75)
         0.25
     """
-    order = np.argsort(signals, kind="stable")
-    signals, scores = signals[order], scores[order]
-    sign = 1.0 if np.sum((signals - signals.mean()) * (_ranks(scores) - _ranks(scores).mean())) >= 0 else -1.0
+    sign = 1.0 if np.dot(signals - signals.mean(), _ranks(scores)) >= 0 else -1.0
+    # Equal signals cannot be told apart, so they start as one block.
+    found, inverse, counts = np.unique(signals, return_inverse=True, return_counts=True)
+    totals = np.bincount(inverse, sign * scores)
     # Pool adjacent violators: blocks of (sum of scores, sum of signals, cells).
     blocks: list[tuple[float, float, int]] = []
-    for signal, score in zip(signals.tolist(), (sign * scores).tolist(), strict=True):
-        blocks.append((score, signal, 1))
+    for signal, total, count in zip(found.tolist(), totals.tolist(), counts.tolist(), strict=True):
+        blocks.append((total, signal * count, count))
         while len(blocks) > 1 and blocks[-2][0] / blocks[-2][2] >= blocks[-1][0] / blocks[-1][2]:
             last, before = blocks.pop(), blocks.pop()
             blocks.append((last[0] + before[0], last[1] + before[1], last[2] + before[2]))
