@@ -116,6 +116,7 @@ def test_a_profile_says_what_it_holds() -> None:
         "  moments     marginal-gaussian of the features",
         "  slices      128 for verification",
         f"  model       architecture {made.architecture[:12]}, weights {made.weights[:12]}",
+        "  rehearsal   none; try shiftmend.rehearse(model, held_out, profile)",
     ]
 
 
