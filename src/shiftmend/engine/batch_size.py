@@ -32,7 +32,8 @@ Step = Callable[[Tensor], None]
 """A training step on one batch, which leaves no trace in the model."""
 
 MAX_RESERVED_SHARE = 0.25
-"""Share of a GPU's memory that a trial step may leave reserved; a CUDA graph cannot use what another stream has."""
+"""Share of the GPU memory that torch may use, up to which a trial step may leave memory reserved. More is given back:
+a CUDA graph cannot use what another stream has, and a large block that holds a small tensor cannot be used again."""
 
 
 def can_run_out(device: torch.device) -> bool:
@@ -140,7 +141,8 @@ def _fits(step: Step, feed: Feed, size: int) -> bool:
     # Not inside `except`: the error holds the tensors of the step.
     if feed.device.type == "cuda":
         _, total = torch.cuda.mem_get_info(feed.device)
-        if not fits or torch.cuda.memory_reserved(feed.device) > MAX_RESERVED_SHARE * total:
+        allowed = torch.cuda.get_per_process_memory_fraction(feed.device) * total
+        if not fits or torch.cuda.memory_reserved(feed.device) > MAX_RESERVED_SHARE * allowed:
             torch.cuda.empty_cache()
     return fits
 
