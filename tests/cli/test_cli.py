@@ -83,6 +83,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (
         "demo",
         "profile",
+        "rehearse",
         "inspect",
         "mix",
         "blocks",
@@ -194,7 +195,7 @@ def test_taps_and_blocks_named_by_the_user(site: Path, tmp_path: Path, capsys: p
     rows = json.loads(ok(capsys, "blocks", *common(site), "--shape", "1,16,16", *chosen, "--json"))
     assert [len(row["modules"]) for row in rows] == [2, 4]
     files = ("-d", site / "target.npz", "-p", tmp_path / "p", "-o", tmp_path / "a")
-    options = ("--option", "epochs_per_block=1", "--option", "align=early,logits")
+    options = ("-m", "bufr", "--option", "epochs_per_block=1", "--option", "align=early,logits")
     out = ok(capsys, "adapt", *common(site), *files, *chosen, *options, "--json")
     assert json.loads(out)["manifest"]["epochs"] == 2
     assert "name=module" in refused(
@@ -504,6 +505,8 @@ def test_data_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
 
 
 ADAPT = ["adapt", "{}/factory.py:make", "-d", "{}/target.npz", "-p", "{}/p.safetensors", "-o", "{}/x"]
+REHEARSE = ["rehearse", "{}/factory.py:make", "-w", "{}/w.safetensors", "-d", "{}/source.npz", "-p", "{}/p.safetensors"]
+VERIFY = ["verify", "{}/factory.py:make", "-d", "{}/target.npz", "-p", "{}/p.safetensors"]
 LIKE = ["profile", "{}/factory.py:make", "-d", "{}/source.npz", "-o", "{}/q", "--like"]
 NONSENSE: list[tuple[list[str], str]] = [
     (["fly"], "No such command"),
@@ -545,11 +548,26 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["blocks", "{}/factory.py:make", "--shape", "1,16,16", "--output-entry=--5"], "'--5'"),
     (["adapt", "resnet18-cifar", "-d", "{}/target.npz", "-p", "{}/p.safetensors", "-o", "{}/x"], "other layers"),
     ([*ADAPT, "-m", "magic"], "unknown method"),
-    ([*ADAPT, "--option", "speed=9"], "no option 'speed'"),
-    ([*ADAPT, "--option", "learning_rate=fast"], "positive number"),
+    ([*ADAPT, "--option", "epochs=1"], "'auto' tries several; name the method"),
+    ([*ADAPT, "-m", "bufr", "--candidates", "adabn"], "candidates are for the method 'auto'"),
+    ([*ADAPT, "-w", "{}/w.safetensors", "--candidates", "adabn,magic"], "unknown method"),
+    ([*ADAPT, "-m", "bufr", "--option", "speed=9"], "no option 'speed'"),
+    ([*ADAPT, "-m", "bufr", "--option", "learning_rate=fast"], "positive number"),
     ([*ADAPT, "--option", "learning_rate=0.1,fast"], "should name numbers"),
-    ([*ADAPT, "--option", "learning_rate=,"], "at least one"),
+    ([*ADAPT, "-m", "bufr", "--option", "learning_rate=,"], "at least one"),
     ([*ADAPT, "--option", "seed=3"], "no option of a method"),
+    ([*REHEARSE, "-o", "{}/factory.py"], "is no profile"),
+    ([*REHEARSE, "-o", "{}/w.safetensors"], "is the file of the weights"),
+    ([*REHEARSE, "-o", "{}/q", "--battery", "{}/factory.py"], "not of the form"),
+    ([*REHEARSE, "-o", "{}/q", "--battery", "{}/factory.py:number"], "a dict or list of functions"),
+    ([*REHEARSE, "-o", "{}/q", "--candidates", "target-supervised"], "needs 'labels'"),
+    ([*REHEARSE, "-o", "{}/q", "--workers", "0"], "workers"),
+    ([*VERIFY, "--at-least", "80"], "Try 0.8 or 80%"),
+    ([*VERIFY, "--at-most", "few"], "a number"),
+    ([*VERIFY, "--at-least", "0.8", "--at-most", "1"], "leave one of them out"),
+    ([*VERIFY, "--labelled", "{}/source.npz"], "was not rehearsed"),
+    ([*VERIFY, "--adaptation", "{}"], "which is no file"),
+    ([*VERIFY, "--adaptation", "{}/factory.py"], "damaged"),
     ([*ADAPT, "--keep", "best"], "'last' or 'selected'"),
     (["shift", "emnist-da/skyy", "{}/source.npz", "{}/x.npz"], "did you mean"),
     (["shift", "emnist-da/inverse", "{}/source.npz", "{}/x.npz", "--severity", "9"], "severities"),

@@ -23,6 +23,7 @@ from shiftmend.errors import AdaptationError, DivergedError
 from shiftmend.introspection.validate import copy_model
 from shiftmend.methods import METHODS
 from shiftmend.methods import method as make_method
+from shiftmend.profiles import fingerprints
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal, name_candidate
 from shiftmend.utils.checks import brief
@@ -327,4 +328,6 @@ def calibrate_result(result: Adaptation, reading: Reading, profile: Profile | No
     refusal = fold_temperature(result.model, profile.specs["logits"], temperature)
     if refusal is None:
         mark(result, temperature)
+        # The weights that are saved, by which a manifest is recognised.
+        result.manifest["adapted_weights"] = fingerprints.weights(result.model)
     result.manifest["calibration"] = {"temperature": temperature} if refusal is None else {"refused": refusal}

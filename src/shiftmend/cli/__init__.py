@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from shiftmend.__about__ import __version__
-from shiftmend.cli import adapt, profile, report, shift, verify
+from shiftmend.cli import adapt, profile, rehearse, report, shift, verify
 from shiftmend.errors import ShiftmendError, TapError
 
 app = typer.Typer(
@@ -38,7 +38,15 @@ def load_research_commands() -> None:
         import_module(f"shiftmend.research.cli.{name}").register(app)
 
 
-for command in (adapt.demo, profile.profile, profile.inspect, profile.mix, adapt.blocks, adapt.adapt):
+for command in (
+    adapt.demo,
+    profile.profile,
+    rehearse.rehearse,
+    profile.inspect,
+    profile.mix,
+    adapt.blocks,
+    adapt.adapt,
+):
     app.command()(command)
 for module in (verify, shift, report):
     module.register(app)

@@ -90,16 +90,30 @@ def adapt(
     profile: opt.ProfileFile,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the adapted model, history and manifest.")],
     method: Annotated[
-        str, typer.Option("--method", "-m", help="bufr, fr, adabn, ..., or file.py:Class of your own.")
-    ] = "bufr",
+        str,
+        typer.Option(
+            "--method",
+            "-m",
+            help="auto tries several and keeps the best; bufr, fr, adabn, ..., or file.py:Class of your own.",
+        ),
+    ] = "auto",
+    candidates: opt.Candidates = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(help="name=value for the method; repeatable. Of learning_rate=0.01,0.1 the better is chosen."),
+        typer.Option(
+            help="name=value for the named method; repeatable. Of learning_rate=0.01,0.1 the better is chosen."
+        ),
     ] = None,
     keep: Annotated[
         str | None,
         typer.Option(help="Which epoch: last, or selected by the verification slices. By default as fits the method."),
     ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate/--no-calibrate", help="Set the mean confidence to the estimated accuracy; answers stay."
+        ),
+    ] = True,
     block: opt.Blocks = None,
     weights: opt.Weights = None,
     model_option: opt.Options = None,
@@ -118,18 +132,19 @@ def adapt(
     ignore_label: opt.Ignore = None,
     as_json: opt.Json = False,
 ) -> None:
-    """At the new site: re-align the model's features with the profile, from unlabelled data alone.
+    """At the new site: mend the model with the profile, from unlabelled data alone; say what was won.
 
+    By default several methods are tried, and the model that is estimated best is kept, perhaps the untouched one.
     Labels are not looked at but by the method target-supervised; where there are any, they score the model afterwards.
     """
     import shiftmend
-    from shiftmend.cli.loading import load_method, pick_telling_rows
+    from shiftmend.cli.loading import load_candidates, load_method, pick_telling_rows
     from shiftmend.introspection.model_state import check_types, full_state_dict
     from shiftmend.methods import METHODS
     from shiftmend.utils.processes import rank
 
     _check_place(out, weights)
-    chosen = load_method(method)
+    chosen, named = load_method(method), load_candidates(candidates)
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
     inputs, labels, names = given
     options = _method_options(option)
@@ -163,6 +178,8 @@ def adapt(
         inputs,
         home,
         chosen,
+        candidates=named,
+        calibrate=calibrate,
         batch_size=batch_size,
         seed=seed,
         preprocess=preprocess,

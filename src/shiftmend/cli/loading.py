@@ -30,7 +30,7 @@ from shiftmend.inputs.folders import image_folder
 from shiftmend.inputs.images import as_labels, per_channel
 from shiftmend.introspection.input_map import load_adapted_state
 from shiftmend.methods import METHODS
-from shiftmend.utils.checks import counted
+from shiftmend.utils.checks import counted, kind
 from shiftmend.utils.python_files import describe_error, first_on_path, frames, import_file, user_code
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,19 @@ def load_method(name: str) -> Any:
     if ":" not in name:
         return name
     with _import_named("method", name, METHODS, "Class") as found:
+        return found
+
+
+def load_candidates(text: str | None) -> list[Any] | None:
+    """Read `--candidates adabn,file.py:Class`."""
+    return None if text is None else [load_method(name.strip()) for name in text.split(",") if name.strip()]
+
+
+def load_battery(name: str) -> Any:
+    """Return the simulated devices that `module:NAME` or `file.py:NAME` names: functions by name, or a list of them."""
+    with _import_named("battery", name, (), "NAME") as found:
+        if not isinstance(found, Mapping | list | tuple):
+            raise ShiftmendError(f"Expected {name} to be a dict or list of functions, got {kind(found)}.")
         return found
 
 
@@ -95,9 +108,9 @@ def _import_named(what: str, name: str, known: Iterable[str], attributes: str) -
     """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where:
+        listed = f"neither built in ({', '.join(known)}) nor" if known else "not"
         raise ShiftmendError(
-            f"{what} {name!r} is neither built in ({', '.join(known)}) nor of the form package.module:{attributes} or "
-            f"file.py:{attributes}"
+            f"{what} {name!r} is {listed} of the form package.module:{attributes} or file.py:{attributes}"
         )
     is_file = where.endswith(".py")
     if is_file and not Path(where).is_file():

@@ -57,6 +57,9 @@ Taps = Annotated[
 ]
 Root = Annotated[Path | None, typer.Option("--data-root", help="Where the data sets lie; default SHIFTMEND_DATA.")]
 Ignore = Annotated[int | None, typer.Option("--ignore-label", help="A class number that counts in no score, e.g. 255.")]
+Candidates = Annotated[
+    str | None, typer.Option(help="Methods to try, with commas: names, or file.py:Class of your own.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
 
 

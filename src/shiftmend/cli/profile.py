@@ -60,7 +60,7 @@ def profile(
     from shiftmend.profiles import presets
     from shiftmend.utils.processes import rank
 
-    _check_place(out, weights)
+    check_place(out, weights)
     if refresh_batchnorm is not None:
         _check_weights_place(refresh_batchnorm, out)
     usual = presets.preset("reference" if preset is None else preset).bins
@@ -95,14 +95,16 @@ def profile(
 def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile.")], as_json: opt.Json = False
 ) -> None:
-    """Show what a profile holds."""
+    """Show what a profile holds, and what its rehearsal taught."""
     import shiftmend
 
     loaded = shiftmend.Profile.load(file)
     if as_json:
-        print(dumps(_as_json(loaded, file)))
+        print(dumps(summarise(loaded, file)))
     else:
         say(f"{loaded}\n  file        {file.stat().st_size:,} bytes, intact")
+        if loaded.rehearsal is not None:
+            say(f"\n{loaded.rehearsal}")
 
 
 def mix(
@@ -116,7 +118,7 @@ def mix(
     """Mix the profiles of several classes for a site where they are otherwise frequent."""
     from shiftmend.profiles.profile import Profile
 
-    _check_place(out)
+    check_place(out)
     if out.exists() and any(part.exists() and out.samefile(part) for part in parts):
         raise DataError(f"--out {out} is one of the parts, which would be lost; name another file for the mixture")
     try:
@@ -130,7 +132,7 @@ def _write(made: Any, out: Path, as_json: bool) -> None:
     """Save a profile and print what it holds."""
     made.save(out)
     if as_json:
-        print(dumps(_as_json(made, out)))
+        print(dumps(summarise(made, out)))
     else:
         say(f"{made}\nwritten to {out} ({out.stat().st_size:,} bytes)")
 
@@ -157,7 +159,7 @@ def _check_weights_place(place: Path, out: Path) -> None:
         raise DataError(f"--refresh-batchnorm {place} is there already, or is --out; name another file")
 
 
-def _check_place(out: Path, weights: Path | None = None) -> None:
+def check_place(out: Path, weights: Path | None = None) -> None:
     """Refuse to replace anything but a profile."""
     from shiftmend.errors import ProfileError
     from shiftmend.profiles.profile import Profile
@@ -174,7 +176,7 @@ def _check_place(out: Path, weights: Path | None = None) -> None:
             raise DataError(f"{out} is there already and is no profile; remove it, or name another file") from None
 
 
-def _as_json(profile: Any, file: Path) -> dict[str, Any]:
+def summarise(profile: Any, file: Path) -> dict[str, Any]:
     """Summarise a profile for `--json`."""
     return {
         "file": str(file),
@@ -193,4 +195,35 @@ def _as_json(profile: Any, file: Path) -> dict[str, Any]:
         "architecture": profile.architecture,
         "weights": profile.weights,
         "library": profile.library,
+        **({} if profile.rehearsal is None else {"rehearsal": rehearsal_json(profile.rehearsal)}),
+    }
+
+
+def rehearsal_json(record: Any) -> dict[str, Any]:
+    """Summarise a rehearsal for `--json`."""
+
+    def describe(place: int, shift: Any, size: int) -> dict[str, Any]:
+        return {
+            "name": shift.name,
+            "family": shift.family,
+            "strength": shift.strength,
+            "size": record.sizes[size],
+            "scores": dict(zip(record.candidates, record.scores[place, size].tolist(), strict=True)),
+            "chosen": record.candidates[int(record.chosen[place, size])],
+            "estimate": float(record.estimates[place, size, -1]),
+        }
+
+    return {
+        "metric": record.metric,
+        "labelled": record.labelled,
+        "samples": record.samples,
+        "score": record.score,
+        "sizes": list(record.sizes),
+        "candidates": list(record.candidates),
+        "mean_error": record.mean_error,
+        "shifts": [
+            describe(place, shift, size)
+            for place, shift in enumerate(record.shifts)
+            for size in range(len(record.sizes))
+        ],
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -90,7 +89,7 @@ def report(
     statement = state_verdict(found)
     if as_json:
         checks = {"before": found.before, "after": found.after}
-        values = {name: asdict(one) | {"verdict": one.verdict} for name, one in checks.items() if one is not None}
+        values = {name: one.to_json() for name, one in checks.items() if one is not None}
         print(dumps({"report": str(out), "verdict": statement.headline.lower(), "cautions": found.cautions, **values}))
     else:
         # Every terminal can show these characters.

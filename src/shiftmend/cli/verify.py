@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
-from typing import Any
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -13,8 +14,21 @@ from shiftmend.cli.options import entry, gather, say
 from shiftmend.errors import DataError
 from shiftmend.utils.json import dumps
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shiftmend.cli.loading import Data, Normalisation
+    from shiftmend.profiles.profile import Profile
+    from shiftmend.verification.estimate import Estimate
+    from shiftmend.verification.verdict import Verification
+
 logger = logging.getLogger(__name__)
 LABELLED = "expected one folder per class, or an array 'labels' in the .npz, of numbers"
+NOT_REHEARSED = "the profile was not rehearsed; see `shiftmend rehearse`"
+
+Answer = Literal["yes", "no", "unknown"]
+EXIT_CODES: dict[Answer, int] = {"yes": 0, "no": 3, "unknown": 4}
+"""How `verify` ends where a limit was given."""
 
 
 def register(app: typer.Typer) -> None:
@@ -29,6 +43,20 @@ def verify(
     profile: opt.ProfileFile,
     weights: opt.Weights = None,
     model_option: opt.Options = None,
+    adaptation: Annotated[
+        Path | None,
+        typer.Option(help="How the model was adapted: the folder that `adapt` wrote, or its manifest.json."),
+    ] = None,
+    labelled: Annotated[
+        Path | None, typer.Option(help="A few labelled samples of the same device: a folder per class, or an .npz.")
+    ] = None,
+    at_least: Annotated[
+        str | None, typer.Option(help="Accuracy that is needed, e.g. 0.8 or 80%: decides the exit code.")
+    ] = None,
+    at_most: Annotated[
+        str | None, typer.Option(help="The same for the error of a model that predicts quantities.")
+    ] = None,
+    output_entry: opt.Output = None,
     size: opt.Size = None,
     channels: opt.Channels = None,
     mean: opt.Mean = "0.5",
@@ -38,18 +66,172 @@ def verify(
     allow_pickle: opt.Pickle = False,
     as_json: opt.Json = False,
 ) -> None:
-    """Ask, without labels, whether a model's features on some data are distributed as at home."""
-    import shiftmend
+    """Estimate without labels how accurate a model is on some data, and whether its features are as at home.
 
+    The estimate needs a profile that was rehearsed. How a model was adapted is read from the manifest.json beside its
+    weights, or from --adaptation.
+
+    With --at-least (or --at-most, for errors) the exit code is 0 if the whole interval keeps the limit, or the
+    estimate if it has no interval; 3 if the estimate itself misses the limit; 4 if it cannot be told, because the
+    limit lies between the estimate and the end of its interval, or because there is no estimate.
+    """
+    import shiftmend
+    from shiftmend.cli.loading import load_data
+
+    home = shiftmend.Profile.load(profile)
+    limit = _read_limit(at_least, at_most, home)
+    if labelled is not None and home.rehearsal is None:
+        raise DataError(f"--labelled narrows an estimate, and {NOT_REHEARSED}, or `shiftmend evaluate`")
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
-    found = shiftmend.verify(net, given.inputs, profile, batch_size=batch_size, preprocess=preprocess, device=device)
+    few = None if labelled is None else load_data(labelled, size)
+    if few is not None:
+        if few.labels is None:
+            raise DataError(f"{labelled} has no labels that can be used here: {LABELLED}")
+        check_labels(net, few, preprocess, output_entry, device)
+    found = shiftmend.verify(
+        net,
+        given.inputs,
+        home,
+        adaptation=_find_manifest(net, weights, adaptation),
+        labelled=None if few is None else (few.inputs, few.labels),
+        batch_size=batch_size,
+        preprocess=preprocess,
+        output=entry(output_entry),
+        device=device,
+    )
     if weights is None:
         # Weights that are named may be adapted ones, and differ from the profile's.
-        shiftmend.Profile.load(profile).check_weights(net)
+        home.check_weights(net)
+    answer = None if limit is None else _decide(found.estimate, limit)
     if as_json:
-        print(dumps(asdict(found) | {"verdict": found.verdict}))
+        decision = {} if limit is None else {"decision": {limit.name.replace(" ", "_"): limit.value, "answer": answer}}
+        print(dumps(found.to_json() | decision))
     else:
-        say(str(found))
+        say("\n".join(_describe(found)))
+        if limit is not None:
+            say(f"{limit.name} {limit.text}: {'cannot be told' if answer == 'unknown' else answer}")
+    if answer is not None:
+        raise typer.Exit(EXIT_CODES[answer])
+
+
+def check_labels(
+    net: nn.Module,
+    given: Data,
+    preprocess: Normalisation,
+    output_entry: str | None,
+    device: str,
+    ignore_label: int | None = None,
+) -> None:
+    """Refuse labels that the model cannot be scored with, before the work; there may be none."""
+    import shiftmend
+    from shiftmend.cli.loading import pick_telling_rows
+
+    if given.labels is None:
+        return
+    rows = pick_telling_rows(given.labels, ignore_label)
+    shiftmend.evaluate(
+        net,
+        (given.inputs[rows], given.labels[rows]),
+        preprocess=preprocess,
+        output=entry(output_entry),
+        device=device,
+        classes=given.classes,
+        ignore_label=ignore_label,
+    )
+
+
+def _find_manifest(net: nn.Module, weights: Path | None, adaptation: Path | None) -> dict[str, Any] | None:
+    """Read how a model was adapted, from what was named or from what lies beside the weights.
+
+    The manifest counts only if its model has these very weights: an estimate for another model would be wrong.
+    """
+    from shiftmend.profiles import fingerprints
+    from shiftmend.report.saved import read_manifest
+
+    if adaptation is not None:
+        path = adaptation / "manifest.json" if adaptation.is_dir() else adaptation
+        if not path.is_file():
+            raise DataError(f"Expected --adaptation to be what `shiftmend adapt` wrote, got {path}, which is no file.")
+        manifest = read_manifest(path)
+        if manifest["adapted_weights"] != fingerprints.weights(net):
+            raise DataError(
+                f"Expected the weights that {path} describes, got others. Try --weights {path.parent}/model.safetensors"
+            )
+        return manifest
+    beside = None if weights is None else weights.parent / "manifest.json"
+    if beside is None or not beside.is_file():
+        return None
+    try:
+        manifest = read_manifest(beside)
+    except DataError:
+        # Other programs write files of this name, too.
+        return None
+    return manifest if manifest["adapted_weights"] == fingerprints.weights(net) else None
+
+
+class _Limit(NamedTuple):
+    """What a score must keep: `at least` for accuracy, `at most` for errors."""
+
+    name: Literal["at least", "at most"]
+    text: str
+    value: float
+
+
+def _read_limit(at_least: str | None, at_most: str | None, profile: Profile) -> _Limit | None:
+    """Read `--at-least 0.8`, `--at-least 80%` or `--at-most 2.5`."""
+    if at_least is not None and at_most is not None:
+        raise DataError("--at-least is for accuracy and --at-most for errors; leave one of them out")
+    record = profile.rehearsal
+    if at_least is not None:
+        if record is not None and not record.higher_is_better:
+            raise DataError(f"the profile was rehearsed for the {record.metric}, an error; use --at-most")
+        value = _number(at_least.removesuffix("%")) / (100 if at_least.endswith("%") else 1)
+        if not 0 <= value <= 1:
+            raise DataError(f"Expected --at-least from 0 to 1, or a percentage, got {at_least}. Try 0.8 or 80%.")
+        return _Limit("at least", at_least, value)
+    if at_most is not None:
+        if record is not None and record.higher_is_better:
+            raise DataError(f"the profile was rehearsed for the {record.metric}, which is no error; use --at-least")
+        value = _number(at_most)
+        if not value >= 0:
+            raise DataError(f"Expected --at-most to be a number of at least 0, got {at_most}.")
+        return _Limit("at most", at_most, value)
+    return None
+
+
+def _number(text: str) -> float:
+    """Read a number; NaN if there is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _decide(estimate: Estimate | None, limit: _Limit) -> Answer:
+    """Tell whether the whole interval of an estimate keeps a limit, misses it, or neither."""
+    if estimate is None or estimate.value is None:
+        return "unknown"
+    sign, end = (1, estimate.low) if limit.name == "at least" else (-1, estimate.high)
+    if sign * (estimate.value if end is None else end) >= sign * limit.value:
+        return "yes"
+    return "no" if sign * estimate.value < sign * limit.value else "unknown"
+
+
+def _describe(found: Verification) -> list[str]:
+    """Return the estimate, then what is known of the features, a line each."""
+    from shiftmend.profiles.rehearsal import format_score
+
+    estimate = found.estimate
+    if estimate is None:
+        lines = [f"no estimate: {NOT_REHEARSED}"]
+    else:
+        lines = [str(estimate).replace("adaptation=", "--adaptation")]
+        if estimate.labelled is not None:
+            *scores, samples = estimate.labelled
+            value, low, high = (format_score(score, estimate.task) for score in scores)
+            ends = f"{low.removesuffix(' %')} to {high.removesuffix(' %')}"
+            lines.append(f"  the {samples:,} labelled samples alone: {value} ({ends})")
+    return [*lines, f"features {found}"]
 
 
 def evaluate(

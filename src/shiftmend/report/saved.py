@@ -15,6 +15,7 @@ from shiftmend.adaptation.result import Adaptation
 from shiftmend.engine.history import Epoch
 from shiftmend.engine.trainer import Keep
 from shiftmend.errors import AdaptationError, DataError
+from shiftmend.introspection.input_map import load_adapted_state
 from shiftmend.profiles import fingerprints
 from shiftmend.utils.json import from_strict_json
 
@@ -34,7 +35,7 @@ def load_adaptation(folder: Path, model: nn.Module) -> Adaptation:
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
         raise DataError(f"expected {missing[0]} in {folder}, got none. {REMEDY}")
-    manifest = _read_manifest(folder / "manifest.json")
+    manifest = read_manifest(folder / "manifest.json")
     history = _read_history(folder / "history.json")
     epochs = [row.epoch for row in history]
     if epochs != list(range(len(epochs))) or manifest["epochs"] != max(0, len(epochs) - 1):
@@ -46,7 +47,7 @@ def load_adaptation(folder: Path, model: nn.Module) -> Adaptation:
     except (OSError, safetensors.SafetensorError) as error:
         raise DataError(f"{path} is damaged ({error}). {REMEDY}") from error
     try:
-        adapted.load_state_dict(state)
+        load_adapted_state(adapted, state)
     except RuntimeError as error:
         first = next((line.strip() for line in str(error).splitlines()[1:] if line.strip()), str(error))
         raise AdaptationError(
@@ -65,7 +66,12 @@ def _read_json(path: Path) -> Any:
         raise DataError(f"{path} is damaged: expected JSON. {REMEDY}") from error
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read the manifest of an adaptation.
+
+    Raises:
+        DataError: if the file is damaged or something else.
+    """
     data = _read_json(path)
     needed = {"method": dict, "kept": str, "status": str, "adapted_weights": str, "selected_epoch": int, "epochs": int}
     fits = (
