@@ -87,9 +87,9 @@ def test_another_order_of_the_classes_shows() -> None:
     logits = 9.0 * torch.eye(4)[classes]
     right, permuted = measure_outputs(logits, HOME), measure_outputs(logits.flip(1), HOME)
     assert right.signals["skew"] == pytest.approx(0, abs=1e-6)
-    assert permuted.signals["skew"] == pytest.approx(0.4)
+    assert permuted.signals["skew"] == pytest.approx(0.4, abs=1e-6)
     assert right.signals["transported confidence"] == pytest.approx(right.signals["confidence"], abs=0.02)
-    assert permuted.signals["transported confidence"] < permuted.signals["confidence"] - 0.3
+    assert permuted.signals["transported confidence"] < permuted.signals["confidence"] - 0.2
     assert permuted.answers.tolist() == [3 - label for label in classes.tolist()]
 
 
