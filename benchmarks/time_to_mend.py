@@ -58,7 +58,6 @@ SEEDS = {"emnist-da": 3, "cifar-10-c": 1, "cifar-100-c": 1}
 """Seeds that are run by default, where not all are."""
 CIFAR = {"cifar-10-c": "CIFAR-10-C", "cifar-100-c": "CIFAR-100-C"}
 """Benchmarks with the targets of CIFAR-10-C. CIFAR-100-C is the same network on harder images."""
-"""Seeds of a benchmark that are run unless others are named."""
 SCORING_BATCH = 2048
 
 Row = dict[str, Any]
@@ -531,6 +530,7 @@ def write_page(file: RowFile) -> str:
             seeds = sorted({key[1] for key in table.rows if key[2:] == (method, "auto")})
             parts.append(f"### `{method}`, {'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}")
             parts.append(tabulate(table, method))
+            parts += describe_remarks(table, method)
             compared = table.compare(method)
             if compared is not None and compared.difference is not None:
                 tested = compared.verdict if compared.p is None else f"{compared.verdict} (p = {compared.p:.3f})"
@@ -540,6 +540,15 @@ def write_page(file: RowFile) -> str:
                     f"shift{'s' if compared.shifts != 1 else ''}."
                 )
     return "\n\n".join(part if part.startswith(("|", "#")) else fill(part, 120) for part in parts) + "\n"
+
+
+def describe_remarks(table: Table, method: str) -> list[str]:
+    """Return what was written by hand into rows of a method, as `remark`."""
+    return [
+        f"{shift}, seed {seed}: {row['remark']}"
+        for (shift, seed, name, _), row in table.rows.items()
+        if name == method and "remark" in row
+    ]
 
 
 def describe_manifests(manifests: Sequence[dict[str, Any]]) -> list[str]:
@@ -600,6 +609,8 @@ def run(options: argparse.Namespace, file: RowFile) -> None:
     """Measure what is asked for and not in the file yet."""
     deadline = Deadline(options.time_limit)
     logging.getLogger("shiftmend").setLevel(logging.ERROR)
+    # Steps that are not captured take three times as long: that must not go unnoticed.
+    logging.getLogger("shiftmend.accelerate").setLevel(logging.WARNING)
     device = resolve_device(options.device)
     name = options.benchmark or ("digits" if device.type == "cpu" else "emnist-da")
     benchmark = find(name)
