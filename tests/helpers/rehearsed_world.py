@@ -19,7 +19,13 @@ from shiftmend.verification.estimate import cross_fit
 CANDIDATES = ("match-moments", "adabn")
 """Candidates without gradients: a rehearsal with them takes seconds."""
 
-REHEARSAL: dict[str, Any] = {"candidates": CANDIDATES, "shifts": 11, "batch_size": 500, "progress": False}
+REHEARSAL: dict[str, Any] = {
+    "candidates": CANDIDATES,
+    "shifts": 11,
+    "site_size": 500,
+    "batch_size": 500,
+    "progress": False,
+}
 """Options of the rehearsal, at one size. With the unshifted data it has nine families or more."""
 
 
@@ -83,6 +89,7 @@ def make_record(
     candidates: tuple[str, ...] = (UNTOUCHED, "bufr"),
     signals: tuple[str, ...] = ("slices", "confidence", "skew"),
     noise: float = 0.02,
+    cross_fitted: bool = True,
     **changes: Any,
 ) -> Rehearsal:
     """Make a record whose signals are noisy functions of a true accuracy, with an error of its own for each family.
@@ -120,7 +127,8 @@ def make_record(
         "shares": torch.full((10,), 0.1),
         "confusion": torch.full((10, 10), 10.0),
     }
-    return cross_fit(Rehearsal(**facts | changes))
+    record = Rehearsal(**facts | changes)
+    return cross_fit(record) if cross_fitted else record
 
 
 def make_signals(

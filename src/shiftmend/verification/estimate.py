@@ -509,7 +509,7 @@ class Estimator:
             if name in ("slices", "marginals", "skew"):
                 # Less divergence than at home is no sign of a shift.
                 below = -math.inf
-            if max(above, below) > allowed + 1e-6:
+            if not max(above, below) <= allowed + 1e-6:  # Not a number is not at home either.
                 return False
         return compared > 0
 

@@ -1,0 +1,396 @@
+"""Estimates of a score without labels: against known truth, by simulation, and when they must be withheld."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rehearsed_world import make_record
+from scipy import stats
+
+from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal
+from shiftmend.verification.estimate import (
+    MIN_FAMILIES,
+    Cells,
+    Estimate,
+    Estimator,
+    Fitted,
+    Prediction,
+    choose,
+    cross_fit,
+)
+
+SIGNALS = ("slices", "confidence", "skew")
+
+
+def signals_of(record: Rehearsal, shift: int, candidate: str = UNTOUCHED, size: int = -1) -> dict[str, float]:
+    row = record.values[shift, size, record.index(candidate)].tolist()
+    return {name: value for name, value in zip(record.signals, row, strict=True) if math.isfinite(value)}
+
+
+def without_last_family(record: Rehearsal) -> Rehearsal:
+    """Return the record as if its last shift had not been rehearsed."""
+    cut = {name: getattr(record, name)[:-1] for name in ("shifts", "scores", "values", "estimates", "scales", "chosen")}
+    return replace(record, **cut)
+
+
+def at(record: Rehearsal, accuracy: float) -> dict[str, float]:
+    """Signals that go with an accuracy where nothing is noisy."""
+    return dict(zip(record.signals, [0.4 - 0.3 * accuracy, 0.4 + 0.6 * accuracy, 0.4 + 0.7 * accuracy], strict=True))
+
+
+@pytest.fixture(scope="module")
+def exact() -> Rehearsal:
+    """A record without noise: all signals are lines."""
+    return make_record(noise=0.0)
+
+
+@pytest.fixture(scope="module")
+def noisy() -> Rehearsal:
+    return make_record(noise=0.03)
+
+
+# ---- known truth
+
+
+@pytest.mark.parametrize("accuracy", [0.3, 0.55, 0.8])
+def test_noiseless_signals_give_the_truth(exact: Rehearsal, accuracy: float) -> None:
+    found = Estimator(exact).estimate(UNTOUCHED, at(exact, accuracy), 1000)
+    assert found.reliable
+    assert found.value == pytest.approx(accuracy, abs=0.03)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low <= accuracy <= found.high
+    assert found.metric == "accuracy"
+
+
+def test_a_signal_that_says_nothing_is_not_used() -> None:
+    record = make_record(noise=0.0, signals=("slices", "confidence", "certainty", "nuclear norm"), cross_fitted=False)
+    values = record.values.clone()
+    values[..., 0] = torch.rand(values.shape[:-1], generator=torch.Generator().manual_seed(0))
+    fit = Fitted.fit(Cells.of(replace(record, values=values), UNTOUCHED))
+    best = {fit.cells.names[place] for place, _ in fit.ranked}
+    assert "slices" not in best
+    assert list(fit.errors) == sorted(fit.errors)
+
+
+def test_each_candidate_has_maps_of_its_own() -> None:
+    record = make_record(noise=0.0, cross_fitted=False)
+    values = record.values.clone()
+    values[:, :, 1] = 1 - values[:, :, 1]
+    estimator = Estimator(replace(record, values=values))
+    for shift in range(4):
+        told = estimator.predict(
+            "bufr", {name: 1 - value for name, value in signals_of(record, shift, "bufr").items()}, 1000
+        )
+        assert told is not None
+        assert told.value == pytest.approx(float(record.scores[shift, 0, 1]), abs=0.02)
+
+
+def test_between_two_sizes_the_maps_are_interpolated() -> None:
+    record = make_record(noise=0.0, sizes=(100, 10_000), cross_fitted=False)
+    values = record.values.clone()
+    values[:, 0] += 0.05  # Signals of few samples lie elsewhere.
+    estimator = Estimator(replace(record, values=values))
+    signals = at(record, 0.6)
+    small, middle, large = (estimator.predict(UNTOUCHED, signals, samples) for samples in (100, 1000, 10_000))
+    assert small is not None
+    assert middle is not None
+    assert large is not None
+    assert large.value == pytest.approx(0.6, abs=0.02)
+    assert small.value != pytest.approx(large.value, abs=0.02)
+    assert middle.value == pytest.approx((small.value + large.value) / 2, abs=0.03)
+
+
+def test_a_site_that_measures_fewer_signals_is_estimated_by_those(noisy: Rehearsal) -> None:
+    signals = signals_of(noisy, 3)
+    del signals["confidence"]
+    found = Estimator(noisy).estimate(UNTOUCHED, signals, 1000)
+    assert found.value == pytest.approx(float(noisy.scores[3, 0, 0]), abs=0.1)
+    told = Estimator(noisy).predict(UNTOUCHED, signals, 1000)
+    assert told is not None
+    assert "confidence" not in told.used
+
+
+def test_a_signal_that_one_cell_lacks_is_left_out(noisy: Rehearsal) -> None:
+    values = noisy.values.clone()
+    values[4, 0, 0, 1] = math.nan
+    assert Cells.of(replace(noisy, values=values), UNTOUCHED).names == ("slices", "skew")
+    assert Cells.of(replace(noisy, values=values), "bufr").names == SIGNALS
+
+
+def test_errors_of_a_regression_are_not_cut_at_one() -> None:
+    record = make_record(noise=0.02, cross_fitted=False)
+    record = replace(record, task="quantities", score=0.5, scores=3 - 2 * record.scores, shares=torch.empty(0))
+    found = Estimator(cross_fit(record)).estimate(UNTOUCHED, signals_of(record, 0), 1000)
+    assert found.metric == "rmse"
+    assert found.value is not None
+    assert found.value > 1
+    assert found.high is not None
+    assert found.high > found.value
+    assert "%" not in str(found)
+
+
+# ---- intervals
+
+
+@pytest.mark.slow
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    rng, held, draws, families = np.random.default_rng(0), 0, 60, 10
+    for seed in range(draws):
+        world = make_record(
+            seed,
+            families + 1,
+            noise=0.05,
+            candidates=(UNTOUCHED,),
+            signals=("slices", "confidence"),
+            cross_fitted=False,
+        )
+        found = Estimator(without_last_family(world)).estimate(UNTOUCHED, signals_of(world, -1), 1000)
+        _, low, high = found.withheld or (found.value, found.low, found.high)
+        assert low is not None
+        assert high is not None
+        truth = rng.binomial(1000, float(world.scores[-1, 0, 0])) / 1000
+        held += low <= truth <= high
+    assert held / draws >= 0.85
+
+
+def test_below_nine_families_there_is_a_value_without_an_interval() -> None:
+    assert MIN_FAMILIES == 9
+    for families in (8, 9):
+        record = make_record(families=families, candidates=(UNTOUCHED,))
+        found = Estimator(record).estimate(UNTOUCHED, signals_of(record, 2), 1000)
+        assert found.value is not None
+        assert (found.low is None, found.high is None) == ((families < 9,) * 2)
+        assert ("to" in str(found).split()) == (families >= 9)
+
+
+def test_many_shifts_of_few_families_are_not_many_families() -> None:
+    record = make_record(families=6, per_family=3, candidates=(UNTOUCHED,))
+    assert Estimator(record).factor(UNTOUCHED, signals_of(record, 0)) is None
+
+
+def test_fewer_samples_give_a_wider_interval(noisy: Rehearsal) -> None:
+    widths = []
+    for samples in (600, 1000, 4000):
+        found = Estimator(noisy).estimate(UNTOUCHED, signals_of(noisy, 3), samples)
+        assert found.low is not None
+        assert found.high is not None
+        widths.append(found.high - found.low)
+    assert widths == sorted(widths, reverse=True)
+    assert widths[0] > widths[-1]
+
+
+def test_what_was_chosen_is_judged_by_the_larger_factor(noisy: Rehearsal) -> None:
+    estimator = Estimator(noisy)
+    signals = signals_of(noisy, 0)
+    plain, chosen = estimator.factor(UNTOUCHED, signals), estimator.factor(UNTOUCHED, signals, chosen=True)
+    assert plain is not None
+    assert chosen is not None
+    assert chosen >= plain
+
+
+# ---- leaving families out
+
+
+@pytest.mark.parametrize("family", [0, 4])
+def test_a_family_has_no_part_in_its_own_estimate(family: int) -> None:
+    record = make_record(noise=0.03, families=5, per_family=2)
+    own = [place for place, shift in enumerate(record.shifts) if shift.family == f"family {family}"]
+    others = [place for place in range(len(record.shifts)) if place not in own]
+    scores = record.scores.clone()
+    scores[own] = torch.tensor([0.0, 1.0])
+    poisoned = cross_fit(replace(record, scores=scores))
+    for name in ("estimates", "scales", "chosen"):
+        before, after = getattr(record, name), getattr(poisoned, name)
+        assert torch.equal(before[own], after[own]), name
+        assert name == "chosen" or not torch.equal(before[others], after[others]), name
+
+
+def test_leaving_a_family_out_is_fitting_without_it() -> None:
+    record = make_record(noise=0.03, candidates=(UNTOUCHED,))
+    told = Estimator(without_last_family(record)).predict(UNTOUCHED, signals_of(record, -1), 1000)
+    assert told is not None
+    assert float(record.estimates[-1, 0, 0]) == pytest.approx(told.value, abs=1e-6)
+    assert float(record.scales[-1, 0, 0]) == pytest.approx(told.scale, abs=1e-6)
+
+
+def test_the_order_of_the_shifts_does_not_matter(noisy: Rehearsal) -> None:
+    order = torch.randperm(len(noisy.shifts), generator=torch.Generator().manual_seed(3))
+    moved = cross_fit(
+        replace(
+            noisy,
+            shifts=tuple(noisy.shifts[place] for place in order.tolist()),
+            scores=noisy.scores[order],
+            values=noisy.values[order],
+        )
+    )
+    torch.testing.assert_close(moved.estimates, noisy.estimates[order])
+    assert torch.equal(moved.chosen, noisy.chosen[order])
+
+
+def test_the_last_estimate_is_that_of_the_chosen_candidate(noisy: Rehearsal) -> None:
+    chosen = noisy.chosen.long()
+    expected = noisy.estimates.gather(2, chosen.unsqueeze(2)).squeeze(2)
+    assert torch.equal(noisy.estimates[..., -1], expected)
+    truth = torch.stack([noisy.scores[place, 0, chosen[place, 0]] for place in range(len(chosen))])
+    assert noisy.mean_error == pytest.approx(float((expected[:, 0] - truth).abs().mean()))
+
+
+# ---- the choice
+
+
+def told(value: float, scale: float = 0.01) -> Prediction:
+    return Prediction(value, scale, 0.0)
+
+
+def test_the_untouched_model_wins_ties() -> None:
+    assert choose({UNTOUCHED: told(0.8), "bufr": told(0.8)}) == UNTOUCHED
+    assert choose({UNTOUCHED: told(0.8), "bufr": told(0.801)}) == UNTOUCHED
+    assert choose({UNTOUCHED: told(0.5, 5.0), "bufr": told(0.8, 5.0)}) == UNTOUCHED
+    assert choose({UNTOUCHED: told(0.8)}) == UNTOUCHED
+    assert choose({}) == UNTOUCHED
+
+
+def test_the_best_candidate_is_chosen_where_it_is_clearly_better() -> None:
+    all_three = {UNTOUCHED: told(0.5), "adabn": told(0.7), "bufr": told(0.9)}
+    assert choose(all_three) == "bufr"
+    assert choose({"adabn": told(0.7), "bufr": told(0.9)}) == "bufr"
+
+
+def test_of_errors_the_lowest_is_chosen() -> None:
+    both = {UNTOUCHED: told(3.0), "bufr": told(1.0)}
+    assert choose(both, higher_is_better=False) == "bufr"
+    assert choose({UNTOUCHED: told(1.0), "bufr": told(3.0)}, higher_is_better=False) == UNTOUCHED
+    assert choose({UNTOUCHED: told(1.0), "bufr": told(1.0)}, higher_is_better=False) == UNTOUCHED
+
+
+# ---- what does not hold
+
+
+def test_a_number_that_does_not_hold_is_shown_to_nobody(noisy: Rehearsal) -> None:
+    found = Estimator(noisy).estimate(UNTOUCHED, signals_of(noisy, 0), 1000, reasons=["the moon is full"])
+    assert (found.value, found.low, found.high, found.reliable) == (None, None, None, False)
+    assert found.withheld is not None
+    assert str(found) == "accuracy cannot be told: the moon is full"
+    facts = found.to_json()
+    assert facts["value"] is None
+    assert not set(facts) - {"value", "low", "high", "metric", "reliable", "reasons"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"slices": 5.0}, "slices"),
+        ({"slices": -5.0}, "slices"),
+        ({"skew": 9.0}, "other classes"),
+        ({"confidence": -3.0}, "confidence"),
+        ({"confidence": math.nan}, "NaN"),
+        ({"slices": math.inf}, "NaN"),
+    ],
+)
+def test_signals_outside_of_what_was_rehearsed(noisy: Rehearsal, change: dict[str, float], words: str) -> None:
+    found = Estimator(noisy).estimate(UNTOUCHED, signals_of(noisy, 3) | change, 1000)
+    assert not found.reliable
+    assert any(words in reason for reason in found.reasons)
+
+
+@pytest.mark.parametrize(("samples", "words"), [(3, "too few samples"), (10**7, "far more samples")])
+def test_sizes_far_from_what_was_rehearsed(noisy: Rehearsal, samples: int, words: str) -> None:
+    found = Estimator(noisy).estimate(UNTOUCHED, signals_of(noisy, 3), samples)
+    assert not found.reliable
+    assert words in found.reasons[0]
+
+
+def test_a_candidate_that_was_not_rehearsed(noisy: Rehearsal) -> None:
+    found = Estimator(noisy).estimate("tent", signals_of(noisy, 3), 1000)
+    assert not found.reliable
+    assert found.withheld is None
+    assert "tent was not rehearsed" in str(found)
+
+
+def test_too_few_shifts_teach_nothing() -> None:
+    record = make_record(families=3)
+    assert not Estimator(record).estimate(UNTOUCHED, signals_of(record, 0), 1000).reliable
+
+
+def test_signals_that_contradict_each_other(exact: Rehearsal) -> None:
+    mixed = at(exact, 0.9) | {"slices": at(exact, 0.3)["slices"]}
+    found = Estimator(exact).estimate(UNTOUCHED, mixed, 1000)
+    assert not found.reliable
+    assert any("contradict" in reason for reason in found.reasons)
+
+
+# ---- is it home?
+
+
+def test_data_as_at_home_are_recognised(noisy: Rehearsal) -> None:
+    home = dict(zip(noisy.signals, noisy.home_mean[0].tolist(), strict=True))
+    estimator = Estimator(noisy)
+    assert estimator.is_at_home(home, 1000)
+    for name in noisy.signals:
+        assert not estimator.is_at_home(home | {name: home[name] + 0.5}, 1000), name
+    assert not estimator.is_at_home(home | {"confidence": home["confidence"] - 0.5}, 1000)
+    # Less divergence than at home is no shift.
+    assert estimator.is_at_home(home | {"slices": 0.0, "skew": 0.0}, 1000)
+    assert not estimator.is_at_home(home | {"confidence": math.nan}, 1000)
+    assert not estimator.is_at_home({}, 1000)
+
+
+def test_few_samples_may_stray_further_from_home() -> None:
+    record = make_record(sizes=(100, 10_000), cross_fitted=False)
+    record = replace(record, home_deviation=torch.tensor([[0.1] * 3, [0.01] * 3]), samples=10_000)
+    home = dict(zip(record.signals, record.home_mean[0].tolist(), strict=True))
+    strayed = {name: value + 0.15 for name, value in home.items()}
+    assert Estimator(record).is_at_home(strayed, 100)
+    assert not Estimator(record).is_at_home(strayed, 10_000)
+
+
+# ---- a few labels
+
+
+@pytest.mark.parametrize(("correct", "samples"), [(45, 50), (0, 20), (100, 100), (3, 7)])
+def test_labels_alone_are_a_beta_distribution(correct: int, samples: int) -> None:
+    found = Estimate(None, None, None, "accuracy", ("too few samples",), (0.1, 0.0, 0.2)).with_labels(correct, samples)
+    expected = stats.beta(1 + correct, 1 + samples - correct).interval(0.9)
+    assert found.labelled is not None
+    np.testing.assert_allclose(found.labelled[1:3], expected, atol=2e-4)
+    assert found.labelled[0] == found.value == correct / samples
+    assert (found.low, found.high) == found.labelled[1:3]
+    assert found.reliable
+
+
+@settings(max_examples=30)
+@given(st.floats(0.05, 0.95), st.floats(0.01, 0.2), st.integers(20, 100), st.floats(0, 1))
+def test_labels_are_added_to_the_estimate(value: float, half: float, samples: int, share: float) -> None:
+    low, high = max(0.0, value - half), min(1.0, value + half)
+    correct = round(share * samples)
+    found = Estimate(value, low, high, "accuracy").with_labels(correct, samples)
+    deviation = (high - low) / (2 * stats.norm.ppf(0.95))
+    strength = max(value * (1 - value) / deviation**2 - 1, 1)
+    expected = stats.beta(value * strength + correct, (1 - value) * strength + samples - correct)
+    assert found.value == pytest.approx(expected.mean(), abs=1e-3)
+    np.testing.assert_allclose((found.low, found.high), expected.interval(0.9), atol=2e-3)
+    assert min(value, correct / samples) - 1e-9 <= (found.value or 0) <= max(value, correct / samples) + 1e-9
+
+
+def test_labels_stand_beside_the_estimate() -> None:
+    found = Estimate(0.8, 0.7, 0.9, "accuracy").with_labels(45, 50)
+    facts: dict[str, Any] = found.to_json()
+    assert facts["labelled"]["value"] == 0.9
+    assert facts["labelled"]["samples"] == 50
+    assert found.high is not None
+    assert found.low is not None
+    assert found.high - found.low < 0.2
+
+
+def test_an_estimate_without_an_interval_gives_way_to_labels() -> None:
+    found = Estimate(0.5, None, None, "accuracy").with_labels(45, 50)
+    assert found.value == 0.9
+    assert found.low is not None
