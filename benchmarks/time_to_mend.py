@@ -4,13 +4,13 @@
     python benchmarks/time_to_mend.py emnist-da --data-root DATA --models bench --store results/emnist-da.json
     python benchmarks/time_to_mend.py cifar-10-c --data-root DATA --models bench --seeds 123 --published
 
-Each shift of a benchmark is mended from each seed by `adapt` without options (`auto`), without scores on the way, from
-arrays on the host; the first run of all is repeated, so that loading of libraries does not count. A second such run is
-scored after each round, to find the best state (`oracle`). Beside it stand the untouched model, AdaBN and the published
-schedule: run here with `--published`, or taken from a store or from a file in `results/`, if the source model there had
-the same weights. Cells from other source models of the same recipe are set beside with `--other-models`, and are named
-so. A run that was cut off goes on from `--out`. Digits take a few minutes on a CPU; the others are for
-a GPU.
+Each shift of a benchmark is mended from each seed by `adapt` with a method and no other option (`auto`: the length ends
+by itself), without scores on the way, from arrays on the host; the first run of all is repeated, so that loading of
+libraries does not count. A second such run is scored after each round, to find the best state (`oracle`). Beside it
+stand the untouched model, AdaBN and the published schedule: run here with `--published`, or taken from a store or from
+a file in `results/`, if the source model there had the same weights. Cells from other source models of the same recipe
+are set beside with `--other-models`, and are named so. A run that was cut off goes on from `--out`. Digits take a few
+minutes on a CPU; the others are for a GPU.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def measure_baseline(given: Given, method: str, shift: str, seed: int) -> Row:
 
 
 def measure_auto(given: Given, method: str, shift: str, seed: int) -> Row:
-    """Time `adapt` without options, and score what it returns."""
+    """Time `adapt` with nothing but a method, and score what it returns."""
     inputs, labels = given.target(shift)
     model, profile = given.model(seed), given.profile(seed)
     started = time.perf_counter()
@@ -510,7 +510,8 @@ def write_page(file: RowFile) -> str:
     parts = [
         "# Time to mend",
         "Made by `python benchmarks/time_to_mend.py --page` from `results/time-to-mend.json` and from nothing else.",
-        "`adapt` without options trains until the loss no longer falls, and keeps a state without looking at labels. "
+        "`adapt` with a method and no other option trains until the loss no longer falls, and keeps a state without "
+        "looking at labels. "
         "*Auto* is the state that it returns. *Best round* is the best state on the way of another such run, *its best "
         "epoch* that of the published schedule; to find either takes labels. *Other models* of the same recipe have "
         "other weights, so figures from them are not paired. Steps and seconds are those of the whole run, and *until "

@@ -17,7 +17,7 @@ from shiftmend.introspection.blocks import split_blocks
 from shiftmend.introspection.model_state import snapshot
 from shiftmend.introspection.trace import trace
 from shiftmend.methods.bufr import BUFR
-from shiftmend.methods.bufr_im import BUFRIM, REFINING
+from shiftmend.methods.bufr_im import BUFRIM, MAX_REFINE_RATE, REFINING
 from shiftmend.methods.shot_im import SHOTIM
 
 CPU = torch.device("cpu")
@@ -45,15 +45,16 @@ def test_the_stages_are_those_of_bufr_and_one_that_refines() -> None:
     assert BUFRIM(align="features").taps(profile) == ("features", "logits")
 
 
-def test_published_rates_are_those_of_both_parts() -> None:
+@pytest.mark.parametrize(("published", "expected"), [(0.002, 0.002), (0.2, MAX_REFINE_RATE)])
+def test_published_rates_are_those_of_both_parts(published: float, expected: float) -> None:
     world = sensors()
     network = network_of(world)
-    network.model.shiftmend_rates = {"bufr": 0.7, "shot-im": 0.2, "bufr-im": 99.0}  # type: ignore[assignment]
+    network.model.shiftmend_rates = {"bufr": 0.7, "shot-im": published, "bufr-im": 99.0}  # type: ignore[assignment]
     try:
         first, *_, last = BUFRIM(epochs_per_block=1).stages(network, world.profile())
     finally:
         del network.model.shiftmend_rates
-    assert (first.learning_rate, last.learning_rate) == (0.7, 0.2)
+    assert (first.learning_rate, last.learning_rate) == (0.7, expected)
 
 
 @pytest.mark.parametrize("hold", [0.0, 2.5])
