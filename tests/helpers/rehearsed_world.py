@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shiftmend
 from shiftmend.profiles.profile import Profile
-from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal, RehearsedShift
+from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal, RehearsedShift, round_signals
 from shiftmend.verification.estimate import cross_fit
 
 CANDIDATES = ("match-moments", "adabn")
@@ -118,7 +118,7 @@ def make_record(
         "signals": signals,
         "shifts": shifts,
         "scores": torch.from_numpy(scores).float(),
-        "values": torch.from_numpy(values).float(),
+        "values": round_signals(torch.from_numpy(values)),
         "home_mean": torch.from_numpy(make_signals(np.full((len(sizes),), 0.95), len(signals), 0.0, rng)).float(),
         "home_deviation": torch.full((len(sizes), len(signals)), 0.01),
         "estimates": torch.full((*shape[:2], len(candidates) + 1), math.nan),

@@ -152,7 +152,7 @@ class Rehearsal:
         return self.candidates.index(candidate)
 
     def to_file(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return what a profile's file holds: facts as JSON, and float32 tensors by name."""
+        """Return what a profile's file holds: facts as JSON, and float32 tensors by name; signals are float16."""
         plain = ("task", "labelled", "samples", "score", "temperature")
         facts = {name: getattr(self, name) for name in plain} | {
             "sizes": list(self.sizes),
@@ -163,20 +163,26 @@ class Rehearsal:
             "shifts": [[shift.name, shift.family, shift.strength] for shift in self.shifts],
             "settings": dict(self.settings),
         }
-        return facts, {name: getattr(self, name).float().cpu() for name in _TENSORS}
+        tensors = {name: getattr(self, name).float().cpu() for name in _TENSORS}
+        return facts, tensors | {"values": tensors["values"].half()}
 
     @staticmethod
     def from_file(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Rehearsal:
-        """Undo `to_file`; refuse what does not fit together, since a file may come from anywhere.
+        """Undo `to_file`; refuse entries of a wrong kind, since a file may come from anywhere.
+
+        Sizes and numbers are left to `find_problem`.
 
         Raises:
-            ProfileError: If an entry is of the wrong kind or size.
+            ProfileError: If an entry is of the wrong kind.
         """
         names = {one.name for one in fields(Rehearsal)} - set(_TENSORS)
         if not isinstance(facts, dict) or set(facts) != names or set(tensors) != set(_TENSORS):
             raise ProfileError("the description of its rehearsal has missing or unknown entries")
         if any(tensors[name].ndim != number for name, number in _TENSORS.items()):
             raise ProfileError("its rehearsal has tensors with another number of dimensions")
+        lists = ("sizes", "thresholds", "candidates", "signals", "shifts")
+        if not all(isinstance(facts[name], list) for name in lists):
+            raise ProfileError("its rehearsal has entries that are no lists")
         if facts["task"] not in get_args(Task) or type(facts["labelled"]) is not bool:
             raise ProfileError("its rehearsal has an unknown task")
         texts = (*facts["candidates"], *facts["signals"], *(text for shift in facts["shifts"] for text in shift[:2]))
@@ -192,7 +198,7 @@ class Rehearsal:
             raise ProfileError("its rehearsal does not describe each candidate")
         if not isinstance(facts["settings"], dict):
             raise ProfileError("its rehearsal has no valid settings")
-        record = Rehearsal(
+        return Rehearsal(
             task=facts["task"],
             labelled=facts["labelled"],
             samples=read_whole_number(facts["samples"], "the number of rehearsed samples"),
@@ -205,11 +211,8 @@ class Rehearsal:
             signals=tuple(facts["signals"]),
             shifts=tuple(RehearsedShift(name, family, float(strength)) for name, family, strength in facts["shifts"]),
             settings=facts["settings"],
-            **{name: tensors[name] for name in _TENSORS},
+            **{name: tensors[name].float() for name in _TENSORS},
         )
-        if problem := record.find_problem():
-            raise ProfileError(f"its rehearsal is not valid: {problem}")
-        return record
 
     def find_problem(self) -> str | None:
         """Return what is wrong with the sizes and numbers of the record, in words."""
@@ -231,24 +234,38 @@ class Rehearsal:
         for name, shape in shapes.items():
             if tuple(getattr(self, name).shape) != tuple(shape):
                 return f"{name} should be of shape {list(shape)}, got {list(getattr(self, name).shape)}"
-        if self.candidates[:1] != (UNTOUCHED,) or len(set(self.candidates)) < candidates:
-            return f"its candidates are {', '.join(self.candidates)}, expected {UNTOUCHED} first and each name once"
-        if not shifts or not sizes or list(self.sizes) != sorted(set(self.sizes)):
-            return "it has no shifts, or its sizes are not in order"
-        if (self.task == "classes") == (classes < 2):
-            return "its class shares do not fit its task"
-        if self.task == "classes" and not (abs(float(self.shares.sum()) - 1) < 1e-3 and bool((self.shares >= 0).all())):
-            return "its class shares do not add up to 1"
-        if self.task == "classes" and bool(((self.scores < 0) | (self.scores > 1)).any()):
-            return "it has an accuracy outside of 0 to 1"
-        if any(bool(getattr(self, name).isinf().any()) for name in _TENSORS):
-            return "it has infinite entries"
-        if bool((self.chosen.isnan() | (self.chosen < 0) | (self.chosen >= candidates)).any()):
-            return "it names candidates that it does not have"
-        return None
+        classified = self.task == "classes"
+        both = torch.cat([self.scores.flatten(), torch.tensor([self.score])])
+        known = (self.scores, self.shares, self.confusion, self.output_mean, self.output_deviation, self.chosen)
+        positive = (self.home_deviation, self.output_deviation, self.confusion, self.shares, self.scales, both)
+        found = {
+            f"its candidates are {', '.join(self.candidates)}, expected {UNTOUCHED} first and each name once": (
+                self.candidates[:1] != (UNTOUCHED,) or len(set(self.candidates)) < candidates
+            ),
+            "it names a signal twice": len(set(self.signals)) < signals,
+            "it has no shifts, or its sizes are not in order": (
+                not shifts or not sizes or list(self.sizes) != sorted(set(self.sizes))
+            ),
+            "its class shares do not fit its task": classified == (classes < 2) or classified == (outputs > 0),
+            "its class shares do not add up to 1": classified and not abs(float(self.shares.sum()) - 1) < 1e-3,
+            "it has an accuracy outside of 0 to 1": classified and bool((both > 1).any()),
+            "it has infinite entries": any(bool(getattr(self, name).isinf().any()) for name in _TENSORS),
+            "it has entries that are NaN": any(bool(tensor.isnan().any()) for tensor in known),
+            "it has entries that are negative": any(bool((tensor < 0).any()) for tensor in positive),
+            "it names candidates that it does not have": bool(
+                ((self.chosen < 0) | (self.chosen >= candidates) | (self.chosen != self.chosen.round())).any()
+            ),
+        }
+        return next((words for words, wrong in found.items() if wrong), None)
 
     def __str__(self) -> str:
         return describe(self)
+
+
+def round_signals(values: Tensor) -> Tensor:
+    """Round signals to what a file holds, three digits: they are most of a rehearsal, and chance moves them by more."""
+    largest = torch.finfo(torch.float16).max
+    return values.clamp(-largest, largest).half().float()
 
 
 def empty_estimates(record: Rehearsal) -> Rehearsal:

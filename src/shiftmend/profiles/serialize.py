@@ -237,8 +237,8 @@ def _read_rehearsal(facts: Any, tensors: Mapping[str, Tensor]) -> Rehearsal | No
     """Read the rehearsal of a file, if it has one."""
     if facts is None and not tensors:
         return None
-    if any(tensor.dtype != torch.float32 for tensor in tensors.values()):
-        raise ProfileError("the tensors of its rehearsal should be float32")
+    if any(tensor.dtype not in (torch.float16, torch.float32) for tensor in tensors.values()):
+        raise ProfileError("the tensors of its rehearsal should be float16 or float32")
     return Rehearsal.from_file(facts, {name.removeprefix(_REHEARSAL): tensor for name, tensor in tensors.items()})
 
 
@@ -322,6 +322,8 @@ def problems(profile: Profile) -> list[str]:
         found.append(f"a tap has fewer samples than the {profile.inputs_seen} inputs")
     if features.usable_count == 0:
         found.append("every one of its features was constant")
+    if profile.rehearsal is not None and (problem := profile.rehearsal.find_problem()):
+        found.append(f"its rehearsal is not valid: {problem}")
     return found
 
 

@@ -35,7 +35,15 @@ from shiftmend.methods import method as make_method
 from shiftmend.passes.evaluation_pass import Observation, run_pass, without_labels
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.profile import Profile, as_profile
-from shiftmend.profiles.rehearsal import MAX_CLASSES, UNTOUCHED, Rehearsal, RehearsedShift, Task, empty_estimates
+from shiftmend.profiles.rehearsal import (
+    MAX_CLASSES,
+    UNTOUCHED,
+    Rehearsal,
+    RehearsedShift,
+    Task,
+    empty_estimates,
+    round_signals,
+)
 from shiftmend.rehearsal.battery import PlannedShift, from_functions, list_devices, plan_battery
 from shiftmend.utils.checks import brief, counted, is_whole
 from shiftmend.utils.devices import resolve_device
@@ -530,7 +538,7 @@ class _Jobs:
     def assemble(self, cells: Mapping[str, Cell]) -> Rehearsal:
         """Put all cells into a record; candidates that failed anywhere are left out."""
         record = self.record
-        names = [name for name in record.candidates if all(name in cell for cell in cells.values())]
+        names = [name for name in record.candidates if all(_has_score(cell, name) for cell in cells.values())]
         failed = [name for name in record.candidates if name not in names]
         if failed:
             logger.warning("%s failed in a rehearsal and is no candidate", ", ".join(failed))
@@ -546,9 +554,14 @@ class _Jobs:
             candidates=tuple(names),
             methods={name: record.methods[name] for name in names},
             scores=scores.float(),
-            values=values.float(),
+            values=round_signals(values),
         )
         return empty_estimates(complete)
+
+
+def _has_score(cell: Cell, name: str) -> bool:
+    """Return whether a candidate got through a cell, with a score that is a number."""
+    return name in cell and math.isfinite(cell[name]["score"])
 
 
 def _key(shift: int, size: int) -> str:

@@ -1,0 +1,321 @@
+"""The record of a rehearsal: its file, its size, what is refused, and the table for people."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rehearsed_world import make_record, trained
+from same_profiles import same
+from torch import Tensor
+
+from shiftmend.adaptation.auto import CANDIDATES
+from shiftmend.engine.method import describe_method
+from shiftmend.errors import ProfileError
+from shiftmend.methods import method as make_method
+from shiftmend.profiles import serialize
+from shiftmend.profiles.profile import Profile
+from shiftmend.profiles.rehearsal import (
+    UNTOUCHED,
+    Rehearsal,
+    RehearsedShift,
+    format_score,
+    name_candidate,
+    round_signals,
+)
+from shiftmend.utils.sealing import UNSEALED, seal
+from shiftmend.verification.reading import READ_SIGNALS
+
+Facts = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+RECORD = make_record(sizes=(300, 1000), settings={"batch_size": 256})
+TENSORS = tuple(RECORD.to_file()[1])
+NAN_ALLOWED = {"values", "home_mean", "home_deviation", "estimates", "scales"}
+"""Tensors in which NaN stands for what could not be measured."""
+
+
+def profiled(record: Rehearsal = RECORD) -> Profile:
+    return replace(trained()[1], rehearsal=record)
+
+
+def forge(alter: Callable[[Facts, Tensors], Any]) -> bytes:
+    """Return the file of a rehearsed profile, altered on purpose, with a right sum."""
+    content = profiled().to_bytes()
+    length = int.from_bytes(content[:8], "little")
+    metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+    facts, tensors = json.loads(metadata["profile"]), safetensors.torch.load(content)
+    own = {
+        name.removeprefix("rehearsal."): tensors.pop(name) for name in list(tensors) if name.startswith("rehearsal.")
+    }
+    alter(facts["rehearsal"], own)
+    tensors |= {f"rehearsal.{name}": tensor.contiguous() for name, tensor in own.items()}
+    file = io.BytesIO(safetensors.torch.save(tensors, metadata | UNSEALED | {"profile": json.dumps(facts)}))
+    seal(file)
+    return file.getvalue()
+
+
+def refusal(alter: Callable[[Facts, Tensors], Any]) -> str:
+    with pytest.raises(ProfileError) as caught:
+        serialize.decode(forge(alter))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert 20 < len(message) < 500
+    return message
+
+
+def assert_same(one: Rehearsal, other: Rehearsal) -> None:
+    for each in fields(Rehearsal):
+        first, second = getattr(one, each.name), getattr(other, each.name)
+        if isinstance(first, Tensor):
+            torch.testing.assert_close(second, first, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert second == first, each.name
+
+
+# ---- the file
+
+
+def test_a_rehearsal_comes_back_from_its_file(tmp_path: Path) -> None:
+    profiled().save(tmp_path / "home.profile")
+    found = Profile.load(tmp_path / "home.profile")
+    assert found.rehearsal is not None
+    assert_same(RECORD, found.rehearsal)
+    assert same(found, trained()[1])
+    assert found.to_bytes() == profiled().to_bytes()
+    assert str(found.rehearsal) == str(RECORD)
+
+
+def test_unmeasured_signals_come_back_as_nan() -> None:
+    values = RECORD.values.clone()
+    values[0, 0, 1, 2] = math.nan
+    found = serialize.decode(profiled(replace(RECORD, values=values)).to_bytes()).rehearsal
+    assert found is not None
+    assert_same(replace(RECORD, values=values), found)
+
+
+def test_a_rehearsal_of_quantities_comes_back() -> None:
+    record = replace(
+        RECORD,
+        task="quantities",
+        scores=3 * RECORD.scores,
+        shares=torch.empty(0),
+        confusion=torch.empty(0, 0),
+        output_mean=torch.tensor([1.0]),
+        output_deviation=torch.tensor([2.0]),
+    )
+    found = serialize.decode(profiled(record).to_bytes()).rehearsal
+    assert found is not None
+    assert_same(record, found)
+    assert found.metric == "rmse"
+    assert not found.higher_is_better
+
+
+def test_signals_are_rounded_to_what_the_file_holds() -> None:
+    values = torch.tensor([0.123456, 1e9, -1e9, math.nan])
+    rounded = round_signals(values)
+    assert rounded[0] == pytest.approx(0.123456, rel=1e-3)
+    assert bool(rounded[1:3].isfinite().all())
+    assert bool(rounded[3].isnan())
+    torch.testing.assert_close(round_signals(rounded), rounded, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_profile_without_a_rehearsal_has_none() -> None:
+    plain = trained()[1]
+    assert plain.rehearsal is None
+    assert serialize.decode(plain.to_bytes()).rehearsal is None
+    assert b"rehearsal" not in plain.to_bytes()
+
+
+def test_a_rehearsal_of_the_default_battery_takes_at_most_16_kib() -> None:
+    families = 13
+    names = [f"background, {number}" for number in range(families)]
+    record = make_record(
+        families=families,
+        sizes=(300, 5000),
+        candidates=CANDIDATES,
+        signals=(*READ_SIGNALS, *(f"agreement with {name}" for name in CANDIDATES)),
+        methods={name: describe_method(make_method(name)) for name in CANDIDATES},
+        shifts=tuple(RehearsedShift(name, name, 0.123456789) for name in names),
+        settings={"batch_size": None, "autocast": "False", "seed": 0, "home_sha256": "0" * 64},
+        cross_fitted=False,
+    )
+    more = len(profiled(record).to_bytes()) - len(trained()[1].to_bytes())
+    assert 0 < more <= 16 << 10
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_missing_surplus_and_misshapen_tensors_are_refused(name: str) -> None:
+    assert "missing or unknown" in refusal(lambda facts, tensors: tensors.pop(name))
+    assert "missing or unknown" in refusal(lambda facts, tensors: tensors.update(other=tensors[name].clone()))
+    assert "dimensions" in refusal(lambda facts, tensors: tensors.update({name: tensors[name][None]}))
+    assert "float32" in refusal(lambda facts, tensors: tensors.update({name: tensors[name].double()}))
+    assert "float32" in refusal(lambda facts, tensors: tensors.update({name: tensors[name].int()}))
+    larger = torch.ones([size + 1 for size in getattr(RECORD, name).shape])
+    refusal(lambda facts, tensors: tensors.update({name: larger}))
+
+
+@pytest.mark.parametrize("name", [name for name in TENSORS if getattr(RECORD, name).numel()])
+def test_entries_that_are_no_numbers_are_refused(name: str) -> None:
+    def put(value: float) -> Callable[[Facts, Tensors], Any]:
+        def alter(facts: Facts, tensors: Tensors) -> None:
+            tensors[name].view(-1)[0] = value
+
+        return alter
+
+    refusal(put(math.inf))
+    refusal(put(-math.inf))
+    if name in NAN_ALLOWED:
+        assert serialize.decode(forge(put(math.nan))).rehearsal is not None
+    else:
+        refusal(put(math.nan))
+    if name not in ("values", "home_mean", "estimates"):
+        refusal(put(-0.5))
+    if name in ("scores", "shares", "chosen"):
+        refusal(put(1.5))
+
+
+@pytest.mark.parametrize("name", RECORD.to_file()[0])
+@pytest.mark.parametrize("value", [None, "x", -1, [], {}, [None], math.nan])
+def test_facts_of_another_kind_are_refused(name: str, value: Any) -> None:
+    if name == "settings" and value == {}:
+        return
+    if name == "score" and value == -1:
+        assert "negative" in refusal(lambda facts, tensors: facts.update(score=-1))
+        return
+    refusal(lambda facts, tensors: facts.update({name: value}))
+
+
+@pytest.mark.parametrize("name", RECORD.to_file()[0])
+def test_missing_facts_are_refused(name: str) -> None:
+    assert "missing or unknown" in refusal(lambda facts, tensors: facts.pop(name))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"task": "poems"}, "task"),
+        ({"temperature": 0}, "temperature"),
+        ({"thresholds": [0.5]}, "thresholds"),
+        ({"sizes": [1000, 300]}, "order"),
+        ({"sizes": [300, 300]}, "order"),
+        ({"sizes": [0, 300]}, "whole number"),
+        ({"candidates": ["bufr", UNTOUCHED]}, "each candidate"),
+        ({"candidates": ["bufr", "bufr"], "methods": {"bufr": {}}}, "each candidate"),
+        ({"candidates": ["bufr", "fr"], "methods": {"bufr": {}, "fr": {}}}, UNTOUCHED),
+        ({"methods": {UNTOUCHED: {}, "bufr": "x"}}, "each candidate"),
+        ({"signals": ["slices", "slices", "skew"]}, "twice"),
+        ({"signals": "abc"}, "lists"),
+        ({"signals": ["slices", "a\nb", "skew"]}, "names"),
+        ({"signals": ["slices", "a" * 300, "skew"]}, "names"),
+        ({"score": 1.5}, "accuracy"),
+        ({"samples": True}, "whole number"),
+        ({"labelled": 1}, "task"),
+        ({"settings": []}, "settings"),
+        ({"surplus": 1}, "missing or unknown"),
+    ],
+)
+def test_facts_that_do_not_fit_together_are_refused(change: Facts, words: str) -> None:
+    assert words in refusal(lambda facts, tensors: facts.update(change))
+
+
+def test_a_rehearsal_without_shifts_is_refused() -> None:
+    def empty(facts: Facts, tensors: Tensors) -> None:
+        facts["shifts"] = []
+        for name in ("scores", "values", "estimates", "scales", "chosen"):
+            tensors[name] = tensors[name][:0]
+
+    assert "no shifts" in refusal(empty)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(RECORD.to_file()[0])), JSON)
+def test_any_json_in_place_of_a_fact_is_refused_or_kept(name: str, value: Any) -> None:
+    """Whatever stands there, the file is read as it is or refused in one sentence."""
+    content = forge(lambda facts, tensors: facts.update({name: value}))
+    with contextlib.suppress(ProfileError):
+        found = serialize.decode(content).rehearsal
+        assert found is not None
+        assert getattr(found, name) == (tuple(value) if isinstance(value, list) else value)
+        str(found)
+
+
+@settings(max_examples=25)
+@given(JSON.filter(lambda value: value is not None))
+def test_any_json_in_place_of_the_facts_is_refused(value: Any) -> None:
+    content = profiled().to_bytes()
+    length = int.from_bytes(content[:8], "little")
+    metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+    facts = json.loads(metadata["profile"]) | {"rehearsal": value}
+    tensors = safetensors.torch.load(content)
+    file = io.BytesIO(safetensors.torch.save(tensors, metadata | UNSEALED | {"profile": json.dumps(facts)}))
+    seal(file)
+    with pytest.raises(ProfileError, match="rehearsal"):
+        serialize.decode(file.getvalue())
+
+
+def test_a_record_that_could_not_be_read_again_is_not_written() -> None:
+    scores = RECORD.scores.clone()
+    scores[0, 0, 0] = math.nan
+    with pytest.raises(ProfileError, match="NaN"):
+        profiled(replace(RECORD, scores=scores)).to_bytes()
+
+
+# ---- for people
+
+
+def test_the_table_shows_each_shift_with_its_scores() -> None:
+    lines = str(RECORD).splitlines()
+    assert "12 simulated shifts" in lines[0]
+    assert "with labels" in lines[0]
+    assert lines[2].split()[:4] == ["shift", "strength", "untouched", "bufr"]
+    for shift, line in zip(RECORD.shifts, lines[3:-1], strict=True):
+        place = RECORD.shifts.index(shift)
+        assert shift.name in line
+        for score in RECORD.scores[place, -1].tolist():
+            assert f"{100 * score:.1f} %" in line
+        assert f"{100 * float(RECORD.estimates[place, -1, -1]):.1f} %" in line
+    assert f"{100 * RECORD.mean_error:.3g} points" in lines[-1]
+
+
+def test_without_labels_the_table_says_so() -> None:
+    record = replace(RECORD, labelled=False)
+    assert record.metric == "agreement"
+    assert "without labels" in str(record)
+    assert "agreement at home" in str(record)
+
+
+def test_words_for_people() -> None:
+    assert name_candidate(UNTOUCHED) == "untouched"
+    assert name_candidate("bufr") == "bufr"
+    assert format_score(0.853, "classes") == "85.3 %"
+    assert format_score(12.3456, "quantities") == "12.35"
+    assert format_score(math.nan, "classes") == "-"
+
+
+def test_a_candidate_is_found_by_its_name() -> None:
+    assert RECORD.index("bufr") == 1
+    with pytest.raises(ProfileError, match="not rehearsed"):
+        RECORD.index("tent")
+    assert RECORD.families == tuple(f"family {number}" for number in range(12))
