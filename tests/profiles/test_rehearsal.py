@@ -275,13 +275,6 @@ def test_any_json_in_place_of_the_facts_is_refused(value: Any) -> None:
         serialize.decode(file.getvalue())
 
 
-def test_a_record_that_could_not_be_read_again_is_not_written() -> None:
-    scores = RECORD.scores.clone()
-    scores[0, 0, 0] = math.nan
-    with pytest.raises(ProfileError, match="NaN"):
-        profiled(replace(RECORD, scores=scores)).to_bytes()
-
-
 # ---- for people
 
 

@@ -168,12 +168,10 @@ class Rehearsal:
 
     @staticmethod
     def from_file(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Rehearsal:
-        """Undo `to_file`; refuse entries of a wrong kind, since a file may come from anywhere.
-
-        Sizes and numbers are left to `find_problem`.
+        """Undo `to_file`; refuse what does not fit together, since a file may come from anywhere.
 
         Raises:
-            ProfileError: If an entry is of the wrong kind.
+            ProfileError: If an entry is of the wrong kind or size.
         """
         names = {one.name for one in fields(Rehearsal)} - set(_TENSORS)
         if not isinstance(facts, dict) or set(facts) != names or set(tensors) != set(_TENSORS):
@@ -198,7 +196,7 @@ class Rehearsal:
             raise ProfileError("its rehearsal does not describe each candidate")
         if not isinstance(facts["settings"], dict):
             raise ProfileError("its rehearsal has no valid settings")
-        return Rehearsal(
+        record = Rehearsal(
             task=facts["task"],
             labelled=facts["labelled"],
             samples=read_whole_number(facts["samples"], "the number of rehearsed samples"),
@@ -213,6 +211,9 @@ class Rehearsal:
             settings=facts["settings"],
             **{name: tensors[name].float() for name in _TENSORS},
         )
+        if problem := record.find_problem():
+            raise ProfileError(f"its rehearsal is not valid: {problem}")
+        return record
 
     def find_problem(self) -> str | None:
         """Return what is wrong with the sizes and numbers of the record, in words."""
