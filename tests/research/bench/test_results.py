@@ -69,6 +69,23 @@ def test_results_from_before_kl_was_divided_are_read_with_a_remark_until_they_ar
         assert marked[0].cell not in store.cells()
 
 
+def test_the_severest_shift_is_that_of_the_lowest_adabn_and_stands_beside_the_papers(tmp_path: Path) -> None:
+    benchmark = find("emnist-da")
+    cells = plan(benchmark, methods=["adabn"], seeds=[123, 234])
+    shifts = [shift for shift in benchmark.shifts if shift != "shot_noise"]
+    shifts = ["inverse", *(shift for shift in shifts if shift != "inverse"), "shot_noise"]
+    with Store(tmp_path / STORE) as store:
+        for cell in cells:
+            score = Outcome(1, 0.1 + 0.05 * shifts.index(cell.shift), 0.1, 0.2, 1.0, 0.3)
+            store.record(Result(cell, benchmark.origin(cell.shift, None), score, score, score, finished="2022"))
+    groups = read("emnist-da", tmp_path, methods=["adabn"]).groups
+    # Shot noise is the mildest in the paper and here.
+    assert groups == {**benchmark.groups, "severe here": ("inverse",)}
+    assert groups["severe"] == ("sky",)
+    few = read("emnist-da", tmp_path, methods=["fr"])
+    assert few.groups == benchmark.groups
+
+
 def test_other_seeds_count_as_far_as_they_have_been_run(tmp_path: Path) -> None:
     digits = find("digits")
     extra = plan(digits, methods=["fr"], shifts=["stripe"], seeds=[5])

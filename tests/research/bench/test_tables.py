@@ -16,7 +16,17 @@ from shiftmend.research.bench import footnotes
 from shiftmend.research.bench.benchmark import Cell, Outcome, Result
 from shiftmend.research.bench.grids import Grid
 from shiftmend.research.bench.rendering import Table
-from shiftmend.research.bench.tables import across, beside_both, drop_means, keep_columns, per_shift, selection, summary
+from shiftmend.research.bench.suite import find
+from shiftmend.research.bench.tables import (
+    across,
+    add_quoted,
+    beside_both,
+    drop_means,
+    keep_columns,
+    per_shift,
+    selection,
+    summary,
+)
 
 METHODS = ("source-only", "adabn", "bufr")
 SHIFTS = ("fog", "sky", "stripe", "zigzag")
@@ -707,3 +717,21 @@ def test_a_figure_has_no_line_for_seeds_and_says_them_at_the_foot():
         footnotes.about_numbers(made, less)[1]
         == "mean ± standard deviation over 2 seeds, but 0 to 1 for adabn, 0 to 1 for bufr (fog, zigzag)"
     )
+
+
+def test_rows_that_the_paper_quotes_stand_below_the_others() -> None:
+    shifts = find("cifar-10-c").shifts
+    names = {"benchmark": "cifar-10-c", "protocol": "offline", "methods": ["bufr"], "shifts": shifts}
+    cells = [replace(result(shift=shift).cell, benchmark="cifar-10-c") for shift in shifts]
+    results = [replace(result(), cell=cell) for cell in cells]
+    tables = [summary(results, **names, beside=side) for side in ("paper", "re-run")]
+    both = add_quoted(beside_both(*tables), Grid(results=[], **names))
+    assert [row.label for row in both.rows] == ["bufr", "dann*", "uda-ss*"]
+    paper = [column.title for column in both.columns].index("paper")
+    for row, value in zip(both.rows[1:], (81.7, 83.3), strict=True):
+        assert row.entries[paper].value == pytest.approx(value)
+        assert all(entry.value is None for at, entry in enumerate(row.entries) if at != paper)
+    assert any("source data" in note for note in both.notes)
+    # Neither another metric nor another benchmark has any.
+    assert add_quoted(tables[0], Grid(results=[], **names, metric="ece")) is tables[0]
+    assert add_quoted(tables[0], Grid(results=[], **names | {"benchmark": "emnist-da"})) is tables[0]

@@ -22,6 +22,16 @@ ORIGINS = {
 
 ORACLE = "best is an oracle: the epoch with the highest accuracy, found with labels that a new site does not have"
 
+SEVERITY = (
+    "severe and mild are the shifts with the lowest and the highest accuracy after AdaBN: by the paper's results, and "
+    "where ours say otherwise also by ours (here)"
+)
+
+QUOTED = (
+    "* quoted by the paper from other work, and not run here: these methods need the source data while they adapt, "
+    "which the others do without"
+)
+
 PARTIAL = "a fraction counts the cells that are there: no mean is taken before one seed has every shift"
 
 NO_BEST = "none is marked as best where methods lack cells or have different seeds"
@@ -34,6 +44,12 @@ STREAM = (
 RATES = (
     "learning rates are those that the authors published; the paper says that they chose them on a validation set of "
     "the test domain, that is, with labels of the target (how exactly is not published)"
+)
+
+
+RATES_ONLINE = (
+    "online, each method made one pass with each of several learning rates: last is the pass whose model the slices "
+    "find closest to home at its end, best the most accurate one, found with labels, as the paper chose"
 )
 
 
@@ -248,8 +264,10 @@ def about_published(grid: Grid, found: bool) -> list[str]:
 
 def about_rates(grid: Grid) -> list[str]:
     """Say if the target's labels had a part in the figures after all, by way of the published learning rates."""
-    given = any(result.manifest.get("learning_rate_chosen") == "given" for result in grid.cells.values())
-    return [RATES] if given and is_published(grid.benchmark) else []
+    results = list(grid.cells.values())
+    searched = any("learning_rates_tried" in r.manifest and r.ece_per_batch is not None for r in results)
+    given = any(result.manifest.get("learning_rate_chosen") == "given" for result in results)
+    return [*([RATES] if given and is_published(grid.benchmark) else []), *([RATES_ONLINE] if searched else [])]
 
 
 def about_clean(

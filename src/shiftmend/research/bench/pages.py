@@ -282,6 +282,11 @@ def _made_by(benchmark: str, parts: Mapping[str, Part]) -> list[Block]:
         "These commands make it. They are no log: the runs may have been split by seeds, shifts or methods, and over "
         "several machines."
     )
+    if any(result.origin == "rebuilt" for result in results):
+        intro += (
+            " Rebuilt shifts stand on pictures that the data root has to hold as well, or the package draws others: "
+            "see [data](../data.md#make-a-shifted-set)."
+        )
     return [intro, "```bash\n" + "\n".join(commands) + "\n```", "\n".join(lines)]
 
 
@@ -360,13 +365,14 @@ def averages(part: Part, metrics: Sequence[str] = ("accuracy", "ece")) -> list[B
         return [f"No mean is taken before all {number} shifts have been run; see the figures of each shift below."]
     blocks: list[Block] = []
     for metric in metrics:
-        asked = part.about(groups=part.benchmark.groups, metric=metric)
+        asked = part.about(groups=part.reading.groups, metric=metric)
         paper, rerun = (tables.summary(part.results, **asked, beside=side) for side in ("paper", "re-run"))
         both = tables.beside_both(paper, rerun)
         everything, groups = _over(both, of_all=True), _over(both, of_all=False)
-        blocks.append(everything)
+        blocks.append(tables.add_quoted(everything, Grid(results=[], **part.about(metric=metric))))
         if groups.columns:
-            blocks.append(replace(groups, title=f"{groups.title}, groups of shifts"))
+            ranked = (footnotes.SEVERITY,) if "severe" in part.benchmark.groups else ()
+            blocks.append(replace(groups, title=f"{groups.title}, groups of shifts", notes=(*groups.notes, *ranked)))
     return blocks
 
 

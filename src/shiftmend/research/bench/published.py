@@ -21,6 +21,9 @@ SOURCES = ("paper", "paper-elsewhere", "re-run")
 """The paper, where its summary tables win over the per-shift tables; the other value where the paper prints two; what
 the authors measured with their released code."""
 
+QUOTED = ("dann", "uda-ss")
+"""Methods of other authors that the paper quotes; they adapt with the source data at hand."""
+
 _PERCENTAGES = ("accuracy", "ece")
 
 
@@ -53,6 +56,12 @@ def figure(benchmark: str, protocol: str, metric: str, method: str, shift: str, 
     if metric in _PERCENTAGES:
         mean, deviation = _fraction(mean), None if deviation is None else _fraction(deviation)
     return Figure(mean, deviation)
+
+
+def quoted(benchmark: str, protocol: str, metric: str) -> dict[str, Figure]:
+    """Find the rows that the paper quotes from other work: methods that need the source data, mean over all shifts."""
+    found = {name: figure(benchmark, protocol, metric, name, "all") for name in QUOTED}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def notes(benchmark: str) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shiftmend.research.bench.benchmark import UNADAPTED, Benchmark, Cell, Origin, Result, Root
+from shiftmend.methods.adabn import AdaBN
+from shiftmend.research.bench.benchmark import UNADAPTED, Benchmark, Cell, Origin, Result, Root, is_clean
 from shiftmend.research.bench.plan import OUTDATED_KL, plan
 from shiftmend.research.bench.store import load_results
 from shiftmend.research.bench.suite import find
@@ -30,6 +31,24 @@ class Reading:
     @property
     def methods(self) -> list[str]:
         return list(dict.fromkeys(cell.method for cell in self.cells))
+
+    @property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        """The benchmark's groups of shifts, and the severest and mildest shift here where these are not the paper's.
+
+        The paper calls the shift severe that has the lowest accuracy after AdaBN, and that with the highest mild.
+        """
+        groups = dict(self.benchmark.groups)
+        found: dict[str, list[float]] = {}
+        for result in self.results:
+            if result.cell.method == AdaBN.name and result.last is not None and not is_clean(result.cell.shift):
+                found.setdefault(result.cell.shift, []).append(result.last.accuracy)
+        if len(found) == len(self.benchmark.shifts):
+            ranked = sorted(found, key=lambda shift: sum(found[shift]) / len(found[shift]))
+            for name, shift in (("severe", ranked[0]), ("mild", ranked[-1])):
+                if groups.get(name, (shift,)) != (shift,):
+                    groups[f"{name} here"] = (shift,)
+        return groups
 
 
 def read(

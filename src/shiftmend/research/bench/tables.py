@@ -14,6 +14,7 @@ from typing import Any, Literal
 from shiftmend.research.bench import footnotes
 from shiftmend.research.bench.benchmark import Result, sees_labels
 from shiftmend.research.bench.grids import Comparison, Grid
+from shiftmend.research.bench.published import quoted
 from shiftmend.research.bench.rendering import Column, Entry, Row, Table
 
 TITLES = {"last": "ours", "best": "best (oracle)", "selected": "selected"}
@@ -144,6 +145,26 @@ def _contrast(last: int, selected: int, best: int) -> Callable[[Result], float |
 
 
 # ---- parts of a table
+
+
+def add_quoted(table: Table, grid: Grid) -> Table:
+    """Add the rows that the paper quotes from other work to a table of means over all shifts.
+
+    Their figures stand in the paper's column of the first heading, which is that of all shifts.
+    """
+    found = quoted(grid.benchmark, grid.protocol, grid.metric) if len(grid.shifts) > 1 else {}
+    places = [
+        index for index, column in enumerate(table.columns) if (column.kind, column.title) == ("published", "paper")
+    ]
+    if not found or not places:
+        return table
+    scale = grid.shown.scale
+    rows = []
+    for name, figure in found.items():
+        entries = [Entry() for _ in table.columns]
+        entries[places[0]] = Entry(scale * figure.mean, None if figure.deviation is None else scale * figure.deviation)
+        rows.append(Row(f"{name}*", tuple(entries)))
+    return replace(table, rows=(*table.rows, *rows), notes=(*table.notes, footnotes.QUOTED))
 
 
 def beside_both(paper: Table, rerun: Table) -> Table:

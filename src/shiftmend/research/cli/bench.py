@@ -30,9 +30,7 @@ Results = Annotated[Path, typer.Option("--folder", "-f", help="Results lie here;
 Protocol = Annotated[str, typer.Option(help="offline, online, few-shot-5, ...; see `shiftmend bench show`.")]
 Methods = Annotated[str | None, typer.Option(help="Only these, with commas.")]
 Seeds = Annotated[str | None, typer.Option(help="These instead of the benchmark's own, with commas.")]
-Rates = Annotated[
-    str | None, typer.Option("--learning-rates", help="Choose among these without labels; with commas; not online.")
-]
+Rates = Annotated[str | None, typer.Option("--learning-rates", help="Choose among these without labels; with commas.")]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Write to this file instead of printing.")]
 Which = Annotated[str, typer.Option(help="Which epoch: last, selected (without labels) or best (an oracle).")]
 NOTES = "Markdown to include; default notes/BENCHMARK.md beside the file of --out, if there is one."
@@ -313,6 +311,7 @@ def _tables(
     found: Reading, protocol: str, shifts: list[str] | None, metric: str, which: str, per_shift: bool, beside: str
 ) -> list[Table]:
     from shiftmend.research.bench import footnotes, published, tables
+    from shiftmend.research.bench.grids import Grid
     from shiftmend.research.bench.plan import choose
 
     benchmark = found.benchmark
@@ -325,18 +324,21 @@ def _tables(
         "shifts": some,
     }
     asked = shared | {
-        "groups": {} if part else benchmark.groups,
+        "groups": {} if part else found.groups,
         "metric": metric,
         "which": which,
         "beside": None if beside == "none" else beside,
     }
     by_shift = per_shift or shifts is not None
     main = tables.per_shift(found.results, **asked) if by_shift else tables.summary(found.results, **asked)
+    if not by_shift:
+        main = tables.add_quoted(main, Grid(results=[], **shared, metric=metric))
     if part:
         main = tables.drop_means(main)
     sides = [] if beside == "none" else [beside]
     notes = footnotes.about_clean(found.clean, benchmark=benchmark, metric=metric, which=which, beside=sides)  # type: ignore[arg-type]
-    after = [f"{found.others} more results are {OTHERS}"] if found.others else []
+    after = [footnotes.SEVERITY] if "severe" in asked["groups"] and not by_shift else []
+    after += [f"{found.others} more results are {OTHERS}"] if found.others else []
     if any(column.kind == "published" for column in main.columns):
         after += published.notes(benchmark.name)
     made = [replace(main, notes=(*notes, *main.notes, *after))]
