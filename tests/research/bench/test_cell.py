@@ -552,7 +552,24 @@ def test_one_rate_is_like_the_setting_with_that_rate() -> None:
 def test_if_all_rates_fail_the_cell_does() -> None:
     result = run("fr", rates=[2e38, 3e38])
     assert result.error.startswith("none of the learning rates [2e+38, 3e+38] led to a result; the last: ")
-    assert "online" in run("fr", protocol="online", rates=[0.1]).error
+
+
+@pytest.mark.slow
+def test_online_rates_are_searched_as_in_the_paper_and_chosen_without_labels() -> None:
+    rates = [0.0001, 0.05, 0.5]
+    single = {rate: done("fr", protocol="online", rates=[rate]) for rate in rates}
+    searched = done("fr", protocol="online", rates=rates)
+    closest = min(single.values(), key=lambda result: result.signals["slices"])
+    most_accurate = max(single.values(), key=lambda result: result.last.accuracy)
+    assert searched.last == searched.selected == closest.last
+    assert searched.best == most_accurate.last
+    tried = {row["learning_rate"]: row["last"]["accuracy"] for row in searched.manifest["learning_rates_tried"]}
+    assert tried == {rate: result.last.accuracy for rate, result in single.items()}
+    scrambled = (load_target("dim", None).score.labels + 1) % 3
+    other = done("fr", protocol="online", rates=rates, load_target=with_labels(scrambled))
+    assert other.manifest["method"]["learning_rate"] == searched.manifest["method"]["learning_rate"]
+    failed = run("fr", protocol="online", rates=[2e38, 3e38])
+    assert failed.error is None or "none of the learning rates" in failed.error
 
 
 # ---- failures

@@ -83,6 +83,16 @@ def test_the_table_stands_beside_the_paper() -> None:
 
 
 @pytest.mark.slow
+def test_imagenet_has_a_network_and_no_data() -> None:
+    found = measure("imagenet")
+    # Features and logits of a ResNet-101 with 10 bins of 4 bytes each.
+    assert found.counts == (2048 + 1000) * 10 * 4
+    assert (found.files, found.pixels, found.trained) == (None, None, False)
+    (row,) = [line for line in render(make_table([found]), "markdown").splitlines() if line.startswith("| imagenet")]
+    assert row.endswith("| – | – | 0.5 | 173 | 138000 |")
+
+
+@pytest.mark.slow
 def test_the_networks_of_the_paper_are_as_large_as_it_says() -> None:
     """ResNet-18 has 49 and ResNet-101 173 megabytes there; bin counts of 8 bins in place of our 10."""
     found = measure("cifar-100-c")

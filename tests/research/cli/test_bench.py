@@ -523,7 +523,6 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["run", "digits", "-f", "{tmp}/new", "--learning-rates", "fast"], "positive numbers"),
     (["run", "digits", "-f", "{tmp}/new", "--learning-rates", "nan"], "positive numbers"),
     (["run", "digits", "-f", "{tmp}/new", "--learning-rates", ","], "positive numbers"),
-    (["run", "digits", "-f", "{tmp}/new", "--learning-rates", "0.1", "--protocol", "online"], "online"),
     (["run", "digits", "-f", "{tmp}/new", "--workers", "0"], "at least 1"),
     (["run", "digits", "-f", "{tmp}/new", "--workers", "many"], "see `shiftmend bench run --help`"),
     (["run", "digits", "-f", "{tmp}/new", "--executor", "slurm"], "slurm"),

@@ -72,9 +72,9 @@ def run_cell(
             started = time.perf_counter()
             reset_peak_memory(resources.device)
             tick = tick or (lambda done, total: None)
-            candidates = rates_for(given.setting, given.protocol, rates)
+            candidates = rates_for(given.setting, rates)
             if isinstance(given.protocol, Online):
-                result = _run_online(given, result, tick)
+                result = _run_online(given, result, candidates, tick)
             else:
                 result = _run_offline(given, result, candidates, tick)
         except Exception as error:
@@ -320,8 +320,44 @@ def list_reliability(scores: Scores) -> list[dict[str, Any]]:
     return [asdict(part) for part in scores.reliability]
 
 
-def _run_online(given: CellInputs, result: Result, tick: Tick) -> Result:
-    """Make one pass. There is no epoch to choose from: last, best and selected are the same.
+def _run_online(given: CellInputs, result: Result, rates: Sequence[float], tick: Tick) -> Result:
+    """Make one pass, or one for each rate. There is no epoch to choose from.
+
+    Of several rates, `last` and `selected` are of the one whose model the slices find closest to home at the end, and
+    `best` is of the one with the highest accuracy, which is how the paper chose and needs labels.
+    """
+    if not rates:
+        return _run_stream(given, result, {}, tick)
+    runs: list[Result] = []
+    tried: list[dict[str, Any]] = []
+    for number, rate in enumerate(rates):
+        try:
+            run = _run_stream(given, result, {"learning_rate": rate}, _count_on(tick, number, len(rates)))
+        except ShiftmendError as error:
+            tried.append({"learning_rate": rate, "failed": str(error)})
+        else:
+            assert run.last is not None
+            runs.append(run)
+            tried.append({"learning_rate": rate, "last": asdict(run.last), "verification": run.signals["slices"]})
+    if not runs:
+        raise DataError(f"none of the learning rates {list(rates)} led to a result; the last: {tried[-1]['failed']}")
+    kept = min(runs, key=lambda run: _order_slices(run.signals["slices"]))
+    best = max(runs, key=lambda run: run.last.accuracy if run.last is not None else 0.0)
+    facts = {
+        "learning_rate_chosen": "by the verification slices",
+        "learning_rates_tried": tried,
+        "learning_rate_of_best": best.manifest["method"]["learning_rate"],
+    }
+    return replace(kept, best=best.last, manifest=kept.manifest | facts)
+
+
+def _order_slices(value: float) -> float:
+    """Put a model that has diverged last."""
+    return value if math.isfinite(value) else math.inf
+
+
+def _run_stream(given: CellInputs, result: Result, changes: dict[str, float], tick: Tick) -> Result:
+    """Make one pass, with `changes` of the setting's options: last, best and selected are the same.
 
     The scores are those of the predictions on the way; signals and distances those of the model at the end.
     """
@@ -332,7 +368,7 @@ def _run_online(given: CellInputs, result: Result, tick: Tick) -> Result:
         given.setting.method,
         preprocess=resources.benchmark.preprocess,
         device=resources.device,
-        **dict(given.setting.options),
+        **{**given.setting.options, **changes},
     )
     whole = ClassificationMetrics(device=resources.device)
     errors_of_batches: list[float] = []

@@ -97,7 +97,7 @@ def hash_recipe(
     With `former`, give the hash that the cell had before a single KL divergence was divided by ln B, as PSI is.
     """
     source = benchmark.source_for(setting, shift)
-    candidates = rates_for(setting, benchmark.protocols[protocol], rates)
+    candidates = rates_for(setting, rates)
     # 1 and 1.0 are one rate, and must not give two hashes.
     numbers = {name: float(value) for name, value in setting.options.items() if type(value) is int}
     options = dict(setting.options) | numbers
@@ -129,10 +129,8 @@ def _probe_inputs(preprocess: Preprocess) -> Any:
         return None
 
 
-def rates_for(setting: Setting, protocol: Protocol, rates: Sequence[float] | None) -> tuple[float, ...]:
+def rates_for(setting: Setting, rates: Sequence[float] | None) -> tuple[float, ...]:
     """Sort the learning rates to try with a setting; none if its method has no learning rate."""
-    if rates and isinstance(protocol, Online):
-        raise DataError("Expected no learning rates to choose from online, where there is one pass only.")
     has_one = any(option.name == "learning_rate" for option in fields(METHODS[setting.method]))
     return tuple(sorted({float(rate) for rate in rates or ()})) if has_one else ()
 

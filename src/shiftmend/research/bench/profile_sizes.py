@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -24,13 +24,16 @@ from shiftmend.inputs.images import Split
 from shiftmend.profiles.profile import Profile
 from shiftmend.research.bench.benchmark import CLEAN, UNADAPTED, Benchmark, Root, Setting
 from shiftmend.research.bench.cell import collect_warnings
-from shiftmend.research.bench.recipes import build_untrained
+from shiftmend.research.bench.recipes import Recipe, build_untrained
 from shiftmend.research.bench.rendering import Column, Entry, Row, Table, escape_markdown, render
 from shiftmend.research.bench.suite import find
 from shiftmend.research.datasets.files import data_root
 
-MEASURED = ("mnist-c", "emnist-da", "cifar-10-c", "cifar-100-c", "camelyon17", "visda-c")
-"""Benchmarks with networks of their own: MNIST-M and USPS have MNIST's."""
+MEASURED = ("mnist-c", "emnist-da", "cifar-10-c", "cifar-100-c", "camelyon17", "visda-c", "imagenet")
+"""Benchmarks with networks of their own (MNIST-M and USPS have MNIST's), and what else the paper's table has."""
+
+QUOTED_NETWORKS = {"imagenet": Recipe(network="resnet101", options={"classes": 1000}, epochs=1)}
+"""Networks of the paper's table for which there is no benchmark: their profile and model are measured all the same."""
 
 IMAGES = 8
 
@@ -70,28 +73,41 @@ class Sizes:
 
 
 def measure(benchmark: str, folder: str | os.PathLike[str] | None = None, root: Root = None) -> Sizes:
-    """Measure sizes for a benchmark; the model's file is taken from `folder/sources` if it is there."""
+    """Measure sizes for a benchmark; the model's file is taken from `folder/sources` if it is there.
+
+    Of a name in `QUOTED_NETWORKS`, there are no data and no trained model.
+    """
+    if benchmark in QUOTED_NETWORKS:
+        return _measure_network(benchmark, QUOTED_NETWORKS[benchmark])
     chosen = find(benchmark)
     name = chosen.source_for(Setting(UNADAPTED), CLEAN)
     recipe = chosen.sources[name]
+    file = None if folder is None else _find_trained(Path(folder), recipe.facts())
+    return replace(
+        _measure_network(chosen.name, recipe, file),
+        files=_measure_files(chosen.name, root),
+        pixels=_measure_pixels(chosen, name, root),
+        remark=chosen.source_remark(root),
+    )
+
+
+def _measure_network(name: str, recipe: Recipe, file: Path | None = None) -> Sizes:
     model = build_untrained(recipe).eval()
     side = recipe.options.get("image_size", SIDE.get(recipe.network, USUAL_SIDE))
     images = torch.rand(IMAGES, 3, side, side, generator=torch.Generator().manual_seed(0))
     # A warning that a profile of so few images gives them away is true, but these are nobody's.
     with collect_warnings():
         plain, full = (shiftmend.profile(model, images, gaussian=kind, device="cpu") for kind in ("marginal", "full"))
-    file = None if folder is None else _find_trained(Path(folder), recipe.facts())
     state = {key: value.contiguous() for key, value in model.state_dict().items()}
     return Sizes(
-        chosen.name,
+        name,
         counts=_measure_counts(plain),
         profile=len(plain.to_bytes()),
         full=len(full.to_bytes()),
         model=len(safetensors.torch.save(state)) if file is None else file.stat().st_size,
-        files=_measure_files(chosen.name, root),
-        pixels=_measure_pixels(chosen, name, root),
+        files=None,
+        pixels=None,
         trained=file is not None,
-        remark=chosen.source_remark(root),
     )
 
 
@@ -122,10 +138,10 @@ def make_table(sizes: Sequence[Sizes]) -> Table:
 
 def write_page(sizes: Sequence[Sizes]) -> str:
     """Write the table as a page of its own."""
-    largest = max(sizes, key=lambda one: one.profile)
+    largest = max((one for one in sizes if one.benchmark not in QUOTED_NETWORKS), key=lambda one: one.profile)
     said = (
         "What has to be kept of the source data to adapt without them, beside the data and the model (the paper's "
-        f"appendix A). The largest profile here, that of {escape_markdown(largest.benchmark)}, has "
+        f"appendix A). The largest profile of a benchmark, that of {escape_markdown(largest.benchmark)}, has "
         f"{largest.profile / 1e3:,.0f} kB, {100 * largest.profile / largest.model:.2g} % of its model."
     )
     command = "shiftmend bench storage --data-root DATA --out docs/results/storage.md"
