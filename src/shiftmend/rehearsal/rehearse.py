@@ -482,13 +482,12 @@ class _Jobs:
             return {}
         try:
             found = json.loads(self.path.read_text())
-            if found["format"] != FILE_FORMAT or found["identity"] != self.identity:
-                raise ShiftmendError(
-                    f"{self.path} belongs to another rehearsal; remove it, or name another checkpoint."
-                )
             cells: dict[str, Cell] = found["cells"]
+            known = found["format"] == FILE_FORMAT and found["identity"] == self.identity
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ShiftmendError(f"{self.path} is no checkpoint of a rehearsal; remove it, or name another.") from error
+        if not known:
+            raise ShiftmendError(f"{self.path} belongs to another rehearsal; remove it, or name another checkpoint.")
         return cells
 
     def _save(self) -> None:
