@@ -20,11 +20,14 @@ from torch import Tensor, nn
 
 import shiftmend
 from shiftmend.errors import DataError, ProfileError, ShiftmendError
+from shiftmend.inputs.feed import Feed
 from shiftmend.methods.fr import FR
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal
 from shiftmend.rehearsal.rehearse import QUICK_CANDIDATES
+from shiftmend.verification.estimate import Estimator
 from shiftmend.verification.predictions import fit_temperature
+from shiftmend.verification.reading import read
 
 BATTERY = {
     "offset": lambda inputs: inputs + 2,
@@ -156,6 +159,24 @@ def test_two_sizes_are_rehearsed_unless_one_is_named() -> None:
 def test_a_quick_rehearsal_leaves_out_slow_candidates(home: tuple[Tensor, Tensor]) -> None:
     assert {"fr", "bufr-im"}.isdisjoint(QUICK_CANDIDATES)
     assert {UNTOUCHED, "bufr"} <= set(QUICK_CANDIDATES)
+
+
+@pytest.mark.slow
+def test_unshifted_sites_are_recognised_as_home_and_shifted_ones_are_not() -> None:
+    """Skew is the signal to get wrong: the shares at home are those of the very samples that were rehearsed with."""
+    model, _ = trained()
+    profile = rehearsed()
+    assert profile.rehearsal is not None
+    estimator = Estimator(profile.rehearsal)
+
+    def is_at_home(inputs: Tensor) -> bool:
+        found = read(model, Feed(inputs, batch_size=500), profile, profile.rehearsal)
+        return estimator.is_at_home(found.signals, found.samples)
+
+    sites = [draw(500, seed).inputs for seed in range(100, 120)]
+    assert sum(is_at_home(site) for site in sites) >= 17
+    assert not any(is_at_home(site + torch.linspace(-1, 1, 8)) for site in sites[:5])
+    assert not is_at_home(draw(500, 100, (0.7, 0.1, 0.1, 0.1)).inputs)
 
 
 # ---- kinds of scores

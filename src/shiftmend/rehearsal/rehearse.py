@@ -355,13 +355,18 @@ class _Home:
     def _watch_unshifted(self, record: Rehearsal, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return mean and deviation of the untouched model's signals on unshifted data of each size, `[S, G]`."""
         means, deviations = [], []
+        skew = record.signals.index("skew")
         for size in sizes:
             whole = size >= self.samples
             draws, each = (HALF_DRAWS, max(2, self.samples // 2)) if whole else (SMALL_DRAWS, size)
             rows = torch.stack([self._read_row(record, self.draw(each, 100 + draw)) for draw in range(draws)])
             # Half of the samples, drawn without replacement, vary as much as all of them do between sites.
+            mean = self._read_row(record, self.draw(size, 0)) if whole else rows.mean(0)
+            # Skew compares with the shares of these very samples, to which draws of them come closer than a site does.
+            rows[:, skew] *= math.sqrt((1 / size + 1 / self.samples) / (1 / each - 1 / self.samples))
+            mean[skew] = rows[:, skew].mean()
+            means.append(mean)
             deviations.append(rows.std(0))
-            means.append(self._read_row(record, self.draw(size, 0)) if whole else rows.mean(0))
         return torch.stack(means).float(), torch.stack(deviations).float()
 
     def _read_row(self, record: Rehearsal, places: Tensor) -> Tensor:
