@@ -202,7 +202,7 @@ class Trainer:
                     self._save(index, done, optimiser)
                     self.bar.advance(1, f"{stage.name}  {_note(self.history[-1])}")
                 self.bar.advance(rounds.at_most - done)
-                if stage.settles and self._has_worsened():
+                if stage.settles and self._has_worsened(done):
                     logger.info("the slices got worse; restoring ends in stage %s", stage.name)
                     over = True
 
@@ -243,10 +243,10 @@ class Trainer:
             return done >= rounds.at_most
         terms = self.history[-1].losses.keys()
         losses = [row.loss for row in self.history if row.loss is not None and row.losses.keys() == terms]
-        return has_settled(losses, done) or self._has_worsened()
+        return has_settled(losses, done) or self._has_worsened(done)
 
-    def _has_worsened(self) -> bool:
-        return has_worsened([row.verification for row in self.history if row.verification is not None])
+    def _has_worsened(self, done: int) -> bool:
+        return has_worsened([row.verification for row in self.history if row.verification is not None], done)
 
     def restore(self) -> None:
         """Put the model back to the last whole epoch."""
