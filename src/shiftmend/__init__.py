@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from shiftmend.profiles.batchnorm import refresh_batchnorm
     from shiftmend.profiles.collect import profile
     from shiftmend.profiles.profile import Profile
+    from shiftmend.rehearsal.rehearse import rehearse
     from shiftmend.stats.histograms import Bins
     from shiftmend.stats.stats_layer import StatsLayer
+    from shiftmend.verification.estimate import Estimate
     from shiftmend.verification.verdict import Verification
     from shiftmend.verification.verify import verify
 
@@ -35,6 +37,7 @@ __all__ = [
     "Bins",
     "DataError",
     "DivergedError",
+    "Estimate",
     "Evaluator",
     "Profile",
     "ProfileError",
@@ -53,6 +56,7 @@ __all__ = [
     "methods",
     "profile",
     "refresh_batchnorm",
+    "rehearse",
     "report",
     "shifts",
     "stream",
@@ -65,6 +69,7 @@ _HOMES = {
     "Bins": "stats.histograms",
     "DataError": "errors",
     "DivergedError": "errors",
+    "Estimate": "verification.estimate",
     "Evaluator": "evaluation.evaluate",
     "Profile": "profiles.profile",
     "ProfileError": "errors",
@@ -81,6 +86,7 @@ _HOMES = {
     "image_folder": "inputs.folders",
     "profile": "profiles.collect",
     "refresh_batchnorm": "profiles.batchnorm",
+    "rehearse": "rehearsal.rehearse",
     "stream": "adaptation.stream",
     "verify": "verification.verify",
 }
