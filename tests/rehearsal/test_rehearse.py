@@ -236,7 +236,7 @@ def test_a_single_logit_answers_one_of_two_classes() -> None:
     np.testing.assert_allclose(record.shares, np.bincount(answers, minlength=2) / 150, rtol=1e-6)
 
 
-def test_classes_of_pixels_are_scored_pixel_by_pixel() -> None:
+def test_classes_of_pixels_are_scored_pixel_by_pixel(caplog: pytest.LogCaptureFixture) -> None:
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(240, 1, 6, 6, generator=generator)
     labels = (images[:, 0] > 0.5).long()
@@ -259,6 +259,7 @@ def test_classes_of_pixels_are_scored_pixel_by_pixel() -> None:
     truth = float((dark == labels[120:])[counted].double().mean())
     assert float(record.scores[1, -1, 0]) == pytest.approx(truth)
     assert truth < record.score
+    assert "profile itself" not in caplog.text
 
 
 # ---- checkpoints and other processes

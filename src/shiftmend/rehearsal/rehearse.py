@@ -346,7 +346,9 @@ class _Home:
 
     def _find_remark(self, reading: Reading, score: float) -> str:
         """Say so if the data look like those that the model was trained on or profiled with."""
-        if reading.verification.divergence < SUSPICIOUSLY_CLOSE * reading.verification.floor:
+        # Where each input has many positions, chance is less than the floor, which counts inputs.
+        by_input = self.profile.taps["features"].samples == self.profile.inputs_seen
+        if by_input and reading.verification.divergence < SUSPICIOUSLY_CLOSE * reading.verification.floor:
             return "the home data look like those of the profile itself; use held-out data, or estimates are too high"
         if self.labelled and self.task == "classes" and score >= TOO_GOOD and self.samples >= 1000:
             return "the model answers all home data correctly; if it was trained on them, estimates are too high"
