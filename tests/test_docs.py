@@ -67,13 +67,14 @@ class ImageAndAge(nn.Module):
 
 def test_the_profile_page_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    joining, merging, mixing, by_hand = code_blocks(ROOT / "docs/profiles.md")[-4:]
+    joining, refreshing, merging, mixing, by_hand = code_blocks(ROOT / "docs/profiles.md")[-5:]
     given = {"nn": nn, "torch": torch, "shiftmend": shiftmend, "net": ImageAndAge()}
     exec(joining, found := given | {"images": torch.randn(20, 3, 32, 32), "ages": torch.rand(20, 1)})
     assert str(found["profile"].specs["logits"]) == "net.head"
     world = sensors()
     names: dict[str, Any] = {"shiftmend": shiftmend, "model": world.model}
     names |= {"hospital_a": world.source, "hospital_b": world.target}
+    exec(refreshing, names | {"loader": world.source})
     exec(merging, names)
     for part, name in (("first", "benign"), ("second", "tumour")):
         names[part].save(f"{name}.profile")
