@@ -63,11 +63,15 @@ def test_the_command_writes_a_page(site: Path, capsys: pytest.CaptureFixture[str
     code, out, _ = call(capsys, site, *words)
     assert code == 0
     page = Page.read(site / "r.html")
-    verdict = json.loads((site / "mended/manifest.json").read_text())["verification"]["after"]["verdict"].capitalize()
-    assert out.startswith(f"{verdict}. Before mending, the model's features lay ")
-    assert out.splitlines()[0].isascii()
+    verdict = json.loads((site / "mended/manifest.json").read_text())["verification"]["after"]["verdict"]
+    headline, advice, *_ = out.splitlines()
+    assert headline.startswith("Accuracy ")
+    assert "the profile was not rehearsed" in headline
+    assert headline.isascii()
+    assert page.headings[1][1].replace("\u00a0", " ") == headline
+    assert advice in page.sections["answer"]
     assert f"written to {site}/r.html" in out
-    assert page.headings[1][1].endswith(verdict)
+    assert ("h2", f"Features: {verdict}") in page.headings
     assert "<i>cat" in page.sections["predictions"]
     assert f"{site}/mended/model.safetensors" in page.sections["undo"]
     assert f"{site}/w.safetensors" in page.sections["undo"]
@@ -75,6 +79,7 @@ def test_the_command_writes_a_page(site: Path, capsys: pytest.CaptureFixture[str
     code, out, _ = call(capsys, site, *words[:4], "-o", f"{site}/b.html", "--json", "--samples", "0")
     values = json.loads(out)
     assert (code, values["verdict"], values["report"]) == (0, "undecided", f"{site}/b.html")
+    assert values["recommendation"] in ("mended", "untouched", "mend", "neither")
     assert "after" not in values
     assert not [1 for tag, _ in Page.read(site / "b.html").elements if tag == "img"]
 

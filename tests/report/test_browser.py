@@ -56,8 +56,14 @@ def test_wide_tables_scroll_inside(shown: Browser, page: Path) -> None:
     assert shown.ask("document.documentElement.scrollWidth") <= 320
 
 
+OPEN = "document.getElementById('specialist').open = true"
+
+
 def test_buttons_sort(shown: Browser, page: Path) -> None:
     shown.open(page, 1200)
+    assert not shown.ask("document.getElementById('features').checkVisibility()"), "it is for the specialist"
+    shown.ask(OPEN)
+    assert shown.ask("document.getElementById('features').checkVisibility()")
     for key in ("after", "gain", "before"):
         shown.ask(f"document.querySelector('[data-group=drawn-0][data-sort={key}]').click()")
         values = shown.ask(f"{VISIBLE}.map(e => Number(e.dataset.{key}))")
@@ -88,6 +94,7 @@ def test_it_reads_without_scripts(shown: Browser, page: Path) -> None:
     root = shown.call("DOM.getDocument")["root"]["nodeId"]
     for selector, laid_out in (
         (".verdict", True),
+        ("#specialist > summary", True),
         ("#drawn-0 figure", True),
         ("button", False),
         ("[data-toggle]", False),

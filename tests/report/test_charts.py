@@ -16,6 +16,7 @@ from shiftmend.evaluation.classification import ReliabilityBin
 from shiftmend.report import charts
 from shiftmend.report.charts import MAX_POINTS, WIDTH
 from shiftmend.report.facts import Distribution, Unit
+from shiftmend.verification.estimate import Estimate
 from shiftmend.verification.verdict import Verification
 
 START, END = 44.0, 332.0  # of what lies beside a vertical axis
@@ -351,3 +352,51 @@ def test_no_spike_of_a_long_signal_is_lost(length: int) -> None:
 def test_a_signal_that_never_changes_is_a_level_line() -> None:
     drawing = Drawing(charts.draw_signal([[2.0, 2.0], [2.0]], 2.0, 2.0, "Input 0"))
     assert len({*drawing.curve("channel-0")[:, 1], *drawing.curve("channel-1")[:, 1]}) == 1
+
+
+def test_estimates_are_drawn_at_their_values_with_their_intervals() -> None:
+    rows = [
+        charts.ScoreRow("before", Estimate(0.25, 0.2, 0.3, "accuracy"), truth=0.5),
+        charts.ScoreRow("after", Estimate(None, None, None, "accuracy", ("why",), (0.9, 0.8, 1.0))),
+        charts.ScoreRow("a name that is much too long to be shown", Estimate(0.75, None, None, "accuracy")),
+    ]
+    chart = charts.draw_scores(rows, 0.95, "Scores")
+    drawing = Drawing(chart)
+    written = {one.text or "": float(one.get("x", "")) for one in drawing.root.iter("text")}
+    ticks = {text: x for text, x in written.items() if text.endswith(" %")}
+
+    def value(x: float) -> float:
+        return (x - ticks["0 %"]) / (ticks["100 %"] - ticks["0 %"])
+
+    dots = [value(float(one.get("cx", ""))) for one in drawing.root.iter("circle")]
+    assert dots == pytest.approx([0.25, 0.75], abs=1e-3)
+    (bar,) = drawing.root.iter("rect")
+    left, width = (float(bar.get(name, "")) for name in ("x", "width"))
+    assert [value(left), value(left + width)] == pytest.approx([0.2, 0.3], abs=1e-3)
+    (diamond,) = drawing.root.iter("path")
+    assert value(float(diamond.get("d", "").split()[0][1:])) == pytest.approx(0.5, abs=1e-3)
+    assert "cannot be told" in written
+    assert drawing.label is not None
+    assert "after cannot be told" in drawing.label
+    assert "90.0 %" not in str(chart), "what is withheld is not drawn"
+
+
+def test_errors_are_drawn_in_their_own_unit() -> None:
+    drawing = Drawing(charts.draw_scores([charts.ScoreRow("here", Estimate(3.0, 2.0, 4.0, "rmse"))], 1.0, "Errors"))
+    written = {one.text or "": float(one.get("x", "")) for one in drawing.root.iter("text")}
+    ticks = {float(text): x for text, x in written.items() if re.fullmatch(r"[\d.]+", text)}
+    (dot,) = drawing.root.iter("circle")
+    slope = (ticks[4.0] - ticks[0.0]) / 4
+    assert float(dot.get("cx", "")) == pytest.approx(ticks[0.0] + 3 * slope, abs=0.1)
+
+
+@pytest.mark.parametrize("percent", [True, False])
+def test_rehearsed_estimates_stand_above_their_truth(percent: bool) -> None:
+    scale = 1.0 if percent else 4.0
+    points = [(0.2 * scale, 0.4 * scale), (0.9 * scale, 0.9 * scale)]
+    drawing = Drawing(charts.draw_rehearsal(points, percent=percent))
+    (line,) = [one for one in drawing.root.iter("line") if one.get("class") == "chance"]
+    x1, x2, y1, y2 = (float(line.get(name, "")) for name in ("x1", "x2", "y1", "y2"))
+    for dot, (truth, guess) in zip(drawing.root.iter("circle"), points, strict=True):
+        x, y = (float(dot.get(name, "")) for name in ("cx", "cy"))
+        assert (x - x1) / (x2 - x1) / ((y - y1) / (y2 - y1)) == pytest.approx(truth / guess, rel=0.02)

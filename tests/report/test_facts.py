@@ -313,8 +313,9 @@ def test_a_model_that_works_in_place_does_not_change_what_the_other_sees() -> No
     torch.manual_seed(0)
     model, data = nn.Sequential(InPlace(), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).eval(), torch.randn(300, 6)
     profile = shiftmend.profile(model, data.clone(), progress=False)
-    untouched = shiftmend.adapt(model, data.clone(), profile, "source-only", progress=False)
-    found = report.gather(model, data.clone(), profile, untouched)
+    same = shiftmend.adapt(model, data.clone(), profile, "source-only", progress=False)
+    same = replace(same, manifest=same.manifest | {"method": {"name": "fr"}})
+    found = report.gather(model, data.clone(), profile, same)
     assert found.after == found.before
     assert found.predictions is not None
     assert found.predictions.changed == 0
@@ -352,14 +353,15 @@ def test_who_is_undecided_is_asked_for_more_samples_than_there_are() -> None:
     assert unsure.samples_needed > unsure.samples
 
 
-def test_a_model_that_was_left_as_it_came_was_not_adapted_to_anything() -> None:
+def test_a_model_that_was_left_as_it_came_is_shown_once() -> None:
     world, profile, _ = mended()
     untouched = shiftmend.adapt(world.model, world.target, profile, "source-only", progress=False)
     found = report.gather(world.model, world.target, profile, untouched)
     assert found.mending is not None
+    assert found.mending.left_alone
     assert found.mending.same_data
-    assert found.after == found.before
-    assert not any("was adapted to" in step for step in state_verdict(found).next_steps)
+    assert found.after is None
+    assert "after mending" not in render(found)
 
 
 def test_profile_may_be_a_file(tmp_path: object) -> None:

@@ -104,3 +104,36 @@ def test_what_came_to_no_number_is_a_number_again_when_it_is_read(tmp_path: Path
     last = replace(result.history[-1], signals=result.history[-1].signals | {"entropy": math.nan})
     replace(result, history=[*result.history[:-1], last]).save(tmp_path)
     assert math.isnan(load_adaptation(tmp_path, model).history[-1].signals["entropy"])
+
+
+def test_a_result_without_estimates_can_still_be_read(folder: Path) -> None:
+    world, _, _ = mended()
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for name in ("estimate", "candidates", "chosen", "calibration"):
+        manifest.pop(name, None)
+    path.write_text(json.dumps(manifest))
+    loaded = load_adaptation(folder, world.model)
+    assert (loaded.estimate, loaded.candidates, loaded.reason) == (None, (), "")
+
+
+def test_estimates_are_read_back_and_refused_if_damaged(folder: Path) -> None:
+    world, _, _ = mended()
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    one = {"value": 0.5, "low": 0.4, "high": None, "metric": "accuracy", "reliable": True, "reasons": []}
+    row = {"name": "fr", "estimate": one, "signals": {"slices": 0.1}, "seconds": 2.0}
+    good = {"estimate": {"before": one, "after": one}, "candidates": [row], "chosen": {"by": "auto", "reason": "so"}}
+    path.write_text(json.dumps(manifest | good))
+    loaded = load_adaptation(folder, world.model)
+    assert loaded.estimate is not None
+    assert loaded.estimate.after == shiftmend.Estimate(0.5, 0.4, None, "accuracy")
+    assert loaded.candidates[0].estimate == loaded.estimate.after
+    assert (loaded.candidates[0].seconds, loaded.reason) == (2.0, "so")
+    for bad in (
+        *({"estimate": 3}, {"estimate": {"after": {}}}, {"estimate": {"after": one | {"value": "high"}}}),
+        *({"estimate": {"after": one | {"value": "NaN"}}}, {"candidates": [3]}, {"candidates": [{"name": "fr"}]}),
+        *({"calibration": {"temperature": 0}}, {"calibration": {"temperature": "warm"}}, {"chosen": "fr"}),
+    ):
+        path.write_text(json.dumps(manifest | bad))
+        assert_refused("estimates", None, None, None, folder)

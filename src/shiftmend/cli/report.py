@@ -59,10 +59,11 @@ def report(
     ignore_label: Ignore = None,
     as_json: Json = False,
 ) -> None:
-    """Write one HTML page: how far the data is from home, what mending changed, what remains.
+    """Write one HTML page: how accurate the model is here, what to do, what mending changed.
 
     Labels are used for scores alone, where the data has any.
     """
+    from shiftmend.report.answer import give_answer
     from shiftmend.report.facts import gather as gather_facts
     from shiftmend.report.page import write
     from shiftmend.report.verdicts import state_verdict
@@ -86,15 +87,19 @@ def report(
         title=title,
     )
     write(found, out)
-    statement = state_verdict(found)
+    answer = give_answer(found)
     if as_json:
         checks = {"before": found.before, "after": found.after}
         values = {name: one.to_json() for name, one in checks.items() if one is not None}
-        print(dumps({"report": str(out), "verdict": statement.headline.lower(), "cautions": found.cautions, **values}))
+        told = {} if found.estimates is None else {"estimate": found.estimates.to_json()}
+        facts = {"report": str(out), "recommendation": answer.choice, **told}
+        facts |= {"verdict": state_verdict(found).headline.lower(), "cautions": found.cautions}
+        print(dumps(facts | values))
     else:
         # Every terminal can show these characters.
-        sentence = statement.sentence.translate({ord("’"): "'", ord("\u00a0"): " "})
-        say(f"{statement.headline}. {sentence}\nwritten to {out}")
+        lines = (answer.headline, answer.truth, answer.advice)
+        words = "\n".join(filter(None, lines)).translate({ord("’"): "'", ord("\u00a0"): " "})
+        say(f"{words}\nwritten to {out}")
 
 
 def _check_target(out: Path) -> None:

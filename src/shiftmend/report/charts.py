@@ -10,6 +10,7 @@ import base64
 import io
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from markupsafe import Markup
@@ -19,6 +20,7 @@ from shiftmend.evaluation.classification import ReliabilityBin
 from shiftmend.report.facts import Unit
 from shiftmend.report.formatting import format_number, make_printable
 from shiftmend.utils.checks import counted
+from shiftmend.verification.estimate import Estimate
 from shiftmend.verification.verdict import Verification
 
 WIDTH = 340
@@ -38,6 +40,100 @@ Point = tuple[float, float]
 
 
 # ---- charts
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    """A line of `draw_scores`: a name, an estimate, and the truth if it is known."""
+
+    name: str
+    estimate: Estimate | None
+    truth: float | None = None
+    chosen: bool = True
+
+
+NAMES_WIDTH = 120
+"""Room for the names in `draw_scores`."""
+
+
+def draw_scores(rows: Sequence[ScoreRow], home: float | None, label: str) -> Markup:
+    """Draw estimates as dots with their intervals, one line for each; a diamond is the truth by labels.
+
+    Args:
+        rows: The lines, from above.
+        home: Score at home, drawn as a dotted upright.
+        label: Description of the chart.
+    """
+    step, top, bottom = 30, 20, 22
+    height = top + step * len(rows) + bottom
+    told = [row.estimate for row in rows if row.estimate is not None and row.estimate.value is not None]
+    percent = not told or told[0].task == "classes"
+    ends = [end for one in told for end in (one.value, one.high) if end is not None]
+    truths = [row.truth for row in rows if row.truth is not None]
+    limit = 1.0 if percent else 1.1 * max([*ends, *truths, home or 0.0, 1e-12])
+
+    def place(value: float) -> float:
+        return NAMES_WIDTH + (WIDTH - NAMES_WIDTH - 22) * min(1.0, max(0.0, value / limit))
+
+    floor = height - bottom
+    parts: list[Markup] = []
+    ticks = [0.0, 0.25, 0.5, 0.75, 1.0] if percent else [0.0, *(n for n in _round_numbers(0.0, limit) if n > 0)]
+    for tick in ticks:
+        parts.append(_segment(place(tick), top - 6, place(tick), floor, "grid"))
+        parts.append(_text(place(tick), floor + 15, f"{100 * tick:.0f} %" if percent else f"{tick:g}"))
+    if home is not None:
+        parts.append(_segment(place(home), top - 6, place(home), floor, "chance"))
+        parts.append(_text(min(place(home), WIDTH - 24), top - 10, "at home", "label chance-label"))
+    words = []
+    for number, row in enumerate(rows):
+        y = top + step * (number + 0.5)
+        kind = "before" if row.name in ("before", "here") else "after" if row.chosen else "plain"
+        parts.append(_text(NAMES_WIDTH - 10, y + 4, _shorten(row.name), "label" if row.chosen else "tick", "end"))
+        value = None if row.estimate is None else row.estimate.value
+        if row.estimate is None or value is None:
+            parts.append(_text(place(0) + 6, y + 4, "cannot be told", anchor="start"))
+            words.append(f"{row.name} cannot be told")
+        else:
+            if row.estimate.low is not None and row.estimate.high is not None:
+                low, high = place(row.estimate.low), place(row.estimate.high)
+                parts.append(_rectangle(low, y - 4, high - low, 8, f"interval {kind}"))
+            parts.append(_dot(place(value), y, 5, f"dot {kind}"))
+            words.append(f"{row.name} {_write_tick(value, percent)}")
+        if row.truth is not None:
+            x = place(row.truth)
+            diamond = f"M{_coordinate(x)} {_coordinate(y - 9)}l5 9l-5 9l-5 -9z"
+            parts.append(_shape("path", d=diamond, class_="truth"))
+            words.append(f"{row.name} by labels {_write_tick(row.truth, percent)}")
+    return _svg(height, f"{label}: {', '.join(words)}", parts)
+
+
+def _shorten(name: str, letters: int = 16) -> str:
+    return name if len(name) <= letters else f"{name[: letters - 1]}…"
+
+
+def _write_tick(value: float, percent: bool) -> str:
+    return f"{100 * value:.1f} %" if percent else f"{value:.3g}"
+
+
+def draw_rehearsal(points: Sequence[Point], *, percent: bool) -> Markup:
+    """Draw true scores (across) against what was estimated (upwards); a perfect estimate lies on the diagonal."""
+    height = 250
+    floor, breadth = height - BOTTOM, WIDTH - LEFT - RIGHT
+    limit = 1.0 if percent else 1.1 * max(max(point) for point in points)
+
+    def place(x: float, y: float) -> Point:
+        shares = [min(1.0, max(0.0, value / limit)) for value in (x, y)]
+        return LEFT + breadth * shares[0], floor - (floor - TOP) * shares[1]
+
+    parts: list[Markup] = []
+    for tick in (0.0, 0.5 * limit, limit):
+        x, y = place(tick, tick)
+        words = f"{100 * tick:.0f} %" if percent else f"{tick:.3g}"
+        parts += [*_draw_gridline(y, words), _text(x, height - 18, words, anchor="end" if tick == limit else "middle")]
+    parts.append(_segment(*place(0, 0), *place(limit, limit), "chance"))
+    parts += [_dot(*place(truth, guess), 4, "dot after") for truth, guess in points]
+    parts.append(_text((LEFT + WIDTH) / 2, height - 4, "true score"))
+    return _svg(height, f"Estimated against true scores of {counted(len(points), 'simulated device')}", parts)
 
 
 def draw_gauge(before: Verification, after: Verification | None) -> Markup:

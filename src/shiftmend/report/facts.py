@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from shiftmend.adaptation.result import Adaptation, name_rows
+from shiftmend.adaptation.result import Adaptation, Candidate, Estimates, name_rows
 from shiftmend.engine.history import Epoch
 from shiftmend.engine.method import Method
 from shiftmend.errors import AdaptationError, DataError
@@ -35,7 +34,9 @@ from shiftmend.passes.evaluation_pass import Observation, run_pass
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.fingerprints import InputSummary
 from shiftmend.profiles.profile import Profile, as_profile
-from shiftmend.report.saved import load_adaptation
+from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal
+from shiftmend.report.estimates import find_estimates, is_made_with
+from shiftmend.report.saved import load_adaptation, read_temperature
 from shiftmend.stats.divergences import sampling_floor
 from shiftmend.stats.histograms import Bins, Histogram
 from shiftmend.utils.checks import brief, check_classes, is_whole, kind
@@ -180,6 +181,10 @@ class Mending:
     same_data: bool | None
     """True if the report looks at the inputs that were adapted to; None where this is unknown."""
     floor_per_epoch: float
+    candidates: tuple[Candidate, ...] = ()
+    """Methods that `auto` tried."""
+    reason: str = ""
+    """Why `auto` chose this method."""
 
     @property
     def method(self) -> str:
@@ -189,6 +194,11 @@ class Mending:
     def method_class(self) -> type[Method]:
         """Return the class of the method, or `Method` itself for a name that this library does not know."""
         return METHODS.get(self.method, Method)
+
+    @property
+    def left_alone(self) -> bool:
+        """True if the model was returned as it came."""
+        return self.method == UNTOUCHED
 
     @property
     def unit(self) -> str:
@@ -212,6 +222,7 @@ class Facts:
     shape: tuple[str, ...]
     before: Verification
     after: Verification | None
+    """Verification of the mended model; None if nothing was mended, or the model was left as it came."""
     slices: int
     samples_needed: int | None
     """Target samples with which no verdict is undecided; None if the source itself had too few samples."""
@@ -225,6 +236,9 @@ class Facts:
     home: Home
     mending: Mending | None
     original: str | None
+    estimates: Estimates | None = None
+    """Estimated scores on these inputs; None if nothing was rehearsed."""
+    rehearsal: Rehearsal | None = None
 
 
 # ---- gathering them
@@ -292,7 +306,8 @@ def gather(
     feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
     targets = _check_labels(labels, feed)
     result, file = _resolve_adaptation(adaptation, model)
-    models = {"before": model} | ({"after": result.model} if result is not None else {})
+    left_alone = result is None or result.manifest["method"]["name"] == UNTOUCHED
+    models = {"before": model} | ({} if result is None or left_alone else {"after": result.model})
 
     def check() -> None:
         for each in models.values():
@@ -305,13 +320,16 @@ def gather(
             enter_eval(each)
         stack.enter_context(torch.no_grad())
         stack.enter_context(isolate_rng(place, check))
-        observers = _observe(models, feed, profile, targets, output, ignore_label)
+        temperature = 1.0 if result is None else read_temperature(result.manifest)
+        observers = _observe(models, feed, profile, targets, output, ignore_label, temperature)
         summary = InputSummary.from_batches(feed.batches())
         shown = _pick_samples(models, feed, profile, targets, output, samples)
+        mending = None if result is None else _describe_mending(result, file, feed, profile)
+        same_data = None if mending is None else mending.same_data
+        estimates = find_estimates(model, feed, profile, result, same_data)
 
     before, after = observers["before"], observers.get("after")
     predictions = _compare_predictions(before, after)
-    mending = None if result is None else _describe_mending(result, file, feed, profile)
     adapted = mending is not None and mending.same_data is not False and mending.kept > 0
     # Positions of one feature map are not independent, so chance depends on the number of inputs.
     floor = sampling_floor(profile.bins, profile.inputs_seen, feed.samples)
@@ -323,7 +341,7 @@ def gather(
         after=None if after is None else replace(after.tally.verification(), adapted=adapted),
         slices=profile.slices["verification"].histogram.units,
         samples_needed=samples_needed(profile.bins, profile.inputs_seen, profile.taps["features"].usable_count),
-        cautions=tuple(_list_cautions(model, profile, summary, mending, predictions)),
+        cautions=tuple(_list_cautions(model, profile, summary, result, predictions)),
         inputs=shown,
         taps=tuple(_measure_tap(name, profile, floor, observers) for name in profile.taps),
         predictions=predictions,
@@ -333,6 +351,8 @@ def gather(
         home=_describe_home(profile),
         mending=mending,
         original=original,
+        estimates=estimates,
+        rehearsal=profile.rehearsal,
     )
 
 
@@ -388,7 +408,7 @@ def _list_cautions(
     model: nn.Module,
     profile: Profile,
     summary: InputSummary,
-    mending: Mending | None,
+    result: Adaptation | None,
     predictions: Predictions | None,
 ) -> list[str]:
     """List what a reader must know before believing anything else, each as a whole sentence."""
@@ -404,20 +424,20 @@ def _list_cautions(
     made = [] if predictions is None else [predictions.before, predictions.after]
     if any(each is not None and math.isnan(each.confidence) for each in made):
         cautions.append("Some outputs are NaN or infinite: the class that they count for below means nothing.")
-    if mending is None:
+    if result is None:
         return cautions
-    manifest = mending.manifest
+    manifest = result.manifest
     if manifest.get("source_weights") not in (None, weights):
         cautions.append("The adaptation started from other weights than those of the model called “before” here.")
-    made_with = manifest.get("profile_sha256")
-    if made_with is not None and made_with != hashlib.sha256(profile.to_bytes()).hexdigest():
+    if not is_made_with(result, profile):
         cautions.append("The adaptation was made with another profile than the one it is judged with here.")
     if manifest["status"] != "finished":
         cautions.append(f"The adaptation did not run to its end: it was {manifest['status']}.")
-    if mending.method_class.needs_covariance:
+    method = str(manifest["method"]["name"])
+    if METHODS.get(method, Method).needs_covariance:
         cautions.append(
-            f"The method {mending.method} also moves what the verification looks at, so a good verdict says less than "
-            "usual."
+            f"The method {method} adjusts the same numbers that the check of the features looks at, so this check says "
+            "less than usual."
         )
     return cautions
 
@@ -429,7 +449,7 @@ def _describe_mending(result: Adaptation, file: str | None, feed: Feed, profile:
     looked_at: Any = result.manifest.get("verified_per_epoch")
     inputs = looked_at if is_whole(looked_at) else feed.samples
     floor = sampling_floor(profile.bins, profile.inputs_seen, inputs)
-    return Mending(result.manifest, tuple(result.history), file, same, floor)
+    return Mending(result.manifest, tuple(result.history), file, same, floor, tuple(result.candidates), result.reason)
 
 
 def _describe_home(profile: Profile) -> Home:
@@ -543,8 +563,12 @@ def _observe(
     labels: Tensor | None,
     output: Entry,
     ignore_label: int | None,
+    temperature: float,
 ) -> dict[str, _Observer]:
-    """Run each batch through both models, so that they can be compared sample by sample."""
+    """Run each batch through both models, so that they can be compared sample by sample.
+
+    The temperature in the head of the mended model is taken out of the logits that are compared with home.
+    """
     here = profile.to(feed.device)
     observers = {state: _Observer(here, output, ignore_label) for state in models}
     pair = _SideBySide(models)
@@ -558,6 +582,8 @@ def _observe(
     def update(seen: Observation) -> None:
         for state, observer in observers.items():
             values = {name: seen.activations[pair.tap_name(state, name)] for name in profile.specs}
+            if state == "after" and temperature != 1.0:
+                values["logits"] = values["logits"] * temperature
             observer.update(seen.output[state], values, len(seen.inputs), seen.labels)
         if "after" in observers:
             observers["after"].compare(observers["before"])

@@ -14,10 +14,10 @@ from markupsafe import Markup
 from shiftmend.__about__ import __version__
 from shiftmend.errors import DataError
 from shiftmend.report import charts
+from shiftmend.report.answer import give_answer
 from shiftmend.report.facts import Facts
 from shiftmend.report.formatting import format_number, format_percent, make_printable
-from shiftmend.report.sections import SECTIONS
-from shiftmend.report.verdicts import state_verdict
+from shiftmend.report.sections import SECTIONS, SPECIALIST, Section
 from shiftmend.utils.checks import counted, kind
 from shiftmend.utils.files import as_path, said_where, write_atomically
 
@@ -49,20 +49,25 @@ def write(facts: Facts, path: str | os.PathLike[str]) -> None:
 def render(facts: Facts) -> str:
     """Return the whole page as text."""
     templates = environment()
-    parts = {section.__name__: section(facts) for section in SECTIONS}
-    sections = [
-        Markup(templates.get_template(f"{name}.html.j2").render(context, facts=facts, mended=facts.after is not None))
-        for name, context in parts.items()
-        if context is not None
-    ]
+    mended = facts.after is not None
+
+    def fill(sections: tuple[Section, ...]) -> list[Markup]:
+        parts = {section.__name__: section(facts) for section in sections}
+        return [
+            Markup(templates.get_template(f"{name}.html.j2").render(context, facts=facts, mended=mended))
+            for name, context in parts.items()
+            if context is not None
+        ]
+
     style, script = _read("page.css"), _read("page.js")
     # The page may load nothing and run nothing but this script, whatever its texts hold.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return templates.get_template("page.html.j2").render(
         facts=facts,
-        mended=facts.after is not None,
-        headline=state_verdict(facts).headline,
-        sections=sections,
+        mended=mended,
+        advice=give_answer(facts).advice,
+        sections=fill(SECTIONS),
+        specialist=fill(SPECIALIST),
         policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
         style=Markup(style),
         script=Markup(script),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,13 +12,14 @@ import safetensors
 import safetensors.torch
 from torch import nn
 
-from shiftmend.adaptation.result import Adaptation
+from shiftmend.adaptation.result import Adaptation, Candidate, Estimates
 from shiftmend.engine.history import Epoch
 from shiftmend.engine.trainer import Keep
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.introspection.input_map import load_adapted_state
 from shiftmend.profiles import fingerprints
 from shiftmend.utils.json import from_strict_json
+from shiftmend.verification.estimate import Estimate
 
 FILES = ("model.safetensors", "history.json", "manifest.json")
 REMEDY = "Try the folder that `shiftmend adapt --out` wrote, or adapt again"
@@ -56,7 +58,54 @@ def load_adaptation(folder: Path, model: nn.Module) -> Adaptation:
         ) from error
     if fingerprints.weights(adapted) != manifest["adapted_weights"]:
         raise DataError(f"expected the weights that manifest.json describes, got others in {path}. {REMEDY}")
-    return Adaptation(adapted.eval(), history, manifest, selected=manifest["selected_epoch"])
+    try:
+        estimate, candidates, reason = _read_estimates(manifest)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{folder / 'manifest.json'} is damaged: expected valid estimates. {REMEDY}") from error
+    return Adaptation(
+        adapted.eval(),
+        history,
+        manifest,
+        selected=manifest["selected_epoch"],
+        estimate=estimate,
+        candidates=candidates,
+        reason=reason,
+    )
+
+
+def _read_estimates(manifest: dict[str, Any]) -> tuple[Estimates | None, tuple[Candidate, ...], str]:
+    """Read what was estimated, what was tried and why it was chosen; results of older versions have none of it."""
+    told = manifest.get("estimate")
+    estimates = None if told is None else Estimates(_read_estimate(told.get("before")), _read_estimate(told["after"]))
+    candidates = tuple(
+        Candidate(
+            str(row["name"]),
+            _read_estimate(row["estimate"]),
+            {str(name): float(value) for name, value in row["signals"].items()},
+            float(row["seconds"]),
+            None if row.get("failure") is None else str(row["failure"]),
+        )
+        for row in manifest.get("candidates", ())
+    )
+    read_temperature(manifest)
+    return estimates, candidates, str(manifest.get("chosen", {}).get("reason", ""))
+
+
+def _read_estimate(data: Any) -> Estimate | None:
+    if data is None:
+        return None
+    value, low, high = (None if data[name] is None else float(data[name]) for name in ("value", "low", "high"))
+    if not all(number is None or math.isfinite(number) for number in (value, low, high)):
+        raise ValueError("an estimate is no finite number")
+    return Estimate(value, low, high, str(data["metric"]), tuple(map(str, data["reasons"])))
+
+
+def read_temperature(manifest: dict[str, Any]) -> float:
+    """Return the temperature that was folded into the mended model; 1 if there is none."""
+    temperature = float(manifest.get("calibration", {}).get("temperature", 1.0))
+    if not 0 < temperature < math.inf:
+        raise ValueError("a temperature is not positive")
+    return temperature
 
 
 def _read_json(path: Path) -> Any:

@@ -1,7 +1,7 @@
 """The sections of a report, in order: what each template needs beside the facts.
 
 A section is a function here and a template of the same name in `templates/`. The function returns the variables of the
-template, or None to leave the section out.
+template, or None to leave the section out. The sections in `SPECIALIST` stand in a folded part at the end of the page.
 """
 
 from __future__ import annotations
@@ -14,9 +14,20 @@ from typing import Any
 
 import numpy as np
 
+from shiftmend.adaptation.result import Candidate
 from shiftmend.evaluation.classification import Scores
 from shiftmend.evaluation.regression import RegressionScores
+from shiftmend.profiles.rehearsal import Rehearsal, name_candidate
 from shiftmend.report import charts
+from shiftmend.report.answer import (
+    MIN_LABELS,
+    find_truths,
+    give_answer,
+    has_one_model,
+    write_estimate,
+    write_score,
+)
+from shiftmend.report.charts import ScoreRow
 from shiftmend.report.facts import Distribution, Facts, ModelPredictions, TapShift, Unit
 from shiftmend.report.formatting import format_number, format_percent
 from shiftmend.report.verdicts import state_verdict
@@ -47,37 +58,129 @@ EXPLAINED_TAPS = {
 SHOWN_CLASSES = 20
 
 
-def verdict(facts: Facts) -> Context:
-    """Say how far from home the model is, and what to do next."""
-    return {"statement": state_verdict(facts), "tiles": _list_tiles(facts)}
+EXPLAINED_CANDIDATES = {
+    "source-only": "the model as it came",
+    "match-mean": "inputs are moved until their mean is that of home",
+    "match-moments": "inputs are moved and stretched until mean and spread are those of home",
+    "adabn": "mean and spread inside the network are measured anew",
+    "fr": "the whole network is trained until its features are distributed as at home",
+    "bufr": "the same, from the lowest layers upwards",
+    "bufr-im": "bufr, and then training towards clear answers",
+}
+
+
+def answer(facts: Facts) -> Context:
+    """Say how accurate the model is here, and what to do."""
+    return {"answer": give_answer(facts), "chart": _draw_answer(facts), "tiles": _list_tiles(facts)}
+
+
+def _draw_answer(facts: Facts) -> Any:
+    """Draw the estimates before and after with their intervals; None if there is none to draw."""
+    estimates = facts.estimates
+    if estimates is None:
+        return None
+    truths = find_truths(facts) or (None, None)
+    if estimates.before is not None and estimates.before.metric not in ("accuracy", "rmse"):
+        truths = (None, None)
+    both = [ScoreRow("before", estimates.before, truths[0]), ScoreRow("after", estimates.after, truths[1])]
+    if has_one_model(facts):
+        last = estimates.after if facts.mending is not None else estimates.before
+        both = [ScoreRow("here", last, truths[0])]
+    if not any(row.estimate is not None and row.estimate.reliable for row in both):
+        return None
+    return charts.draw_scores(both, None if facts.rehearsal is None else facts.rehearsal.score, "Estimated score")
 
 
 def _list_tiles(facts: Facts) -> list[tuple[str, str]]:
-    """List the numbers that sum everything up: a name, and the value before and after."""
-
-    def both(before: str, after: str | None) -> str:
-        return before if after is None else f"{before} → {after}"
-
-    tap, made = facts.taps[0], facts.predictions
-    distance = None if facts.after is None else format_number(facts.after.divergence)
-    clear = None if tap.clear_after is None else str(tap.clear_after)
-    tiles = [
-        ("distance from home", both(format_number(facts.before.divergence), distance)),
-        (f"clearly shifted features, of {tap.units:,}", both(str(tap.clear_before), clear)),
-    ]
-    if made is not None:
-        confidence = None if made.after is None else format_percent(made.after.confidence)
-        if made.changed is not None:
-            tiles.append(("predictions that changed", format_percent(made.changed / made.total)))
-        tiles.append(("mean confidence", both(format_percent(made.before.confidence), confidence)))
-    first, last = facts.scores_before, facts.scores_after
-    if isinstance(first, Scores):
-        accuracy = format_percent(last.accuracy, 1) if isinstance(last, Scores) else None
-        tiles.append(("accuracy, by labels", both(format_percent(first.accuracy, 1), accuracy)))
-    elif first is not None:
-        error = f"{last.mean_absolute_error:.3g}" if isinstance(last, RegressionScores) else None
-        tiles.append(("mean absolute error", both(f"{first.mean_absolute_error:.3g}", error)))
+    """List a few numbers that need no explanation: a name, and the value before and after."""
+    made = facts.predictions
+    if made is None:
+        return []
+    tiles = []
+    if made.changed is not None:
+        tiles.append(("answers that changed", format_percent(made.changed / made.total)))
+    tiles.append(
+        (
+            "mean confidence",
+            _write_both(
+                format_percent(made.before.confidence),
+                None if made.after is None else format_percent(made.after.confidence),
+            ),
+        )
+    )
     return tiles
+
+
+def _write_both(before: str, after: str | None) -> str:
+    return before if after is None else f"{before} → {after}"
+
+
+def tried(facts: Facts) -> Context | None:
+    """List what `auto` tried, at what estimate, and why it chose what it chose."""
+    mending = facts.mending
+    if mending is None or not mending.candidates:
+        return None
+    rows = [
+        {
+            "name": name_candidate(one.name),
+            "explained": EXPLAINED_CANDIDATES.get(one.name, ""),
+            "estimate": _describe_candidate(one),
+            "seconds": f"{one.seconds:,.{0 if one.seconds >= 100 else 1 if one.seconds >= 1 else 2}f}\u00a0s",
+            "chosen": one.name == mending.method,
+        }
+        for one in mending.candidates
+    ]
+    told = [one.estimate for one in mending.candidates if one.estimate is not None and one.estimate.reliable]
+    home = None if facts.rehearsal is None else facts.rehearsal.score
+    drawn = [
+        ScoreRow(name_candidate(one.name), one.estimate, None, chosen=one.name == mending.method)
+        for one in mending.candidates
+    ]
+    return {
+        "rows": rows,
+        "reason": mending.reason,
+        "chosen": name_candidate(mending.method),
+        "chart": charts.draw_scores(drawn, home, "Estimates of all candidates") if len(told) > 1 else None,
+        "rehearsed": any(one.estimate is not None for one in mending.candidates),
+    }
+
+
+def _describe_candidate(one: Candidate) -> str:
+    if one.failure is not None:
+        return "did not work here"
+    return "cannot be told" if one.estimate is None else write_estimate(one.estimate, 1)
+
+
+def rehearsed(facts: Facts) -> Context | None:
+    """Show how good estimates were at home, where the truth is known."""
+    record = facts.rehearsal
+    if record is None:
+        return None
+    rows = _list_rehearsed(record)
+    points = [(truth, guess) for *_, guess, truth in rows if math.isfinite(guess)]
+    if not points:
+        return None
+    return {
+        "rows": [
+            (name, strength, candidate, *(write_score(value, record.task) for value in (guess, truth)))
+            for name, strength, candidate, guess, truth in rows
+        ],
+        "chart": charts.draw_rehearsal(points, percent=record.task == "classes"),
+        "error": f"{100 * record.mean_error:.1f} points" if record.task == "classes" else f"{record.mean_error:.3g}",
+        "families": len(record.families),
+        "record": record,
+    }
+
+
+def _list_rehearsed(record: Rehearsal) -> list[tuple[str, str, str, float, float]]:
+    """Return name, strength, candidate, estimate and truth of each shift, at the largest size."""
+    rows = []
+    for place, shift in enumerate(record.shifts):
+        number = int(record.chosen[place, -1])
+        strength = f"{shift.strength:.2f}" if shift.strength else ""
+        guess, truth = float(record.estimates[place, -1, -1]), float(record.scores[place, -1, number])
+        rows.append((shift.name, strength, name_candidate(record.candidates[number]), guess, truth))
+    return rows
 
 
 def inputs(facts: Facts) -> Context:
@@ -113,6 +216,35 @@ def inputs(facts: Facts) -> Context:
         for sample, each in zip(facts.inputs, channels, strict=True)
     ]
     return {"kind": "signals", "remark": " ".join(remarks), "pictures": pictures}
+
+
+def features(facts: Facts) -> Context:
+    """Say how far the features are from home, and why estimates do not hold, in the words of a specialist."""
+    tap = facts.taps[0]
+    after = None if facts.after is None else format_number(facts.after.divergence)
+    clear = None if tap.clear_after is None else str(tap.clear_after)
+    return {
+        "statement": state_verdict(facts),
+        "tiles": [
+            ("distance from home", _write_both(format_number(facts.before.divergence), after)),
+            (f"clearly shifted features, of {tap.units:,}", _write_both(str(tap.clear_before), clear)),
+        ],
+        "reasons": _list_reasons(facts),
+    }
+
+
+def _list_reasons(facts: Facts) -> list[tuple[str, str]]:
+    """List in full why estimates do not hold and why candidates failed."""
+    estimates = facts.estimates
+    told = [] if estimates is None else [("before", estimates.before)]
+    if estimates is not None and not has_one_model(facts):
+        told.append(("after", estimates.after))
+    mending = facts.mending
+    candidates = () if mending is None else mending.candidates
+    told += [(name_candidate(one.name), one.estimate) for one in candidates]
+    reasons = [(name, reason) for name, estimate in told if estimate is not None for reason in estimate.reasons]
+    reasons += [(name_candidate(one.name), one.failure) for one in candidates if one.failure is not None]
+    return list(dict.fromkeys(reasons))
 
 
 def shift(facts: Facts) -> Context:
@@ -220,13 +352,24 @@ def predictions(facts: Facts) -> Context:
     last = made.after or made.before
     by_count = sorted(range(len(last.counts)), key=lambda k: (-max(made.before.counts[k], last.counts[k]), k))
     states: dict[str, ModelPredictions] = {"before": made.before} | ({"after": made.after} if made.after else {})
+    home = () if facts.rehearsal is None else tuple(facts.rehearsal.shares.tolist())
+    home = home if len(home) == len(last.counts) else ()
+    most = max(max(each.counts) for each in states.values()) or 1
+    total = max(1, sum(made.before.counts))
     return {
         "shown": sorted(by_count[:SHOWN_CLASSES]),
         "left_out": len(by_count[SHOWN_CLASSES:]),
         "states": states,
-        "total": max(1, sum(made.before.counts)),
-        "most": max(max(each.counts) for each in states.values()) or 1,
+        "total": total,
+        "most": max(most, *(total * share for share in home)) if home else most,
+        "home": home,
+        "calibrated": _is_calibrated(facts),
     }
+
+
+def _is_calibrated(facts: Facts) -> bool:
+    calibration = None if facts.mending is None else facts.mending.manifest.get("calibration")
+    return isinstance(calibration, dict) and "temperature" in calibration
 
 
 def scores(facts: Facts) -> Context | None:
@@ -235,17 +378,31 @@ def scores(facts: Facts) -> Context | None:
     if before is None:
         return None
     columns = [_list_scores(found) for found in (before, after) if found is not None]
+    heads = ["before", "after"] if after is not None else ["here"]
+    estimates = _list_estimates(facts, len(columns))
     reliability = None
     if isinstance(before, Scores):
         reliability = charts.draw_reliability(
             before.reliability, after.reliability if isinstance(after, Scores) else None
         )
     return {
-        "heads": ["before", "after"] if after is not None else ["here"],
-        "rows": [(name, [column[name] for column in columns]) for name in columns[0]],
+        "heads": heads,
+        "rows": [*estimates, *((name, [column[name] for column in columns]) for name in columns[0])],
+        "few": before.samples < MIN_LABELS,
+        "labelled": before.samples,
         "reliability": reliability,
         "used_labels": facts.mending is not None and facts.mending.method_class.takes_labels,
     }
+
+
+def _list_estimates(facts: Facts, columns: int) -> list[tuple[str, list[str]]]:
+    """Return the row of the estimates that stand beside the scores."""
+    estimates = facts.estimates
+    if estimates is None or estimates.before is None:
+        return []
+    told = [estimates.before, estimates.after][:columns]
+    words = ["–" if each is None else write_estimate(each, 1) for each in told]
+    return [(f"{estimates.before.metric}, estimated without labels", words)]
 
 
 def _list_scores(found: Scores | RegressionScores) -> dict[str, str]:
@@ -319,6 +476,7 @@ def run(facts: Facts) -> Context:
         }[mending.same_data],
         "batch size": manifest.get("batch_size"),
         "seed": manifest.get("seed"),
+        "probabilities": _describe_calibration(manifest.get("calibration")),
         "seconds": manifest.get("seconds"),
         "versions": ", ".join(f"{name} {value}" for name, value in environment.items() if name != "platform"),
     }
@@ -326,6 +484,14 @@ def run(facts: Facts) -> Context:
         "rows": {name: str(value) for name, value in rows.items() if value not in (None, "")},
         "manifest": json.dumps(manifest, indent=1, ensure_ascii=False, default=str),
     }
+
+
+def _describe_calibration(calibration: Any) -> str | None:
+    if not isinstance(calibration, dict):
+        return None
+    if "refused" in calibration:
+        return f"not adjusted: {calibration['refused']}"
+    return f"adjusted to the estimate by a temperature of {_format_option(calibration.get('temperature'))}"
 
 
 def _format_option(value: Any) -> str:
@@ -339,14 +505,10 @@ def undo(facts: Facts) -> Context:
     return {}
 
 
-SECTIONS: tuple[Callable[[Facts], Context | None], ...] = (
-    verdict,
-    inputs,
-    shift,
-    training,
-    predictions,
-    scores,
-    stored,
-    run,
-    undo,
-)
+Section = Callable[[Facts], Context | None]
+
+SECTIONS: tuple[Section, ...] = (answer, tried, rehearsed, scores, inputs, predictions, undo)
+"""What every reader sees."""
+
+SPECIALIST: tuple[Section, ...] = (features, shift, training, stored, run)
+"""What is folded away, for those who know the method."""

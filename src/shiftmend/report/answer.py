@@ -1,0 +1,415 @@
+"""Answer the reader's question in one line and one recommendation: how accurate is the model here, and what to do?
+
+Labels decide if there are enough of them. Otherwise the estimates decide. If no estimate holds, the answer says so and
+has no number. The words about features (`verdicts.py`) have no part in the answer, unless nothing was rehearsed and
+nothing was mended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shiftmend.evaluation.classification import Scores
+from shiftmend.evaluation.regression import RegressionScores
+from shiftmend.profiles.rehearsal import Task
+from shiftmend.report.facts import Facts
+from shiftmend.report.formatting import format_percent
+from shiftmend.verification.estimate import MIN_GAIN, Estimate
+from shiftmend.verification.reading import READ_SIGNALS
+
+Level = Literal["good", "unsure", "bad"]
+Choice = Literal["mended", "untouched", "mend", "neither"]
+
+NOT_REHEARSED = "the profile was not rehearsed"
+REHEARSE = "shiftmend rehearse MODEL --data held-out/ --profile home.profile --out rehearsed.profile"
+
+MIN_LABELS = 20
+"""Labelled samples from which on the labels decide."""
+MIN_RELATIVE_GAIN = 0.02
+"""The smallest gain that counts for an error, as a share of the error before. For shares it is `MIN_GAIN`."""
+
+MAX_SILENT_WIDTH = 0.2
+"""Width of the interval before mending up to which the headline leaves the interval out."""
+
+METRICS = {
+    "accuracy": "Accuracy",
+    "agreement": "Agreement with the model’s own answers to undisturbed inputs",
+    "rmse": "Root mean square error",
+    "deviation": "Deviation from the model’s own answers to undisturbed inputs",
+}
+"""Names of the scores for people."""
+
+ADVICE: dict[Choice, str] = {
+    "mended": "Use the mended model.",
+    "untouched": "Keep the model as it was.",
+    "mend": "Mend the model.",
+    "neither": "Trust neither model: label about fifty samples.",
+}
+
+PLAIN_REASONS = {
+    "outside of what was rehearsed": "the data look like nothing that was rehearsed at home",
+    "other classes than": "the answers fall into other classes than they ever did at home",
+    "contradict each other": "the signs contradict each other more than they ever did at home",
+}
+"""Plain words for reasons that name signals, by a part of the reason."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer in words.
+
+    Attributes:
+        level: Colour of the answer.
+        headline: Estimated score before and after, or that nobody can know it, and why.
+        truth: Score by labels; empty if there are none, or if the headline has it.
+        choice: The recommendation as one word.
+        advice: The recommendation as a sentence.
+        remarks: Sentences that explain the recommendation.
+        next_steps: Further advice. Commands stand between backquotes.
+    """
+
+    level: Level
+    headline: str
+    truth: str
+    choice: Choice
+    advice: str
+    remarks: tuple[str, ...]
+    next_steps: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Scores before and after, as far as they are known, by labels or by estimates, and the worse ends of both."""
+
+    before: float | None
+    after: float | None
+    higher_is_better: bool
+    worst_before: float | None = None
+    worst_after: float | None = None
+
+    def is_better(self) -> bool:
+        """Return whether the mended model is clearly better; one that is not known is never better."""
+        if self.after is None:
+            return False
+        if self.before is None:
+            return True
+        gain = self.after - self.before if self.higher_is_better else self.before - self.after
+        return gain > (MIN_GAIN if self.higher_is_better else MIN_RELATIVE_GAIN * abs(self.before))
+
+
+def give_answer(facts: Facts) -> Answer:
+    """Answer how accurate the model is at the site, and what to do.
+
+    Args:
+        facts: The facts of the report.
+    """
+    known = _find_known(facts)
+    choice = _choose(facts, known)
+    value, worst = (known.after, known.worst_after) if choice == "mended" else (known.before, known.worst_before)
+    poor = value is not None and _is_poor(facts, value)
+    doubtful = not poor and worst is not None and _is_poor(facts, worst) and not _was_at_home(facts)
+    if (poor or doubtful) and choice != "mend":
+        choice = "neither"
+    levels: dict[Choice, Level] = {"mended": "good", "untouched": "good", "mend": "bad", "neither": "unsure"}
+    level: Level = "bad" if poor else levels[choice]
+    if choice == "untouched" and known.before is None:
+        level = "unsure"
+    advice = ADVICE[choice]
+    if choice == "neither" and has_one_model(facts):
+        advice = "Do not trust the model here: label about fifty samples."
+    return Answer(
+        level,
+        *_write_headline(facts),
+        choice,
+        advice,
+        tuple(_list_remarks(facts, known, choice, "poor" if poor else "doubtful" if doubtful else "")),
+        tuple(_list_next_steps(facts, choice)),
+    )
+
+
+def has_one_model(facts: Facts) -> bool:
+    """Return whether there is no mended model beside the one that came: nothing was mended, or it was left alone."""
+    return facts.mending is None or facts.mending.left_alone
+
+
+def _find_known(facts: Facts) -> _Known:
+    estimates, truths = facts.estimates, find_truths(facts)
+    if truths is not None:
+        return _Known(*truths, isinstance(facts.scores_before, Scores), *truths)
+    if estimates is None:
+        return _Known(None, None, higher_is_better=True)
+    before, after = (None if each is None else each.value for each in (estimates.before, estimates.after))
+    told = estimates.before or estimates.after
+    better = told is None or told.task == "classes"
+    ends = (_find_worse_end(each) for each in (estimates.before, estimates.after))
+    return _Known(before, after, better, *ends)
+
+
+def _find_worse_end(estimate: Estimate | None) -> float | None:
+    """Return the end of the interval that is worse, or the value if there is no interval."""
+    if estimate is None:
+        return None
+    end = estimate.low if estimate.task == "classes" else estimate.high
+    return estimate.value if end is None else end
+
+
+def find_truths(facts: Facts) -> tuple[float, float | None] | None:
+    """Return the scores by labels before and after, if labels can decide."""
+    before, after = facts.scores_before, facts.scores_after
+    trained_on = facts.mending is not None and facts.mending.method_class.takes_labels
+    if before is None or before.samples < MIN_LABELS or trained_on:
+        return None
+    return get_score(before), None if after is None else get_score(after)
+
+
+def get_score(scores: Scores | RegressionScores) -> float:
+    """Return the accuracy, or the root mean square error."""
+    return scores.accuracy if isinstance(scores, Scores) else scores.root_mean_square_error
+
+
+def _choose(facts: Facts, known: _Known) -> Choice:
+    if facts.mending is None:
+        return _choose_before_mending(facts, known)
+    if facts.mending.left_alone:
+        value = known.before if known.after is None else known.after
+        return "untouched" if value is not None or _looks_like_home(facts) else "neither"
+    if known.is_better():
+        return "mended"
+    return "neither" if known.before is None else "untouched"
+
+
+def _choose_before_mending(facts: Facts, known: _Known) -> Choice:
+    if known.before is None:
+        undecided = facts.before.verdict == "undecided" or facts.rehearsal is not None
+        return "untouched" if _looks_like_home(facts) else "neither" if undecided else "mend"
+    home = None if facts.rehearsal is None else facts.rehearsal.score
+    estimate = None if facts.estimates is None else facts.estimates.before
+    if home is None or estimate is None:
+        return "untouched" if facts.before.verdict == "restored" else "mend"
+    if find_truths(facts) is not None or estimate.low is None or estimate.high is None:
+        lost = home - known.before if known.higher_is_better else known.before - home
+        return "mend" if lost > (0.02 if known.higher_is_better else 0.1 * home) else "untouched"
+    beyond = estimate.high < home if known.higher_is_better else estimate.low > home
+    return "mend" if beyond else "untouched"
+
+
+def _looks_like_home(facts: Facts) -> bool:
+    """Return whether no shift can be seen where nothing was rehearsed."""
+    return facts.rehearsal is None and facts.before.verdict == "restored"
+
+
+def _was_at_home(facts: Facts) -> bool:
+    """Return whether the model was left alone because the data are as at home."""
+    return facts.mending is not None and facts.mending.left_alone and "as at home" in facts.mending.reason
+
+
+def _is_poor(facts: Facts, value: float) -> bool:
+    """Return whether more than half of what the model can do at home is lost."""
+    home = facts.rehearsal
+    if home is None:
+        return False
+    if home.higher_is_better:
+        return value < (home.score + 1 / max(2, len(home.shares))) / 2
+    return value > 2 * home.score
+
+
+# ---- the headline
+
+
+def _write_headline(facts: Facts) -> tuple[str, str]:
+    """Write the headline, and what the labels say beside it."""
+    estimates = facts.estimates
+    told = [] if estimates is None else [each for each in (estimates.before, estimates.after) if each is not None]
+    truths = _write_truths(facts)
+    metric = "Accuracy" if isinstance(facts.scores_before, Scores) else "Root mean square error"
+    if held := _list_held(facts):
+        name = METRICS.get(held[0].metric, held[0].metric)
+        headline = f"{name} about {_write_values(facts, told)}, estimated without labels.{_write_untold(facts)}"
+        return headline, f"{metric} by the labels: {truths}." if truths else ""
+    why = join_reasons(facts)
+    if truths:
+        return f"{metric} {truths}, by the labels. Without labels nobody could know: {why}.", ""
+    return f"Nobody can know how accurate the model is here: {why}.", ""
+
+
+def _list_held(facts: Facts) -> list[Estimate]:
+    """Return the estimates that hold, before first."""
+    estimates = facts.estimates
+    both = () if estimates is None else (estimates.before, estimates.after)
+    return [each for each in both if each is not None and each.reliable]
+
+
+def _write_values(facts: Facts, told: list[Estimate]) -> str:
+    """Write the estimates that hold, the last one with its interval."""
+    if has_one_model(facts):
+        return write_estimate(told[-1] if told[-1].reliable else told[0])
+    before, after = told[0], told[-1]
+    numbers = [each for each in (before.value, after.value) if each is not None]
+    digits = 1 if max(numbers) > 0.99 or (len(numbers) == 2 and abs(numbers[0] - numbers[1]) < 0.02) else 0
+    parts = []
+    if before.value is not None:
+        wide = before.low is not None and before.high is not None and before.high - before.low > MAX_SILENT_WIDTH
+        parts.append(f"{write_estimate(before, digits, interval=wide or after.value is None)} before")
+    if after.value is not None:
+        parts.append(f"{write_estimate(after, digits)} after")
+    return ", ".join(parts)
+
+
+def _write_untold(facts: Facts) -> str:
+    """Say which of both models cannot be told; empty if both can."""
+    estimates = facts.estimates
+    if has_one_model(facts) or estimates is None or estimates.before is None or estimates.after is None:
+        return ""
+    if not estimates.after.reliable:
+        return " How accurate the mended model is cannot be told without labels."
+    return "" if estimates.before.reliable else " How accurate the model was before cannot be told without labels."
+
+
+def write_estimate(estimate: Estimate, digits: int | None = None, *, interval: bool = True) -> str:
+    """Write an estimate with its interval, e.g. `85 % (82 to 87)`; without a value, that it cannot be told."""
+    if estimate.value is None:
+        return "cannot be told"
+    if digits is None:
+        digits = 1 if estimate.value > 0.99 else 0
+    text = write_score(estimate.value, estimate.task, digits)
+    if interval and estimate.low is not None and estimate.high is not None:
+        ends = [write_score(end, estimate.task, digits).split("\u00a0")[0] for end in (estimate.low, estimate.high)]
+        text += f" ({ends[0]}\u00a0to\u00a0{ends[1]})"
+    return text
+
+
+def write_score(value: float, task: Task, digits: int = 1) -> str:
+    """Write a score for people: shares in percent, errors in their own unit."""
+    return format_percent(value, digits) if task == "classes" else f"{value:.3g}"
+
+
+def _write_truths(facts: Facts) -> str:
+    before, after = facts.scores_before, facts.scores_after
+    if before is None:
+        return ""
+    task: Task = "classes" if isinstance(before, Scores) else "quantities"
+    first = write_score(get_score(before), task)
+    if after is None or has_one_model(facts):
+        return first
+    return f"{first} before, {write_score(get_score(after), task)} after"
+
+
+def join_reasons(facts: Facts) -> str:
+    """Return why no estimate holds, in plain words."""
+    estimates = facts.estimates
+    if estimates is None:
+        return NOT_REHEARSED
+    both = [each.reasons for each in (estimates.after, estimates.before) if each is not None]
+    plain = dict.fromkeys(explain_reason(reason) for reasons in both for reason in reasons)
+    return "; ".join(plain) or NOT_REHEARSED
+
+
+def explain_reason(reason: str) -> str:
+    """Return a reason in words for people who do not know the signals.
+
+    Example:
+        >>> explain_reason("slices 0.31 lies outside of what was rehearsed (0.01 to 0.2)")
+        'the data look like nothing that was rehearsed at home'
+    """
+    for part, plain in PLAIN_REASONS.items():
+        if part in reason:
+            return plain
+    named = any(name in reason.split() for name in READ_SIGNALS)
+    return PLAIN_REASONS["outside of what was rehearsed"] if named else reason
+
+
+# ---- what explains it, and what to do
+
+
+def _list_remarks(facts: Facts, known: _Known, choice: Choice, doubt: Literal["", "poor", "doubtful"]) -> list[str]:
+    remarks = []
+    home = facts.rehearsal
+    if home is not None and (known.before is not None or known.after is not None):
+        name = home.metric if home.metric == "accuracy" else "same score"
+        remarks.append(f"At home the {name} is {write_score(home.score, home.task)}.")
+    if doubt == "poor":
+        helped = "Mending helped, but " if known.is_better() and not has_one_model(facts) else ""
+        words = f"{helped}more than half of what the model can do at home is lost here."
+        remarks.append(words[0].upper() + words[1:])
+    elif doubt == "doubtful" and choice == "neither":
+        remarks.append("The estimate is so uncertain that the model may be of little use here.")
+    elif _was_at_home(facts):
+        remarks.append("The data are as at home.")
+    elif choice == "untouched" and facts.mending is not None and not facts.mending.left_alone:
+        remarks.append(
+            "The mended model is not known to be better." if known.after is None else "Mending did not help."
+        )
+    elif choice == "untouched" and known.before is None:
+        remarks.append("No shift of the device can be seen in the model’s features.")
+    elif choice == "mend":
+        remarks.append("The device has shifted: the model does not see here what it was trained on.")
+    if choice == "mended" and facts.mending is not None and facts.mending.same_data is False:
+        remarks.append("The estimate is for the inputs of this report, which were not adapted to.")
+    if any(each.low is None for each in _list_held(facts)):
+        remarks.append("Too little was rehearsed to say how far the estimate may be off.")
+    if missed := _describe_miss(facts):
+        remarks.append(missed)
+    return remarks
+
+
+def _describe_miss(facts: Facts) -> str:
+    """Say that labels and estimate contradict each other; empty if they do not."""
+    truths, estimates = find_truths(facts), facts.estimates
+    if truths is None or estimates is None:
+        return ""
+    wrong = []
+    for words, truth, estimate in (("before", truths[0], estimates.before), ("after", truths[1], estimates.after)):
+        if truth is None or estimate is None or estimate.metric not in ("accuracy", "rmse"):
+            continue
+        if estimate.low is not None and estimate.high is not None and not estimate.low <= truth <= estimate.high:
+            wrong.append(words)
+    if not wrong:
+        return ""
+    which = "The estimate" if has_one_model(facts) else f"The estimate {' and the one '.join(wrong)}"
+    return f"{which} was wrong, as the labels show. The recommendation follows the labels."
+
+
+def _list_next_steps(facts: Facts, choice: Choice) -> list[str]:
+    steps = []
+    mending = facts.mending
+    if choice == "mended" and mending is not None:
+        place = f"It is in `{mending.file}`." if mending.file else "Save it with `adaptation.save(folder)`."
+        steps.append(f"Run the mended model from now on. {place}")
+    if choice == "mend":
+        steps.append(
+            "Rule out a simple cause first: another normalisation, channel order, resolution or file format. Such a "
+            "cause is to be put right, not adapted to."
+        )
+        steps.append(
+            "Then run `shiftmend adapt` with the same model, data and profile, and make this report again with "
+            "`--adapted`. Do so only if the classes are about as frequent here as at home."
+        )
+    if choice == "neither" and facts.inputs:
+        steps.append(
+            "Look at the sample inputs below. A wrong normalisation or channel order is to be put right, not adapted "
+            "to."
+        )
+    if facts.scores_before is None or choice == "neither":
+        steps.append(_advise_labels(facts, choice))
+    if choice == "neither" and mending is None and facts.rehearsal is not None:
+        steps.append("Or run `shiftmend adapt`: the accuracy of a mended model can perhaps be told.")
+    if facts.rehearsal is None and not _list_held(facts):
+        steps.append(
+            f"At home, rehearse the profile once, so that sites can tell their accuracy without labels: `{REHEARSE}`."
+        )
+    return steps
+
+
+def _advise_labels(facts: Facts, choice: Choice) -> str:
+    file = None if facts.mending is None or has_one_model(facts) else facts.mending.file
+    weights = file or (facts.original if has_one_model(facts) else "mended/model.safetensors") or "model.safetensors"
+    why = "To be surer, label" if choice != "neither" else "Label"
+    what = f"{why} about fifty samples of this site, one folder per class, and keep them out of adapting."
+    by_class = facts.rehearsal is not None and facts.rehearsal.metric == "accuracy"
+    if by_class:
+        return (
+            f"{what} Then run `shiftmend verify MODEL --weights {weights} --data site/ --profile home.profile "
+            "--labelled fifty/`."
+        )
+    return f"{what} Then run `shiftmend evaluate MODEL --weights {weights} --data fifty/`."
