@@ -105,6 +105,14 @@ def test_unmeasured_signals_come_back_as_nan() -> None:
     assert_same(replace(RECORD, values=values), found)
 
 
+def test_a_candidate_that_failed_in_a_cell_has_no_score_there() -> None:
+    scores = RECORD.scores.clone()
+    scores[0, 0, 1] = math.nan
+    found = serialize.decode(profiled(replace(RECORD, scores=scores)).to_bytes()).rehearsal
+    assert found is not None
+    assert_same(replace(RECORD, scores=scores), found)
+
+
 def test_a_rehearsal_of_quantities_comes_back() -> None:
     record = replace(
         RECORD,

@@ -237,7 +237,15 @@ class Rehearsal:
                 return f"{name} should be of shape {list(shape)}, got {list(getattr(self, name).shape)}"
         classified = self.task == "classes"
         both = torch.cat([self.scores.flatten(), torch.tensor([self.score])])
-        known = (self.scores, self.shares, self.confusion, self.output_mean, self.output_deviation, self.chosen)
+        # A candidate may have failed in a cell; the untouched model cannot.
+        known = (
+            self.scores[:, :, :1],
+            self.shares,
+            self.confusion,
+            self.output_mean,
+            self.output_deviation,
+            self.chosen,
+        )
         positive = (self.home_deviation, self.output_deviation, self.confusion, self.shares, self.scales, both)
         found = {
             f"its candidates are {', '.join(self.candidates)}, expected {UNTOUCHED} first and each name once": (
