@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from report_worlds import Page, mended
 
 import shiftmend
 from shiftmend import report
+from shiftmend.adaptation.calibrate import fold_temperature
 from shiftmend.adaptation.result import Candidate, Estimates
 from shiftmend.profiles.rehearsal import UNTOUCHED
 from shiftmend.report.answer import Answer, explain_reason, give_answer
@@ -182,6 +184,7 @@ def test_reasons_name_no_signals() -> None:
     assert explain_reason(REASON) == "the data look like nothing that was rehearsed at home"
     assert "skew" not in explain_reason("answers fall into other classes than ever at home (skew 0.51, up to 0.30)")
     assert "marginals" not in explain_reason("marginals 3 is odd")
+    assert "%" not in explain_reason("the signals leave too much open (accuracy between 0.0 % and 100.0 %)")
     kept = "there are too few samples (20; rehearsed with 300)"
     assert explain_reason(kept) == kept
 
@@ -276,13 +279,16 @@ def test_a_saved_result_gives_the_page_of_the_one_in_memory(site: Any, tmp_path:
 @pytest.mark.slow
 def test_other_inputs_are_estimated_anew(site: Any) -> None:
     model, profile, inputs, result = site
+    stored = Estimates(told(0.123), told(0.456))
+    marked = replace(result, estimate=stored)
+    assert report.gather(model, inputs, profile, marked).estimates == stored
     held_back = 1.7 * draw(500, 9).inputs + 1.5
-    found = report.gather(model, held_back, profile, result)
-    assert found.estimates is not None
-    assert found.estimates.after is not None
-    own = shiftmend.verify(result.model, held_back, profile, adaptation=result).estimate
-    assert own is not None
-    assert found.estimates.after.reliable == own.reliable
+    anew = report.gather(model, held_back, profile, marked).estimates
+    assert anew is not None
+    assert anew.before not in (None, stored.before)
+    assert anew.after not in (None, stored.after)
+    other_profile = replace(result, estimate=stored, manifest=result.manifest | {"profile_sha256": "0"})
+    assert report.gather(model, inputs, profile, other_profile).estimates != stored
     few = report.gather(model, inputs[:30], profile, result)
     assert few.estimates is not None
     assert few.estimates.after is not None
@@ -306,11 +312,19 @@ def test_models_that_do_not_belong_together_have_no_estimate(site: Any) -> None:
         assert "weights" in give_answer(found).headline
 
 
-@pytest.mark.slow
-def test_the_temperature_in_the_head_is_no_shift_of_the_features(site: Any) -> None:
-    model, profile, inputs, result = site
-    assert result.manifest["calibration"]["temperature"] != 1
-    found = report.gather(model, inputs, profile, result)
+def test_the_temperature_in_the_head_is_no_shift_of_the_features() -> None:
+    world, profile, result = mended()
+    calibrated = copy.deepcopy(result.model)
+    assert fold_temperature(calibrated, profile.specs["logits"], 3.0) is None
+    manifest = result.manifest | {"calibration": {"temperature": 3.0}}
+    plain = report.gather(world.model, world.target, profile, result)
+    found = report.gather(world.model, world.target, profile, replace(result, model=calibrated, manifest=manifest))
     assert found.after is not None
-    assert result.after is not None
-    assert found.after.marginals == pytest.approx(result.after.marginals, rel=1e-3)
+    assert plain.after is not None
+    assert found.after.marginals == pytest.approx(plain.after.marginals, rel=1e-3)
+    assert found.predictions is not None
+    assert found.predictions.after is not None
+    assert plain.predictions is not None
+    assert plain.predictions.after is not None
+    assert found.predictions.after.counts == plain.predictions.after.counts
+    assert found.predictions.after.confidence < plain.predictions.after.confidence

@@ -50,6 +50,7 @@ ADVICE: dict[Choice, str] = {
 PLAIN_REASONS = {
     "outside of what was rehearsed": "the data look like nothing that was rehearsed at home",
     "other classes than": "the answers fall into other classes than they ever did at home",
+    "leave too much open": "what can be seen without labels fits good and bad accuracy alike",
     "contradict each other": "the signs contradict each other more than they ever did at home",
 }
 """Plain words for reasons that name signals, by a part of the reason."""

@@ -63,8 +63,8 @@ EXPLAINED_CANDIDATES = {
     "match-mean": "inputs are moved until their mean is that of home",
     "match-moments": "inputs are moved and stretched until mean and spread are those of home",
     "adabn": "mean and spread inside the network are measured anew",
-    "fr": "the whole network is trained until its features are distributed as at home",
-    "bufr": "the same, from the lowest layers upwards",
+    "fr": "the network is trained until its features are as at home, all layers at once",
+    "bufr": "the network is trained until its features are as at home, lowest layers first",
     "bufr-im": "bufr, and then training towards clear answers",
 }
 
