@@ -86,8 +86,8 @@ def test_another_order_of_the_classes_shows() -> None:
     classes = torch.arange(4).repeat_interleave(torch.tensor([40, 30, 20, 10]))
     logits = 9.0 * torch.eye(4)[classes]
     right, permuted = measure_outputs(logits, HOME), measure_outputs(logits.flip(1), HOME)
-    assert right.signals["skew"] == pytest.approx(0, abs=1e-6)
-    assert permuted.signals["skew"] == pytest.approx(0.4, abs=1e-6)
+    assert right.signals["skew"] < 0.01
+    assert permuted.signals["skew"] > 0.25
     assert right.signals["transported confidence"] == pytest.approx(right.signals["confidence"], abs=0.02)
     assert permuted.signals["transported confidence"] < permuted.signals["confidence"] - 0.2
     assert permuted.answers.tolist() == [3 - label for label in classes.tolist()]
