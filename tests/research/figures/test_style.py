@@ -41,6 +41,7 @@ def lab(rgb: np.ndarray) -> np.ndarray:
 
 
 VARIANTS = {"bufr-sliced": "bufr", "fr-sliced": "fr", "fr-features": "fr", "fr-one-sided": "fr"}
+VARIANTS |= {"bufr-paper": "bufr", "fr-paper": "fr"}
 
 
 def test_every_method_has_a_colour_and_a_marker_of_its_own() -> None:

@@ -41,6 +41,8 @@ METHODS: dict[str, tuple[str, Marker]] = {
     "fr-sliced": ("#99372e", "p"),
     "fr-features": ("#e6ba7e", (4, 1, 0)),
     "fr-one-sided": ("#660000", (6, 1, 0)),
+    "bufr-paper": ("#004b78", (8, 1, 0)),
+    "fr-paper": ("#a5784b", (9, 1, 0)),
     "bufr-im": ("#8026ff", (5, 1, 180)),
     "match-mean": ("#a7d1b1", (3, 1, 0)),
     "match-moments": ("#3a044b", (7, 1, 0)),
