@@ -21,7 +21,7 @@ from small_worlds import BENCHMARK, SETTINGS, cell, drawn, load_target
 from torch import Tensor, nn
 
 import shiftmend
-from shiftmend.adaptation import adapt as adapting
+from shiftmend.adaptation import run as adapting
 from shiftmend.adaptation import stream as streams
 from shiftmend.errors import DataError
 from shiftmend.evaluation.evaluate import Scorer
