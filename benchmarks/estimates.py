@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -179,7 +180,7 @@ def measure(options: argparse.Namespace) -> None:
     logging.getLogger("shiftmend").setLevel(logging.ERROR)
     device = resolve_device(options.device)
     cases = list(options.cases or list_cases(options.benchmark, options.harm))
-    if options.targets is not None:
+    if options.targets is not None and not options.rehearse_only:
         keep_targets(
             options.benchmark, [case for case in cases if not _is_harm(case)], options.data_root, options.targets
         )
@@ -263,12 +264,15 @@ def _measure_seed(
             (clean.images[home], labels_of(clean)[home]),
             given.profile(seed),
             candidates=options.candidates,
+            site_size=options.site_size,
             checkpoint=options.out / f"{name}-{seed}.rehearsal.json",
             progress=False,
             **settings,
         )
         rehearsed.save(path)
         print(f"{name}, seed {seed}: rehearsed in {time.perf_counter() - started:.0f} s", flush=True)
+    if options.rehearse_only:
+        return
     profile = Profile.load(path)
     manifest = given.describe([seed]) | {"home_samples": len(home), "site_samples": len(site)}
     for case in cases:
@@ -306,6 +310,9 @@ def _measure_case(given: Given, site: Site, profile: Profile, seed: int, setting
             "signals": trial.signals,
             "calibration": _watch_calibration(logits, labels),
             "seconds": round(trial.seconds, 3),
+            "slices": [float(f"{row.verification or math.nan:.3g}") for row in trial.adaptation.history],
+            "blocks": [row.block for row in trial.adaptation.history],
+            "kept": trial.adaptation.kept.epoch,
         }
     return {"samples": len(site.images), "cells": cells, "seconds": round(time.perf_counter() - started, 2)}
 
@@ -345,6 +352,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     first.add_argument("--cases", nargs="*")
     first.add_argument("--candidates", nargs="*")
     first.add_argument("--harm", action="store_true", help="also label shifts, few samples, inverted images")
+    first.add_argument("--site-size", type=int, help="rehearse at this size alone")
+    first.add_argument("--rehearse-only", action="store_true", help="leave the cases for another run")
     first.add_argument("--time-limit", type=float, metavar="SECONDS")
     first.add_argument("--out", type=Path, default=Path("estimates"))
     options = parser.parse_args(arguments)

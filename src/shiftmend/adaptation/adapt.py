@@ -148,7 +148,7 @@ def adapt(
         alone, fits = make_method(method, **options), checkpoints.data_fits(checkpoint)
         task = prepare(model, target, profile, alone, settings, fits)
         result = run_method(task, alone, check_compile(settings, task, alone))
-        return _warn(estimate_one(task, alone, result, calibrate=calibrate))
+        return _warn(estimate_one(task, alone, result, calibrate=calibrate, output=output))
     if profile is None:
         raise AdaptationError("several learning rates need a judge between them: a profile of the source")
     if not rates:

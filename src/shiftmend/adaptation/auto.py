@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import nn
 
@@ -20,6 +19,7 @@ from shiftmend.adaptation.result import Adaptation, Candidate, Estimates
 from shiftmend.adaptation.run import Settings, Task, check_compile, run_method
 from shiftmend.engine.method import Method, describe_method
 from shiftmend.errors import AdaptationError, DivergedError
+from shiftmend.introspection.outputs import Entry
 from shiftmend.introspection.validate import copy_model
 from shiftmend.methods import METHODS
 from shiftmend.methods import method as make_method
@@ -30,7 +30,7 @@ from shiftmend.utils.checks import brief
 from shiftmend.utils.json import dumps
 from shiftmend.utils.processes import of_first_process, world_size
 from shiftmend.utils.progress import progress_bar
-from shiftmend.verification.estimate import Estimate, Estimator, choose
+from shiftmend.verification.estimate import Estimate, Estimator
 from shiftmend.verification.reading import Reading, add_agreements, as_class_logits, read
 from shiftmend.verification.verdict import Verification
 
@@ -177,10 +177,12 @@ def adapt_auto(
     assert untouched.reading is not None
     if estimator.is_at_home(untouched.signals, untouched.reading.samples):
         return _finish_at_home(untouched, estimator)
+    if estimator.has_other_shares(untouched.signals, untouched.reading.samples):
+        return _finish_with_other_shares(untouched, estimator)
     rest = {name: method for name, method in methods.items() if name != UNTOUCHED}
     trials = [untouched, *try_candidates(task, settings, rest)]
     _add_signals(task, trials)
-    return _finish_rehearsed(task, trials, estimator, calibrate)
+    return _finish_rehearsed(task, trials, estimator, calibrate, settings.output)
 
 
 def _finish_at_home(untouched: Trial, estimator: Estimator) -> Adaptation:
@@ -188,28 +190,40 @@ def _finish_at_home(untouched: Trial, estimator: Estimator) -> Adaptation:
     result, reading = untouched.adaptation, untouched.reading
     assert result is not None
     assert reading is not None
-    estimate = estimator.estimate(UNTOUCHED, untouched.signals, reading.samples)
+    estimate = estimator.estimate_at_home(reading.samples)
     tried = (Candidate(UNTOUCHED, estimate, untouched.signals, untouched.seconds),)
     return _complete(result, Estimates(estimate, estimate), tried, "the data are as at home, so nothing was changed")
 
 
-def _finish_rehearsed(task: Task, trials: Sequence[Trial], estimator: Estimator, calibrate: bool) -> Adaptation:
+def _finish_with_other_shares(untouched: Trial, estimator: Estimator) -> Adaptation:
+    """Return the untouched model: other classes are frequent here, which no candidate can undo."""
+    result, reading = untouched.adaptation, untouched.reading
+    assert result is not None
+    assert reading is not None
+    why = "answers are as certain as at home but fall into other classes, as where class shares differ"
+    estimate = estimator.estimate(UNTOUCHED, untouched.signals, reading.samples, reasons=[why])
+    tried = (Candidate(UNTOUCHED, estimate, untouched.signals, untouched.seconds),)
+    return _complete(result, Estimates(estimate, estimate), tried, f"{why}, so nothing was changed")
+
+
+def _finish_rehearsed(
+    task: Task, trials: Sequence[Trial], estimator: Estimator, calibrate: bool, output: Entry
+) -> Adaptation:
     """Choose by the estimates."""
     record = estimator.record
-    held: dict[str, Any] = {}
     tried: list[Candidate] = []
+    readings: dict[str, dict[str, float]] = {}
     for trial in trials:
         if trial.reading is None:
             tried.append(Candidate(trial.name, None, {}, trial.seconds, trial.failure))
             continue
-        samples = trial.reading.samples
         reasons = find_differences(trial.method, record)
-        estimate = estimator.estimate(trial.name, trial.signals, samples, reasons=reasons)
-        told = estimator.predict(trial.name, trial.signals, samples)
-        if told is not None and (estimate.reliable or trial.name == UNTOUCHED):
-            held[trial.name] = told
+        estimate = estimator.estimate(trial.name, trial.signals, trial.reading.samples, reasons=reasons)
+        if not reasons:
+            readings[trial.name] = trial.signals
         tried.append(Candidate(trial.name, estimate, trial.signals, trial.seconds, trial.failure))
-    name = choose(held, record.higher_is_better)
+    assert trials[0].reading is not None
+    name = estimator.choose(readings, trials[0].reading.samples)
     chosen = next(trial for trial in trials if trial.name == name)
     assert chosen.adaptation is not None
     assert chosen.reading is not None
@@ -224,11 +238,9 @@ def _finish_rehearsed(task: Task, trials: Sequence[Trial], estimator: Estimator,
     reason = "its estimate is the best"
     if name == UNTOUCHED:
         reason = "no candidate is clearly better than the untouched model"
-        if len(held) == 1:
-            reason = "the estimate of no other candidate holds, so the model was left as it came"
     result = _complete(chosen.adaptation, Estimates(before, after), tuple(tried), reason)
     if calibrate and name != UNTOUCHED:
-        calibrate_result(result, chosen.reading, task.profile)
+        calibrate_result(result, chosen.reading, task, output)
     return result
 
 
@@ -292,7 +304,9 @@ def mark(result: Adaptation, temperature: float = 1.0) -> None:
     }
 
 
-def estimate_one(task: Task, method: Method, result: Adaptation, *, calibrate: bool = True) -> Adaptation:
+def estimate_one(
+    task: Task, method: Method, result: Adaptation, *, calibrate: bool = True, output: Entry = None
+) -> Adaptation:
     """Add estimates before and after to the run of a named method, if the profile was rehearsed."""
     if task.profile is None or task.profile.rehearsal is None or world_size() > 1:
         mark(result)
@@ -313,19 +327,21 @@ def estimate_one(task: Task, method: Method, result: Adaptation, *, calibrate: b
     result.manifest["estimate"] = result.estimate.to_json()
     mark(result)
     if calibrate and method.name != UNTOUCHED:
-        calibrate_result(result, readings[method.name], task.profile)
+        calibrate_result(result, readings[method.name], task, output)
     return result
 
 
-def calibrate_result(result: Adaptation, reading: Reading, profile: Profile | None) -> None:
+def calibrate_result(result: Adaptation, reading: Reading, task: Task, output: Entry = None) -> None:
     """Fold the temperature into the head at which the mean confidence equals the estimated accuracy."""
     after = result.estimate.after if result.estimate is not None else None
+    profile = task.profile
     if profile is None or profile.rehearsal is None or profile.rehearsal.task != "classes":
         return
     if after is None or after.value is None or after.metric != "accuracy":
         return
     temperature = find_temperature(as_class_logits(reading.outputs), after.value)
-    refusal = fold_temperature(result.model, profile.specs["logits"], temperature)
+    sample = task.feed.first(2)
+    refusal = fold_temperature(result.model, profile.specs["logits"], temperature, sample, output)
     if refusal is None:
         mark(result, temperature)
         # The weights that are saved, by which a manifest is recognised.

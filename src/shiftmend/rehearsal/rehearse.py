@@ -364,11 +364,12 @@ class _Home:
             rows = torch.stack([self._read_row(record, self.draw(each, 100 + draw)) for draw in range(draws)])
             # Half of the samples, drawn without replacement, vary as much as all of them do between sites.
             mean = self._read_row(record, self.draw(size, 0)) if whole else rows.mean(0)
-            # Skew compares with the shares of these very samples, to which draws of them come closer than a site does.
-            rows[:, skew] *= math.sqrt((1 / size + 1 / self.samples) / (1 / each - 1 / self.samples))
-            mean[skew] = rows[:, skew].mean()
             means.append(mean)
             deviations.append(rows.std(0))
+            if self.task == "classes":
+                # Draws compare with the shares of the very samples that they are drawn from. A site does not.
+                means[-1][skew] = 0.0
+                deviations[-1][skew] = predictions.skew_by_chance(record.shares, size, self.samples)[1]
         return torch.stack(means).float(), torch.stack(deviations).float()
 
     def _read_row(self, record: Rehearsal, places: Tensor) -> Tensor:

@@ -20,14 +20,14 @@ import torch
 from numpy.typing import NDArray
 
 from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal, Task, format_score, name_candidate
-from shiftmend.verification.maps import FITS, Floats
+from shiftmend.verification.maps import FITS, Floats, Map
 
 LEVEL = 0.9
 """Share of intervals that should hold the truth."""
 MIN_FAMILIES = 9
 """Families below which no interval of that level can be had: the largest of eight errors covers eight ninths."""
-BEST_MAPS = 3
-"""Maps whose median is the estimate."""
+BEST_MAPS = 6
+"""Maps whose median is the estimate. With three, one estimate on CIFAR-10-C was off by 15 points; with six, by 6."""
 MIN_CELLS = 5
 """Rehearsed shifts below which nothing is fitted."""
 NORMAL_QUANTILE = 1.6449
@@ -37,8 +37,17 @@ MIN_SCALE = 0.004
 """Smallest expected error of an accuracy, before the conformal factor."""
 MIN_RELATIVE_SCALE = 0.02
 """The same for an error of a regression, as a share of the error at home."""
-DISTANCE_SHARE = 1.0
-"""Expected error that is added for each unit that an estimate lies below home: ruined models are harder to judge."""
+STEEPNESS, EXPONENT = 3.0, 1.5
+"""Growth of the expected error with the distance of an estimate from home and with the disagreement of its maps. Near
+home, maps were off by less than a point, in ruins by fifty: measured on EMNIST-DA, CIFAR-10-C and digits, where errors
+in units of this expectation are of one size (`benchmarks/estimates.py`)."""
+MAX_HALF_WIDTH = 0.1
+"""Half of the widest interval of an accuracy that is worth telling."""
+MAX_RELATIVE_HALF_WIDTH = 0.3
+"""The same for an error of a regression, as a share of the estimate."""
+NEAR = 0.01
+"""Distance from home, in accuracy, below which errors count alike when signals are ranked. Beyond, an error counts
+relative to the distance: an estimate of 50 % may be off by more than one of 90 %."""
 
 RANGE_MARGIN = 0.1
 """Share of the rehearsed range of a signal by which a site may exceed it."""
@@ -50,6 +59,9 @@ MAX_SIZE_RATIO = 16.0
 """Samples at the site, as a multiple of the largest rehearsed size, above which an estimate does not hold."""
 HOME_DEVIATIONS = 3.0
 """Deviations within which the signals of data count as those of home."""
+AS_CERTAIN = 0.02
+"""Mean confidence below that of home, beyond chance, up to which a model counts as certain as at home. Other class
+shares cost at most 0.014 on EMNIST and digits, devices that cost more than five points of accuracy at least 0.03."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +170,7 @@ class Prediction:
     Attributes:
         value: Median of the best maps.
         scale: Expected size of the error, before the conformal factor.
-        spread: Largest distance between two of the maps that were looked at.
+        spread: Range of what the maps say, without the two outermost.
         used: Names of the signals behind the value.
     """
 
@@ -170,120 +182,128 @@ class Prediction:
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """Cells of one candidate: signals `[F, S, G]` with their names, and scores `[F, S]`."""
+    """Cells of one candidate at one size: signals `[F, G]` with their names, scores `[F]` and families of the shifts.
+
+    `home` is the score at home, and `unit` the distance from there to a useless model.
+    """
 
     names: tuple[str, ...]
     signals: Floats
     scores: Floats
+    families: tuple[str, ...]
+    places: tuple[int, ...]
     home: float
-    task: Task
-    sizes: tuple[int, ...]
+    unit: float
+    least: float
 
     @staticmethod
-    def of(record: Rehearsal, candidate: str) -> Cells:
-        """Take the cells of a candidate out of a record, with the signals that all of them have."""
+    def of(record: Rehearsal, candidate: str, size: int) -> Cells:
+        """Take the cells of a candidate out of a record: shifts that it got through, signals that all of these have."""
         place = record.index(candidate)
-        values = record.values[:, :, place].double().numpy()
-        scores = record.scores[:, :, place].double().numpy()
-        there = np.isfinite(values).all((0, 1))
-        names = tuple(name for name, complete in zip(record.signals, there, strict=True) if complete)
-        return Cells(names, values[:, :, there], scores, record.score, record.task, record.sizes)
+        values, scores = (one[:, size, place].double().numpy() for one in (record.values, record.scores))
+        rows = np.flatnonzero(np.isfinite(scores))
+        there = np.isfinite(values[rows]).all(0)
+        unit, least = 1.0, MIN_SCALE
+        if record.task == "quantities":
+            unit = float(record.output_deviation.square().mean().sqrt()) or 1.0
+            least = MIN_RELATIVE_SCALE * abs(record.score)
+        return Cells(
+            tuple(name for name, complete in zip(record.signals, there, strict=True) if complete),
+            values[rows][:, there],
+            scores[rows],
+            tuple(record.shifts[row].family for row in rows),
+            tuple(int(row) for row in rows),
+            record.score,
+            unit,
+            least,
+        )
 
-    def take(self, shifts: NDArray[np.intp]) -> Cells:
-        """Return the cells of some shifts."""
-        return replace(self, signals=self.signals[shifts], scores=self.scores[shifts])
+    def take(self, rows: NDArray[np.intp]) -> Cells:
+        """Return some of the cells."""
+        families, places = (tuple(one[row] for row in rows) for one in (self.families, self.places))
+        return replace(self, signals=self.signals[rows], scores=self.scores[rows], families=families, places=places)
 
     def restrict(self, names: Mapping[str, Any]) -> Cells:
         """Return the cells with those signals alone that a site could measure."""
         kept = [place for place, name in enumerate(self.names) if name in names]
-        return replace(self, names=tuple(self.names[place] for place in kept), signals=self.signals[:, :, kept])
+        return replace(self, names=tuple(self.names[place] for place in kept), signals=self.signals[:, kept])
+
+    @property
+    def fit_for_use(self) -> bool:
+        """True if there are enough cells and a signal."""
+        return bool(self.names) and len(self.scores) >= MIN_CELLS
 
     def expected_error(self, value: float, spread: float) -> float:
         """Return the expected error of an estimate, before the conformal factor."""
-        least = MIN_SCALE if self.task == "classes" else MIN_RELATIVE_SCALE * abs(self.home)
-        return least + DISTANCE_SHARE * abs(self.home - value) + spread
+        distance = min(1.0, (abs(self.home - value) + spread) / self.unit)
+        return self.least + float(self.unit * STEEPNESS * distance**EXPONENT)
 
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """Maps of one candidate, ranked by how well they predict one rehearsed shift from the others."""
+    """Maps of one candidate at one size, ranked by how well they predict one rehearsed shift from the others."""
 
     cells: Cells
-    ranked: tuple[tuple[int, str], ...]
-    """Signal and kind of fit, the best first; each signal once."""
-    errors: tuple[float, ...]
-    """Mean error of each, leaving out one shift at a time."""
-    left_out: Floats
-    """Predictions of the best maps for each cell, made without its shift, `[maps, F, S]`."""
+    ranked: tuple[tuple[int, Map], ...]
+    """Signal and map, the best first; each signal once."""
+    largest_spread: float
+    """Largest spread of the maps' predictions of one cell, each made without that cell."""
 
     @staticmethod
     def fit(cells: Cells) -> Fitted:
-        """Rank all signals and ways to fit."""
+        """Rank all signals and ways to fit by their error, relative to the distance of the truth from home."""
+        weight = 1 / (NEAR * cells.unit + np.abs(cells.home - cells.scores))
         found: list[tuple[float, int, str, Floats]] = []
         for place in range(len(cells.names)):
-            tried = [(kind, _leave_one_out(cells.signals[:, :, place], cells.scores, kind)) for kind in FITS]
-            errors = [float(np.abs(guess - cells.scores).mean()) for _, guess in tried]
+            tried = [(kind, _leave_one_out(cells.signals[:, place], cells.scores, kind)) for kind in FITS]
+            errors = [float((weight * np.abs(guess - cells.scores)).mean()) for _, guess in tried]
             best = int(np.argmin(errors))
             found.append((errors[best], place, *tried[best]))
-        found.sort(key=lambda one: one[:2])
-        found = found[:BEST_MAPS]
-        return Fitted(
-            cells,
-            tuple((place, kind) for _, place, kind, _ in found),
-            tuple(error for error, *_ in found),
-            np.array([guess for *_, guess in found]),
-        )
+        found = sorted(found, key=lambda one: one[:2])[:BEST_MAPS]
+        maps = tuple((place, FITS[kind](cells.signals[:, place], cells.scores)) for _, place, kind, _ in found)
+        return Fitted(cells, maps, float(_spread(np.array([guess for *_, guess in found])).max()))
 
-    def predict(self, signals: Floats, samples: int) -> Prediction:
-        """Predict the score of a model from its signals `[G]` on so many samples."""
-        guesses = [self._interpolate(place, kind, signals[place], samples) for place, kind in self.ranked]
-        value, spread = float(np.median(guesses)), float(np.ptp(guesses))
+    def predict(self, signals: Floats) -> Prediction:
+        """Predict the score of a model from its signals `[G]`."""
+        guesses = np.array([fitted(signals[place]) for place, fitted in self.ranked])
+        value, spread = float(np.median(guesses)), float(_spread(guesses))
         used = tuple(self.cells.names[place] for place, _ in self.ranked)
         return Prediction(value, self.cells.expected_error(value, spread), spread, used)
 
-    def _interpolate(self, place: int, kind: str, signal: float, samples: int) -> float:
-        """Apply the maps of the two nearest sizes, and interpolate in the logarithm of the size."""
-        signals, scores = self.cells.signals[:, :, place], self.cells.scores
-        values = [FITS[kind](signals[:, size], scores[:, size])(signal) for size in range(len(self.cells.sizes))]
-        return float(np.interp(math.log(samples), np.log(self.cells.sizes), values))
 
-    @property
-    def largest_spread(self) -> float:
-        """Largest distance between the maps' predictions of one cell at home."""
-        return float(np.ptp(self.left_out, axis=0).max())
+def _spread(guesses: Floats) -> Floats:
+    """Return the range of what maps say, `[maps, ...]`; of five or more, without the two outermost."""
+    ordered = np.sort(guesses, axis=0)
+    return np.asarray(ordered[-2] - ordered[1] if len(ordered) >= 5 else ordered[-1] - ordered[0])
 
 
 def _leave_one_out(signals: Floats, scores: Floats, kind: str) -> Floats:
-    """Predict each cell `[F, S]` by a map that was fitted without its shift."""
-    guesses = np.empty_like(scores)
+    """Predict each cell `[F]` by a map that was fitted without it."""
     everything = np.arange(len(scores))
-    for shift in everything:
-        others = everything != shift
-        for size in range(scores.shape[1]):
-            guesses[shift, size] = FITS[kind](signals[others, size], scores[others, size])(signals[shift, size])
-    return guesses
+    guesses = [FITS[kind](signals[everything != one], scores[everything != one])(signals[one]) for one in everything]
+    return np.array(guesses)
 
 
-def _leave_families_out(cells: Cells, record: Rehearsal) -> tuple[Floats, Floats]:
-    """Predict each cell without its whole family; return predictions and expected errors, `[F, S]` each."""
+def _leave_families_out(cells: Cells) -> tuple[Floats, Floats]:
+    """Predict each cell without its whole family; return predictions and expected errors, `[F]` each."""
     guesses, scales = np.full_like(cells.scores, np.nan), np.full_like(cells.scores, np.nan)
-    families = np.array([shift.family for shift in record.shifts])
-    for family in record.families:
-        inside, outside = np.flatnonzero(families == family), np.flatnonzero(families != family)
-        if len(outside) < MIN_CELLS or not cells.names:
+    families = np.array(cells.families)
+    for family in dict.fromkeys(cells.families):
+        others = cells.take(np.flatnonzero(families != family))
+        if not others.fit_for_use:
             continue
-        fit = Fitted.fit(cells.take(outside))
-        for shift in inside:
-            for size, samples in enumerate(record.sizes):
-                told = fit.predict(cells.signals[shift, size], samples)
-                guesses[shift, size], scales[shift, size] = told.value, told.scale
+        fit = Fitted.fit(others)
+        for row in np.flatnonzero(families == family):
+            told = fit.predict(cells.signals[row])
+            guesses[row], scales[row] = told.value, told.scale
     return guesses, scales
 
 
-def _conformal_quantile(ratios: Floats, record: Rehearsal) -> float | None:
-    """Return the quantile of errors in units of what was expected, `[F, S]`; each family counts once, by its worst."""
-    places = [[shift.family == family for shift in record.shifts] for family in record.families]
-    worst = sorted(float(np.max(ratios[place])) for place in places if np.isfinite(ratios[place]).all())
+def _conformal_quantile(ratios: Floats, families: Sequence[str]) -> float | None:
+    """Return the quantile of errors in units of what was expected, `[F]`; each family counts once, by its worst."""
+    of_family = np.array(families)
+    worst = [float(np.max(ratios[of_family == family])) for family in dict.fromkeys(families)]
+    worst = sorted(ratio for ratio in worst if math.isfinite(ratio))
     rank = math.ceil((len(worst) + 1) * LEVEL - 1e-9)
     return worst[rank - 1] if rank <= len(worst) else None
 
@@ -303,19 +323,21 @@ def cross_fit(record: Rehearsal) -> Rehearsal:
     shape = (len(record.shifts), len(record.sizes), len(record.candidates) + 1)
     estimates, scales = np.full(shape, np.nan), np.full(shape, np.nan)
     chosen = np.zeros(shape[:2])
-    for place, name in enumerate(record.candidates):
-        cells = Cells.of(record, name)
-        estimates[..., place], scales[..., place] = _leave_families_out(cells, record)
-    for shift, size in np.ndindex(*chosen.shape):
-        told = {
-            name: Prediction(estimates[shift, size, place], scales[shift, size, place], 0.0)
-            for place, name in enumerate(record.candidates)
-            if math.isfinite(estimates[shift, size, place])
-        }
-        best = record.index(choose(told, record.higher_is_better)) if told else 0
-        chosen[shift, size] = best
-        for table in (estimates, scales):
-            table[shift, size, -1] = table[shift, size, best]
+    for size in range(len(record.sizes)):
+        for place, name in enumerate(record.candidates):
+            cells = Cells.of(record, name, size)
+            rows = list(cells.places)
+            estimates[rows, size, place], scales[rows, size, place] = _leave_families_out(cells)
+        for shift in range(len(record.shifts)):
+            told = {
+                name: Prediction(estimates[shift, size, place], scales[shift, size, place], 0.0)
+                for place, name in enumerate(record.candidates)
+                if math.isfinite(estimates[shift, size, place])
+            }
+            best = record.index(choose(told, record.higher_is_better)) if told else 0
+            chosen[shift, size] = best
+            for table in (estimates, scales):
+                table[shift, size, -1] = table[shift, size, best]
     as_tensor = [torch.from_numpy(table).float() for table in (estimates, scales, chosen)]
     return replace(record, estimates=as_tensor[0], scales=as_tensor[1], chosen=as_tensor[2])
 
@@ -324,6 +346,8 @@ MIN_GAIN = 0.005
 """Gain in accuracy below which the untouched model is kept."""
 GAIN_IN_SCALES = 0.1
 """Gain, in expected errors of both, below which the untouched model is kept."""
+OVERWHELMING = 0.2
+"""Gain in accuracy, over what the untouched model could have at best, from which on doubts do not count."""
 
 
 def choose(told: Mapping[str, Prediction], higher_is_better: bool = True) -> str:
@@ -355,52 +379,78 @@ def choose(told: Mapping[str, Prediction], higher_is_better: bool = True) -> str
 class Estimator:
     """Estimates for one rehearsed model: maps of each candidate, fitted once.
 
+    Between two rehearsed sizes, what their maps say is interpolated in the logarithm of the number of samples.
+
     Args:
         record: The rehearsal in the profile.
     """
 
     def __init__(self, record: Rehearsal) -> None:
         self.record = record
-        self._fits: dict[tuple[str, tuple[str, ...]], Fitted] = {}
-        self._ratios: dict[tuple[str, tuple[str, ...]], Floats] = {}
+        self._fits: dict[tuple[str, int, tuple[str, ...]], Fitted] = {}
+        self._factors: dict[tuple[str, int, tuple[str, ...]], float | None] = {}
 
     def predict(self, candidate: str, signals: Mapping[str, float], samples: int) -> Prediction | None:
         """Predict the score of a candidate; None if too little was rehearsed, or no signal could be measured."""
         finite = {name: value for name, value in signals.items() if math.isfinite(value)}
-        fit = self._fit(candidate, finite)
-        if fit is None:
-            return None
-        return fit.predict(np.array([finite[name] for name in fit.cells.names]), samples)
+        parts = []
+        for size, weight in self._weigh_sizes(samples):
+            fit = self._fit(candidate, size, finite)
+            if fit is None:
+                return None
+            parts.append((weight, fit.predict(np.array([finite[name] for name in fit.cells.names]))))
+        value, scale, spread = (
+            sum(weight * getattr(told, name) for weight, told in parts) for name in ("value", "scale", "spread")
+        )
+        return Prediction(value, scale, spread, parts[-1][1].used)
 
-    def _fit(self, candidate: str, signals: Mapping[str, float]) -> Fitted | None:
+    def _weigh_sizes(self, samples: int) -> list[tuple[int, float]]:
+        """Return the rehearsed sizes nearest to a number of samples, by place, with their weights."""
+        logarithms = np.log(self.record.sizes)
+        place = float(np.interp(math.log(max(1, samples)), logarithms, np.arange(len(logarithms))))
+        lower, share = int(place), place - int(place)
+        both = [(lower, 1 - share), (min(lower + 1, len(logarithms) - 1), share)]
+        return [(size, weight) for size, weight in both if weight > 0]
+
+    def _fit(self, candidate: str, size: int, signals: Mapping[str, Any]) -> Fitted | None:
         if candidate not in self.record.candidates:
             return None
-        cells = Cells.of(self.record, candidate).restrict(signals)
-        if not cells.names or len(cells.scores) < MIN_CELLS:
+        cells = Cells.of(self.record, candidate, size).restrict(signals)
+        if not cells.fit_for_use:
             return None
-        key = candidate, cells.names
+        key = candidate, size, cells.names
         if key not in self._fits:
             self._fits[key] = Fitted.fit(cells)
         return self._fits[key]
 
-    def find_reasons(self, candidate: str, signals: Mapping[str, float], samples: int) -> list[str]:
-        """List why an estimate of a candidate would not hold, in words."""
-        broken = [name for name, value in signals.items() if not math.isfinite(value)]
-        if broken:
+    def find_obstacles(self, candidate: str, signals: Mapping[str, float], samples: int) -> list[str]:
+        """List why nothing can be said of a candidate, in words."""
+        if not all(math.isfinite(value) for value in signals.values()):
             return ["the model gives values that are NaN or infinite"]
-        reasons = self._check_size(samples)
-        fit = self._fit(candidate, signals)
-        if fit is None:
-            return [*reasons, f"{name_candidate(candidate)} was not rehearsed"]
-        cells = fit.cells
-        watched = dict.fromkeys(["slices", "skew", *(cells.names[place] for place, _ in fit.ranked)])
-        for name in watched:
-            if name in cells.names and (remark := self._check_range(cells, name, signals[name])):
-                reasons.append(remark)
-        told = fit.predict(np.array([signals[name] for name in cells.names]), samples)
-        if told.spread > MAX_SPREAD_RATIO * fit.largest_spread + MIN_SCALE:
-            reasons.append("the signals contradict each other more than they ever did at home")
-        return reasons
+        obstacles = self._check_size(samples)
+        if not self._list_fits(candidate, signals, samples):
+            obstacles.append(f"{name_candidate(candidate)} was not rehearsed")
+        return obstacles
+
+    def find_doubts(self, candidate: str, signals: Mapping[str, float], samples: int) -> list[str]:
+        """List how a candidate's signals differ from all that was rehearsed, in words."""
+        doubts = []
+        known = self._list_fits(candidate, signals, samples)
+        used = [fit.cells.names[place] for fit in known for place, _ in fit.ranked]
+        for name in dict.fromkeys(["slices", "skew", *used]):
+            rehearsed = [fit.cells.signals[:, fit.cells.names.index(name)] for fit in known if name in fit.cells.names]
+            if rehearsed and (remark := _check_range(np.concatenate(rehearsed), name, signals[name])):
+                doubts.append(remark)
+        for fit in known:
+            told = fit.predict(np.array([signals[name] for name in fit.cells.names]))
+            if told.spread > MAX_SPREAD_RATIO * fit.largest_spread + fit.cells.least:
+                doubts.append("the signals contradict each other more than they ever did at home")
+                break
+        return doubts
+
+    def _list_fits(self, candidate: str, signals: Mapping[str, float], samples: int) -> list[Fitted]:
+        fits = [self._fit(candidate, size, signals) for size, _ in self._weigh_sizes(samples)]
+        return [fit for fit in fits if fit is not None]
 
     def _check_size(self, samples: int) -> list[str]:
         sizes = self.record.sizes
@@ -410,39 +460,70 @@ class Estimator:
             return [f"there are far more samples ({samples:,}) than were rehearsed ({sizes[-1]:,})"]
         return []
 
-    def _check_range(self, cells: Cells, name: str, value: float) -> str | None:
-        rehearsed = cells.signals[:, :, cells.names.index(name)]
-        low, high = float(rehearsed.min()), float(rehearsed.max())
-        margin = RANGE_MARGIN * (high - low)
-        if low - margin <= value <= high + margin:
-            return None
-        if name == "skew":
-            return f"answers fall into other classes than ever at home (skew {value:.2f}, rehearsed up to {high:.2f})"
-        return f"{name} {value:.3g} lies outside of what was rehearsed ({low:.3g} to {high:.3g})"
+    def choose(self, readings: Mapping[str, Mapping[str, float]], samples: int) -> str:
+        """Choose among candidates by their signals.
 
-    def factor(self, candidate: str, signals: Mapping[str, Any], *, chosen: bool = False) -> float | None:
+        Candidates whose signals are unlike all that was rehearsed take part only if the untouched model is ruined by
+        every measure: by its estimate, and by its own confidence.
+
+        Args:
+            readings: Signals by candidate, the untouched model among them.
+            samples: Samples at the site.
+        """
+        told: dict[str, Prediction] = {}
+        for name, signals in readings.items():
+            prediction = self.predict(name, signals, samples)
+            if prediction is not None and (name == UNTOUCHED or not self.find_obstacles(name, signals, samples)):
+                told[name] = prediction
+        held = {
+            name: one
+            for name, one in told.items()
+            if name == UNTOUCHED
+            or not self.find_doubts(name, readings[name], samples)
+            or self._is_overwhelming(one, told.get(UNTOUCHED), readings[UNTOUCHED])
+        }
+        return choose(held, self.record.higher_is_better)
+
+    def _is_overwhelming(self, one: Prediction, untouched: Prediction | None, signals: Mapping[str, float]) -> bool:
+        if untouched is None or self.record.task != "classes" or "confidence" not in signals:
+            return False
+        return one.value > max(untouched.value, signals["confidence"]) + OVERWHELMING
+
+    def factor(self, candidate: str, signals: Mapping[str, Any], samples: int, *, chosen: bool = False) -> float | None:
         """Return the conformal factor to the expected error: how far estimates were off at home.
 
         Args:
             candidate: Name of the candidate.
             signals: Signals that the site could measure.
+            samples: Samples at the site.
             chosen: Whether `auto` chose the candidate. The larger factor of both then counts.
 
         Returns:
             None with fewer than nine families, where no interval of 90 % can be had.
         """
-        cells = Cells.of(self.record, candidate).restrict(signals)
-        key = candidate, cells.names
-        if key not in self._ratios:
-            guesses, scales = _leave_families_out(cells, self.record)
-            self._ratios[key] = np.abs(guesses - cells.scores) / scales
-        factors = [_conformal_quantile(self._ratios[key], self.record)]
-        if chosen:
-            record = self.record
-            ratios = (record.estimates[..., -1] - record.chosen_scores()).abs() / record.scales[..., -1]
-            factors.append(_conformal_quantile(ratios.double().numpy(), record))
-        known = [factor for factor in factors if factor is not None]
-        return max(known) if len(known) == len(factors) else None
+        found: list[float] = []
+        for size, _ in self._weigh_sizes(samples):
+            own = [self._factor_of_candidate(candidate, size, signals)]
+            if chosen:
+                own.append(self._factor_of_auto(size))
+            if any(factor is None for factor in own):
+                return None
+            found += [factor for factor in own if factor is not None]
+        return max(found)
+
+    def _factor_of_candidate(self, candidate: str, size: int, signals: Mapping[str, Any]) -> float | None:
+        cells = Cells.of(self.record, candidate, size).restrict(signals)
+        key = candidate, size, cells.names
+        if key not in self._factors:
+            guesses, scales = _leave_families_out(cells)
+            self._factors[key] = _conformal_quantile(np.abs(guesses - cells.scores) / scales, cells.families)
+        return self._factors[key]
+
+    def _factor_of_auto(self, size: int) -> float | None:
+        record = self.record
+        errors = (record.estimates[:, size, -1] - record.chosen_scores()[:, size]).abs()
+        ratios = (errors / record.scales[:, size, -1]).double().numpy()
+        return _conformal_quantile(ratios, [shift.family for shift in record.shifts])
 
     def estimate(
         self,
@@ -462,20 +543,31 @@ class Estimator:
             chosen: Whether `auto` chose the candidate, which makes its estimate a little too good.
             reasons: Further reasons for which the estimate does not hold.
         """
-        found = [*reasons, *self.find_reasons(candidate, signals, samples)]
+        found = [*reasons, *self.find_obstacles(candidate, signals, samples)]
+        found += self.find_doubts(candidate, signals, samples) if not found else []
         told = self.predict(candidate, signals, samples)
         if told is None:
             return Estimate(None, None, None, self.record.metric, tuple(found))
-        factor = self.factor(candidate, signals, chosen=chosen)
+        factor = self.factor(candidate, signals, samples, chosen=chosen)
         low = high = None
         if factor is not None:
             half = math.hypot(factor * told.scale, NORMAL_QUANTILE * self._sampling_error(told.value, samples))
             low, high = max(0.0, told.value - half), told.value + half
             if self.record.task == "classes":
                 high = min(1.0, high)
+            if not found and half > self._widest(told.value):
+                found.append(self._describe_width(low, high))
         if found:
             return Estimate(None, None, None, self.record.metric, tuple(found), (told.value, low, high))
         return Estimate(told.value, low, high, self.record.metric)
+
+    def _widest(self, value: float) -> float:
+        """Return half of the widest interval that is worth telling."""
+        return MAX_HALF_WIDTH if self.record.task == "classes" else MAX_RELATIVE_HALF_WIDTH * abs(value)
+
+    def _describe_width(self, low: float, high: float) -> str:
+        ends = [format_score(end, self.record.task) for end in (low, high)]
+        return f"the signals leave too much open ({self.record.metric} between {ends[0]} and {ends[1]})"
 
     def _sampling_error(self, value: float, samples: int) -> float:
         """Return the standard error that chance gives a score on the samples of the site and of home."""
@@ -485,33 +577,78 @@ class Estimator:
             return math.sqrt(max(share * (1 - share), 1e-6) * both)
         return abs(value) * math.sqrt(both / 2)
 
+    def estimate_at_home(self, samples: int) -> Estimate:
+        """Return the estimate for data that are as at home: the score there.
+
+        The interval holds what chance does to the samples, and as much as a shift could cost that goes unnoticed among
+        so few of them, judged by the confidence.
+        """
+        record, score = self.record, self.record.score
+        unnoticed = HOME_DEVIATIONS * self._describe_home("confidence", samples)[1]
+        if not math.isfinite(unnoticed):
+            unnoticed = self._widest(score) / 4
+        half = math.hypot(NORMAL_QUANTILE * self._sampling_error(score, samples), unnoticed)
+        low, high = max(0.0, score - half), score + half
+        if record.task == "classes":
+            high = min(1.0, high)
+        if half > self._widest(score):
+            reason = f"there are too few samples ({samples})"
+            return Estimate(None, None, None, record.metric, (reason,), (score, low, high))
+        return Estimate(score, low, high, record.metric)
+
     def is_at_home(self, signals: Mapping[str, float], samples: int) -> bool:
         """Return whether the signals of the untouched model are those of unshifted home data of that size.
 
         Mean and deviation of each signal at home are interpolated between the rehearsed sizes, in 1 / n and in the
         logarithm. Chance of the home samples themselves is added.
         """
+        deviations = {name: self._compare(name, value, samples) for name, value in signals.items()}
+        known = {name: far for name, far in deviations.items() if far is not None}
+        # Less divergence or skew than at home is no sign of a shift. Not a number is not at home either.
+        one_sided = ("slices", "marginals", "skew")
+        strayed = [not (far if name in one_sided else abs(far)) <= HOME_DEVIATIONS for name, far in known.items()]
+        return bool(known) and not any(strayed)
+
+    def has_other_shares(self, signals: Mapping[str, float], samples: int) -> bool:
+        """Return whether the untouched model answers as certainly as at home, but other classes.
+
+        A new device makes a model uncertain, other class shares do not. Aligning features would then push samples into
+        wrong classes.
+        """
+        if "skew" not in signals or "confidence" not in signals:
+            return False
+        skewed, certain = (self._compare(name, signals[name], samples) for name in ("skew", "confidence"))
+        if skewed is None or certain is None:
+            return False
+        mean, deviation = self._describe_home("confidence", samples)
+        return skewed > HOME_DEVIATIONS and signals["confidence"] >= mean - AS_CERTAIN - 2 * deviation
+
+    def _compare(self, name: str, value: float, samples: int) -> float | None:
+        """Return how many deviations a signal lies above its mean at home; None if home does not have the signal."""
+        mean, deviation = self._describe_home(name, samples)
+        return (value - mean) / (deviation + 1e-6) if math.isfinite(mean) and math.isfinite(deviation) else None
+
+    def _describe_home(self, name: str, samples: int) -> tuple[float, float]:
+        """Return mean and deviation of a signal on unshifted home data of that size; NaN if there is none."""
         record = self.record
+        if name not in record.signals:
+            return math.nan, math.nan
+        place = record.signals.index(name)
         sizes = np.array(record.sizes, dtype=float)
-        compared = 0
-        for name, value in signals.items():
-            if name not in record.signals:
-                continue
-            place = record.signals.index(name)
-            means = record.home_mean[:, place].double().numpy()
-            deviations = record.home_deviation[:, place].double().numpy()
-            if not (np.isfinite(means).all() and np.isfinite(deviations).all()):
-                continue
-            mean, own = _extrapolate(sizes, means, samples), _scale_deviation(sizes, deviations, samples)
-            allowed = HOME_DEVIATIONS * math.hypot(own, _scale_deviation(sizes, deviations, record.samples))
-            compared += 1
-            above, below = value - mean, mean - value
-            if name in ("slices", "marginals", "skew"):
-                # Less divergence than at home is no sign of a shift.
-                below = -math.inf
-            if not max(above, below) <= allowed + 1e-6:  # Not a number is not at home either.
-                return False
-        return compared > 0
+        means, deviations = (one[:, place].double().numpy() for one in (record.home_mean, record.home_deviation))
+        spread = [_scale_deviation(sizes, deviations, number) for number in (samples, record.samples)]
+        return _extrapolate(sizes, means, samples), math.hypot(*spread)
+
+
+def _check_range(rehearsed: Floats, name: str, value: float) -> str | None:
+    """Return a remark if a signal lies outside of what was rehearsed."""
+    low, high = float(rehearsed.min()), float(rehearsed.max())
+    margin = RANGE_MARGIN * (high - low)
+    if low - margin <= value <= high + margin:
+        return None
+    if name == "skew":
+        return f"answers fall into other classes than ever at home (skew {value:.2f}, rehearsed up to {high:.2f})"
+    return f"{name} {value:.3g} lies outside of what was rehearsed ({low:.3g} to {high:.3g})"
 
 
 def _extrapolate(sizes: Floats, means: Floats, samples: int) -> float:

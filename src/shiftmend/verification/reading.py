@@ -30,7 +30,7 @@ READ_SIGNALS: dict[str, str] = {
     "certainty above threshold": "share of samples whose negative entropy exceeds the threshold found at home",
     "transported confidence": "mean probability of the assigned class, if classes had their shares of home",
     "nuclear norm": "spread and certainty of all predictions together",
-    "skew": "total variation between the class shares of the answers and those at home",
+    "skew": "total variation between the class shares of the answers and those at home, without chance",
     "spread": "deviation of the outputs, relative to home; quantities only",
     "offset": "distance of the mean output from home, in deviations at home; quantities only",
 }
@@ -144,7 +144,7 @@ def measure_outputs(outputs: Tensor, rehearsal: Rehearsal | None) -> _Measured:
         signals |= {"confidence above threshold": shares[0], "certainty above threshold": shares[1]}
         signals["transported confidence"] = predictions.transported_confidence(logits, rehearsal.shares)
         own = predictions.class_shares(answers, logits.shape[1])
-        signals["skew"] = predictions.skew(own, rehearsal.shares)
+        signals["skew"] = predictions.skew(own, rehearsal.shares, len(answers), rehearsal.samples)
     return _Measured(signals, answers)
 
 
