@@ -81,7 +81,7 @@ class Rehearsal:
         home_deviation: Their standard deviation between draws of that size, `[S, G]`.
         estimates: What would have been estimated without the shift's family, `[F, S, C + 1]`; the last entry is that of
             the candidate `auto` would have chosen.
-        scales: Expected size of the error of each estimate before conformal correction, `[F, S, C + 1]`.
+        scales: Difficulty of each estimate, which the width of its interval grows with, `[F, S, C + 1]`.
         chosen: Number of the candidate that `auto` would have chosen, `[F, S]`.
         shares: Share of each class among the answers at home, `[classes]`; empty for quantities.
         confusion: Counts by true class (rows) and answer (columns); empty beyond 64 classes, and for quantities.

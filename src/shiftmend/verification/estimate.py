@@ -26,21 +26,22 @@ LEVEL = 0.9
 """Share of intervals that should hold the truth."""
 MIN_FAMILIES = 9
 """Families below which no interval of that level can be had: the largest of eight errors covers eight ninths."""
-BEST_MAPS = 6
-"""Maps whose median is the estimate. With three, one estimate on CIFAR-10-C was off by 15 points; with six, by 6."""
+MAP_COUNTS = (3, 6)
+"""Numbers of maps whose median may be the estimate. The rehearsal chooses: three where few signals serve, as for the
+untouched model its agreement with mended ones; six where one map may mislead."""
 MIN_CELLS = 5
 """Rehearsed shifts below which nothing is fitted."""
 NORMAL_QUANTILE = 1.6449
 """Quantile of the normal distribution for a two-sided interval of 90 %."""
 
-MIN_SCALE = 0.004
+MIN_ERROR = 0.004
 """Smallest expected error of an accuracy, before the conformal factor."""
-MIN_RELATIVE_SCALE = 0.02
+MIN_RELATIVE_ERROR = 0.02
 """The same for an error of a regression, as a share of the error at home."""
-STEEPNESS, EXPONENT = 3.0, 1.5
-"""Growth of the expected error with the distance of an estimate from home and with the disagreement of its maps. Near
-home, maps were off by less than a point, in ruins by fifty: measured on EMNIST-DA, CIFAR-10-C and digits, where errors
-in units of this expectation are of one size (`benchmarks/estimates.py`)."""
+EXPONENTS = (0.0, 1.0, 1.5)
+"""Ways in which errors may grow with the difficulty of an estimate. Estimates of mended models are off by less than a
+point near home and by fifty in ruins; those of the untouched model, by its agreement with mended ones, are about as
+good everywhere. The rehearsal chooses."""
 MAX_HALF_WIDTH = 0.1
 """Half of the widest interval of an accuracy that is worth telling."""
 MAX_RELATIVE_HALF_WIDTH = 0.3
@@ -169,13 +170,13 @@ class Prediction:
 
     Attributes:
         value: Median of the best maps.
-        scale: Expected size of the error, before the conformal factor.
+        difficulty: Distance of the value from home plus the spread, where 1 is the distance to a useless model.
         spread: Range of what the maps say, without the two outermost.
         used: Names of the signals behind the value.
     """
 
     value: float
-    scale: float
+    difficulty: float
     spread: float
     used: tuple[str, ...] = ()
 
@@ -203,10 +204,10 @@ class Cells:
         values, scores = (one[:, size, place].double().numpy() for one in (record.values, record.scores))
         rows = np.flatnonzero(np.isfinite(scores))
         there = np.isfinite(values[rows]).all(0)
-        unit, least = 1.0, MIN_SCALE
+        unit, least = 1.0, MIN_ERROR
         if record.task == "quantities":
             unit = float(record.output_deviation.square().mean().sqrt()) or 1.0
-            least = MIN_RELATIVE_SCALE * abs(record.score)
+            least = MIN_RELATIVE_ERROR * abs(record.score)
         return Cells(
             tuple(name for name, complete in zip(record.signals, there, strict=True) if complete),
             values[rows][:, there],
@@ -233,10 +234,9 @@ class Cells:
         """True if there are enough cells and a signal."""
         return bool(self.names) and len(self.scores) >= MIN_CELLS
 
-    def expected_error(self, value: float, spread: float) -> float:
-        """Return the expected error of an estimate, before the conformal factor."""
-        distance = min(1.0, (abs(self.home - value) + spread) / self.unit)
-        return self.least + float(self.unit * STEEPNESS * distance**EXPONENT)
+    def rate(self, value: float, spread: float) -> float:
+        """Return the difficulty of an estimate, from 0 to 1."""
+        return min(1.0, (abs(self.home - value) + spread) / self.unit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,8 +246,8 @@ class Fitted:
     cells: Cells
     ranked: tuple[tuple[int, Map], ...]
     """Signal and map, the best first; each signal once."""
-    largest_spread: float
-    """Largest spread of the maps' predictions of one cell, each made without that cell."""
+    largest_spread: Mapping[int, float]
+    """Largest spread of predictions of one cell, each made without that cell, by the number of maps."""
 
     @staticmethod
     def fit(cells: Cells) -> Fitted:
@@ -259,16 +259,17 @@ class Fitted:
             errors = [float((weight * np.abs(guess - cells.scores)).mean()) for _, guess in tried]
             best = int(np.argmin(errors))
             found.append((errors[best], place, *tried[best]))
-        found = sorted(found, key=lambda one: one[:2])[:BEST_MAPS]
+        found = sorted(found, key=lambda one: one[:2])[: max(MAP_COUNTS)]
         maps = tuple((place, FITS[kind](cells.signals[:, place], cells.scores)) for _, place, kind, _ in found)
-        return Fitted(cells, maps, float(_spread(np.array([guess for *_, guess in found])).max()))
+        guesses = np.array([guess for *_, guess in found])
+        return Fitted(cells, maps, {count: float(_spread(guesses[:count]).max()) for count in MAP_COUNTS})
 
-    def predict(self, signals: Floats) -> Prediction:
-        """Predict the score of a model from its signals `[G]`."""
-        guesses = np.array([fitted(signals[place]) for place, fitted in self.ranked])
+    def predict(self, signals: Floats, count: int) -> Prediction:
+        """Predict the score of a model from its signals `[G]`, by so many of the best maps."""
+        guesses = np.array([fitted(signals[place]) for place, fitted in self.ranked[:count]])
         value, spread = float(np.median(guesses)), float(_spread(guesses))
-        used = tuple(self.cells.names[place] for place, _ in self.ranked)
-        return Prediction(value, self.cells.expected_error(value, spread), spread, used)
+        used = tuple(self.cells.names[place] for place, _ in self.ranked[:count])
+        return Prediction(value, self.cells.rate(value, spread), spread, used)
 
 
 def _spread(guesses: Floats) -> Floats:
@@ -284,9 +285,14 @@ def _leave_one_out(signals: Floats, scores: Floats, kind: str) -> Floats:
     return np.array(guesses)
 
 
-def _leave_families_out(cells: Cells) -> tuple[Floats, Floats]:
-    """Predict each cell without its whole family; return predictions and expected errors, `[F]` each."""
-    guesses, scales = np.full_like(cells.scores, np.nan), np.full_like(cells.scores, np.nan)
+def _leave_families_out(cells: Cells) -> dict[int, tuple[Floats, Floats]]:
+    """Predict each cell without its whole family.
+
+    Returns:
+        Predictions and their difficulties, `[F]` each, by the number of maps.
+    """
+    nothing = np.full_like(cells.scores, np.nan)
+    found = {count: (nothing.copy(), nothing.copy()) for count in MAP_COUNTS}
     families = np.array(cells.families)
     for family in dict.fromkeys(cells.families):
         others = cells.take(np.flatnonzero(families != family))
@@ -294,18 +300,77 @@ def _leave_families_out(cells: Cells) -> tuple[Floats, Floats]:
             continue
         fit = Fitted.fit(others)
         for row in np.flatnonzero(families == family):
-            told = fit.predict(cells.signals[row])
-            guesses[row], scales[row] = told.value, told.scale
-    return guesses, scales
+            for count, (guesses, difficulties) in found.items():
+                told = fit.predict(cells.signals[row], count)
+                guesses[row], difficulties[row] = told.value, told.difficulty
+    return found
 
 
-def _conformal_quantile(ratios: Floats, families: Sequence[str]) -> float | None:
-    """Return the quantile of errors in units of what was expected, `[F]`; each family counts once, by its worst."""
+@dataclass(frozen=True)
+class Width:
+    """Half of the interval of an estimate, by its difficulty: a conformal factor times an expected error.
+
+    Attributes:
+        count: Number of maps whose median is the estimate.
+        factor: Quantile of the errors at home, in units of what was expected.
+        exponent: Growth of the expected error with the difficulty.
+        least: Smallest expected error.
+        unit: Distance from home to a useless model.
+        is_claimed: Whether there were families enough for an interval of 90 %.
+    """
+
+    count: int
+    factor: float
+    exponent: float
+    least: float
+    unit: float
+    is_claimed: bool
+
+    def __call__(self, difficulty: float) -> float:
+        expected = self.least + self.unit * float(max(difficulty, 0.0) ** self.exponent)
+        return min(self.unit, self.factor * expected)
+
+
+def fit_width(
+    guesses: Mapping[int, tuple[Floats, Floats]],
+    scores: Floats,
+    families: Sequence[str],
+    least: float,
+    unit: float,
+) -> Width | None:
+    """Learn from errors at home how many maps to use, and how wide intervals are.
+
+    Each family counts once, by its worst shift. Of the numbers of maps and the ways to grow with the difficulty, those
+    are taken whose median interval is the narrowest.
+
+    Args:
+        guesses: Estimates and their difficulties, `[F]` each, by the number of maps. Each estimate was made without the
+            family of its shift, and is NaN where nothing could be estimated.
+        scores: True scores `[F]`.
+        families: Families of the shifts.
+        least: Smallest expected error.
+        unit: Distance from home to a useless model.
+
+    Returns:
+        The width; None if there are no estimates.
+    """
     of_family = np.array(families)
-    worst = [float(np.max(ratios[of_family == family])) for family in dict.fromkeys(families)]
-    worst = sorted(ratio for ratio in worst if math.isfinite(ratio))
-    rank = math.ceil((len(worst) + 1) * LEVEL - 1e-9)
-    return worst[rank - 1] if rank <= len(worst) else None
+    widths: list[tuple[float, Width]] = []
+    for count, (values, difficulties) in guesses.items():
+        errors = np.abs(values - scores)
+        known = np.isfinite(errors)
+        groups = [known & (of_family == family) for family in dict.fromkeys(families)]
+        groups = [group for group in groups if group.any()]
+        if not groups:
+            return None
+        rank = math.ceil((len(groups) + 1) * LEVEL - 1e-9)
+        for exponent in EXPONENTS:
+            ratios = errors / (least + unit * np.maximum(difficulties, 0.0) ** exponent)
+            worst = sorted(float(ratios[group].max()) for group in groups)
+            factor = worst[min(rank, len(worst)) - 1]
+            width = Width(count, factor, exponent, least, unit, is_claimed=rank <= len(worst))
+            widths.append((float(np.median([width(value) for value in difficulties[known]])), width))
+    return min(widths, key=lambda one: one[0])[1]
 
 
 def cross_fit(record: Rehearsal) -> Rehearsal:
@@ -318,59 +383,78 @@ def cross_fit(record: Rehearsal) -> Rehearsal:
         record: A rehearsal with scores and signals.
 
     Returns:
-        A new record with `estimates`, `scales` and `chosen`.
+        A new record with `estimates`, `scales` (the difficulties) and `chosen`.
     """
     shape = (len(record.shifts), len(record.sizes), len(record.candidates) + 1)
-    estimates, scales = np.full(shape, np.nan), np.full(shape, np.nan)
+    estimates, difficulties = np.full(shape, np.nan), np.full(shape, np.nan)
     chosen = np.zeros(shape[:2])
     for size in range(len(record.sizes)):
-        for place, name in enumerate(record.candidates):
-            cells = Cells.of(record, name, size)
-            rows = list(cells.places)
-            estimates[rows, size, place], scales[rows, size, place] = _leave_families_out(cells)
-        for shift in range(len(record.shifts)):
-            told = {
-                name: Prediction(estimates[shift, size, place], scales[shift, size, place], 0.0)
-                for place, name in enumerate(record.candidates)
-                if math.isfinite(estimates[shift, size, place])
-            }
-            best = record.index(choose(told, record.higher_is_better)) if told else 0
-            chosen[shift, size] = best
-            for table in (estimates, scales):
-                table[shift, size, -1] = table[shift, size, best]
-    as_tensor = [torch.from_numpy(table).float() for table in (estimates, scales, chosen)]
+        every = {name: Cells.of(record, name, size) for name in record.candidates}
+        guesses = {name: _leave_families_out(cells) for name, cells in every.items()}
+        for family in record.families:
+            for shift in (place for place, one in enumerate(record.shifts) if one.family == family):
+                told = {}
+                for place, (name, cells) in enumerate(every.items()):
+                    found = _estimate_left_out(cells, guesses[name], family, shift)
+                    if found is not None:
+                        estimates[shift, size, place], difficulties[shift, size, place], half = found
+                        told[name] = found[0], half
+                best = record.index(choose(told, record.higher_is_better, every[UNTOUCHED].least)) if told else 0
+                chosen[shift, size] = best
+                for table in (estimates, difficulties):
+                    table[shift, size, -1] = table[shift, size, best]
+    as_tensor = [torch.from_numpy(table).float() for table in (estimates, difficulties, chosen)]
     return replace(record, estimates=as_tensor[0], scales=as_tensor[1], chosen=as_tensor[2])
 
 
-MIN_GAIN = 0.005
-"""Gain in accuracy below which the untouched model is kept."""
-GAIN_IN_SCALES = 0.1
-"""Gain, in expected errors of both, below which the untouched model is kept."""
+def _estimate_left_out(
+    cells: Cells, guesses: Mapping[int, tuple[Floats, Floats]], family: str, shift: int
+) -> tuple[float, float, float] | None:
+    """Return estimate, difficulty and half-width of a shift; the number of maps is chosen without its family."""
+    if shift not in cells.places:
+        return None
+    row, outside = cells.places.index(shift), np.array(cells.families) != family
+    others = {count: (values[outside], hard[outside]) for count, (values, hard) in guesses.items()}
+    families = [one for one in cells.families if one != family]
+    width = fit_width(others, cells.scores[outside], families, cells.least, cells.unit)
+    if width is None or not math.isfinite(guesses[width.count][0][row]):
+        return None
+    value, difficulty = (float(one[row]) for one in guesses[width.count])
+    return value, difficulty, width(difficulty)
+
+
+GAIN_IN_WIDTHS = 0.1
+"""Gain, in half-widths of both intervals, below which the untouched model is kept."""
 OVERWHELMING = 0.2
 """Gain in accuracy, over what the untouched model could have at best, from which on doubts do not count."""
 
 
-def choose(told: Mapping[str, Prediction], higher_is_better: bool = True) -> str:
+def choose(told: Mapping[str, tuple[float, float]], higher_is_better: bool = True, least: float = MIN_ERROR) -> str:
     """Choose the candidate with the best estimate; the untouched model wins unless another is clearly better.
 
     Args:
-        told: Predictions by candidate. Those that do not hold are left out by the caller.
+        told: Estimate and half of its interval, by candidate. Those that do not hold are left out by the caller.
         higher_is_better: False for errors.
+        least: Gain that is too small to count in any case.
 
     Returns:
         Name of the candidate.
+
+    Example:
+        >>> choose({"source-only": (0.5, 0.05), "bufr": (0.85, 0.03)})
+        'bufr'
+        >>> choose({"source-only": (0.84, 0.05), "bufr": (0.85, 0.03)})
+        'source-only'
     """
     sign = 1.0 if higher_is_better else -1.0
     others = {name: one for name, one in told.items() if name != UNTOUCHED}
     if not others:
         return UNTOUCHED
-    best = max(others, key=lambda name: sign * others[name].value)
+    best = max(others, key=lambda name: sign * others[name][0])
     if UNTOUCHED not in told:
         return best
-    untouched = told[UNTOUCHED]
-    gain = sign * (others[best].value - untouched.value)
-    least = MIN_GAIN if higher_is_better else MIN_RELATIVE_SCALE * abs(untouched.value)
-    return best if gain > least + GAIN_IN_SCALES * (others[best].scale + untouched.scale) else UNTOUCHED
+    gain = sign * (others[best][0] - told[UNTOUCHED][0])
+    return best if gain > least + GAIN_IN_WIDTHS * (others[best][1] + told[UNTOUCHED][1]) else UNTOUCHED
 
 
 # ---- estimates at the site
@@ -388,21 +472,21 @@ class Estimator:
     def __init__(self, record: Rehearsal) -> None:
         self.record = record
         self._fits: dict[tuple[str, int, tuple[str, ...]], Fitted] = {}
-        self._factors: dict[tuple[str, int, tuple[str, ...]], float | None] = {}
+        self._widths: dict[tuple[str, int, tuple[str, ...]], Width | None] = {}
 
     def predict(self, candidate: str, signals: Mapping[str, float], samples: int) -> Prediction | None:
         """Predict the score of a candidate; None if too little was rehearsed, or no signal could be measured."""
         finite = {name: value for name, value in signals.items() if math.isfinite(value)}
         parts = []
         for size, weight in self._weigh_sizes(samples):
-            fit = self._fit(candidate, size, finite)
-            if fit is None:
+            fit, width = self._fit(candidate, size, finite), self._fit_width(candidate, size, finite)
+            if fit is None or width is None:
                 return None
-            parts.append((weight, fit.predict(np.array([finite[name] for name in fit.cells.names]))))
-        value, scale, spread = (
-            sum(weight * getattr(told, name) for weight, told in parts) for name in ("value", "scale", "spread")
+            parts.append((weight, fit.predict(np.array([finite[name] for name in fit.cells.names]), width.count)))
+        value, difficulty, spread = (
+            sum(weight * getattr(told, name) for weight, told in parts) for name in ("value", "difficulty", "spread")
         )
-        return Prediction(value, scale, spread, parts[-1][1].used)
+        return Prediction(value, difficulty, spread, parts[-1][1].used)
 
     def _weigh_sizes(self, samples: int) -> list[tuple[int, float]]:
         """Return the rehearsed sizes nearest to a number of samples, by place, with their weights."""
@@ -436,14 +520,18 @@ class Estimator:
         """List how a candidate's signals differ from all that was rehearsed, in words."""
         doubts = []
         known = self._list_fits(candidate, signals, samples)
-        used = [fit.cells.names[place] for fit in known for place, _ in fit.ranked]
+        used = [fit.cells.names[place] for fit in known for place, _ in fit.ranked[: min(MAP_COUNTS)]]
         for name in dict.fromkeys(["slices", "skew", *used]):
             rehearsed = [fit.cells.signals[:, fit.cells.names.index(name)] for fit in known if name in fit.cells.names]
             if rehearsed and (remark := _check_range(np.concatenate(rehearsed), name, signals[name])):
                 doubts.append(remark)
         for fit in known:
-            told = fit.predict(np.array([signals[name] for name in fit.cells.names]))
-            if told.spread > MAX_SPREAD_RATIO * fit.largest_spread + fit.cells.least:
+            values = np.array([signals[name] for name in fit.cells.names])
+            spreads = {count: fit.predict(values, count).spread for count in MAP_COUNTS}
+            if all(
+                spread > MAX_SPREAD_RATIO * fit.largest_spread[count] + fit.cells.least
+                for count, spread in spreads.items()
+            ):
                 doubts.append("the signals contradict each other more than they ever did at home")
                 break
         return doubts
@@ -470,60 +558,72 @@ class Estimator:
             readings: Signals by candidate, the untouched model among them.
             samples: Samples at the site.
         """
-        told: dict[str, Prediction] = {}
+        told: dict[str, tuple[float, float]] = {}
         for name, signals in readings.items():
             prediction = self.predict(name, signals, samples)
             if prediction is not None and (name == UNTOUCHED or not self.find_obstacles(name, signals, samples)):
-                told[name] = prediction
+                half, _ = self.find_width(name, signals, samples, prediction.difficulty)
+                told[name] = prediction.value, half
         held = {
             name: one
             for name, one in told.items()
             if name == UNTOUCHED
             or not self.find_doubts(name, readings[name], samples)
-            or self._is_overwhelming(one, told.get(UNTOUCHED), readings[UNTOUCHED])
+            or self._is_overwhelming(one[0], told.get(UNTOUCHED), readings[UNTOUCHED])
         }
-        return choose(held, self.record.higher_is_better)
+        cells = Cells.of(self.record, UNTOUCHED, -1)
+        return choose(held, self.record.higher_is_better, cells.least)
 
-    def _is_overwhelming(self, one: Prediction, untouched: Prediction | None, signals: Mapping[str, float]) -> bool:
+    def _is_overwhelming(
+        self, value: float, untouched: tuple[float, float] | None, signals: Mapping[str, float]
+    ) -> bool:
         if untouched is None or self.record.task != "classes" or "confidence" not in signals:
             return False
-        return one.value > max(untouched.value, signals["confidence"]) + OVERWHELMING
+        return value > max(untouched[0], signals["confidence"]) + OVERWHELMING
 
-    def factor(self, candidate: str, signals: Mapping[str, Any], samples: int, *, chosen: bool = False) -> float | None:
-        """Return the conformal factor to the expected error: how far estimates were off at home.
+    def find_width(
+        self, candidate: str, signals: Mapping[str, Any], samples: int, difficulty: float, *, chosen: bool = False
+    ) -> tuple[float, bool]:
+        """Return half of the interval of an estimate, and whether it is one of 90 %.
 
         Args:
             candidate: Name of the candidate.
             signals: Signals that the site could measure.
             samples: Samples at the site.
-            chosen: Whether `auto` chose the candidate. The larger factor of both then counts.
+            difficulty: Difficulty of the estimate.
+            chosen: Whether `auto` chose the candidate. The wider interval of both then counts.
 
         Returns:
-            None with fewer than nine families, where no interval of 90 % can be had.
+            The half-width without chance, and False with fewer than nine families.
         """
-        found: list[float] = []
-        for size, _ in self._weigh_sizes(samples):
-            own = [self._factor_of_candidate(candidate, size, signals)]
+        total, is_claimed = 0.0, True
+        for size, weight in self._weigh_sizes(samples):
+            found = [self._fit_width(candidate, size, signals)]
             if chosen:
-                own.append(self._factor_of_auto(size))
-            if any(factor is None for factor in own):
-                return None
-            found += [factor for factor in own if factor is not None]
-        return max(found)
+                found.append(self._fit_width_of_auto(size))
+            known = [width for width in found if width is not None]
+            is_claimed &= len(known) == len(found) and all(width.is_claimed for width in known)
+            cells = Cells.of(self.record, candidate, size)
+            total += weight * max((width(difficulty) for width in known), default=cells.unit)
+        return total, is_claimed
 
-    def _factor_of_candidate(self, candidate: str, size: int, signals: Mapping[str, Any]) -> float | None:
+    def _fit_width(self, candidate: str, size: int, signals: Mapping[str, Any]) -> Width | None:
+        if candidate not in self.record.candidates:
+            return None
         cells = Cells.of(self.record, candidate, size).restrict(signals)
         key = candidate, size, cells.names
-        if key not in self._factors:
-            guesses, scales = _leave_families_out(cells)
-            self._factors[key] = _conformal_quantile(np.abs(guesses - cells.scores) / scales, cells.families)
-        return self._factors[key]
+        if key not in self._widths:
+            guesses = _leave_families_out(cells) if cells.names else {}
+            found = fit_width(guesses, cells.scores, cells.families, cells.least, cells.unit) if guesses else None
+            self._widths[key] = found
+        return self._widths[key]
 
-    def _factor_of_auto(self, size: int) -> float | None:
-        record = self.record
-        errors = (record.estimates[:, size, -1] - record.chosen_scores()[:, size]).abs()
-        ratios = (errors / record.scales[:, size, -1]).double().numpy()
-        return _conformal_quantile(ratios, [shift.family for shift in record.shifts])
+    def _fit_width_of_auto(self, size: int) -> Width | None:
+        record, cells = self.record, Cells.of(self.record, UNTOUCHED, size)
+        values, difficulties = (one[:, size, -1].double().numpy() for one in (record.estimates, record.scales))
+        scores = record.chosen_scores()[:, size].double().numpy()
+        families = [shift.family for shift in record.shifts]
+        return fit_width({max(MAP_COUNTS): (values, difficulties)}, scores, families, cells.least, cells.unit)
 
     def estimate(
         self,
@@ -548,15 +648,14 @@ class Estimator:
         told = self.predict(candidate, signals, samples)
         if told is None:
             return Estimate(None, None, None, self.record.metric, tuple(found))
-        factor = self.factor(candidate, signals, samples, chosen=chosen)
-        low = high = None
-        if factor is not None:
-            half = math.hypot(factor * told.scale, NORMAL_QUANTILE * self._sampling_error(told.value, samples))
-            low, high = max(0.0, told.value - half), told.value + half
-            if self.record.task == "classes":
-                high = min(1.0, high)
-            if not found and half > self._widest(told.value):
-                found.append(self._describe_width(low, high))
+        width, is_claimed = self.find_width(candidate, signals, samples, told.difficulty, chosen=chosen)
+        half = math.hypot(width, NORMAL_QUANTILE * self._sampling_error(told.value, samples))
+        low: float | None = max(0.0, told.value - half)
+        high: float | None = told.value + half if self.record.task == "quantities" else min(1.0, told.value + half)
+        if not found and half > self._widest(told.value):
+            found.append(self._describe_width(told.value - half, told.value + half))
+        if not is_claimed:
+            low = high = None
         if found:
             return Estimate(None, None, None, self.record.metric, tuple(found), (told.value, low, high))
         return Estimate(told.value, low, high, self.record.metric)
@@ -566,7 +665,8 @@ class Estimator:
         return MAX_HALF_WIDTH if self.record.task == "classes" else MAX_RELATIVE_HALF_WIDTH * abs(value)
 
     def _describe_width(self, low: float, high: float) -> str:
-        ends = [format_score(end, self.record.task) for end in (low, high)]
+        high = min(1.0, high) if self.record.task == "classes" else high
+        ends = [format_score(end, self.record.task) for end in (max(0.0, low), high)]
         return f"the signals leave too much open ({self.record.metric} between {ends[0]} and {ends[1]})"
 
     def _sampling_error(self, value: float, samples: int) -> float:
