@@ -8,6 +8,7 @@ import inspect
 import re
 import sqlite3
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -116,26 +117,72 @@ def test_the_methods_page_runs_as_written() -> None:
     exec(history, {"result": shiftmend.adapt(world.model, world.target, made, "fr", epochs=1, progress=False)})
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, so that figures on a page come out the same everywhere."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.slow
 def test_the_guide_runs_as_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for block in code_blocks(ROOT / "docs/guide.md"):
-            exec(block, names)
-    finally:
-        torch.set_num_threads(threads)
+    for block in code_blocks(ROOT / "docs/guide.md"):
+        exec(block, names)
     verdicts = re.findall(r"^(restored|not restored|undecided) \(", capsys.readouterr().out, re.MULTILINE)
     assert verdicts == ["restored", "not restored", "undecided"]
     mended = shiftmend.evaluate(names["model"], (names["away"], names["away_labels"]))  # its weights were loaded
     assert mended.accuracy > 0.96
 
 
-@pytest.mark.parametrize("name", ["profile", "adapt", "verify", "evaluate", "stream"])
+@pytest.mark.slow
+def test_the_rehearsal_page_runs_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in code_blocks(ROOT / "docs/rehearsal.md"):
+        exec(block, names)
+    assert "Rehearsal of 13 simulated shifts" in capsys.readouterr().out
+    model, truth = names["model"], names["labels"][1200:]
+    same, result = names["same"], names["result"]
+    # New digits from the old device are left alone, and told their accuracy.
+    assert same.manifest["method"]["name"] == "source-only"
+    at_site = shiftmend.evaluate(model, (names["site"], truth)).accuracy
+    assert same.estimate.after.low <= at_site <= same.estimate.after.high
+    before, after = (shiftmend.evaluate(one, (names["hazy"], truth)).accuracy for one in (model, result.model))
+    assert after > before - 0.02
+    found = names["found"].estimate
+    assert found.labelled[-1] == 50
+    assert found.low - 0.02 <= after <= found.high + 0.02
+
+
+def test_the_rehearsal_page_knows_every_reason() -> None:
+    page = (ROOT / "docs/rehearsal.md").read_text()
+    for reason in (
+        "the profile was not rehearsed",
+        "there are too few samples",
+        "there are far more samples",
+        "was not rehearsed",
+        "was rehearsed with another",
+        "the model gives values that are NaN or infinite",
+        "lies outside of what was rehearsed",
+        "answers fall into other classes than ever at home",
+        "answers are as certain as at home but fall into other classes",
+        "the signals contradict each other more than they ever did at home",
+        "the signals leave too much open",
+        "it is not known how the model was adapted",
+    ):
+        assert reason in page
+        assert any(reason in path.read_text() for path in (ROOT / "src").rglob("*.py")), reason
+
+
+@pytest.mark.parametrize("name", ["profile", "adapt", "verify", "evaluate", "stream", "rehearse", "refresh_batchnorm"])
 def test_the_guide_names_every_argument(name: str) -> None:
     page = (ROOT / "docs/guide.md").read_text()
     sections = [part for part in re.split(r"\n(?=### |\| `shiftmend)", page) if f"shiftmend.{name}(model" in part]
