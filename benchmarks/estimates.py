@@ -2,7 +2,7 @@
 
     python benchmarks/estimates.py measure digits --out estimates
     python benchmarks/estimates.py measure emnist-da --data-root DATA --models bench --seeds 123 --out estimates
-    python benchmarks/estimates.py judge --out estimates --page docs/results/estimates.md
+    python benchmarks/estimates.py judge --out results/estimates --page docs/results/estimates.md
 
 `measure` splits the test images of a benchmark once, by seed and class. One half rehearses at home: temperature,
 thresholds and maps come from it. The other half is the site: shifted, adapted to by every candidate, read without
@@ -16,12 +16,15 @@ model, `bufr` and the best candidate, which no site could know.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean, median
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -38,12 +41,14 @@ from shiftmend.evaluation.classification import ClassificationMetrics
 from shiftmend.methods import method as make_method
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.profile import Profile
-from shiftmend.profiles.rehearsal import UNTOUCHED
+from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal
 from shiftmend.rehearsal.rehearse import rehearse
 from shiftmend.research.bench.benchmark import CLEAN
 from shiftmend.research.networks import build
 from shiftmend.utils.devices import resolve_device
+from shiftmend.utils.files import write_atomically
 from shiftmend.utils.logs import hide_warnings
+from shiftmend.verification.estimate import Estimate, Estimator, cross_fit
 from shiftmend.verification.reading import as_class_logits
 
 KEY = ("benchmark", "case", "seed")
@@ -336,6 +341,358 @@ def _watch_calibration(logits: Tensor, labels: Tensor) -> dict[str, list[float]]
     return found
 
 
+# ---- judging
+
+
+@dataclass(frozen=True)
+class Run:
+    """One source model: what it rehearsed, and the cases at its site."""
+
+    benchmark: str
+    seed: int
+    record: Rehearsal
+    rows: list[Row]
+    manifests: dict[str, Any]
+
+
+def read_runs(folder: Path) -> list[Run]:
+    runs = []
+    for path in sorted(folder.glob("*.profile")):
+        record = Profile.load(path).rehearsal
+        stored = path.with_suffix(".json")
+        if record is None or not stored.exists():
+            continue
+        content = json.loads(stored.read_text())
+        name, _, seed = path.stem.rpartition("-")
+        runs.append(Run(name, int(seed), record, content["rows"], content["manifests"]))
+    return runs
+
+
+def leave_out(record: Rehearsal, families: set[str]) -> Rehearsal:
+    """Return a rehearsal without every shift of some families."""
+    keep = [not families & find_families(f"{one.name} {one.family}") for one in record.shifts]
+    place = [index for index, kept in enumerate(keep) if kept]
+    tables = {name: getattr(record, name)[place] for name in ("scores", "values", "estimates", "scales", "chosen")}
+    return cross_fit(replace(record, shifts=tuple(record.shifts[index] for index in place), **tables))
+
+
+def judge_case(estimator: Estimator, row: Row) -> Row:
+    """Return what a site would have been told and given, from stored signals alone, and the truth."""
+    cells, samples = row["cells"], row["samples"]
+    alone = {name: value for name, value in cells[UNTOUCHED]["signals"].items() if not name.startswith("agreement")}
+    signals = {name: cell["signals"] for name, cell in cells.items()}
+    if estimator.is_at_home(alone, samples):
+        chosen, before, kind = UNTOUCHED, estimator.estimate_at_home(samples), "as at home"
+        after = before
+    elif estimator.has_other_shares(alone, samples):
+        chosen, kind = UNTOUCHED, "other class shares"
+        before = after = estimator.estimate(UNTOUCHED, alone, samples, reasons=[kind])
+    else:
+        kind, chosen = "shifted", estimator.choose(signals, samples)
+        before = estimator.estimate(UNTOUCHED, signals[UNTOUCHED], samples)
+        after = estimator.estimate(chosen, signals[chosen], samples, chosen=True)
+    truth = {name: cell["score"] for name, cell in cells.items()}
+    return {
+        "kind": kind,
+        "chosen": chosen,
+        "true_before": truth[UNTOUCHED],
+        "true": truth[chosen],
+        "best": max(truth.values()),
+        "bufr": truth.get("bufr", math.nan),
+        "before": describe_estimate(before),
+        "after": describe_estimate(after),
+        "ece": find_eces(cells[chosen]["calibration"], estimator.record.temperature, after.value, truth[chosen]),
+    }
+
+
+def describe_estimate(estimate: Estimate) -> Row:
+    """Return an estimate with what was withheld, which no user is shown."""
+    value, low, high = (estimate.value, estimate.low, estimate.high)
+    if not estimate.reliable:
+        value, low, high = estimate.withheld or (math.nan, math.nan, math.nan)
+    return {"value": value, "low": low, "high": high, "told": estimate.reliable, "reasons": list(estimate.reasons)}
+
+
+def find_eces(calibration: dict[str, list[float]], home: float, value: float | None, truth: float) -> dict[str, float]:
+    """Return the ECE raw, with the temperature of home, by the estimate, and by the true accuracy."""
+    logarithms, eces = np.log(TEMPERATURES), calibration["ece"]
+    confidences = np.array(calibration["confidence"])
+
+    def at(logarithm: float) -> float:
+        return round(float(np.interp(logarithm, logarithms, eces)), 5)
+
+    def by_confidence(wanted: float) -> float:
+        # Confidence falls as the temperature rises.
+        return at(float(np.interp(wanted, confidences[::-1], logarithms[::-1])))
+
+    return {
+        "raw": at(0.0),
+        "home": at(math.log(home)),
+        "estimate": at(math.log(home)) if value is None else by_confidence(value),
+        "oracle": by_confidence(truth),
+    }
+
+
+def judge(options: argparse.Namespace) -> None:
+    judged: list[Row] = []
+    runs = read_runs(options.out)
+    for run in runs:
+        estimators: dict[frozenset[str], Estimator] = {}
+        for row in run.rows:
+            for battery in ("without family", "whole"):
+                families = frozenset(find_families(row["case"]) if battery == "without family" else ())
+                if families not in estimators:
+                    estimators[families] = Estimator(leave_out(run.record, set(families)))
+                found = judge_case(estimators[families], row)
+                judged.append(
+                    {
+                        "benchmark": run.benchmark,
+                        "seed": run.seed,
+                        "case": row["case"],
+                        "battery": battery,
+                        "samples": row["samples"],
+                        "left_out": len(run.record.shifts) - len(estimators[families].record.shifts),
+                        **found,
+                    }
+                )
+        print(f"{run.benchmark}, seed {run.seed}: {len(run.rows)} cases", flush=True)
+    page = write_page(runs, judged)
+    print(page)
+    if options.page is not None:
+        write_atomically(options.page, page.encode())
+
+
+# ---- the page
+
+
+def is_benchmark_case(row: Row) -> bool:
+    return row["case"] != CLEAN and not _is_harm(row["case"])
+
+
+TARGETS = {
+    "emnist-da": (0.7, 2.0, 95, 0.2, 2.0),
+    "cifar-10-c": (1.5, 4.0, 95, 0.3, 3.0),
+    "digits": (math.nan, math.nan, math.nan, math.nan, math.nan),
+}
+"""Aims, in points: error, half-width, share that gets a number, distance from the best candidate, ECE."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Figures of several cases, in points."""
+
+    cases: int
+    told: int
+    error: float
+    error_of_all: float
+    covered: float
+    half_width: float
+    far_off: int
+    error_before: float
+    told_before: int
+    regret: float
+    harm: float
+    accuracy: dict[str, float]
+    ece: dict[str, float]
+
+    @staticmethod
+    def of(rows: Sequence[Row]) -> Summary:
+        told = [row for row in rows if row["after"]["told"]]
+        before = [row for row in rows if row["before"]["told"]]
+        known = [row for row in rows if math.isfinite(row["after"]["value"])]
+        held = [row["after"]["low"] <= row["true"] <= row["after"]["high"] for row in told if _has_ends(row)]
+        widths = [50 * (row["after"]["high"] - row["after"]["low"]) for row in told if _has_ends(row)]
+        errors = [_error(row) for row in told]
+        names = ("raw", "home", "estimate", "oracle")
+        return Summary(
+            len(rows),
+            len(told),
+            mean(errors) if errors else math.nan,
+            mean(map(_error, known)) if known else math.nan,
+            100 * mean(held) if held else math.nan,
+            median(widths) if widths else math.nan,
+            sum(error > 10 for error in errors),
+            mean(100 * abs(row["before"]["value"] - row["true_before"]) for row in before) if before else math.nan,
+            len(before),
+            mean(100 * (row["best"] - row["true"]) for row in rows),
+            max(100 * (row["true_before"] - row["true"]) for row in rows),
+            {name: 100 * mean(row[name] for row in rows) for name in ("true_before", "bufr", "true", "best")},
+            {name: 100 * mean(row["ece"][name] for row in rows) for name in names},
+        )
+
+
+def _has_ends(row: Row) -> bool:
+    return row["after"]["low"] is not None
+
+
+def _error(row: Row) -> float:
+    return float(100 * abs(row["after"]["value"] - row["true"]))
+
+
+PAGE = """# Estimates without labels
+
+Made by `python benchmarks/estimates.py judge --page docs/results/estimates.md` from the stored cells in
+`results/estimates` and from nothing else.
+
+Half of the test images rehearse at home, the other half is the site; no image is in both. The site is adapted to by
+every candidate and read without labels. For the headline, maps are fitted without every rehearsed shift of the family
+of the test shift. *Told* are the targets that get a number; the others are told that nobody can know, and why. All
+figures are percentage points unless they are counts.
+
+**These cells were looked at while the estimator was built**: how many maps it takes the median of, how intervals may
+grow, and from which gain on a candidate is preferred were chosen among a few values by what they gave here. Figures on
+models and devices that nobody has looked at may be worse.
+
+## The benchmarks
+
+{benchmarks}
+
+*Error* is the mean absolute error of the estimate after `auto`. *As if told* is that of all targets, withheld estimates
+included. *Held* is the share of 90 % intervals that hold the truth. *Below best* is how far the returned model is below
+the best candidate, which no site could know. *Far off* counts estimates that were told and are off by more than 10
+points.
+
+## Calibration
+
+ECE of the returned model (10 bins): as it is, with the temperature found at home, with the temperature that makes the
+mean confidence equal to the estimate (that of home where no estimate holds), and with the one that makes it equal to
+the true accuracy. Temperatures are interpolated on a grid of 31.
+
+{calibration}
+
+## No harm
+
+Cases in which adapting can only do harm, or nearly so: unshifted data, other class shares, few samples, a class that
+the model does not know, inverted images. *Worst* is the largest loss of what `auto` returns against the untouched
+model.
+
+{harm}
+
+## Families
+
+Intervals that hold the truth, by family of the test shift, all benchmarks together, with the standard error of a share.
+
+{families}
+"""
+
+
+def write_page(runs: Sequence[Run], judged: Sequence[Row]) -> str:
+    """Return the page in Markdown."""
+    names = list(dict.fromkeys(row["benchmark"] for row in judged))
+    calibration = ["| benchmark | raw | home | by the estimate | by the truth |", "|" + "---|" * 5]
+    for name in names:
+        eces = Summary.of(_of(judged, name)).ece.values()
+        calibration.append(f"| {name} | " + " | ".join(f"{value:.1f}" for value in eces) + " |")
+    parts = {
+        "benchmarks": _tabulate_benchmarks(judged, names),
+        "calibration": calibration,
+        "harm": _tabulate_harm(judged, names),
+        "families": _tabulate_families(judged),
+    }
+    lines = [PAGE.format(**{name: "\n".join(part) for name, part in parts.items()})]
+    for run in runs:
+        lines += [f"## {run.benchmark}, seed {run.seed}", "", *_describe_run(run), "", *_tabulate_run(run, judged), ""]
+    return "\n".join(lines)
+
+
+def _of(judged: Sequence[Row], name: str, battery: str = "without family") -> list[Row]:
+    return [row for row in judged if row["benchmark"] == name and row["battery"] == battery and is_benchmark_case(row)]
+
+
+def _tabulate_benchmarks(judged: Sequence[Row], names: Sequence[str]) -> list[str]:
+    lines = [
+        "| benchmark | maps | targets | told | error | as if told | held | half-width | far off | error before | "
+        "untouched | always bufr | auto | best | below best |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        for battery in ("without family", "whole"):
+            found = Summary.of(_of(judged, name, battery))
+            accuracy = found.accuracy
+            lines.append(
+                f"| {name} | {battery} | {found.cases} | {found.told} | {found.error:.1f} | {found.error_of_all:.1f} | "
+                f"{found.covered:.0f} % | {found.half_width:.1f} | {found.far_off} | {found.error_before:.1f} "
+                f"({found.told_before} told) | {accuracy['true_before']:.1f} | {accuracy['bufr']:.1f} | "
+                f"{accuracy['true']:.1f} | {accuracy['best']:.1f} | {found.regret:.2f} |"
+            )
+        error, width, told, regret, _ = TARGETS.get(name, (math.nan,) * 5)
+        if math.isfinite(error):
+            lines.append(
+                f"| {name} | *aim* | | {told:.0f} % | {error} | | 85 % | {width:.0f} | 0 | | | | | | {regret} |"
+            )
+    return lines
+
+
+def _tabulate_harm(judged: Sequence[Row], names: Sequence[str]) -> list[str]:
+    lines = ["| case | seeds | untouched | always bufr | auto | worst | told | largest error told |", "|" + "---|" * 8]
+    for name in names:
+        own = [row for row in judged if row["benchmark"] == name and row["battery"] == "whole"]
+        own = [row for row in own if not is_benchmark_case(row)]
+        for case in dict.fromkeys(row["case"] for row in own):
+            rows = [row for row in own if row["case"] == case]
+            told = [_error(row) for row in rows if row["after"]["told"]]
+            worst = max(100 * (row["true_before"] - row["true"]) for row in rows)
+            values = (100 * mean(row[key] for row in rows) for key in ("true_before", "bufr", "true"))
+            lines.append(
+                f"| {name}, {case} | {len(rows)} | "
+                + " | ".join(f"{value:.1f}" for value in values)
+                + f" | {worst:.1f} | {len(told)} | {f'{max(told):.1f}' if told else '–'} |"
+            )
+    return lines
+
+
+def _tabulate_families(judged: Sequence[Row]) -> list[str]:
+    lines = ["| family | told | held |", "|---|---|---|"]
+    for family in FAMILIES:
+        rows = [
+            row
+            for row in judged
+            if row["battery"] == "without family" and is_benchmark_case(row) and family in find_families(row["case"])
+        ]
+        told = [row for row in rows if row["after"]["told"] and _has_ends(row)]
+        if not told:
+            continue
+        share = mean(row["after"]["low"] <= row["true"] <= row["after"]["high"] for row in told)
+        error = math.sqrt(max(share * (1 - share), 0.25 / len(told)) / len(told))
+        lines.append(f"| {family} | {len(told)} of {len(rows)} | {100 * share:.0f} ± {100 * error:.0f} % |")
+    return lines
+
+
+def _describe_run(run: Run) -> list[str]:
+    manifest = next(iter(run.manifests.values()))
+    model = manifest["source_models"][str(run.seed)]
+    remark = f" {manifest['remark']}" if "remark" in manifest else ""
+    text = (
+        f"{run.record.samples:,} images rehearse, {manifest['site_samples']:,} are the site. Source model "
+        f"`{model['file']}`, SHA-256 of its weights `{model['weights_sha256'][:12]}`; "
+        f"{manifest['environment']['device']}, torch {manifest['environment']['torch']}.{remark}"
+    )
+    return [fill(text, 118), "", "```", str(cross_fit(run.record)), "```"]
+
+
+def _tabulate_run(run: Run, judged: Sequence[Row]) -> list[str]:
+    lines = ["| case | before, told | true | after, told | true | best | what was done |", "|" + "---|" * 7]
+    for row in judged:
+        if (row["benchmark"], row["seed"]) != (run.benchmark, run.seed):
+            continue
+        if row["battery"] != ("without family" if is_benchmark_case(row) else "whole"):
+            continue
+        done = f"{row['chosen']}" if row["kind"] == "shifted" else f"left alone: {row['kind']}"
+        done = done.replace(UNTOUCHED, "left alone")
+        lines.append(
+            f"| {row['case']} | {_write(row['before'])} | {100 * row['true_before']:.1f} | {_write(row['after'])} | "
+            f"{100 * row['true']:.1f} | {100 * row['best']:.1f} | {done} |"
+        )
+    return lines
+
+
+def _write(estimate: Row) -> str:
+    if not estimate["told"]:
+        return "–"
+    ends = "" if estimate["low"] is None else f" ({100 * estimate['low']:.1f} to {100 * estimate['high']:.1f})"
+    return f"{100 * estimate['value']:.1f}{ends}"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -356,8 +713,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     first.add_argument("--rehearse-only", action="store_true", help="leave the cases for another run")
     first.add_argument("--time-limit", type=float, metavar="SECONDS")
     first.add_argument("--out", type=Path, default=Path("estimates"))
+    second = verbs.add_parser("judge", help="make the estimates from stored cells, and the page")
+    second.add_argument("--out", type=Path, default=Path("results/estimates"), help="folder of the stored cells")
+    second.add_argument("--page", type=Path)
     options = parser.parse_args(arguments)
-    measure(options)
+    (measure if options.verb == "measure" else judge)(options)
 
 
 if __name__ == "__main__":

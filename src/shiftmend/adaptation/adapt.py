@@ -79,7 +79,8 @@ def adapt(
         candidates: For `"auto"`: methods to try. By default those that were rehearsed; without a rehearsal, input
             matching, AdaBN, FR, BUFR and BUFR-IM.
         calibrate: Whether the mean confidence of the returned model is set to its estimated accuracy, by a temperature
-            in its head. Answers stay as they are. Needs a rehearsed profile; the untouched model is left alone.
+            in its head. Answers stay as they are. Where no estimate holds, the temperature is that of home. Needs a
+            profile that was rehearsed with labels; the untouched model is left alone.
         batch_size: Samples in a batch; 256, or what a loader brings along. In a schedule that ends by itself, fewer
             than 500 samples are one batch. Batches of 256 that do not fit into the memory of a GPU are halved before
             the first step, until they do.

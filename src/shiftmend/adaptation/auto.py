@@ -332,18 +332,24 @@ def estimate_one(
 
 
 def calibrate_result(result: Adaptation, reading: Reading, task: Task, output: Entry = None) -> None:
-    """Fold the temperature into the head at which the mean confidence equals the estimated accuracy."""
+    """Fold a temperature into the head: that at which the mean confidence equals the estimated accuracy.
+
+    Where no estimate holds, the temperature that calibrates the untouched model at home is taken.
+    """
     after = result.estimate.after if result.estimate is not None else None
     profile = task.profile
     if profile is None or profile.rehearsal is None or profile.rehearsal.task != "classes":
         return
-    if after is None or after.value is None or after.metric != "accuracy":
+    if after is None or not profile.rehearsal.labelled:
         return
-    temperature = find_temperature(as_class_logits(reading.outputs), after.value)
+    temperature, by = profile.rehearsal.temperature, "home"
+    if after.value is not None:
+        temperature, by = find_temperature(as_class_logits(reading.outputs), after.value), "estimate"
     sample = task.feed.first(2)
     refusal = fold_temperature(result.model, profile.specs["logits"], temperature, sample, output)
     if refusal is None:
         mark(result, temperature)
         # The weights that are saved, by which a manifest is recognised.
         result.manifest["adapted_weights"] = fingerprints.weights(result.model)
-    result.manifest["calibration"] = {"temperature": temperature} if refusal is None else {"refused": refusal}
+    folded = {"temperature": temperature, "by": by}
+    result.manifest["calibration"] = folded if refusal is None else {"refused": refusal}
