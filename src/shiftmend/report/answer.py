@@ -15,7 +15,7 @@ from shiftmend.evaluation.regression import RegressionScores
 from shiftmend.profiles.rehearsal import Task
 from shiftmend.report.facts import Facts
 from shiftmend.report.formatting import format_percent
-from shiftmend.verification.estimate import MIN_GAIN, Estimate
+from shiftmend.verification.estimate import Estimate
 from shiftmend.verification.reading import READ_SIGNALS
 
 Level = Literal["good", "unsure", "bad"]
@@ -26,8 +26,10 @@ REHEARSE = "shiftmend rehearse MODEL --data held-out/ --profile home.profile --o
 
 MIN_LABELS = 20
 """Labelled samples from which on the labels decide."""
+MIN_GAIN = 0.005
+"""The smallest gain in accuracy that counts."""
 MIN_RELATIVE_GAIN = 0.02
-"""The smallest gain that counts for an error, as a share of the error before. For shares it is `MIN_GAIN`."""
+"""The same for an error, as a share of the error before."""
 
 MAX_SILENT_WIDTH = 0.2
 """Width of the interval before mending up to which the headline leaves the interval out."""
