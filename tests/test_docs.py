@@ -100,7 +100,7 @@ def test_the_page_of_when_it_works_runs_as_written(capsys: pytest.CaptureFixture
 
 @pytest.mark.slow
 def test_the_methods_page_runs_as_written() -> None:
-    calls, selection, online, own, _, history = code_blocks(ROOT / "docs/methods.md")  # _ is in test_torchrun.py
+    calls, auto, selection, online, own, _, history = code_blocks(ROOT / "docs/methods.md")  # _ is in test_torchrun.py
     world = sensors()
     made = world.profile()
     assert calls.count("shiftmend.adapt(") == 5
@@ -108,6 +108,9 @@ def test_the_methods_page_runs_as_written() -> None:
     quick = quick.replace('method="fr", align', 'method="fr", epochs=1, align')
     quick = quick.replace('method="fr", divergence', 'method="fr", epochs=1, divergence')
     names = {"shiftmend": shiftmend, "model": world.model, "target": world.target, "profile": made}
+    exec(quick, names)
+    first, quick = auto.split("\n", 1)
+    assert "candidates" not in first  # it tries all of them, which takes long
     exec(quick, names)
     exec(selection, names)
     exec(online, names | {"batches": world.target.split(100)})
@@ -223,7 +226,7 @@ def test_the_benchmarks_page_runs_as_written(
     monkeypatch.setattr("sys.path", [*sys.path])
     for names, name in ((METHODS, "centred"), (MODELS, "perceptron")):
         monkeypatch.setitem(names, name, None)  # type: ignore[arg-type] # the file puts its own there for this test
-    method = code_blocks(ROOT / "docs/methods.md")[3].partition("\n\n\nresult =")[0]
+    method = code_blocks(ROOT / "docs/methods.md")[4].partition("\n\n\nresult =")[0]
     (tmp_path / "centred.py").write_text(method)
     (tmp_path / "perceptron.py").write_text(own.replace("epochs=20", "epochs=2").replace('"epochs": 8', '"epochs": 1'))
     report = run("perceptron.py:PLAIN", "results", workers=1, progress=False)
