@@ -58,7 +58,7 @@ def rehearse(
     ignore_label: opt.Ignore = None,
     as_json: opt.Json = False,
 ) -> None:
-    """At home: simulate other devices and mend the model for each, so that sites can tell their accuracy.
+    """Simulate other devices at home and mend the model for each, so that sites can tell their accuracy.
 
     The data are held-out data from home, which the model was not trained on. Labels are used where there are any.
     Without labels, scores compare with the model's own answers to the unshifted data. The profile stays as it is, and

@@ -170,7 +170,7 @@ def _find_manifest(net: nn.Module, weights: Path | None, adaptation: Path | None
 
 
 class _Limit(NamedTuple):
-    """What a score must keep: `at least` for accuracy, `at most` for errors."""
+    """A limit for a score: `at least` for accuracy, `at most` for errors."""
 
     name: Literal["at least", "at most"]
     text: str

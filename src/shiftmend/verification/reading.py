@@ -31,6 +31,7 @@ READ_SIGNALS: dict[str, str] = {
     "transported confidence": "mean probability of the assigned class, if classes had their shares of home",
     "nuclear norm": "spread and certainty of all predictions together",
     "skew": "total variation between the class shares of the answers and those at home, without chance",
+    "outside": "share of the slices beyond the range of home, less that at home",
     "spread": "deviation of the outputs, relative to home; quantities only",
     "offset": "distance of the mean output from home, in deviations at home; quantities only",
 }
@@ -42,7 +43,7 @@ MAX_KEPT_VALUES = 1 << 24
 
 @dataclass(frozen=True)
 class Reading:
-    """What one pass over the target tells of a model.
+    """Signals, outputs and answers of a model, from one pass over the target.
 
     Attributes:
         signals: Signals by name, those of `READ_SIGNALS` that could be measured.
@@ -90,9 +91,16 @@ def read(
         verification = tally.verification()
         outputs = kept.result()
         signals = {"slices": verification.divergence, "marginals": verification.marginals}
+        outside = _find_outside(tally.slices.reduce_over_processes().counts)
+        signals["outside"] = outside - _find_outside(home.slices["verification"].histogram.counts)
         found = measure_outputs(outputs, rehearsal)
     values = {name: value for name, value in (signals | found.signals).items() if value is not None}
     return Reading(values, outputs, found.answers, verification, verification.samples)
+
+
+def _find_outside(counts: Tensor) -> float:
+    """Return the share of counts `[slices, bins]` in the two outer bins, which hold what lies beyond home."""
+    return float((counts[:, 0] + counts[:, -1]).double().sum() / counts.double().sum())
 
 
 class _Kept:
