@@ -58,6 +58,9 @@ MIN_SIZE_RATIO = 0.5
 """Samples at the site, as a share of the smallest rehearsed size, below which an estimate does not hold."""
 MAX_SIZE_RATIO = 16.0
 """Samples at the site, as a multiple of the largest rehearsed size, above which an estimate does not hold."""
+MAX_OUTSIDE = 0.02
+"""Share of the features beyond the range of home, beyond chance, that other class shares can explain. Of five boards of
+gas sensors, which make a model wrong and certain, each had 0.08 or more; single classes at home had less than 0.01."""
 HOME_DEVIATIONS = 3.0
 """Deviations within which the signals of data count as those of home."""
 AS_CERTAIN = 0.02
@@ -166,7 +169,7 @@ def _beta_interval(first: float, second: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the maps say of one candidate.
+    """The score that the maps predict for one candidate.
 
     Attributes:
         value: Median of the best maps.
@@ -705,20 +708,23 @@ class Estimator:
         deviations = {name: self._compare(name, value, samples) for name, value in signals.items()}
         known = {name: far for name, far in deviations.items() if far is not None}
         # Less divergence or skew than at home is no sign of a shift. Not a number is not at home either.
-        one_sided = ("slices", "marginals", "skew")
+        one_sided = ("slices", "marginals", "skew", "outside")
         strayed = [not (far if name in one_sided else abs(far)) <= HOME_DEVIATIONS for name, far in known.items()]
         return bool(known) and not any(strayed)
 
     def has_other_shares(self, signals: Mapping[str, float], samples: int) -> bool:
         """Return whether the untouched model answers as certainly as at home, but other classes.
 
-        A new device makes a model uncertain, other class shares do not. Aligning features would then push samples into
-        wrong classes.
+        A new device makes a model uncertain, or moves features to where they never were at home. Other class shares do
+        neither. Aligning features would then push samples into wrong classes.
         """
         if "skew" not in signals or "confidence" not in signals:
             return False
         skewed, certain = (self._compare(name, signals[name], samples) for name in ("skew", "confidence"))
         if skewed is None or certain is None:
+            return False
+        mean, deviation = self._describe_home("outside", samples)
+        if math.isfinite(mean) and not signals.get("outside", 0.0) <= mean + HOME_DEVIATIONS * deviation + MAX_OUTSIDE:
             return False
         mean, deviation = self._describe_home("confidence", samples)
         return skewed > HOME_DEVIATIONS and signals["confidence"] >= mean - AS_CERTAIN - 2 * deviation
