@@ -1,4 +1,4 @@
-"""The demo: real handwritten digits, four changes of the measuring device, four methods, about a minute on a CPU.
+"""The demo: real handwritten digits, rehearsed at home, then read behind four other devices, in about a minute.
 
 The network is the paper's, narrower. The digits ship with the package, so nothing is downloaded. The figures say what
 happens on this small problem, not how good the methods are elsewhere.
@@ -6,9 +6,10 @@ happens on this small problem, not how good the methods are elsewhere.
 
 from __future__ import annotations
 
-import logging
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,75 +23,107 @@ import shiftmend
 from shiftmend import shifts
 from shiftmend.adaptation.result import Adaptation
 from shiftmend.demo.network import DigitReader
-from shiftmend.demo.picture import draw
+from shiftmend.demo.picture import Strip, draw
 from shiftmend.evaluation.classification import Scores
 from shiftmend.inputs.digits import enlarged_digits
 from shiftmend.inputs.images import Split
 from shiftmend.inputs.images import signed as preprocess
 from shiftmend.profiles.profile import Profile
+from shiftmend.profiles.rehearsal import UNTOUCHED, name_candidate
+from shiftmend.report.answer import explain_reason
 from shiftmend.utils.checks import check_seed
 from shiftmend.utils.files import check_folder
+from shiftmend.utils.logs import hide_warnings
 from shiftmend.utils.progress import progress_bar
+from shiftmend.verification.estimate import Estimate
 
-SOURCE_DIGITS = 900
-"""Digits the model is trained on and profiled with; the other 897 are seen by the new device."""
+SOURCE_DIGITS, HOME_DIGITS = 700, 500
+"""Digits to train and profile with, and digits to rehearse with. The site records the other 597."""
 
 SOURCE_EPOCHS = 40
-BATCH_SIZE = 128
+CANDIDATES = ("match-moments", "adabn", "bufr")
+"""Candidates of the rehearsal, and so of every site. The untouched model is always one, too."""
+WORKERS = 2
+"""Processes that rehearse."""
 SHOWN_DIGITS = 12
 """Digits in the picture."""
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """A shift, and what its rows of the table teach."""
+    """A device, and what it does to the digits."""
 
     shift: str
     title: str
     text: str
+    severity: int | None = None
 
 
 LESSONS = (
-    Lesson("mnist-c/brightness", "brighter", "AdaBN mends most of it: only the level of the signal has changed."),
-    Lesson("emnist-da/stripe", "stripes", "No change of level undoes this; restoring the features does."),
-    Lesson("emnist-da/oranges", "oranges", "Harder: colour and texture that the model has never seen."),
-    Lesson(
-        "emnist-da/inverse", "inverted", "Too hard for so few digits: features come closer, and mean something else."
-    ),
+    Lesson("cifar-c/contrast", "faded", "almost no contrast is left", 5),
+    Lesson("sensor/gain_offset", "offset", "black is brighter and white is darker", 5),
+    Lesson("emnist-da/identity", "as at home", "the same device as at home"),
+    Lesson("mnist-c/translate", "moved", "the digits have moved into a corner"),
 )
 
-METHODS: dict[str, dict[str, Any]] = {
-    "source-only": {},
-    "adabn": {},
-    "fr": {"epochs": 28, "learning_rate": 0.3},
-    "bufr": {"epochs_per_block": 7, "learning_rate": 0.3},
-}
+EXPLANATION = """\
+   A rehearsal sends held-out home digits through simulated devices and mends the model for each of them.
+   At home there are labels, so it learns which label-free signs go with which accuracy.
+   What it learns is stored in the profile, and no digit is.
+   A site reads the same signs, without labels: the estimate is the accuracy that they went with at home.
+   Nine of ten intervals should hold the truth, if the site is like what was rehearsed; else there is no number."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method on one device: a line of the table."""
+    """One device: what was done, and the accuracy as estimated and as it is.
 
-    shift: str
-    method: str
-    accuracy: float
-    ece: float
-    divergence: float
-    verdict: str
+    Attributes:
+        device: Title of the lesson.
+        chosen: Candidate that was kept; `untouched` if the model was left alone.
+        reason: Why.
+        candidates: Everything that was tried.
+        estimated_before: Estimate of the model as it came.
+        estimated_after: Estimate of the returned model.
+        true_before: Accuracy by the labels, which a site does not have.
+        true_after: The same of the returned model.
+        seconds: Time that adapting took.
+    """
+
+    device: str
+    chosen: str
+    reason: str
+    candidates: tuple[str, ...]
+    estimated_before: Estimate
+    estimated_after: Estimate
+    true_before: float
+    true_after: float
     seconds: float
+
+    @property
+    def left_alone(self) -> bool:
+        """True if the model came back as it was."""
+        return self.chosen == name_candidate(UNTOUCHED)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row for `--json`."""
+        estimates = {name: getattr(self, name).to_json() for name in ("estimated_before", "estimated_after")}
+        return asdict(self) | estimates
 
 
 @dataclass(frozen=True)
 class Report:
     """The figures of the whole demo, and the folder of its files."""
 
-    clean_accuracy: float
+    home_accuracy: float
     rows: tuple[Row, ...]
+    rehearsal_seconds: float
     seconds: float
     folder: str
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return the figures for `--json`."""
+        return asdict(self) | {"rows": [row.to_json() for row in self.rows]}
 
 
 def train_source(images: Tensor, labels: Tensor, seed: int, tick: Callable[[], None]) -> nn.Module:
@@ -131,148 +164,201 @@ def run(folder: Path, seed: int = 0, say: Callable[..., None] | None = None) -> 
 def _run(folder: Path, seed: int, say: Callable[..., None] | None) -> Report:
     started = time.perf_counter()
     talk = say if say is not None else _ignore
-    source, target = _split_digits(seed)
+    bars = None if say else False
+    source, home, site = split_digits(seed)
     assert source.labels is not None
-    assert target.labels is not None
+    assert site.labels is not None
 
-    talk(f"1. At home: train a digit reader on {SOURCE_DIGITS} handwritten digits.")
-    with progress_bar(None if say else False, "training", SOURCE_EPOCHS) as bar:
+    talk(f"1. At home: train a digit reader on {len(source)} handwritten digits, and profile it.")
+    with progress_bar(bars, "training", SOURCE_EPOCHS) as bar:
         model = train_source(source.images, source.labels, seed, bar.advance)
-    clean = _score(model, target.images, target.labels)
-    talk(f"   It reads {100 * clean.accuracy:.1f} % of {len(target.images)} digits it has not seen.")
-
     profile = shiftmend.profile(model, source.images, preprocess=preprocess, progress=False)
+
+    talk(f"2. At home: rehearse with {len(home)} other digits.")
+    talk(EXPLANATION)
+    begun = time.perf_counter()
+    profile = _rehearse(model, home, profile, seed, bars)
+    rehearsing = time.perf_counter() - begun
+    assert profile.rehearsal is not None
     path = folder / "digits.profile.safetensors"
     profile.save(path)
-    talk(f"2. Store how its features are distributed: {path}, {path.stat().st_size:,} bytes. No digit leaves home.")
+    talk(f"   At home it reads {100 * profile.rehearsal.score:.1f} %. Stored: {path}, {path.stat().st_size:,} bytes.")
 
-    talk("3. At the new site: four other devices record those digits; no labels, no source data.")
+    talk(f"3. At the site: {len(LESSONS)} other devices record {len(site)} digits that nobody has seen. No labels.")
     rows: list[Row] = []
-    pictures: list[tuple[str, Tensor, dict[str, Tensor]]] = []
-    kept: tuple[Adaptation, Tensor] | None = None
-    with progress_bar(None if say else False, "adapting", len(LESSONS) * len(METHODS)) as bar, _hide_warnings():
+    strips: list[Strip] = []
+    with progress_bar(bars, "adapting", len(LESSONS)) as bar, hide_warnings():
         for lesson in LESSONS:
-            talk(f"   {lesson.title} ...")
-            images = shifts.apply(lesson.shift, target.images, seed=seed)
-            guesses: dict[str, Tensor] = {}
-            for method in METHODS:
-                bar.advance(0, f"{lesson.title}: {method}")
-                begun = time.perf_counter()
-                result = _adapt(model, images, profile, method, seed)
-                taken = time.perf_counter() - begun
-                scores = _score(result.model, images, target.labels)
-                rows.append(_row(lesson, method, scores, result, taken))
-                with torch.no_grad():
-                    guesses[method] = result.model(preprocess(images[:SHOWN_DIGITS])).argmax(1)
-                if lesson.title == "oranges":
-                    # The last method's result is the one that is saved.
-                    kept = result, images
-                bar.advance(1)
-            pictures.append((lesson.title, images[:SHOWN_DIGITS], guesses))
-    assert kept is not None
-    mended, seen = kept
-    mended.save(folder / "oranges-bufr")
-    _write_report(model, seen, target.labels, profile, mended, folder / "oranges-bufr.html")
-    accuracies = {(row.shift, row.method): row.accuracy for row in rows}
-    draw(pictures, target.labels[:SHOWN_DIGITS], accuracies, folder / "digits.png")
-    report = Report(clean.accuracy, tuple(rows), round(time.perf_counter() - started, 1), str(folder))
+            bar.advance(0, lesson.title)
+            images = shifts.apply(lesson.shift, site.images, severity=lesson.severity, seed=seed)
+            begun = time.perf_counter()
+            result = shiftmend.adapt(model, images, profile, preprocess=preprocess, seed=seed, progress=False)
+            row = _make_row(lesson, model, result, images, site.labels, time.perf_counter() - begun)
+            rows.append(row)
+            strips.append(_make_strip(row, model, result, images))
+            if lesson is LESSONS[0]:
+                result.save(folder / "mended")
+                _write_page(lesson, model, images, profile, result, folder / "report.html")
+            bar.advance(1)
+    draw(strips, site.labels[:SHOWN_DIGITS], folder / "digits.png")
+    seconds = round(time.perf_counter() - started, 1)
+    report = Report(profile.rehearsal.score, tuple(rows), round(rehearsing, 1), seconds, str(folder))
     if say is not None:
         _print_report(report, say)
     return report
 
 
-def _split_digits(seed: int) -> tuple[Split, Split]:
-    """Split the digits into those of the source and those that the target records with another device."""
+def split_digits(seed: int) -> tuple[Split, Split, Split]:
+    """Split the digits into those to train on, those to rehearse with at home, and those of the site."""
     everything = enlarged_digits()
-    order = torch.randperm(len(everything.images), generator=torch.Generator().manual_seed(seed))
-    return everything.take(order[:SOURCE_DIGITS]), everything.take(order[SOURCE_DIGITS:])
+    order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(seed))
+    first, second = SOURCE_DIGITS, SOURCE_DIGITS + HOME_DIGITS
+    return everything.take(order[:first]), everything.take(order[first:second]), everything.take(order[second:])
 
 
-def _adapt(model: nn.Module, images: Tensor, profile: Profile, method: str, seed: int) -> Adaptation:
-    return shiftmend.adapt(
-        model,
-        images,
-        profile,
-        method,
-        batch_size=BATCH_SIZE,
-        seed=seed,
-        preprocess=preprocess,
-        progress=False,
-        **METHODS[method],
+def _rehearse(model: nn.Module, home: Split, profile: Profile, seed: int, bars: bool | None) -> Profile:
+    with _start_workers() as workers:
+        return shiftmend.rehearse(
+            model,
+            (home.images, home.labels),
+            profile,
+            candidates=CANDIDATES,
+            quick=True,
+            preprocess=preprocess,
+            seed=seed,
+            executor=workers,
+            progress=bars,
+        )
+
+
+@contextmanager
+def _start_workers() -> Iterator[Executor | None]:
+    """Start processes of one thread each, unless one is enough; after Ctrl-C the waiting shifts are dropped."""
+    if WORKERS == 1:
+        yield None
+        return
+    # Threads of PyTorch do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(WORKERS, context, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _make_row(
+    lesson: Lesson, model: nn.Module, result: Adaptation, images: Tensor, labels: Tensor, seconds: float
+) -> Row:
+    estimates = result.estimate
+    assert estimates is not None
+    assert estimates.before is not None
+    assert estimates.after is not None
+    return Row(
+        lesson.title,
+        name_candidate(result.manifest["method"]["name"]),
+        result.reason,
+        tuple(name_candidate(one.name) for one in result.candidates),
+        estimates.before,
+        estimates.after,
+        _score(model, images, labels),
+        _score(result.model, images, labels),
+        round(seconds, 2),
     )
 
 
-def _row(lesson: Lesson, method: str, scores: Scores, result: Adaptation, seconds: float) -> Row:
-    judged = result.after
-    assert judged is not None
-    return Row(lesson.title, method, scores.accuracy, scores.ece, judged.divergence, judged.verdict, round(seconds, 2))
+def _make_strip(row: Row, model: nn.Module, result: Adaptation, images: Tensor) -> Strip:
+    shown = images[:SHOWN_DIGITS]
+    lines: dict[str, Tensor] = {}
+    for words, which, estimate, truth in _list_models(row, model, result.model):
+        told = "?" if estimate.value is None else f"{100 * estimate.value:.0f} %"
+        with torch.no_grad():
+            lines[f"{words}: estimated {told}, true {100 * truth:.0f} %"] = which(preprocess(shown)).argmax(1)
+    return Strip(row.device, shown, lines)
 
 
-def _write_report(
-    model: nn.Module, images: Tensor, labels: Tensor, profile: Profile, mended: Adaptation, path: Path
+def _list_models(row: Row, before: nn.Module, after: nn.Module) -> list[tuple[str, nn.Module, Estimate, float]]:
+    if row.left_alone:
+        return [("left alone", after, row.estimated_after, row.true_after)]
+    return [
+        ("as it came", before, row.estimated_before, row.true_before),
+        (f"by {row.chosen}", after, row.estimated_after, row.true_after),
+    ]
+
+
+def _write_page(
+    lesson: Lesson, model: nn.Module, images: Tensor, profile: Profile, result: Adaptation, path: Path
 ) -> None:
+    """Write the page that a site would get, which has no labels."""
     from shiftmend import report
 
-    title = "The demo’s digit reader, behind a device that sees oranges everywhere"
-    found = report.gather(model, images, profile, mended, labels=labels, preprocess=preprocess, title=title)
-    report.write(found, path)
+    title = f"The demo’s digit reader behind another device: {lesson.text}"
+    report.write(report.gather(model, images, profile, result, preprocess=preprocess, title=title), path)
 
 
-def _score(model: nn.Module, images: Tensor, labels: Tensor) -> Scores:
+def _score(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     scores = shiftmend.evaluate(model, (images, labels), preprocess=preprocess, progress=False)
     assert isinstance(scores, Scores)
-    return scores
+    return scores.accuracy
 
 
 def _ignore(*_: Any) -> None:
     pass
 
 
-@contextmanager
-def _hide_warnings() -> Iterator[None]:
-    """Hide the warnings about adaptations that failed: the table says so."""
-    logger = logging.getLogger("shiftmend")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
 def _print_report(report: Report, say: Callable[..., None]) -> None:
     from rich.table import Table
-    from rich.text import Text
 
-    table = Table("device", "method", "accuracy", "ECE", "verification, without labels", box=None, pad_edge=False)
-    for column in (2, 3):
-        table.columns[column].justify = "right"
-    colours = {"restored": "green", "partly restored": "yellow", "not restored": "red", "undecided": "yellow"}
-    previous = None
+    table = Table("device", "model", "accuracy, estimated without labels", "true accuracy", box=None, pad_edge=False)
+    table.columns[3].justify = "right"
     for row in report.rows:
-        if previous not in (None, row.shift):
-            table.add_row()
-        table.add_row(
-            row.shift if row.shift != previous else "",
-            row.method,
-            f"{100 * row.accuracy:.1f} %",
-            f"{100 * row.ece:.1f}",
-            Text.assemble((row.verdict, colours[row.verdict]), f" ({row.divergence:.3f})"),
-        )
-        previous = row.shift
+        if row.left_alone:
+            table.add_row(row.device, "left alone", _write(row.estimated_after), f"{100 * row.true_after:.1f} %")
+        else:
+            table.add_row(row.device, "as it came", _write(row.estimated_before), f"{100 * row.true_before:.1f} %")
+            mended = f"mended by {row.chosen}"
+            table.add_row("", mended, _write(row.estimated_after), f"{100 * row.true_after:.1f} %")
+        table.add_row()
     say("")
     say(table)
+    say("What you see (a site has no labels, and so no last column):")
+    for lesson, row in zip(LESSONS, report.rows, strict=True):
+        say(f"  {lesson.title}: {lesson.text}. {' '.join(describe(row))}")
+    say("These devices are simulated, as the rehearsed ones are. A real device may be like none of them.")
     say("")
-    say("What you see:")
-    for lesson in LESSONS:
-        say(f"  {lesson.title:<9} {lesson.text}")
-    say(
-        "Accuracy needs labels, which a new site does not have. The last column does not: it compares\n"
-        "features with home in directions that no method has aligned, and is what to trust at the new\n"
-        "site. It is strict: predictions can survive features that are not quite restored, as with stripes."
-    )
-    say(f"Written to {report.folder}/: the profile, the mended model (oranges-bufr/), the picture digits.png.")
-    say(
-        f"Open {report.folder}/oranges-bufr.html in a browser: what the oranges did to the model, and what mending did."
-    )
-    say(f"{report.seconds:.0f} seconds in all.")
+    say(f"Written to {report.folder}/: the profile, the model for the first device (mended/), the picture digits.png.")
+    say(f"Open {report.folder}/report.html in a browser: the page that the first site gets.")
+    say(f"{report.seconds:.0f} seconds in all, {report.rehearsal_seconds:.0f} of them for the rehearsal.")
+
+
+def _write(estimate: Estimate) -> str:
+    return "cannot be told" if estimate.value is None else str(estimate).removeprefix(f"{estimate.metric} about ")
+
+
+def describe(row: Row) -> list[str]:
+    """Return what was done behind one device, in sentences that follow the outcome."""
+    said = []
+    if not row.left_alone:
+        said.append(f"Of {', '.join(row.candidates)}, {row.chosen} was kept: {row.reason}.")
+    elif len(row.candidates) == 1:
+        said.append(f"The untouched model came back, to the last bit: {row.reason}.")
+    else:
+        tried = ", ".join(name for name in row.candidates if name != name_candidate(UNTOUCHED))
+        said.append(f"{tried} were tried and the untouched model came back: {row.reason}.")
+    told = [(row.estimated_after, row.true_after)]
+    if not row.left_alone:
+        told.insert(0, (row.estimated_before, row.true_before))
+    reasons = dict.fromkeys(explain_reason(reason) for estimate, _ in told for reason in estimate.reasons)
+    if reasons:
+        which = "The accuracy" if len(told) == 1 else "An accuracy"
+        said.append(f"{which} cannot be told where {'; '.join(reasons)}.")
+    if row.estimated_after.value is None:
+        said.append("Before you rely on it, label fifty samples.")
+    if any(_misses(*one) for one in told):
+        said.append("An interval misses the truth here.")
+    return said
+
+
+def _misses(estimate: Estimate, truth: float) -> bool:
+    """Return whether there is an interval that does not hold the truth."""
+    low, high = estimate.low, estimate.high
+    return low is not None and high is not None and not low <= truth <= high

@@ -1,8 +1,10 @@
-"""The demo's picture: what each device recorded, and what each method read in it."""
+"""The demo's picture: what each device recorded, and what the model read before and after mending."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -11,53 +13,61 @@ from shiftmend.utils.files import said_where, write_atomically
 
 # Colours that every eye tells apart, and that differ in lightness in print.
 RIGHT, WRONG = "#0072b2", "#d55e00"
-TITLE = "What four devices recorded, and what each method reads: bold blue is right, thin orange is wrong"
+TITLE = "What four devices recorded, and what the model reads: bold blue is right, thin orange is wrong"
 SCALE = 3
 """Pixels in the picture for one of an image."""
 
-GAP, MARGIN, LABELS_WIDTH, LINE_HEIGHT, TITLE_HEIGHT = 6, 14, 190, 27, 44
+GAP, MARGIN, LABELS_WIDTH, LINE_HEIGHT, TITLE_HEIGHT = 6, 14, 350, 27, 44
 """Pixels."""
 
 
-def draw(
-    rows: list[tuple[str, Tensor, dict[str, Tensor]]],
-    labels: Tensor,
-    accuracies: dict[tuple[str, str], float],
-    path: Path,
-) -> None:
-    """Draw a strip of images for each device and, under it, what each method read.
+@dataclass(frozen=True, eq=False)
+class Strip:
+    """Images of one device with what was read in them.
+
+    Attributes:
+        device: Name of the device.
+        images: uint8 `[N, 1 or 3, H, W]`.
+        readings: Classes that were read, `[N]`, by the caption of their line.
+    """
+
+    device: str
+    images: Tensor
+    readings: Mapping[str, Tensor]
+
+
+def draw(strips: Sequence[Strip], labels: Tensor, path: Path) -> None:
+    """Draw the images of each device and, under them, what was read.
 
     Args:
-        rows: For each device its name, uint8 images `[N, 1 or 3, H, W]` and the classes read by each method, `[N]`.
+        strips: One for each device.
         labels: The right classes `[N]`.
-        accuracies: Share of all images read rightly, by device and method.
         path: The PNG file to write.
     """
     from PIL import Image, ImageDraw, ImageFont
 
     small, middle, large = (ImageFont.load_default(size) for size in (17, 19, 21))
-    side = SCALE * rows[0][1].shape[-1]
-    lines = len(rows[0][2])
-    height = side + lines * LINE_HEIGHT + 2 * MARGIN
+    side = SCALE * strips[0].images.shape[-1]
+    heights = [side + len(strip.readings) * LINE_HEIGHT + 2 * MARGIN for strip in strips]
     width = LABELS_WIDTH + len(labels) * (side + GAP) + MARGIN
-    picture = Image.new("RGB", (width, TITLE_HEIGHT + len(rows) * height), "white")
+    picture = Image.new("RGB", (width, TITLE_HEIGHT + sum(heights)), "white")
     pen = ImageDraw.Draw(picture)
     pen.text((width / 2, TITLE_HEIGHT / 2), TITLE, "black", middle, anchor="mm")
-    for number, (device, images, guesses) in enumerate(rows):
-        top = TITLE_HEIGHT + number * height
-        pen.text((LABELS_WIDTH - MARGIN, top + side / 2), device, "black", large, anchor="rm", stroke_width=0.6)
-        for column, image in enumerate(images.expand(-1, 3, -1, -1)):
+    top = TITLE_HEIGHT
+    for strip, height in zip(strips, heights, strict=True):
+        pen.text((LABELS_WIDTH - MARGIN, top + side / 2), strip.device, "black", large, anchor="rm", stroke_width=0.6)
+        for column, image in enumerate(strip.images.expand(-1, 3, -1, -1)):
             tile = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
             left = LABELS_WIDTH + column * (side + GAP)
             picture.paste(tile.resize((side, side), Image.Resampling.NEAREST), (left, top))
-        for line, (method, read) in enumerate(guesses.items()):
+        for line, (caption, read) in enumerate(strip.readings.items()):
             middle_of_line = top + side + MARGIN / 2 + (line + 0.5) * LINE_HEIGHT
-            said = f"{method}   {100 * accuracies[device, method]:.0f} %"
-            pen.text((LABELS_WIDTH - MARGIN, middle_of_line), said, "black", small, anchor="rm")
+            pen.text((LABELS_WIDTH - MARGIN, middle_of_line), caption, "black", small, anchor="rm")
             for column, (guess, label) in enumerate(zip(read.tolist(), labels.tolist(), strict=True)):
                 at = (LABELS_WIDTH + column * (side + GAP) + side / 2, middle_of_line)
                 right = guess == label
                 pen.text(at, str(guess), RIGHT if right else WRONG, middle, "mm", stroke_width=0.7 if right else 0)
+        top += height
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG", optimize=True)
     with said_where(path):
