@@ -9,16 +9,17 @@ import pytest
 import torch
 
 import shiftmend
-from shiftmend import demo
+from shiftmend import Estimate, demo
+from shiftmend.demo import Row
 from shiftmend.errors import DataError
+from shiftmend.inputs.digits import enlarged_digits
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "SOURCE_EPOCHS", 2)
-    monkeypatch.setattr(
-        demo, "METHODS", {"source-only": {}, "adabn": {}, "fr": {"epochs": 1}, "bufr": {"epochs_per_block": 1}}
-    )
+    monkeypatch.setattr(demo, "SOURCE_EPOCHS", 6)
+    monkeypatch.setattr(demo, "CANDIDATES", ("adabn",))
+    monkeypatch.setattr(demo, "WORKERS", 1)
 
 
 EXTRAS = ("matplotlib", "sklearn", "scipy", "ray", "torchvision")
@@ -48,17 +49,67 @@ def test_the_demo_says_and_writes_what_it_promises(tmp_path: Path, monkeypatch: 
     threads = torch.get_num_threads()
     report = demo.run(tmp_path / "demo", say=lambda thing: said.append(thing))
     assert torch.get_num_threads() == threads
-    assert len(report.rows) == 16
-    assert {row.verdict for row in report.rows} <= {"restored", "partly restored", "not restored", "undecided"}
-    assert json.loads(json.dumps(report.to_json()))["rows"][0]["method"] == "source-only"
-    assert shiftmend.Profile.load(tmp_path / "demo/digits.profile.safetensors").samples == 900
+    profile = shiftmend.Profile.load(tmp_path / "demo/digits.profile.safetensors")
+    assert profile.samples == demo.SOURCE_DIGITS
+    assert profile.rehearsal is not None
+    assert profile.rehearsal.samples == demo.HOME_DIGITS
     assert (tmp_path / "demo/digits.png").read_bytes().startswith(b"\x89PNG")
-    assert "<h1" in (tmp_path / "demo/oranges-bufr.html").read_text()
-    assert (tmp_path / "demo/oranges-bufr/model.safetensors").exists()
+    assert "<h1" in (tmp_path / "demo/report.html").read_text()
+    assert (tmp_path / "demo/mended/model.safetensors").exists()
+    assert [row.device for row in report.rows] == [lesson.title for lesson in demo.LESSONS]
+    for row in report.rows:
+        if row.left_alone:
+            assert row.true_after == row.true_before
+        told = row.estimated_after
+        assert told.reliable or told.reasons
     text = "\n".join(map(str, said))
+    assert demo.EXPLANATION in text
     for lesson in demo.LESSONS:
         assert lesson.text in text
-    assert "Accuracy needs labels" in text
+    facts = json.loads(json.dumps(report.to_json()))
+    assert facts["rows"][0]["estimated_after"]["metric"] == "accuracy"
+    assert "withheld" not in json.dumps(facts)
+
+
+def test_no_digit_is_in_two_places() -> None:
+    parts = demo.split_digits(3)
+    assert sum(map(len, parts)) == 1797
+    whole = torch.cat([part.images.flatten(1) for part in parts])
+    assert len(whole.unique(dim=0)) == len(enlarged_digits().images.flatten(1).unique(dim=0))
+    assert [len(part) for part in parts[:2]] == [demo.SOURCE_DIGITS, demo.HOME_DIGITS]
+
+
+@pytest.mark.slow
+def test_workers_have_one_thread_each() -> None:
+    with demo._start_workers() as workers:
+        assert workers is not None
+        assert workers.submit(torch.get_num_threads).result() == 1
+
+
+def make_row(chosen: str, before: Estimate, after: Estimate, tried: tuple[str, ...] = ("untouched", "bufr")) -> Row:
+    return Row("lamp", chosen, "its estimate is the best", tried, before, after, 0.5, 0.8, 1.0)
+
+
+UNTOLD = Estimate(None, None, None, "accuracy", ("the signals leave too much open (0 to 1)",), (0.4321, None, None))
+
+
+def test_words_follow_the_outcome() -> None:
+    good, missed = Estimate(0.81, 0.75, 0.85, "accuracy"), Estimate(0.9, 0.85, 0.95, "accuracy")
+    mended = " ".join(demo.describe(make_row("bufr", UNTOLD, good)))
+    assert "bufr was chosen of untouched, bufr" in mended
+    assert "as it came cannot be told" in mended
+    assert "label fifty" not in mended
+    assert "trained" in " ".join(demo.describe(make_row("adabn", UNTOLD, good)))
+    assert "after mending misses the truth" in " ".join(demo.describe(make_row("bufr", UNTOLD, missed)))
+    alone = " ".join(demo.describe(make_row("untouched", UNTOLD, UNTOLD)))
+    assert "bufr were tried" in alone
+    assert "label fifty samples" in alone
+    assert "last bit" in " ".join(demo.describe(make_row("untouched", good, good, ("untouched",))))
+
+
+def test_a_withheld_value_is_in_no_text() -> None:
+    row = make_row("untouched", UNTOLD, UNTOLD)
+    assert "43" not in " ".join(demo.describe(row)) + json.dumps(row.to_json())
 
 
 def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +119,7 @@ def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("os.fsync", full)
     images, digits = torch.zeros(2, 1, 28, 28, dtype=torch.uint8), torch.zeros(2).long()
     with pytest.raises(DataError, match=r"digits\.png cannot be written \(No space left on device\)"):
-        demo.draw([("stripes", images, {"fr": digits})], digits, {("stripes", "fr"): 1.0}, tmp_path / "digits.png")
+        demo.draw([demo.Strip("stripes", images, {"by fr": digits})], digits, tmp_path / "digits.png")
 
 
 @pytest.mark.usefixtures("quick")

@@ -27,7 +27,10 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
     as_json: opt.Json = False,
 ) -> None:
-    """Train, profile, shift and mend a small digit reader on real handwritten digits, in about a minute."""
+    """Train and rehearse a small digit reader, mend it for four devices, and compare estimated with true accuracy.
+
+    The digits are real and handwritten, and nothing is downloaded. It takes about a minute on two cores.
+    """
     from shiftmend.demo import run
 
     report = run(folder, seed=seed, say=None if as_json else say)

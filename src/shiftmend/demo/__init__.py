@@ -43,6 +43,8 @@ SOURCE_DIGITS, HOME_DIGITS = 700, 500
 SOURCE_EPOCHS = 40
 CANDIDATES = ("match-moments", "adabn", "bufr")
 """Candidates of the rehearsal, and so of every site. The untouched model is always one, too."""
+UNTRAINED = ("match-moments", "adabn")
+"""Candidates that set statistics and train no weights."""
 WORKERS = 2
 """Processes that rehearse."""
 SHOWN_DIGITS = 12
@@ -63,7 +65,7 @@ LESSONS = (
     Lesson("cifar-c/contrast", "faded", "almost no contrast is left", 5),
     Lesson("sensor/gain_offset", "offset", "black is brighter and white is darker", 5),
     Lesson("emnist-da/identity", "as at home", "the same device as at home"),
-    Lesson("mnist-c/translate", "moved", "the digits have moved into a corner"),
+    Lesson("mnist-c/translate", "moved", "every digit is off its place"),
 )
 
 EXPLANATION = """\
@@ -336,25 +338,24 @@ def _write(estimate: Estimate) -> str:
 
 def describe(row: Row) -> list[str]:
     """Return what was done behind one device, in sentences that follow the outcome."""
-    said = []
     if not row.left_alone:
-        said.append(f"Of {', '.join(row.candidates)}, {row.chosen} was kept: {row.reason}.")
+        said = [f"{row.chosen} was chosen of {', '.join(row.candidates)}: {row.reason}."]
+        said += ["Nothing had to be trained."] if row.chosen in UNTRAINED else []
     elif len(row.candidates) == 1:
-        said.append(f"The untouched model came back, to the last bit: {row.reason}.")
+        said = [f"The untouched model came back, to the last bit: {row.reason}."]
     else:
-        tried = ", ".join(name for name in row.candidates if name != name_candidate(UNTOUCHED))
-        said.append(f"{tried} were tried and the untouched model came back: {row.reason}.")
-    told = [(row.estimated_after, row.true_after)]
+        tried = ", ".join(row.candidates[1:])
+        said = [f"{tried} were tried and the untouched model came back: {row.reason}."]
+    told = {"": (row.estimated_after, row.true_after)}
     if not row.left_alone:
-        told.insert(0, (row.estimated_before, row.true_before))
-    reasons = dict.fromkeys(explain_reason(reason) for estimate, _ in told for reason in estimate.reasons)
-    if reasons:
-        which = "The accuracy" if len(told) == 1 else "An accuracy"
-        said.append(f"{which} cannot be told where {'; '.join(reasons)}.")
+        told = {"as it came ": (row.estimated_before, row.true_before), "after mending ": told[""]}
+    for when, (estimate, truth) in told.items():
+        if reasons := dict.fromkeys(explain_reason(reason) for reason in estimate.reasons):
+            said.append(f"The accuracy {when}cannot be told: {'; '.join(reasons)}.")
+        if _misses(estimate, truth):
+            said.append(f"The interval {when}misses the truth.")
     if row.estimated_after.value is None:
         said.append("Before you rely on it, label fifty samples.")
-    if any(_misses(*one) for one in told):
-        said.append("An interval misses the truth here.")
     return said
 
 
