@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rehearsed_world import CANDIDATES, draw, make_net, rehearsed, train, trained
+from rehearsed_world import CANDIDATES, DEVICES, draw, make_net, rehearsed, train, trained
 from sklearn.metrics import confusion_matrix
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from shiftmend.inputs.feed import Feed
 from shiftmend.methods.fr import FR
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal
+from shiftmend.rehearsal import rehearse
 from shiftmend.rehearsal.rehearse import QUICK_CANDIDATES
 from shiftmend.verification.estimate import Estimator
 from shiftmend.verification.predictions import fit_temperature
@@ -364,6 +366,58 @@ def test_a_candidate_that_fails_is_left_out(home: tuple[Tensor, Tensor], caplog:
     assert list(record.methods) == [UNTOUCHED, "match-mean"]
     assert record.scores.shape[2] == 2
     assert "fr failed" in caplog.text
+
+
+def fail_in(monkeypatch: pytest.MonkeyPatch, name: str, places: set[int]) -> None:
+    """Let a candidate fail in some cells, which are run one after the other."""
+    run, numbers = rehearse.run_job, itertools.count()
+
+    def run_job(job: Any) -> Any:
+        cell = run(job)
+        if next(numbers) in places:
+            del cell[name]
+        return cell
+
+    monkeypatch.setattr(rehearse, "run_job", run_job)
+
+
+def test_a_candidate_that_fails_in_one_cell_stays(
+    home: tuple[Tensor, Tensor], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, profile = trained()
+    battery = dict(list(DEVICES.items())[:6])
+    fail_in(monkeypatch, "match-mean", {3})
+    made = shiftmend.rehearse(model, home, profile, **SHORT | {"battery": battery, "site_size": 150})
+    record = made.rehearsal
+    assert record is not None
+    assert record.candidates == (UNTOUCHED, "match-mean")
+    assert record.scores.isnan().nonzero().tolist() == [[3, 0, 1]]
+    assert "match-mean failed in 1 of 7 cells" in caplog.text
+    assert record.find_problem() is None
+    made.save(tmp_path / "p")
+    assert_same(record, shiftmend.Profile.load(tmp_path / "p").rehearsal or record)
+    signals = dict(zip(record.signals, record.values[1, 0, 1].tolist(), strict=True))
+    known = {name: value for name, value in signals.items() if math.isfinite(value)}
+    assert Estimator(record).predict("match-mean", known, 150) is not None
+
+
+@pytest.mark.parametrize(("devices", "places"), [(8, {0, 2, 4, 5, 7}), (4, {1})])
+def test_a_candidate_that_mostly_fails_or_has_too_few_cells_is_left_out(
+    home: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch, devices: int, places: set[int]
+) -> None:
+    model, profile = trained()
+    fail_in(monkeypatch, "match-mean", places)
+    record = record_of(model, home, profile, battery=dict(list(DEVICES.items())[:devices]), site_size=150)
+    assert record.candidates == (UNTOUCHED,)
+
+
+def test_a_shift_without_a_score_of_the_untouched_model_is_refused(
+    home: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, profile = trained()
+    fail_in(monkeypatch, UNTOUCHED, {1})
+    with pytest.raises(DataError, match="none for offset"):
+        record_of(model, home, profile, site_size=150)
 
 
 def test_home_data_that_the_profile_was_made_from_are_noticed(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,15 +15,17 @@ from rehearsed_world import make_record
 from scipy import stats
 
 from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal
+from shiftmend.verification import estimate
 from shiftmend.verification.estimate import (
     MIN_FAMILIES,
     Cells,
     Estimate,
     Estimator,
     Fitted,
-    Prediction,
+    Width,
     choose,
     cross_fit,
+    fit_width,
 )
 
 SIGNALS = ("slices", "confidence", "skew")
@@ -82,8 +84,8 @@ def test_a_signal_that_says_nothing_is_not_used() -> None:
     values = record.values.clone()
     values[..., 0] = torch.rand(values.shape[:-1], generator=torch.Generator().manual_seed(0))
     fit = Fitted.fit(Cells.of(replace(record, values=values), UNTOUCHED, 0))
-    best = {fit.cells.names[place] for place, _ in fit.ranked}
-    assert "slices" not in best
+    assert fit.cells.names[fit.ranked[-1][0]] == "slices"
+    assert set(fit.predict(fit.cells.signals[0], 3).used) == {"confidence", "certainty", "nuclear norm"}
 
 
 def test_each_candidate_has_maps_of_its_own() -> None:
@@ -190,22 +192,30 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
 def test_below_nine_families_there_is_a_value_without_an_interval() -> None:
     assert MIN_FAMILIES == 9
     for families in (8, 9):
-        record = make_record(families=families, candidates=(UNTOUCHED,))
+        record = make_record(families=families, candidates=(UNTOUCHED,), noise=0.002)
         found = Estimator(record).estimate(UNTOUCHED, signals_of(record, 2), 1000)
-        _, low, high = told_anyway(found)
-        assert (low is None, high is None) == ((families < 9,) * 2)
+        assert found.value == pytest.approx(float(record.scores[2, 0, 0]), abs=0.05)
+        assert (found.low is None, found.high is None) == ((families < 9,) * 2)
+        assert (" to " in str(found)) == (families >= 9)
 
 
-def test_an_interval_that_leaves_everything_open_is_no_answer() -> None:
-    record = make_record(noise=0.4, candidates=(UNTOUCHED,))
+def test_an_interval_that_leaves_everything_open_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = make_record(noise=0.2, candidates=(UNTOUCHED,))
     found = Estimator(record).estimate(UNTOUCHED, signals_of(record, 2), 1000)
     assert not found.reliable
-    assert found.reasons
+    assert len(found.reasons) == 1
+    assert "leave too much open (accuracy between" in found.reasons[0]
+    monkeypatch.setattr(estimate, "MAX_HALF_WIDTH", 1.0)
+    wide = Estimator(record).estimate(UNTOUCHED, signals_of(record, 2), 1000)
+    assert wide.low is not None
+    assert wide.high is not None
+    assert wide.high - wide.low > 0.2
+    assert found.withheld == (wide.value, wide.low, wide.high)
 
 
 def test_many_shifts_of_few_families_are_not_many_families() -> None:
     record = make_record(families=6, per_family=3, candidates=(UNTOUCHED,))
-    assert Estimator(record).factor(UNTOUCHED, signals_of(record, 0), 1000) is None
+    assert not Estimator(record).find_width(UNTOUCHED, signals_of(record, 0), 1000, 0.5)[1]
 
 
 def test_fewer_samples_give_a_wider_interval(noisy: Rehearsal) -> None:
@@ -219,13 +229,65 @@ def test_fewer_samples_give_a_wider_interval(noisy: Rehearsal) -> None:
     assert widths[0] > widths[-1]
 
 
-def test_what_was_chosen_is_judged_by_the_larger_factor(noisy: Rehearsal) -> None:
+def test_what_was_chosen_is_judged_by_the_larger_width(noisy: Rehearsal) -> None:
     estimator = Estimator(noisy)
-    signals = signals_of(noisy, 0)
-    plain, chosen = (estimator.factor(UNTOUCHED, signals, 1000, chosen=chosen) for chosen in (False, True))
-    assert plain is not None
-    assert chosen is not None
-    assert chosen >= plain
+    for candidate in noisy.candidates:
+        signals = signals_of(noisy, 0, candidate)
+        both = [estimator.find_width(candidate, signals, 1000, 0.4, chosen=chosen) for chosen in (False, True)]
+        assert both[0][1]
+        assert both[1][1]
+        assert both[1][0] >= both[0][0] > 0
+
+
+# ---- widths
+
+
+DIFFICULTIES = np.linspace(0.05, 0.9, 12)
+
+
+def fit_errors(errors: Any, difficulties: Any = DIFFICULTIES) -> Width:
+    """Fit the width where estimates are off by so much, each shift of a family of its own."""
+    values = np.full(len(errors), 0.5)
+    families = [str(place) for place in range(len(errors))]
+    found = fit_width({3: (values, difficulties)}, values + errors, families, 0.004, 1.0)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 1.5])
+def test_widths_grow_as_errors_do(exponent: float) -> None:
+    found = fit_errors(0.1 * DIFFICULTIES**exponent * (-1) ** np.arange(12))
+    assert found.exponent == exponent
+    assert found.is_claimed
+    for difficulty in DIFFICULTIES:
+        assert found(difficulty) == pytest.approx(0.1 * difficulty**exponent, abs=0.002)
+
+
+def test_the_factor_is_a_quantile_of_the_errors() -> None:
+    errors = np.full(19, 0.02)
+    errors[7] = 0.5
+    assert fit_errors(errors, np.full(19, 0.3))(0.3) == pytest.approx(0.02)
+    # Of twelve families the worst counts: the 12th of 12 errors covers 12 thirteenths.
+    assert fit_errors(errors[:12], np.full(12, 0.3))(0.3) == pytest.approx(0.5)
+    assert not fit_errors(errors[:8], np.full(8, 0.3)).is_claimed
+
+
+def test_the_number_of_maps_is_the_one_with_the_narrowest_intervals() -> None:
+    truth, families = np.full(12, 0.5), [str(place) for place in range(12)]
+    good, bad = (truth + 0.01, DIFFICULTIES), (truth + 0.2, DIFFICULTIES)
+    for guesses, count in (({3: good, 6: bad}, 3), ({3: bad, 6: good}, 6)):
+        found = fit_width(guesses, truth, families, 0.004, 1.0)
+        assert found is not None
+        assert found.count == count
+
+
+def test_a_width_needs_an_estimate() -> None:
+    nothing = np.full(12, math.nan)
+    assert fit_width({3: (nothing, nothing)}, np.zeros(12), ["one"] * 12, 0.004, 1.0) is None
+    some = np.where(np.arange(12) < 10, 0.5, math.nan)
+    found = fit_width({3: (some, some)}, np.full(12, 0.52), [str(place) for place in range(12)], 0.004, 1.0)
+    assert found is not None
+    assert found(0.5) == pytest.approx(0.02, abs=1e-6)
 
 
 # ---- leaving families out
@@ -250,7 +312,7 @@ def test_leaving_a_family_out_is_fitting_without_it() -> None:
     told = Estimator(without_last_family(record)).predict(UNTOUCHED, signals_of(record, -1), 1000)
     assert told is not None
     assert float(record.estimates[-1, 0, 0]) == pytest.approx(told.value, abs=1e-6)
-    assert float(record.scales[-1, 0, 0]) == pytest.approx(told.scale, abs=1e-6)
+    assert float(record.scales[-1, 0, 0]) == pytest.approx(told.difficulty, abs=1e-6)
 
 
 def test_the_order_of_the_shifts_does_not_matter(noisy: Rehearsal) -> None:
@@ -278,8 +340,8 @@ def test_the_last_estimate_is_that_of_the_chosen_candidate(noisy: Rehearsal) -> 
 # ---- the choice
 
 
-def told(value: float, scale: float = 0.01) -> Prediction:
-    return Prediction(value, scale, 0.0)
+def told(value: float, half: float = 0.01) -> tuple[float, float]:
+    return value, half
 
 
 def test_the_untouched_model_wins_ties() -> None:
@@ -301,6 +363,27 @@ def test_of_errors_the_lowest_is_chosen() -> None:
     assert choose(both, higher_is_better=False) == "bufr"
     assert choose({UNTOUCHED: told(1.0), "bufr": told(3.0)}, higher_is_better=False) == UNTOUCHED
     assert choose({UNTOUCHED: told(1.0), "bufr": told(1.0)}, higher_is_better=False) == UNTOUCHED
+
+
+def test_doubts_about_a_candidate_count_unless_the_untouched_model_is_ruined_by_every_measure(
+    exact: Rehearsal,
+) -> None:
+    estimator = Estimator(exact)
+    mended, ruined = at(exact, 0.85), at(exact, 0.3)
+    doubtful = mended | {"slices": -5.0}
+    assert estimator.find_doubts("bufr", doubtful, 1000)
+    assert not estimator.find_doubts("bufr", mended, 1000)
+
+    def chosen(untouched: dict[str, float], other: dict[str, float]) -> str:
+        return estimator.choose({UNTOUCHED: untouched, "bufr": other}, 1000)
+
+    assert chosen(ruined, doubtful) == "bufr"
+    certain = ruined | {"confidence": 0.75}
+    assert chosen(certain, doubtful) == UNTOUCHED
+    assert chosen(certain, mended) == "bufr"
+    assert chosen(at(exact, 0.7), doubtful) == UNTOUCHED
+    assert chosen({name: ruined[name] for name in ("slices", "skew")}, doubtful) == UNTOUCHED
+    assert chosen(ruined, mended | {"confidence": math.nan}) == UNTOUCHED
 
 
 # ---- what does not hold
@@ -382,6 +465,45 @@ def test_few_samples_may_stray_further_from_home() -> None:
     strayed = {name: value + 0.15 for name, value in home.items()}
     assert Estimator(record).is_at_home(strayed, 100)
     assert not Estimator(record).is_at_home(strayed, 10_000)
+
+
+def test_the_estimate_at_home_is_the_score_there() -> None:
+    record = make_record(cross_fitted=False, home_deviation=torch.full((1, 3), 0.005))
+    widths = []
+    for samples in (500, 1000, 4000):
+        found = Estimator(record).estimate_at_home(samples)
+        assert found.value == record.score
+        assert found.low is not None
+        assert found.high is not None
+        assert 0 < found.low < record.score < found.high <= 1
+        widths.append(record.score - found.low)
+    assert widths == sorted(widths, reverse=True)
+    # Chance of the samples and of those at home, and three deviations of the confidence of both.
+    chance = stats.norm.ppf(0.95) * math.sqrt(0.95 * 0.05 * 2 / 1000)
+    assert widths[1] == pytest.approx(math.hypot(chance, 3 * 0.005 * math.sqrt(2)), rel=1e-3)
+    few = Estimator(record).estimate_at_home(20)
+    assert not few.reliable
+    assert few.reasons == ("there are too few samples (20)",)
+
+
+def test_other_class_shares_are_told_from_another_device() -> None:
+    names = ("slices", "confidence", "skew", "outside")
+    record = make_record(
+        signals=names,
+        cross_fitted=False,
+        home_mean=torch.tensor([[0.1, 0.9, 0.0, 0.0]]),
+        home_deviation=torch.full((1, 4), 0.01),
+    )
+    estimator, home = Estimator(record), dict(zip(names, (0.1, 0.9, 0.0, 0.0), strict=True))
+    skewed = home | {"skew": 0.3, "slices": 0.5}
+    assert estimator.has_other_shares(skewed, 1000)
+    assert estimator.has_other_shares(skewed | {"confidence": 0.87}, 1000)
+    for changed in ({"confidence": 0.8}, {"outside": 0.2}, {"skew": 0.02}, {"confidence": math.nan}):
+        assert not estimator.has_other_shares(skewed | changed, 1000), changed
+    for missing in ("confidence", "skew"):
+        assert not estimator.has_other_shares({name: skewed[name] for name in names if name != missing}, 1000)
+    # So few samples are skewed by chance.
+    assert not estimator.has_other_shares(skewed, 5)
 
 
 # ---- a few labels

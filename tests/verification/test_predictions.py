@@ -113,6 +113,28 @@ def test_shares_and_skew_follow_the_order_of_the_classes() -> None:
     assert predictions.skew(shares, torch.tensor([0, 0.5, 0, 0.5])) == pytest.approx(1)
 
 
+@pytest.mark.parametrize(("samples", "home_samples"), [(300, None), (300, 1000), (2000, 500)])
+@pytest.mark.parametrize("shares", [(0.1,) * 10, (0.5, 0.2, 0.2, 0.1)])
+def test_skew_by_chance_is_that_of_drawn_samples(
+    shares: tuple[float, ...], samples: int, home_samples: int | None
+) -> None:
+    rng, home = np.random.default_rng(0), torch.tensor(shares, dtype=torch.float64)
+    drawn = rng.multinomial(samples, shares, 4000) / samples
+    other = np.array(shares) if home_samples is None else rng.multinomial(home_samples, shares, 4000) / home_samples
+    apart = np.abs(drawn - other).sum(1) / 2
+    mean, deviation = predictions.skew_by_chance(home, samples, home_samples)
+    assert mean == pytest.approx(apart.mean(), rel=0.03)
+    # Shares add up to 1, so they do not vary independently.
+    assert deviation == pytest.approx(apart.std(), rel=0.35)
+    found = [predictions.skew(torch.from_numpy(one), home, samples, home_samples) for one in drawn[:400]]
+    expected = np.abs(drawn[:400] - np.array(shares)).sum(1) / 2 - mean
+    np.testing.assert_allclose(found, expected, atol=1e-8)
+
+
+def test_without_samples_nothing_is_chance() -> None:
+    assert predictions.skew_by_chance(torch.tensor([0.3, 0.7]), None) == (0.0, 0.0)
+
+
 @pytest.mark.parametrize("scale", [0.5, 1.0, 6.0])
 def test_the_temperature_is_that_of_scipy(scale: float) -> None:
     logits = draw_logits(300, 5, scale=scale)

@@ -53,7 +53,7 @@ from shiftmend.utils.logs import hide_warnings
 from shiftmend.utils.progress import Bar, Progress, progress_bar
 from shiftmend.utils.rng import isolate_rng
 from shiftmend.verification import predictions
-from shiftmend.verification.estimate import cross_fit
+from shiftmend.verification.estimate import MIN_CELLS, cross_fit
 from shiftmend.verification.reading import READ_SIGNALS, Reading, as_class_logits, read
 
 logger = logging.getLogger(__name__)
@@ -543,17 +543,31 @@ class _Jobs:
         return _Job(bare, self.record, self.methods, shifted.cpu(), labels.cpu())
 
     def assemble(self, cells: Mapping[str, Cell]) -> Rehearsal:
-        """Put all cells into a record; candidates that failed anywhere are left out."""
+        """Put all cells into a record: NaN where a candidate failed, and without candidates that mostly failed.
+
+        Raises:
+            DataError: If the untouched model has no score for a shift.
+        """
         record = self.record
-        names = [name for name in record.candidates if all(_has_score(cell, name) for cell in cells.values())]
-        failed = [name for name in record.candidates if name not in names]
-        if failed:
-            logger.warning("%s failed in a rehearsal and is no candidate", ", ".join(failed))
+        failures = {name: self._find_failures(cells, name) for name in record.candidates}
+        if failures[UNTOUCHED]:
+            shift = record.shifts[failures[UNTOUCHED][0][0]].name
+            raise DataError(
+                f"Expected a score of the untouched model for each shift, got none for {shift}; leave it out."
+            )
+        names = [name for name, failed in failures.items() if self._is_usable(failed)]
+        for name, failed in failures.items():
+            if name not in names:
+                logger.warning("%s failed in a rehearsal and is no candidate", name)
+            elif failed:
+                logger.warning("%s failed in %d of %d cells of the rehearsal", name, len(failed), self.total)
         scores = torch.full((len(record.shifts), len(record.sizes), len(names)), math.nan, dtype=torch.float64)
         values = torch.full((*scores.shape, len(record.signals)), math.nan, dtype=torch.float64)
         for shift, size in self._places():
             cell = cells[_key(shift, size)]
             for place, name in enumerate(names):
+                if not _has_score(cell, name):
+                    continue
                 scores[shift, size, place] = cell[name]["score"]
                 values[shift, size, place] = as_row(record, cell[name]["signals"])
         complete = replace(
@@ -564,6 +578,16 @@ class _Jobs:
             values=round_signals(values),
         )
         return empty_estimates(complete)
+
+    def _find_failures(self, cells: Mapping[str, Cell], name: str) -> list[tuple[int, int]]:
+        return [place for place in self._places() if not _has_score(cells[_key(*place)], name)]
+
+    def _is_usable(self, failed: Sequence[tuple[int, int]]) -> bool:
+        """Return whether a candidate got through half of all cells, and through enough of one size to be fitted."""
+        if not failed:
+            return True
+        each = [len(self.planned) - sum(size == own for _, own in failed) for size in range(len(self.record.sizes))]
+        return 2 * len(failed) <= self.total and max(each) >= MIN_CELLS
 
 
 def _has_score(cell: Cell, name: str) -> bool:
