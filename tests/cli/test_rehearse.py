@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import rehearsed_world
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -21,9 +22,9 @@ from shiftmend.profiles import fingerprints
 MODEL = (
     "from torch import nn\n"
     "def make():\n"
-    "    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))\n"
+    "    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))\n"
     "def quantity():\n"
-    "    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))\n"
+    "    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))\n"
     "def unsendable():\n"
     "    model = make()\n"
     "    model.note = lambda: 0\n"
@@ -52,10 +53,9 @@ def ok(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def draw(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a table of three classes, two deviations apart from each other."""
-    random = torch.Generator().manual_seed(seed)
-    labels = torch.arange(count) % 3
-    return torch.randn(count, 6, generator=random) + 2 * torch.eye(3, 6)[labels], labels
+    """Return a table of four classes."""
+    site = rehearsed_world.draw(count, seed)
+    return site.inputs, site.labels
 
 
 def write(path: Path, inputs: torch.Tensor, labels: torch.Tensor | None) -> None:
@@ -69,28 +69,17 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("home")
     (folder / "table.py").write_text(MODEL)
     (folder / "devices.py").write_text(BATTERY)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-    optimizer = torch.optim.Adam(model.parameters(), 0.02)
-    inputs, labels = draw(600, 0)
-    for _ in range(60):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
-    save_file(model.eval().state_dict(), folder / "w.safetensors")
-    write(folder / "source.npz", inputs, labels)
-    write(folder / "held.npz", *draw(150, 1))
-    write(folder / "bare.npz", draw(150, 1)[0], None)
-    away, true = draw(150, 2)
-    write(folder / "away.npz", 1.3 * away + 1.0, true)
-    write(folder / "few.npz", 1.3 * away[:30] + 1.0, true[:30])
-    for words in (
-        ["profile", *common(folder), "-d", f"{folder}/source.npz", "-o", f"{folder}/p"],
-        [*rehearse(folder), "-d", f"{folder}/held.npz", "-o", f"{folder}/r"],
-    ):
-        with pytest.raises(SystemExit) as stop:
-            main(words)
-        assert not stop.value.code
+    model, profile = rehearsed_world.trained()
+    save_file(model.state_dict(), folder / "w.safetensors")
+    profile.save(folder / "p")
+    rehearsed_world.rehearsed().save(folder / "r")
+    write(folder / "source.npz", *draw(600, 1))
+    write(folder / "held.npz", *draw(150, 2))
+    write(folder / "bare.npz", draw(150, 2)[0], None)
+    away, true = draw(500, 12)
+    away += torch.linspace(-2, 2, 8)
+    write(folder / "away.npz", away, true)
+    write(folder / "few.npz", away[:30], true[:30])
     return folder
 
 
@@ -203,10 +192,10 @@ def test_what_cannot_be_rehearsed_writes_nothing(
 @pytest.mark.slow
 def test_inspect_shows_the_rehearsal(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = ok(capsys, "inspect", home / "r")
-    assert text.index("source samples") < text.index("intact") < text.index("Rehearsal of 10 simulated shifts")
+    assert text.index("source samples") < text.index("intact") < text.index("Rehearsal of 15 simulated shifts")
     assert "mean error of the estimate" in text
     record = json.loads(ok(capsys, "inspect", home / "r", "--json"))["rehearsal"]
-    assert (record["metric"], record["sizes"], len(record["shifts"])) == ("accuracy", [150], 10)
+    assert (record["metric"], record["sizes"], len(record["shifts"])) == ("accuracy", [500], 15)
     assert record["score"] > 0.8
     assert "rehearsal" not in json.loads(ok(capsys, "inspect", home / "p", "--json"))
 
@@ -267,7 +256,7 @@ def test_mapped_inputs_are_mended_saved_and_verified(
 
 @pytest.mark.slow
 def test_the_manifest_describes_calibrated_weights(mended: Path) -> None:
-    adapted = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    adapted = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
     load_adapted_state(adapted, load_file(mended / "model.safetensors"))
     manifest = json.loads((mended / "manifest.json").read_text())
     assert "temperature" in manifest["calibration"]
@@ -335,7 +324,7 @@ def test_the_whole_interval_must_keep_a_limit(
 
 
 def test_limits_are_read_as_shares_or_percentages() -> None:
-    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).eval()
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
     profile = shiftmend.profile(model, draw(60, 0)[0])
     assert _read_limit("85.5%", None, profile) == ("at least", "85.5%", pytest.approx(0.855))
     assert _read_limit(None, "2.5", profile) == ("at most", "2.5", 2.5)
@@ -349,7 +338,7 @@ def test_errors_of_quantities_have_a_limit_too(home: Path, tmp_path: Path, capsy
     inputs, _ = draw(150, 4)
     write(tmp_path / "a.npz", inputs, inputs[:, 0] + 0.5)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     save_file(model.state_dict(), tmp_path / "w.safetensors")
     given = [f"{home}/table.py:quantity", "-w", tmp_path / "w.safetensors", "-d", tmp_path / "a.npz"]
     ok(capsys, "profile", *given, "-o", tmp_path / "p")

@@ -36,18 +36,20 @@ def _disturb(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[Te
 DEVICES: dict[str, Callable[[Tensor], Tensor]] = {
     "offset": lambda inputs: inputs + 1.5,
     "gain": lambda inputs: inputs / 3,
+    "drift": lambda inputs: inputs + torch.linspace(1, -2, inputs.shape[1]),
+    "unit": lambda inputs: 10 * inputs - 5,
+    "weights": lambda inputs: inputs * torch.linspace(0.3, 2, inputs.shape[1]),
+    "baseline": lambda inputs: inputs + torch.linspace(-1, 1, inputs.shape[1]).square(),
+    "lamp": lambda inputs: 0.6 * inputs - torch.linspace(0, 1, inputs.shape[1]),
     "noise/weak": _disturb(lambda inputs, normal, _: inputs + normal),
     "noise/strong": _disturb(lambda inputs, normal, _: inputs + 2.5 * normal),
     "dither": _disturb(lambda inputs, _, uniform: inputs + 5 * (uniform - 0.5)),
     "spikes": _disturb(lambda inputs, normal, uniform: inputs + 9 * normal * (uniform < 0.15)),
-    "speckle": _disturb(lambda inputs, normal, _: inputs * (1 + normal / 2)),
     "gaps": _disturb(lambda inputs, _, uniform: inputs * (uniform > 0.5)),
     "steps": lambda inputs: (inputs / 4).round() * 4,
-    "bent": lambda inputs: inputs.sign() * inputs.abs() ** 1.5,
-    "clipped": lambda inputs: inputs.clamp(-0.8, 0.8),
     "mixed": lambda inputs: inputs + 0.7 * inputs.roll(1, 1),
 }
-"""Twelve devices of eleven families. Several disturb alike, so what one of them does is foreseen from the others."""
+"""Devices of thirteen families: half can be mended, and the others disturb alike, so each is foreseen from the rest."""
 
 REHEARSAL: dict[str, Any] = {
     "battery": DEVICES,
@@ -105,7 +107,7 @@ def trained() -> tuple[nn.Module, Profile]:
 
 @functools.cache
 def rehearsed() -> Profile:
-    """The profile after a rehearsal of twelve devices by the candidates without gradients."""
+    """The profile after a rehearsal of `DEVICES` by the candidates without gradients."""
     model, profile = trained()
     home = draw(500, 2)
     return shiftmend.rehearse(model, (home.inputs, home.labels), profile, **REHEARSAL)
