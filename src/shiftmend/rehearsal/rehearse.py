@@ -551,9 +551,9 @@ class _Jobs:
         record = self.record
         failures = {name: self._find_failures(cells, name) for name in record.candidates}
         if failures[UNTOUCHED]:
-            shift = record.shifts[failures[UNTOUCHED][0][0]].name
+            unscored = record.shifts[failures[UNTOUCHED][0][0]].name
             raise DataError(
-                f"Expected a score of the untouched model for each shift, got none for {shift}; leave it out."
+                f"Expected a score of the untouched model for each shift, got none for {unscored}; leave it out."
             )
         names = [name for name, failed in failures.items() if self._is_usable(failed)]
         for name, failed in failures.items():
