@@ -205,7 +205,8 @@ def write_page(rows: Sequence[Row]) -> str:
         ]
         lines += [
             f"| {row['home']} to {row['site']} | {row['seed']} | {_tell(row['before'])} | "
-            f"{_percent(row['true_before'])} | {_tell(row['after'])} | {_percent(row['true_after'])} | {name_candidate(row['chosen'])} |"
+            f"{_percent(row['true_before'])} | {_tell(row['after'])} | {_percent(row['true_after'])} | "
+            f"{name_candidate(row['chosen'])} |"
             for row in own
         ]
         lines.append("")

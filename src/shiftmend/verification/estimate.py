@@ -144,7 +144,8 @@ class Estimate:
             accuracy about 85.4 % (79.0 to 91.0)
         """
         alone = _beta_interval(1 + correct, 1 + samples - correct)
-        few = (correct / samples, *alone, samples)
+        # Where all or none are correct, their share lies just outside of the interval.
+        few = (min(max(correct / samples, alone[0]), alone[1]), *alone, samples)
         if self.value is None or self.low is None or self.high is None:
             return replace(self, value=few[0], low=few[1], high=few[2], reasons=(), labelled=few)
         mean = min(max(self.value, 1e-4), 1 - 1e-4)
@@ -402,7 +403,9 @@ def cross_fit(record: Rehearsal) -> Rehearsal:
                     if found is not None:
                         estimates[shift, size, place], difficulties[shift, size, place], half = found
                         told[name] = found[0], half
-                best = record.index(choose(told, record.higher_is_better, every[UNTOUCHED].least)) if told else 0
+                widest = MAX_HALF_WIDTH if record.task == "classes" else MAX_RELATIVE_HALF_WIDTH * abs(record.score)
+                name = choose(told, record.higher_is_better, every[UNTOUCHED].least, widest)
+                best = record.index(name) if told else 0
                 chosen[shift, size] = best
                 for table in (estimates, difficulties):
                     table[shift, size, -1] = table[shift, size, best]
@@ -428,17 +431,25 @@ def _estimate_left_out(
 
 GAIN_IN_WIDTHS = 0.1
 """Gain, in half-widths of both intervals, below which the untouched model is kept."""
+GAIN_IN_WIDE_WIDTHS = 0.3
+"""The same for a candidate whose interval is too wide to be told."""
 OVERWHELMING = 0.2
 """Gain in accuracy, over what the untouched model could have at best, from which on doubts do not count."""
 
 
-def choose(told: Mapping[str, tuple[float, float]], higher_is_better: bool = True, least: float = MIN_ERROR) -> str:
+def choose(
+    told: Mapping[str, tuple[float, float]],
+    higher_is_better: bool = True,
+    least: float = MIN_ERROR,
+    widest: float = MAX_HALF_WIDTH,
+) -> str:
     """Choose the candidate with the best estimate; the untouched model wins unless another is clearly better.
 
     Args:
         told: Estimate and half of its interval, by candidate. Those that do not hold are left out by the caller.
         higher_is_better: False for errors.
         least: Gain that is too small to count in any case.
+        widest: Half of the widest interval that is worth telling. Beyond it, more gain is asked for.
 
     Returns:
         Name of the candidate.
@@ -450,14 +461,15 @@ def choose(told: Mapping[str, tuple[float, float]], higher_is_better: bool = Tru
         'source-only'
     """
     sign = 1.0 if higher_is_better else -1.0
-    others = {name: one for name, one in told.items() if name != UNTOUCHED}
-    if not others:
-        return UNTOUCHED
-    best = max(others, key=lambda name: sign * others[name][0])
-    if UNTOUCHED not in told:
-        return best
-    gain = sign * (others[best][0] - told[UNTOUCHED][0])
-    return best if gain > least + GAIN_IN_WIDTHS * (others[best][1] + told[UNTOUCHED][1]) else UNTOUCHED
+    clear: dict[str, float] = {}
+    for name, (value, half) in told.items():
+        if name == UNTOUCHED:
+            continue
+        reference, around = told.get(UNTOUCHED, (-sign * math.inf, 0.0))
+        share = GAIN_IN_WIDTHS if half <= widest else GAIN_IN_WIDE_WIDTHS
+        if sign * (value - reference) > least + share * (half + around):
+            clear[name] = sign * value
+    return max(clear, key=lambda name: clear[name]) if clear else UNTOUCHED
 
 
 # ---- estimates at the site
@@ -575,7 +587,7 @@ class Estimator:
             or self._is_overwhelming(one[0], told.get(UNTOUCHED), readings[UNTOUCHED])
         }
         cells = Cells.of(self.record, UNTOUCHED, -1)
-        return choose(held, self.record.higher_is_better, cells.least)
+        return choose(held, self.record.higher_is_better, cells.least, self._widest(self.record.score))
 
     def _is_overwhelming(
         self, value: float, untouched: tuple[float, float] | None, signals: Mapping[str, float]

@@ -120,4 +120,7 @@ def _estimate(reading: Reading, record: Rehearsal, how: tuple[str, float] | None
     if how is None:
         reason = "it is not known how the model was adapted; pass adaptation=, the result of adapt or its manifest"
         return Estimate(None, None, None, record.metric, (reason,))
-    return Estimator(record).estimate(how[0], reading.signals, reading.samples)
+    estimator = Estimator(record)
+    if how[0] == UNTOUCHED and estimator.is_at_home(reading.signals, reading.samples):
+        return estimator.estimate_at_home(reading.samples)
+    return estimator.estimate(how[0], reading.signals, reading.samples)
