@@ -195,6 +195,8 @@ def write_page(rows: Sequence[Row]) -> str:
         "else. Nothing is simulated here but the rehearsal. Accuracy in percent; a dash where nobody was told a",
         "number. Small networks and few samples: a rehearsal of a gas board has 100.",
         "",
+        "*Measured before candidates with intervals too wide to be told had to gain more (`GAIN_IN_WIDE_WIDTHS`).*",
+        "",
     ]
     for data in dict.fromkeys(row["data"] for row in rows):
         own = [row for row in rows if row["data"] == data]
