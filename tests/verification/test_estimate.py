@@ -358,6 +358,14 @@ def test_the_best_candidate_is_chosen_where_it_is_clearly_better() -> None:
     assert choose({"adabn": told(0.7), "bufr": told(0.9)}) == "bufr"
 
 
+def test_a_candidate_with_a_wide_interval_needs_a_larger_gain() -> None:
+    assert choose({UNTOUCHED: told(0.5, 0.1), "bufr": told(0.55, 0.1)}) == "bufr"
+    assert choose({UNTOUCHED: told(0.5, 0.1), "bufr": told(0.55, 0.2)}) == UNTOUCHED
+    assert choose({UNTOUCHED: told(0.5, 0.1), "bufr": told(0.6, 0.2)}) == "bufr"
+    # One whose gain is not clear does not stand in the way of another.
+    assert choose({UNTOUCHED: told(0.5, 0.1), "bufr": told(0.57, 0.3), "adabn": told(0.55)}) == "adabn"
+
+
 def test_of_errors_the_lowest_is_chosen() -> None:
     both = {UNTOUCHED: told(3.0), "bufr": told(1.0)}
     assert choose(both, higher_is_better=False) == "bufr"
@@ -515,7 +523,12 @@ def test_labels_alone_are_a_beta_distribution(correct: int, samples: int) -> Non
     expected = stats.beta(1 + correct, 1 + samples - correct).interval(0.9)
     assert found.labelled is not None
     np.testing.assert_allclose(found.labelled[1:3], expected, atol=2e-4)
-    assert found.labelled[0] == found.value == correct / samples
+    # Where all or none are correct, their share lies just outside of the interval.
+    assert (
+        found.labelled[0]
+        == found.value
+        == pytest.approx(min(max(correct / samples, expected[0]), expected[1]), abs=2e-4)
+    )
     assert (found.low, found.high) == found.labelled[1:3]
     assert found.reliable
 
