@@ -302,6 +302,7 @@ def commands() -> Values:
     """Run the commands about a model one after the other, as a user does."""
     model, home, away = files("images"), ["--data", "home.npz"], ["--data", "away.npz"]
     judge = [*model, *away, "--profile", "home.profile"]
+    bufr = ["--method", "bufr", "--option", "epochs_per_block=1"]
     fr = ["--method", "fr", "--option", "epochs=2", "--batch-size", "64"]
     calls = {
         "profile": ["profile", *model, *home, "--out", "a.profile"],
@@ -315,7 +316,7 @@ def commands() -> Values:
         "verify json": ["verify", *judge, "--json"],
         "evaluate": ["evaluate", *model, *away],
         "evaluate json": ["evaluate", *model, *away, "--json"],
-        "adapt": ["adapt", *judge, "--out", "mended", "--option", "epochs_per_block=1", "--batch-size", "64"],
+        "adapt": ["adapt", *judge, "--out", "mended", *bufr, "--batch-size", "64"],
         "evaluate mended": ["evaluate", *model[:3], "--weights", "mended/model.safetensors", *away],
         "no weights": ["evaluate", *model[:3], *away],
         "no data": ["evaluate", *model, "--data", "none.npz"],
