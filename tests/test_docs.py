@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from worlds import sensors
+from worlds import GAIN, OFFSET, sensors
 
 import shiftmend
 from shiftmend.cli import main
@@ -44,15 +44,19 @@ def test_the_readme_runs_as_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     world = sensors()
+    clean = (world.target - OFFSET) / GAIN
     names = {
         "model": world.model,
         "source_loader": DataLoader(TensorDataset(world.source), batch_size=200),
-        "target_loader": DataLoader(TensorDataset(world.target, world.labels), batch_size=200),
+        "held_out_loader": DataLoader(TensorDataset(clean[::2], world.labels[::2]), batch_size=200),
+        "target_loader": DataLoader(TensorDataset(world.target[1::2], world.labels[1::2]), batch_size=200),
     }
     home, away = code_blocks(ROOT / "README.md")
+    assert "held_out_loader, profile)" in home
+    home = home.replace("loader, profile)", "loader, profile, quick=True, candidates=['match-moments', 'adabn'])")
     exec(home, dict(names))
     exec(away, after := dict(names))
-    assert "before  not restored" in capsys.readouterr().out
+    assert "was chosen of untouched" in capsys.readouterr().out
     assert (tmp_path / "mended/manifest.json").exists()
     assert world.accuracy(after["mended"]) > 0.95 > world.accuracy(world.model)
 

@@ -19,6 +19,7 @@ from shiftmend.inputs.digits import enlarged_digits
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "SOURCE_EPOCHS", 6)
     monkeypatch.setattr(demo, "CANDIDATES", ("adabn",))
+    monkeypatch.setattr(demo, "SHIFTS", 9)
     monkeypatch.setattr(demo, "WORKERS", 1)
 
 
@@ -50,9 +51,10 @@ def test_the_demo_says_and_writes_what_it_promises(tmp_path: Path, monkeypatch: 
     report = demo.run(tmp_path / "demo", say=lambda thing: said.append(thing))
     assert torch.get_num_threads() == threads
     profile = shiftmend.Profile.load(tmp_path / "demo/digits.profile.safetensors")
-    assert profile.samples == demo.SOURCE_DIGITS
+    source, home, _ = demo.split_digits(0)
+    assert profile.samples == len(source)
     assert profile.rehearsal is not None
-    assert profile.rehearsal.samples == demo.HOME_DIGITS
+    assert profile.rehearsal.samples == len(home)
     assert (tmp_path / "demo/digits.png").read_bytes().startswith(b"\x89PNG")
     assert "<h1" in (tmp_path / "demo/report.html").read_text()
     assert (tmp_path / "demo/mended/model.safetensors").exists()
@@ -76,7 +78,10 @@ def test_no_digit_is_in_two_places() -> None:
     assert sum(map(len, parts)) == 1797
     whole = torch.cat([part.images.flatten(1) for part in parts])
     assert len(whole.unique(dim=0)) == len(enlarged_digits().images.flatten(1).unique(dim=0))
-    assert [len(part) for part in parts[:2]] == [demo.SOURCE_DIGITS, demo.HOME_DIGITS]
+    assert [part.name for part in parts] == ["source", "home", "site"]
+    for digit in range(10):
+        shares = [float((part.labels == digit).double().mean()) for part in parts if part.labels is not None]
+        assert max(shares) - min(shares) < 0.01
 
 
 @pytest.mark.slow

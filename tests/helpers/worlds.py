@@ -13,6 +13,9 @@ import shiftmend
 from shiftmend.inputs.feed import Feed
 from shiftmend.profiles.profile import Profile
 
+GAIN, OFFSET = torch.tensor([0.4, 2.0, 1.0, 1.5, 0.6, 1.0]), torch.tensor([3.0, -6.0, 9.0, 0.0, -4.0, 6.0])
+"""What the sensors at the target do to the readings."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -50,8 +53,7 @@ def sensors(norm: bool = True, samples: int = 600) -> World:
         nn.functional.cross_entropy(model(source), labels).backward()
         optimiser.step()
     clean, target_labels = draw()
-    gain, offset = torch.tensor([0.4, 2.0, 1.0, 1.5, 0.6, 1.0]), torch.tensor([3.0, -6.0, 9.0, 0.0, -4.0, 6.0])
-    return World(model.eval(), source, clean * gain + offset, target_labels)
+    return World(model.eval(), source, clean * GAIN + OFFSET, target_labels)
 
 
 def an_epoch(feed: Feed, seed: int, number: int) -> Iterator[Tensor]:

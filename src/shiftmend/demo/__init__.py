@@ -37,14 +37,16 @@ from shiftmend.utils.logs import hide_warnings
 from shiftmend.utils.progress import progress_bar
 from shiftmend.verification.estimate import Estimate
 
-SOURCE_DIGITS, HOME_DIGITS = 700, 500
-"""Digits to train and profile with, and digits to rehearse with. The site records the other 597."""
+PARTS = {"source": 7, "home": 5, "site": 6}
+"""Parts of the digits: to train and profile with, to rehearse with at home, and for the site."""
 
 SOURCE_EPOCHS = 40
 CANDIDATES = ("match-moments", "adabn", "bufr")
 """Candidates of the rehearsal, and so of every site. The untouched model is always one, too."""
 UNTRAINED = ("match-moments", "adabn")
 """Candidates that set statistics and train no weights."""
+SHIFTS = 12
+"""Simulated devices of the rehearsal."""
 WORKERS = 2
 """Processes that rehearse."""
 SHOWN_DIGITS = 12
@@ -211,11 +213,23 @@ def _run(folder: Path, seed: int, say: Callable[..., None] | None) -> Report:
 
 
 def split_digits(seed: int) -> tuple[Split, Split, Split]:
-    """Split the digits into those to train on, those to rehearse with at home, and those of the site."""
+    """Split the digits into those to train on, those to rehearse with at home, and those of the site.
+
+    Each part has the same share of every class, since a new device does not change what it records.
+    """
     everything = enlarged_digits()
-    order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(seed))
-    first, second = SOURCE_DIGITS, SOURCE_DIGITS + HOME_DIGITS
-    return everything.take(order[:first]), everything.take(order[first:second]), everything.take(order[second:])
+    assert everything.labels is not None
+    rng = torch.Generator().manual_seed(seed)
+    mixed = torch.randperm(len(everything), generator=rng)
+    by_class = mixed[everything.labels[mixed].argsort(stable=True)]
+    place = torch.arange(len(everything)) % sum(PARTS.values())
+    parts, first = [], 0
+    for name, share in PARTS.items():
+        own = by_class[(place >= first) & (place < first + share)]
+        parts.append(everything.take(own[torch.randperm(len(own), generator=rng)], name))
+        first += share
+    source, home, site = parts
+    return source, home, site
 
 
 def _rehearse(model: nn.Module, home: Split, profile: Profile, seed: int, bars: bool | None) -> Profile:
@@ -225,6 +239,7 @@ def _rehearse(model: nn.Module, home: Split, profile: Profile, seed: int, bars: 
             (home.images, home.labels),
             profile,
             candidates=CANDIDATES,
+            shifts=SHIFTS,
             quick=True,
             preprocess=preprocess,
             seed=seed,
