@@ -65,7 +65,7 @@ def test_signals_that_compare_with_home_need_a_rehearsal() -> None:
     model, profile = trained()
     feed = Feed(draw(300, 7).inputs)
     bare, full = read(model, feed, profile), read(model, feed, profile, HOME)
-    assert set(bare.signals) == {"slices", "marginals", "confidence", "certainty", "nuclear norm"}
+    assert set(bare.signals) == {"slices", "marginals", "outside", "confidence", "certainty", "nuclear norm"}
     assert set(full.signals) == set(READ_SIGNALS) - {"spread", "offset"}
 
 
