@@ -717,7 +717,7 @@ class Estimator:
         Mean and deviation of each signal at home are interpolated between the rehearsed sizes, in 1 / n and in the
         logarithm. Chance of the home samples themselves is added.
         """
-        # Draws of home have more nearly the class shares of home than a site has, which transport feels most. Skew tells.
+        # Draws of home have its class shares more nearly than a site has, which transport feels most. Skew tells.
         compared = {name: value for name, value in signals.items() if name != "transported confidence"}
         deviations = {name: self._compare(name, value, samples) for name, value in compared.items()}
         known = {name: far for name, far in deviations.items() if far is not None}
