@@ -514,6 +514,26 @@ def test_other_class_shares_are_told_from_another_device() -> None:
     assert not estimator.has_other_shares(skewed, 5)
 
 
+def test_harder_classes_are_answered_with_less_certainty_than_all_at_home() -> None:
+    # A site of one hard class lost 60 points when its lower confidence passed for that of a new device.
+    names = ("confidence", "skew")
+    record = make_record(
+        signals=names,
+        cross_fitted=False,
+        home_mean=torch.tensor([[0.9, 0.0]]),
+        home_deviation=torch.full((1, 2), 0.005),
+    )
+    classes = len(record.shares)
+    confusion = torch.eye(classes) * 90
+    confusion[0] = torch.tensor([80.0, 20.0, *[0.0] * (classes - 2)])
+    record = replace(record, score=0.9, confusion=confusion)
+    hard = torch.tensor([1.0, *[0.0] * (classes - 1)])
+    site = {"confidence": 0.82, "skew": 0.5}
+    assert not Estimator(record).has_other_shares(site, 1000)
+    assert Estimator(record).has_other_shares(site, 1000, hard)
+    assert not Estimator(record).has_other_shares(site | {"confidence": 0.6}, 1000, hard)
+
+
 # ---- a few labels
 
 

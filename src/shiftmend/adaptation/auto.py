@@ -31,6 +31,7 @@ from shiftmend.utils.json import dumps
 from shiftmend.utils.processes import of_first_process, world_size
 from shiftmend.utils.progress import progress_bar
 from shiftmend.verification.estimate import Estimate, Estimator
+from shiftmend.verification.predictions import class_shares
 from shiftmend.verification.reading import Reading, add_agreements, as_class_logits, read
 from shiftmend.verification.verdict import Verification
 
@@ -177,7 +178,8 @@ def adapt_auto(
     assert untouched.reading is not None
     if estimator.is_at_home(untouched.signals, untouched.reading.samples):
         return _finish_at_home(untouched, estimator)
-    if estimator.has_other_shares(untouched.signals, untouched.reading.samples):
+    shares = class_shares(untouched.reading.answers, len(record.shares)) if record.task == "classes" else None
+    if estimator.has_other_shares(untouched.signals, untouched.reading.samples, shares):
         return _finish_with_other_shares(untouched, estimator)
     rest = {name: method for name, method in methods.items() if name != UNTOUCHED}
     trials = [untouched, *try_candidates(task, settings, rest)]

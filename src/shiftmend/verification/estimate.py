@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal, Task, format_score, name_candidate
 from shiftmend.verification.maps import FITS, Floats, Map
@@ -726,11 +727,17 @@ class Estimator:
         strayed = [not (far if name in one_sided else abs(far)) <= HOME_DEVIATIONS for name, far in known.items()]
         return bool(known) and not any(strayed)
 
-    def has_other_shares(self, signals: Mapping[str, float], samples: int) -> bool:
+    def has_other_shares(self, signals: Mapping[str, float], samples: int, shares: Tensor | None = None) -> bool:
         """Return whether the untouched model answers as certainly as at home, but other classes.
 
         A new device makes a model uncertain, or moves features to where they never were at home. Other class shares do
         neither. Aligning features would then push samples into wrong classes.
+
+        Args:
+            signals: Signals of the untouched model.
+            samples: Samples they were read from.
+            shares: Share of each class among its answers, `[classes]`. With them, it is taken into account that classes
+                which are harder at home are answered with less certainty.
         """
         if "skew" not in signals or "confidence" not in signals:
             return False
@@ -741,7 +748,17 @@ class Estimator:
         if math.isfinite(mean) and not signals.get("outside", 0.0) <= mean + HOME_DEVIATIONS * deviation + MAX_OUTSIDE:
             return False
         mean, deviation = self._describe_home("confidence", samples)
-        return skewed > HOME_DEVIATIONS and signals["confidence"] >= mean - AS_CERTAIN - 2 * deviation
+        expected = mean + self._expect_change(shares)
+        return skewed > HOME_DEVIATIONS and signals["confidence"] >= expected - AS_CERTAIN - 2 * deviation
+
+    def _expect_change(self, shares: Tensor | None) -> float:
+        """Return the change in confidence that other class shares bring, by the accuracy of each class at home."""
+        confusion = self.record.confusion.double()
+        if shares is None or len(shares) != len(confusion):
+            return 0.0
+        counts = confusion.sum(1)
+        recalls = torch.where(counts > 0, confusion.diagonal() / counts.clamp_min(1), self.record.score)
+        return float((shares.double() * (recalls - self.record.score)).sum())
 
     def _compare(self, name: str, value: float, samples: int) -> float | None:
         """Return how many deviations a signal lies above its mean at home; None if home does not have the signal."""
