@@ -17,7 +17,7 @@ TITLE = "What four devices recorded, and what the model reads: bold blue is righ
 SCALE = 3
 """Pixels in the picture for one of an image."""
 
-GAP, MARGIN, LABELS_WIDTH, LINE_HEIGHT, TITLE_HEIGHT = 6, 14, 350, 27, 44
+GAP, MARGIN, LABELS_WIDTH, LINE_HEIGHT, TITLE_HEIGHT = 6, 14, 400, 27, 44
 """Pixels."""
 
 
