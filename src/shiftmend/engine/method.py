@@ -138,7 +138,7 @@ class Method:
     """Whether several processes may adapt together: the loss joins what they compute from their shares of a batch."""
     takes_labels: ClassVar[bool] = False
     reads_inputs: ClassVar[bool] = False
-    """Whether the method adapts to the inputs alone and runs no network; see `begin` and `adapt_to_inputs`."""
+    """Whether the method adapts in one pass over the inputs, without steps; see `begin` and `adapt_to_inputs`."""
     dropout: ClassVar[bool] = False
     """Whether dropout is on during training; on a stream it is always off."""
     minimises_entropy: ClassVar[bool] = False

@@ -1,7 +1,8 @@
-"""A map of each input in front of a model, `inputs * scale + offset`, that leaves all names in the model as they are.
+"""A map of each input in front of a model, linear or along a curve, that leaves all names in the model as they are.
 
-Scale and offset are buffers of the model itself, applied by a hook before its `forward`. A child module would be run by
-`nn.Sequential` as one more layer, and a wrapper would rename every parameter.
+The linear map is `inputs * scale + offset`; a curve is piecewise linear, one for each channel or column. The numbers
+are buffers of the model itself, applied by a hook before its `forward`. A child module would be run by `nn.Sequential`
+as one more layer, and a wrapper would rename every parameter.
 """
 
 from __future__ import annotations
@@ -12,10 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shiftmend.introspection.feature_map import attach_stored_feature_maps
+
 SCALE = "shiftmend_input_scale"
 """Name of the buffer with the factor of each input."""
 OFFSET = "shiftmend_input_offset"
 """Name of the buffer with what is added to each input."""
+KNOTS = "shiftmend_input_knots"
+"""Name of the buffer with the inputs where a curve bends."""
+SHIFTS = "shiftmend_input_shifts"
+"""Name of the buffer with what a curve adds to the inputs at its knots."""
 _HANDLE = "_shiftmend_input_handle"
 
 
@@ -36,9 +43,35 @@ def attach_input_map(model: nn.Module, scale: Tensor, offset: Tensor) -> None:
         >>> model(torch.tensor([[1.0, 1.0]])).item()
         8.0
     """
+    _attach(model, {SCALE: scale, OFFSET: offset})
+
+
+def attach_input_curve(model: nn.Module, knots: Tensor, shifts: Tensor) -> None:
+    """Let a model map its first input along piecewise-linear curves, one for each channel or column.
+
+    At its knots a curve adds the shifts. Beyond the outermost knots it goes on with the slope that it has between them
+    on the whole. An earlier map is replaced.
+
+    Args:
+        model: The model, which is changed in place.
+        knots: Inputs `[D, K]` where curves bend, rising along each row. `D` is the length of axis 1 of the inputs, or 1
+            for one curve of all inputs.
+        shifts: What is added there, of the same shape.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(1, 1, bias=False))
+        >>> _ = nn.init.ones_(model[0].weight)
+        >>> attach_input_curve(model, torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([[0.0, 4.0, 2.0]]))
+        >>> model(torch.tensor([[0.5], [1.0], [4.0]])).flatten().tolist()
+        [2.5, 5.0, 8.0]
+    """
+    _attach(model, {KNOTS: knots, SHIFTS: shifts})
+
+
+def _attach(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     detach_input_map(model)
-    model.register_buffer(SCALE, scale.detach().clone())
-    model.register_buffer(OFFSET, offset.detach().clone())
+    for name, values in buffers.items():
+        model.register_buffer(name, values.detach().clone())
     # A model that was unpickled brings the number of its hook along. The handle, unpickled with it, sees to it that no
     # later hook gets the same number and takes the place of the map.
     setattr(model, _HANDLE, model.register_forward_pre_hook(_map_first_input, with_kwargs=True))
@@ -48,8 +81,10 @@ def detach_input_map(model: nn.Module) -> None:
     """Remove the map of a model, if there is one."""
     if has_input_map(model):
         getattr(model, _HANDLE).remove()
-        for name in (_HANDLE, SCALE, OFFSET):
-            delattr(model, name)
+        delattr(model, _HANDLE)
+        for name in (SCALE, OFFSET, KNOTS, SHIFTS):
+            if hasattr(model, name):
+                delattr(model, name)
 
 
 def has_input_map(model: nn.Module) -> bool:
@@ -59,14 +94,24 @@ def has_input_map(model: nn.Module) -> bool:
 
 def set_input_map(model: nn.Module, scale: Tensor, offset: Tensor) -> None:
     """Write as many new values into the map of a model, in place, so that captured passes follow."""
+    _write(model, {SCALE: scale, OFFSET: offset})
+
+
+def set_input_curve(model: nn.Module, knots: Tensor, shifts: Tensor) -> None:
+    """Write as many new values into the curves of a model, in place, so that captured passes follow."""
+    _write(model, {KNOTS: knots, SHIFTS: shifts})
+
+
+def _write(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
-        for name, values in ((SCALE, scale), (OFFSET, offset)):
+        for name, values in buffers.items():
             own = model.get_buffer(name)
-            own.copy_(values.view_as(own))
+            # Some devices take no float64, so values are converted where they lie.
+            own.copy_(values.to(own.dtype).reshape(own.shape))
 
 
 def load_adapted_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load weights as `Adaptation.save` writes them, together with the map of the inputs if there is one.
+    """Load weights as `Adaptation.save` writes them, together with maps of inputs and of features if there are any.
 
     Args:
         model: The model as it was before adapting, which is changed in place.
@@ -83,9 +128,11 @@ def load_adapted_state(model: nn.Module, state: Mapping[str, Any]) -> None:
         tensor([0.5000, 0.5000])
     """
     detach_input_map(model)
-    if SCALE in state and OFFSET in state:
-        parameter = next(model.parameters(), state[SCALE])
-        attach_input_map(model, state[SCALE].to(parameter.device), state[OFFSET].to(parameter.device))
+    for names in ((SCALE, OFFSET), (KNOTS, SHIFTS)):
+        if all(name in state for name in names):
+            place = next(model.parameters(), state[names[0]]).device
+            _attach(model, {name: state[name].to(place) for name in names})
+    attach_stored_feature_maps(model, state)
     model.load_state_dict(state)
 
 
@@ -98,6 +145,28 @@ def _map_first_input(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any
 
 
 def _apply(model: nn.Module, inputs: Tensor) -> Tensor:
+    if KNOTS in model._buffers:
+        return _follow_curves(inputs, model.get_buffer(KNOTS), model.get_buffer(SHIFTS)).to(inputs.dtype)
     scale, offset = model.get_buffer(SCALE), model.get_buffer(OFFSET)
     # Inputs of 16 bits are mapped in the precision of the map, and keep their type.
     return (inputs * scale + offset).to(inputs.dtype)
+
+
+def _follow_curves(inputs: Tensor, knots: Tensor, shifts: Tensor) -> Tensor:
+    """Add to each input the shift between its two knots, in the precision of the knots."""
+    by_unit = len(knots) > 1
+    values = (inputs.movedim(1, 0) if by_unit else inputs).to(torch.promote_types(inputs.dtype, knots.dtype))
+    rows = values.reshape(len(knots), -1)
+    # Inputs that equal several knots belong behind the last of them, so neighbours below are never equal.
+    above = torch.searchsorted(knots, rows.detach().to(knots.dtype).contiguous(), right=True)
+    inside = (above > 0) & (above < knots.shape[1])
+    low, high = (above - 1).clamp_min(0), above.clamp_max(knots.shape[1] - 1)
+    first, last = torch.zeros_like(low), torch.full_like(low, knots.shape[1] - 1)
+    # Beyond the outermost knots the slope is that from the first knot to the last.
+    left, right = torch.where(inside, low, first), torch.where(inside, high, last)
+    width = knots.gather(1, right) - knots.gather(1, left)
+    rise = shifts.gather(1, right) - shifts.gather(1, left)
+    slope_share = (rows - knots.gather(1, low)) / torch.where(width > 0, width, 1)
+    mapped = rows + shifts.gather(1, low) + slope_share * torch.where(width > 0, rise, 0)
+    mapped = mapped.reshape(values.shape)
+    return mapped.movedim(0, 1) if by_unit else mapped

@@ -11,9 +11,10 @@ from shiftmend.methods.adabn import AdaBN
 from shiftmend.methods.bnm import BNM, BNMIM
 from shiftmend.methods.bufr import BUFR
 from shiftmend.methods.bufr_im import BUFRIM
+from shiftmend.methods.coral import CORAL, NEO
 from shiftmend.methods.fr import FR
 from shiftmend.methods.full_gauss import FullGauss
-from shiftmend.methods.match import MatchMean, MatchMoments
+from shiftmend.methods.match import MatchHistogram, MatchMean, MatchMoments
 from shiftmend.methods.pl import PL
 from shiftmend.methods.shot import SHOT
 from shiftmend.methods.shot_im import SHOTIM
@@ -28,6 +29,9 @@ METHODS: dict[str, type[Method]] = {
         SourceOnly,
         MatchMean,
         MatchMoments,
+        MatchHistogram,
+        NEO,
+        CORAL,
         AdaBN,
         PL,
         SHOTIM,
@@ -91,14 +95,17 @@ __all__ = [
     "BNMIM",
     "BUFR",
     "BUFRIM",
+    "CORAL",
     "FR",
     "METHODS",
+    "NEO",
     "PL",
     "SHOT",
     "SHOTIM",
     "TENT",
     "AdaBN",
     "FullGauss",
+    "MatchHistogram",
     "MatchMean",
     "MatchMoments",
     "Method",

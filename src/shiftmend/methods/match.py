@@ -1,4 +1,4 @@
-"""Input matching: give the inputs of the target the mean, or mean and deviation, that inputs have at the source."""
+"""Input matching: give the inputs of the target the mean, mean and deviation, or quantiles of inputs at the source."""
 
 from __future__ import annotations
 
@@ -11,9 +11,19 @@ from torch import Tensor, nn
 
 from shiftmend.engine.method import Method, Network, Stage
 from shiftmend.errors import AdaptationError
-from shiftmend.introspection.input_map import attach_input_map, set_input_map
+from shiftmend.introspection.input_map import (
+    attach_input_curve,
+    attach_input_map,
+    set_input_curve,
+    set_input_map,
+)
 from shiftmend.profiles.profile import Profile
 from shiftmend.stats.moments import Moments, MomentTracker, unit_shape
+from shiftmend.stats.quantiles import LEVELS, MAX_UNITS, Quantiles, QuantileTracker
+
+MIN_PER_SEGMENT = 8
+"""Values of the target between two knots of a curve, on average: of few values, only every other knot is used, or fewer
+still. What lies between two knots is then a straight line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +49,7 @@ class MatchMean(Method):
 
     def begin(self, model: nn.Module, sample: Tensor, profile: Profile | None) -> None:
         """Attach a map that changes nothing yet, after a look at whether inputs can be matched at all."""
-        moments = _find_moments(profile)
-        if not sample.is_floating_point():
-            kind = str(sample.dtype).removeprefix("torch.")
-            raise AdaptationError(
-                f"{self.name} expected inputs that are floating-point numbers, got {kind}; convert them in preprocess"
-            )
-        shape = unit_shape(sample)
-        if shape[0] != len(moments.mean):
-            raise AdaptationError(
-                f"{self.name} expected inputs of {len(moments.mean)} channels or columns as at the source, got "
-                f"{shape[0]}; look at the shape of the inputs"
-            )
+        shape = _check_units(sample, len(_find_moments(profile).mean), self.name)
         dtype = torch.promote_types(sample.dtype, torch.float32)
         ones = torch.ones(shape, dtype=dtype, device=sample.device)
         attach_input_map(model, ones, torch.zeros_like(ones))
@@ -62,9 +61,7 @@ class MatchMean(Method):
             tracker.update(batch)
         found, home = tracker.reduce_over_processes().exact(), _find_moments(profile)
         if found is None:
-            raise AdaptationError(
-                f"{self.name} expected finite inputs with one number of channels or columns; look at preprocess"
-            )
+            raise _not_finite(self.name)
         mean, variance = found
         home_mean, home_variance = home.mean.to(mean), home.variance.to(mean)
         scale = torch.ones_like(mean)
@@ -84,6 +81,114 @@ class MatchMoments(MatchMean):
 
     name: ClassVar[str] = "match-moments"
     scales: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchHistogram(Method):
+    """A rising curve for each channel or column of the inputs, so that their quantiles are the source's.
+
+    Curves are piecewise linear, with a knot at each quantile of the target, and fewer knots for fewer than 264 values a
+    channel. Channels and columns that are constant at the source or at the target are only shifted. The model gets two
+    buffers (`introspection/input_map.py`); its weights stay as they are.
+    """
+
+    name: ClassVar[str] = "match-histogram"
+    trains: ClassVar[bool] = False
+    needs_profile: ClassVar[bool] = True
+    online: ClassVar[bool] = False
+    several_processes: ClassVar[bool] = True
+    reads_inputs: ClassVar[bool] = True
+
+    def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
+        return [Stage("inputs", 1)]
+
+    def begin(self, model: nn.Module, sample: Tensor, profile: Profile | None) -> None:
+        """Attach curves that change nothing yet, after a look at whether inputs can be matched at all."""
+        home = _find_quantiles(profile, sample)
+        _check_units(sample, len(home.values), self.name)
+        dtype = torch.promote_types(sample.dtype, torch.float32)
+        knots = home.values.to(dtype).to(sample.device)
+        attach_input_curve(model, knots, torch.zeros_like(knots))
+
+    def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Tensor], profile: Profile | None) -> None:
+        """Read all inputs once and set the curves."""
+        tracker, sample = QuantileTracker(), torch.empty(0)
+        for batch in batches:
+            tracker.update(batch)
+            sample = batch
+        tracker = tracker.reduce_over_processes()
+        found, home = tracker.exact(), _find_quantiles(profile, sample).values
+        if found is None or len(found) != len(home):
+            raise _not_finite(self.name)
+        set_input_curve(model, *find_curves(found.cpu().double(), home.cpu().double(), tracker.samples))
+
+
+def find_curves(target: Tensor, home: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+    """Find the curves from quantiles of the target to those of home.
+
+    Args:
+        target: Quantiles `[D, LEVELS]` of the target.
+        home: Quantiles `[D, LEVELS]` of home.
+        samples: Values of each unit that the target's quantiles were found from.
+
+    Returns:
+        Knots and shifts `[D, LEVELS]`, as `attach_input_curve` takes them.
+
+    Example:
+        >>> target = torch.linspace(0, 1, 33, dtype=torch.float64).view(1, 33)
+        >>> knots, shifts = find_curves(target, 2 * target + 1, 1000)
+        >>> torch.equal(knots + shifts, 2 * target + 1)
+        True
+    """
+    step = next((step for step in (1, 2, 4, 8) if samples * step >= MIN_PER_SEGMENT * LEVELS), LEVELS // 2)
+    knots, values = target[:, ::step].contiguous(), home[:, ::step].contiguous()
+    # Many inputs with one value, such as a black background, take the middle of what home has at their levels.
+    first, last = (torch.searchsorted(knots, knots, right=right) for right in (False, True))
+    both = first + last - 1
+    tied = (values.gather(1, both // 2) + values.gather(1, (both + 1) // 2)) / 2
+    constant = home[:, :1] == home[:, -1:]
+    middle = knots.shape[1] // 2
+    shifts = torch.where(constant, values - knots[:, middle : middle + 1], tied - knots)
+    share = (torch.arange(LEVELS, device="cpu", dtype=knots.dtype) / step).clamp_max(knots.shape[1] - 1)
+    below = share.long().clamp_max(knots.shape[1] - 2)
+    share = share - below
+    filled = [torch.lerp(part[:, below], part[:, below + 1], share) for part in (knots, shifts)]
+    return filled[0].cummax(1).values, filled[1]
+
+
+def _check_units(sample: Tensor, units: int, name: str) -> tuple[int, ...]:
+    """Return the shape of one number a channel or column, or refuse inputs that cannot be matched."""
+    if not sample.is_floating_point():
+        kind = str(sample.dtype).removeprefix("torch.")
+        raise AdaptationError(
+            f"{name} expected inputs that are floating-point numbers, got {kind}; convert them in preprocess"
+        )
+    shape = unit_shape(sample)
+    if shape[0] != units:
+        raise AdaptationError(
+            f"{name} expected inputs of {units} channels or columns as at the source, got "
+            f"{shape[0]}; look at the shape of the inputs"
+        )
+    return shape
+
+
+def _not_finite(name: str) -> AdaptationError:
+    return AdaptationError(f"{name} expected finite inputs with one number of channels or columns; look at preprocess")
+
+
+def _find_quantiles(profile: Profile | None, sample: Tensor) -> Quantiles:
+    """Return the quantiles of the source's inputs."""
+    found = None if profile is None else profile.statistics.get("inputs.quantiles")
+    if not isinstance(found, Quantiles):
+        if sample.ndim > 1 and unit_shape(sample)[0] > MAX_UNITS:
+            raise AdaptationError(
+                f"match-histogram expected at most {MAX_UNITS:,} columns, got {unit_shape(sample)[0]:,}; "
+                "try match-moments, which takes more"
+            )
+        raise AdaptationError(
+            "expected a profile with quantiles of the inputs, got one without; profile the source again to match them"
+        )
+    return found
 
 
 def _find_moments(profile: Profile | None) -> Moments:

@@ -28,9 +28,11 @@ from shiftmend.profiles.fingerprints import InputSummary
 from shiftmend.profiles.presets import Preset
 from shiftmend.profiles.presets import preset as find_preset
 from shiftmend.profiles.profile import Profile, as_profile
+from shiftmend.stats.answers import AnswerTracker
 from shiftmend.stats.gaussians import CovarianceTracker, FullGaussian
 from shiftmend.stats.histograms import SOFT_TEMPERATURE, Bins, CountTracker, RangeTracker, check_bins, usable_units
 from shiftmend.stats.moments import MomentTracker
+from shiftmend.stats.quantiles import QuantileTracker
 from shiftmend.stats.slices import MAX_WEIGHTS, Projector, Slices, bins_of_slices
 from shiftmend.stats.statistics import Statistic
 from shiftmend.utils.checks import brief, check_known, counted, is_whole
@@ -161,12 +163,18 @@ def profile(
             frame = _frame(trackers, chosen, like)
             counters, slice_counters, covariance = _counts(passes, frame, cut, like, full)
             moments = passes.input_moments.reduce_over_processes().moments()
+            answers = passes.answers.answers()
+            quantiles = passes.input_quantiles.reduce_over_processes().quantiles()
         statistics: dict[str, Statistic] = {f"tap.{name}": counter.histogram() for name, counter in counters.items()}
         statistics["gaussian"] = trackers["features"].gaussian() if covariance is None else covariance.gaussian()
         for name, projector in frame.projectors.items():
             statistics[f"slices.{name}"] = Slices(slice_counters[name].histogram(), frame.seeds[name], projector)
         if moments is not None:
             statistics["inputs"] = moments
+        if answers is not None:
+            statistics["answers"] = answers
+        if quantiles is not None:
+            statistics["inputs.quantiles"] = quantiles
         result = Profile(
             statistics=statistics,
             mean=frame.mean,
@@ -232,7 +240,8 @@ class _Passes:
     def __init__(self, model: nn.Module, feed: Feed, specs: Mapping[str, Tap], keep_bytes: int, bar: Bar) -> None:
         self.model, self.feed, self.specs, self.bar = model, feed, specs, bar
         self.keep_bytes, self.number = keep_bytes, 0
-        self.input_moments = MomentTracker()
+        self.input_moments, self.input_quantiles = MomentTracker(), QuantileTracker()
+        self.answers = AnswerTracker()
         self._kept: list[Samples] | None = None
 
     def run(self, update: Callable[[Samples], None]) -> None:
@@ -258,6 +267,8 @@ class _Passes:
                 kept.append(samples)
             if self.number == 1:
                 self.input_moments.update(seen.inputs)
+                self.answers.update(samples["logits"])
+                self.input_quantiles.update(seen.inputs)
             advance(len(seen.inputs))
             update(samples)
 

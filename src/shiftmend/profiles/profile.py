@@ -39,8 +39,8 @@ class Profile:
     """Statistics of a source by name, and what they belong to. Make one with `shiftmend.profile`.
 
     `statistics` holds `tap.NAME`, the histogram of each tap; `gaussian`, that of the features; `slices.NAME`, sets of
-    slices of the features; and `inputs`, the moments of the inputs. The properties `taps`, `gaussian` and `slices` give
-    access to them by type.
+    slices of the features; `inputs`, the moments of the inputs; and `inputs.quantiles`. The properties `taps`,
+    `gaussian` and `slices` give access to them by type.
     `slices["verification"]` judges and is never aligned; `slices["alignment"]` is there for the preset `sliced` alone.
 
     `mean` and `deviation` `[D]` standardise the features before they are sliced. They stay the same when profiles are
@@ -51,7 +51,7 @@ class Profile:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> profile = shiftmend.profile(model, torch.randn(100, 4))
         >>> sorted(profile.statistics)
-        ['gaussian', 'inputs', 'slices.verification', 'tap.features', 'tap.logits']
+        ['answers', 'gaussian', 'inputs', 'inputs.quantiles', 'slices.verification', 'tap.features', 'tap.logits']
         >>> profile.taps["features"].counts.shape
         torch.Size([8, 10])
     """
@@ -204,7 +204,7 @@ class Profile:
             >>> import shiftmend
             >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
             >>> profile = shiftmend.profile(model, torch.randn(100, 4))
-            >>> len(profile.to_bytes()) < 10_000
+            >>> len(profile.to_bytes()) < 11_000
             True
         """
         from shiftmend.profiles import serialize
@@ -364,6 +364,7 @@ def _mix(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
 
 
 def _identity(profile: Profile) -> tuple[object, ...]:
-    """Collect what profiles must have in common to be mixed. Older files have no moments of the inputs."""
-    kinds = {name: statistic.kind for name, statistic in profile.statistics.items() if name != "inputs"}
+    """Collect what profiles must have in common to be mixed. Older files lack statistics of inputs and answers."""
+    every = profile.statistics.items()
+    kinds = {name: statistic.kind for name, statistic in every if name.partition(".")[0] not in ("inputs", "answers")}
     return profile.preset, profile.specs, profile.architecture, profile.weights, kinds

@@ -32,8 +32,11 @@ from shiftmend.profiles.fingerprints import InputSummary
 from shiftmend.profiles.presets import PRESETS
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import Rehearsal
+from shiftmend.stats.answers import Answers
 from shiftmend.stats.gaussians import FullGaussian, MarginalGaussian
 from shiftmend.stats.histograms import Bins, Histogram, usable_units
+from shiftmend.stats.moments import Moments
+from shiftmend.stats.quantiles import Quantiles
 from shiftmend.stats.slices import Slices
 from shiftmend.stats.statistics import KINDS, Frame, Statistic, read_whole_number
 from shiftmend.utils.sealing import UNSEALED, is_intact, seal
@@ -318,6 +321,12 @@ def problems(profile: Profile) -> list[str]:
     for name, part in {"gaussian": profile.gaussian, **profile.slices}.items():
         if part.samples != features.samples:
             found.append(f"{name} is not of the {features.samples} samples of the features")
+    answers = profile.statistics.get("answers")
+    if isinstance(answers, Answers) and len(answers.shares) != profile.taps["logits"].units:
+        found.append("the answers are not of as many classes as the logits")
+    moments, quantiles = (profile.statistics.get(name) for name in ("inputs", "inputs.quantiles"))
+    if isinstance(moments, Moments) and isinstance(quantiles, Quantiles) and len(moments.mean) != len(quantiles.values):
+        found.append("moments and quantiles of the inputs are not of the same units")
     if any(tap.samples < profile.inputs_seen for tap in profile.taps.values()):
         found.append(f"a tap has fewer samples than the {profile.inputs_seen} inputs")
     if features.usable_count == 0:

@@ -41,6 +41,20 @@ def unit_shape(inputs: Tensor) -> tuple[int, ...]:
     return (1,)
 
 
+def as_units(inputs: Tensor) -> Tensor | None:
+    """View inputs `[N, ...]` as `[values, units]`, one column for each channel or column; None if there are no units.
+
+    Example:
+        >>> import torch
+        >>> as_units(torch.zeros(8, 3, 32, 32)).shape, as_units(torch.zeros(8, 99, 5)).shape
+        (torch.Size([8192, 3]), torch.Size([3960, 1]))
+    """
+    if inputs.ndim < 2 or inputs.is_complex() or inputs.dtype == torch.bool:
+        return None
+    units = unit_shape(inputs)[0]
+    return inputs.movedim(1, -1).reshape(-1, units) if units > 1 else inputs.reshape(-1, 1)
+
+
 @register
 @dataclass(frozen=True, eq=False)
 class Moments:
@@ -104,13 +118,12 @@ class MomentTracker:
         """Take in a batch of inputs `[N, ...]`."""
         if self._tracker is None:
             return
-        units = len(unit_shape(inputs)) and unit_shape(inputs)[0]
-        usable = inputs.ndim > 1 and not inputs.is_complex() and inputs.dtype != torch.bool
-        if not usable or (self._tracker.samples and len(self._tracker.mean) != units):
-            self._tracker = None
-            return
         for part in split_rows(inputs.detach()):
-            self._tracker.update(part.movedim(1, -1).reshape(-1, units) if units > 1 else part.reshape(-1, 1))
+            values = as_units(part)
+            if values is None or (self._tracker.samples and len(self._tracker.mean) != values.shape[1]):
+                self._tracker = None
+                return
+            self._tracker.update(values)
 
     def reduce_over_processes(self) -> MomentTracker:
         """Return the tracker of the samples of all processes; all of them see inputs of the same kind."""

@@ -46,6 +46,9 @@ METHODS: dict[str, tuple[str, Marker]] = {
     "bufr-im": ("#8026ff", (5, 1, 180)),
     "match-mean": ("#a7d1b1", (3, 1, 0)),
     "match-moments": ("#3a044b", (7, 1, 0)),
+    "match-histogram": ("#50f050", (10, 1, 0)),
+    "neo": ("#8c00c8", (11, 1, 0)),
+    "coral": ("#f000f0", (12, 1, 0)),
 }
 """Colour and marker of each method. Rows of a benchmark that are a method with other options have a shade of it."""
 
