@@ -15,14 +15,16 @@ from rehearsed_world import CANDIDATES, Site, draw, rehearsed, trained
 from torch import Tensor, nn
 
 import shiftmend
-from shiftmend.adaptation.auto import find_differences, list_candidates
+from shiftmend.adaptation.auto import Trial, _choose_by_features, find_differences, list_candidates
 from shiftmend.adaptation.result import Adaptation
 from shiftmend.errors import AdaptationError
 from shiftmend.methods.adabn import AdaBN
 from shiftmend.methods.fr import FR
 from shiftmend.methods.target_supervised import TargetSupervised
 from shiftmend.profiles.rehearsal import UNTOUCHED
+from shiftmend.stats.answers import Answers
 from shiftmend.verification.estimate import Estimate, Estimator
+from shiftmend.verification.reading import Reading
 
 OFFSET = torch.linspace(-2, 2, 8)
 DIVERGING = FR(epochs=2, learning_rate=1e30)
@@ -268,6 +270,59 @@ def test_without_a_rehearsal_features_decide_and_it_is_said(caplog: pytest.LogCa
 def test_without_a_rehearsal_unshifted_data_leave_the_model_as_it_came() -> None:
     result = adapt(draw(4000, 1).inputs, trained()[1], candidates=CANDIDATES)
     assert_untouched(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [(0.5, 0.5, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0), (0.7, 0.1, 0.1, 0.1)])
+def test_without_a_rehearsal_other_shares_of_the_classes_do_no_harm(shares: tuple[float, ...]) -> None:
+    model, profile = trained()
+    site = draw(500, 13, shares)
+    harmed = adapt(site.inputs, profile, method="match-moments")
+    assert site.accuracy(harmed.model) < site.accuracy(model) - 0.05
+    result = adapt(site.inputs, profile, candidates=CANDIDATES)
+    assert_untouched(result)
+    assert "other classes" in result.reason
+    assert [one.name for one in result.candidates] == [UNTOUCHED]
+
+
+@pytest.mark.slow
+def test_an_older_profile_without_answers_is_read_and_mends(tmp_path: Path) -> None:
+    _, profile = trained()
+    statistics = {name: one for name, one in profile.statistics.items() if name != "answers"}
+    replace(profile, statistics=statistics).save(tmp_path / "old.profile")
+    old = shiftmend.Profile.load(tmp_path / "old.profile")
+    assert "answers" not in old.statistics
+    assert "answers" not in old.merge(profile).statistics
+    site = shifted()
+    result = adapt(site.inputs, old, candidates=CANDIDATES)
+    assert site.accuracy(result.model) > site.accuracy(trained()[0])
+
+
+def tried(name: str, shares: tuple[float, ...], confidence: float, slices: float) -> Trial:
+    """A candidate of 400 answers."""
+    answers = torch.repeat_interleave(torch.arange(4), (400 * torch.tensor(shares)).long())
+    signals = {"slices": slices, "marginals": slices, "confidence": confidence}
+    reading = Reading(signals, torch.zeros(400, 4), answers, None, 400)  # type: ignore[arg-type]
+    return Trial(name, AdaBN(), reading=reading, signals=signals)
+
+
+@pytest.mark.parametrize(
+    ("shares", "confidence", "kept"),
+    [
+        ((0.25, 0.25, 0.25, 0.25), 0.6, "adabn"),
+        ((0.25, 0.25, 0.25, 0.25), 0.45, UNTOUCHED),
+        ((0.3, 0.3, 0.2, 0.2), 0.6, "adabn"),
+        ((0.7, 0.1, 0.1, 0.1), 0.9, UNTOUCHED),
+    ],
+    ids=["as home", "less certain", "by chance", "skewed"],
+)
+def test_answers_may_speak_against_a_candidate(shares: tuple[float, ...], confidence: float, kept: str) -> None:
+    home = Answers(torch.full((4,), 0.25), torch.tensor([0.9]), 1500)
+    profile = replace(trained()[1], statistics={**trained()[1].statistics, "answers": home})
+    trials = [tried(UNTOUCHED, (0.3, 0.3, 0.2, 0.2), 0.6, 0.5), tried("adabn", shares, confidence, 0.1)]
+    chosen, reason = _choose_by_features(trials, profile)
+    assert chosen.name == kept
+    assert ("certain" in reason) == (kept == UNTOUCHED)
 
 
 # ---- calibration

@@ -26,12 +26,13 @@ from shiftmend.methods import method as make_method
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal, name_candidate
+from shiftmend.stats.answers import Answers
 from shiftmend.utils.checks import brief
 from shiftmend.utils.json import dumps
 from shiftmend.utils.processes import of_first_process, world_size
 from shiftmend.utils.progress import progress_bar
-from shiftmend.verification.estimate import Estimate, Estimator
-from shiftmend.verification.predictions import class_shares
+from shiftmend.verification.estimate import HOME_DEVIATIONS, MAX_OUTSIDE, Estimate, Estimator
+from shiftmend.verification.predictions import class_shares, skew, skew_by_chance
 from shiftmend.verification.reading import Reading, add_agreements, as_class_logits, read
 from shiftmend.verification.verdict import Verification
 
@@ -43,9 +44,16 @@ CANDIDATES = (UNTOUCHED, "match-mean", "match-moments", "adabn", "fr", "bufr", "
 
 MUCH_CLOSER = 0.7
 """Without a rehearsal: slices, as a share of those of the untouched model, that a candidate must come below."""
+CERTAIN_ENOUGH = 0.1
+"""Without a rehearsal: mean confidence below that of the profile up to which a model counts as certain as at home. A
+profile is often of training data, on which a model is more certain than on others."""
+LESS_CERTAIN_BY_SKEW = 0.4
+"""Without a rehearsal: the same for each unit of skew. Few classes may be the hard ones, of which a model is less
+certain. One or two digits cost up to 0.35 a unit, devices that the digits' network minds 0.5 or more (two seeds)."""
 SIMPLER = 1.2
 """Without a rehearsal: the simplest candidate is kept whose slices exceed the lowest by no more than this factor."""
 
+OTHER_SHARES = "answers are as certain as at home but fall into other classes, as where class shares differ"
 ADVICE = "try profile = shiftmend.rehearse(model, held_out_home_data, profile) at home"
 
 CandidateNames = Iterable[str | Method | type[Method]]
@@ -168,23 +176,30 @@ def adapt_auto(
     if settings.on_epoch is not None:
         raise AdaptationError("on_epoch follows one method, and 'auto' tries several; name a method")
     methods = list_candidates(candidates, task.profile)
+    (untouched,) = try_candidates(task, settings, {UNTOUCHED: methods[UNTOUCHED]})
+    assert untouched.reading is not None
     record = task.profile.rehearsal
     if record is None:
-        trials = try_candidates(task, settings, methods)
-        return _finish_unrehearsed(trials)
+        if reason := _find_reason_to_stay(untouched, task.profile):
+            return _finish_unrehearsed([untouched], untouched, reason)
+        trials = _try_others(task, settings, methods, untouched)
+        return _finish_unrehearsed(trials, *_choose_by_features(trials, task.profile))
     estimator = Estimator(record)
-    first = try_candidates(task, settings, {UNTOUCHED: methods[UNTOUCHED]})
-    (untouched,) = first
-    assert untouched.reading is not None
     if estimator.is_at_home(untouched.signals, untouched.reading.samples):
         return _finish_at_home(untouched, estimator)
     shares = class_shares(untouched.reading.answers, len(record.shares)) if record.task == "classes" else None
     if estimator.has_other_shares(untouched.signals, untouched.reading.samples, shares):
         return _finish_with_other_shares(untouched, estimator)
+    trials = _try_others(task, settings, methods, untouched)
+    return _finish_rehearsed(task, trials, estimator, calibrate, settings.output)
+
+
+def _try_others(task: Task, settings: Settings, methods: Mapping[str, Method], untouched: Trial) -> list[Trial]:
+    """Try all other candidates, and return them behind the untouched model."""
     rest = {name: method for name, method in methods.items() if name != UNTOUCHED}
     trials = [untouched, *try_candidates(task, settings, rest)]
     _add_signals(task, trials)
-    return _finish_rehearsed(task, trials, estimator, calibrate, settings.output)
+    return trials
 
 
 def _finish_at_home(untouched: Trial, estimator: Estimator) -> Adaptation:
@@ -202,7 +217,7 @@ def _finish_with_other_shares(untouched: Trial, estimator: Estimator) -> Adaptat
     result, reading = untouched.adaptation, untouched.reading
     assert result is not None
     assert reading is not None
-    why = "answers are as certain as at home but fall into other classes, as where class shares differ"
+    why = OTHER_SHARES
     estimate = estimator.estimate(UNTOUCHED, untouched.signals, reading.samples, reasons=[why])
     tried = (Candidate(UNTOUCHED, estimate, untouched.signals, untouched.seconds),)
     return _complete(result, Estimates(estimate, estimate), tried, f"{why}, so nothing was changed")
@@ -256,9 +271,8 @@ def find_differences(method: Method, record: Rehearsal) -> list[str]:
     return [f"{method.name} was rehearsed with another {changed[0]}"] if changed else []
 
 
-def _finish_unrehearsed(trials: Sequence[Trial]) -> Adaptation:
-    """Choose by the features: slices must come much closer to home, and marginals and answers not speak against it."""
-    chosen, reason = _choose_by_features(trials)
+def _finish_unrehearsed(trials: Sequence[Trial], chosen: Trial, reason: str) -> Adaptation:
+    """Return a candidate without an estimate, and say how to get one."""
     assert chosen.adaptation is not None
     nobody = Estimate(None, None, None, "accuracy", ("the profile was not rehearsed",))
     tried = tuple(Candidate(trial.name, None, trial.signals, trial.seconds, trial.failure) for trial in trials)
@@ -267,25 +281,69 @@ def _finish_unrehearsed(trials: Sequence[Trial]) -> Adaptation:
     return result
 
 
-def _choose_by_features(trials: Sequence[Trial]) -> tuple[Trial, str]:
+def _find_reason_to_stay(untouched: Trial, profile: Profile) -> str | None:
+    """Return why nothing has to be tried without a rehearsal, in words; None if candidates have to be."""
+    assert untouched.reading is not None
+    if untouched.reading.verification.verdict == "restored":
+        return "the features are as at home, so nothing was changed"
+    if _answers_other_classes(untouched, profile):
+        return f"{OTHER_SHARES}, so nothing was changed"
+    return None
+
+
+def _choose_by_features(trials: Sequence[Trial], profile: Profile) -> tuple[Trial, str]:
+    """Choose by the features: slices must come much closer to home, and marginals and answers not speak against it."""
     untouched = trials[0]
-    before = untouched.reading
-    assert before is not None
-    if before.verification.verdict == "restored":
-        return untouched, "the features are as at home, so nothing was changed"
     limits = {name: untouched.signals.get(name, float("inf")) for name in ("slices", "marginals")}
-    better = [
+    closer = [
         trial
         for trial in trials[1:]
         if trial.reading is not None
         and trial.signals["slices"] < MUCH_CLOSER * limits["slices"]
         and trial.signals["marginals"] < limits["marginals"]
     ]
-    if not better:
+    if not closer:
         return untouched, "no candidate brought the features much closer to home"
+    better = [trial for trial in closer if not _answers_worse(trial, untouched, profile)]
+    if not better:
+        return untouched, "where features came closer to home, answers became less certain or less like those of home"
     lowest = min(trial.signals["slices"] for trial in better)
     chosen = next(trial for trial in better if trial.signals["slices"] <= SIMPLER * lowest)
     return chosen, "it brought the features closest to home; whether answers are better is not known"
+
+
+def _answers_other_classes(untouched: Trial, profile: Profile) -> bool:
+    """Return whether the untouched model is about as certain as at home, but answers other classes.
+
+    Without a rehearsal nobody knows how far confidence falls behind a new device. In doubt the model is left alone.
+    """
+    home = profile.statistics.get("answers")
+    if not isinstance(home, Answers) or "confidence" not in untouched.signals:
+        return False
+    apart, by_chance = _measure_skew(untouched, home, profile)
+    is_inside = untouched.signals.get("outside", 0.0) <= MAX_OUTSIDE
+    tolerated = max(CERTAIN_ENOUGH, LESS_CERTAIN_BY_SKEW * apart)
+    certain = untouched.signals["confidence"] >= float(home.confidence) - tolerated
+    return apart > by_chance and is_inside and certain
+
+
+def _answers_worse(trial: Trial, untouched: Trial, profile: Profile) -> bool:
+    """Return whether a candidate is less certain than the untouched model, or its answers less like those of home."""
+    home = profile.statistics.get("answers")
+    if not isinstance(home, Answers) or "confidence" not in untouched.signals:
+        return False
+    (apart, by_chance), (before, _) = (_measure_skew(one, home, profile) for one in (trial, untouched))
+    certain = trial.signals.get("confidence", 0.0) >= untouched.signals["confidence"] - CERTAIN_ENOUGH
+    return apart > max(before, 0.0) + by_chance or not certain
+
+
+def _measure_skew(trial: Trial, home: Answers, profile: Profile) -> tuple[float, float]:
+    """Return how far the answers of a candidate are from the class shares of home, and how far chance brings them."""
+    reading = trial.reading
+    assert reading is not None
+    own = class_shares(reading.answers, len(home.shares))
+    deviation = skew_by_chance(home.shares, reading.samples, profile.inputs_seen)[1]
+    return skew(own, home.shares, reading.samples, profile.inputs_seen), HOME_DEVIATIONS * deviation
 
 
 def _complete(result: Adaptation, estimates: Estimates, tried: tuple[Candidate, ...], reason: str) -> Adaptation:
