@@ -8,6 +8,12 @@ gyroscope, five activities; a small network is trained on the phone or the watch
 and meets the other device, and its own one, on people it has never seen. Nothing was tuned on these data but the limit
 of `MAX_OUTSIDE` in `verification/estimate.py`, which the gas boards have shown to be needed. Takes about ten minutes on
 one core.
+
+    python benchmarks/real_instruments.py --data-root DATA --single --page docs/results/real-instruments.md
+
+measures single methods that train nothing by gradients, one column each, without a rehearsal: between the gas boards,
+and in `tablets`, pharmaceutical tablets before two near-infrared spectrometers. A small network that tells the assay is
+trained on the spectra of some tablets and meets those of others from the other device.
 """
 
 from __future__ import annotations
@@ -39,6 +45,10 @@ GAS_TRAINED = 0.375
 """Share of a board's samples that the network is trained on and profiled with; the rest rehearse."""
 PEOPLE_TRAINED, PEOPLE_AT_HOME = 14, 4
 """People whose windows train the network, and rehearse; the others are at the site."""
+TABLETS_AT_HOME, TABLETS_TRAINED = 300, 200
+"""Tablets of home, and those of them that the network is trained on; the others are at the site."""
+SINGLE = ("source-only", "match-mean", "match-moments", "match-histogram", "neo", "coral", "adabn")
+"""Methods that are measured by themselves."""
 
 Row = dict[str, Any]
 
@@ -50,7 +60,8 @@ def train(model: nn.Module, inputs: Tensor, labels: Tensor, epochs: int, batch_s
         for index in torch.randperm(len(inputs)).split(batch_size):
             if len(index) > 3:
                 optimiser.zero_grad()
-                functional.cross_entropy(model(inputs[index]), labels[index]).backward()
+                loss = functional.mse_loss if labels.is_floating_point() else functional.cross_entropy
+                loss(model(inputs[index]), labels[index]).backward()
                 optimiser.step()
     return model.eval()
 
@@ -88,7 +99,24 @@ def measure(model: nn.Module, profile: shiftmend.Profile, inputs: Tensor, labels
     }
 
 
-def run_gas(root: Path, seeds: Sequence[int], file: RowFile) -> None:
+def split_board(boards: Any, home: str) -> tuple[Tensor, Tensor] | None:
+    """Draw the samples of a board that train and those that rehearse; None if too few would be left to rehearse."""
+    own = torch.from_numpy(np.flatnonzero(boards == home))
+    own = own[torch.randperm(len(own))]
+    first = round(GAS_TRAINED * len(own))
+    return None if len(own) - first < MIN_HELD_OUT else (own[:first], own[first:])
+
+
+def make_gas_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(80, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4)
+    )
+
+
+GAS_TRAINING = {"epochs": 60, "batch_size": 16, "rate": 1e-2}
+
+
+def run_gas(root: Path, seeds: Sequence[int], file: RowFile, single: bool = False) -> None:
     data = np.load(root / "instruments" / "twin_gas.npz")
     inputs, labels, boards = torch.tensor(data["x"]), torch.tensor(data["y"]).long(), data["board"]
     for seed, home in itertools.product(seeds, BOARDS):
@@ -96,32 +124,76 @@ def run_gas(root: Path, seeds: Sequence[int], file: RowFile) -> None:
         if not sites:
             continue
         torch.manual_seed(seed)
-        own = torch.from_numpy(np.flatnonzero(boards == home))
-        own = own[torch.randperm(len(own))]
-        first = round(GAS_TRAINED * len(own))
-        if len(own) - first < MIN_HELD_OUT:
+        parts = split_board(boards, home)
+        if parts is None:
             continue
-        trained, held_out = own[:first], own[first:]
+        trained, held_out = parts
         mean_, deviation = inputs[trained].mean(0), inputs[trained].std(0) + 1e-6
         scaled = (inputs - mean_) / deviation
-        model = nn.Sequential(
-            nn.Linear(80, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4)
-        )
-        profile = prepare_model(
-            model,
-            (scaled[trained], labels[trained]),
-            (scaled[held_out], labels[held_out]),
-            seed,
-            epochs=60,
-            batch_size=16,
-            rate=1e-2,
-        )
+        model = make_gas_model()
+        if single:
+            train(model, scaled[trained], labels[trained], **GAS_TRAINING)
+            profile = shiftmend.profile(model, scaled[trained], gaussian="full", progress=False)
+        else:
+            given = [(scaled[part], labels[part]) for part in parts]
+            profile = prepare_model(model, given[0], given[1], seed, **GAS_TRAINING)
         for site in sites:
             there = torch.from_numpy(np.flatnonzero(boards == site))
-            file.add(
-                ("twin-gas", home, site, seed), measure(model, profile, scaled[there], labels[there], seed), _facts()
-            )
-            print(describe(file.rows[-1]), flush=True)
+            if single:
+                found = measure_single(model, profile, scaled[there], labels[there], seed)
+                at_home = shiftmend.evaluate(model, (scaled[held_out], labels[held_out]), progress=False)
+                found["at_home"] = round(_score(at_home), 4)
+            else:
+                found = measure(model, profile, scaled[there], labels[there], seed)
+            file.add(("twin-gas", home, site, seed), found, _facts())
+            print((describe_single if single else describe)(file.rows[-1]), flush=True)
+
+
+def run_tablets(root: Path, seeds: Sequence[int], file: RowFile) -> None:
+    """Measure single methods on spectra; scores are the root mean squared error of the assay, in its own unit."""
+    data = np.load(root / "instruments" / "nir_tablets.npz")
+    spectra, assay = torch.tensor(data["x"]), torch.tensor(data["y"][:, 2:])
+    tablets = np.unique(data["sample"])
+    for seed, (home, site) in itertools.product(seeds, ((1, 2), (2, 1))):
+        if file.has("tablets", str(home), str(site), seed):
+            continue
+        torch.manual_seed(seed)
+        order = np.random.default_rng(seed).permutation(tablets)
+        groups = np.split(order, [TABLETS_TRAINED, TABLETS_AT_HOME])
+        places = [(home, groups[0]), (home, groups[1]), (site, groups[2])]
+        trained, held_out, there = (
+            torch.from_numpy(np.flatnonzero((data["device"] == device) & np.isin(data["sample"], group)))
+            for device, group in places
+        )
+        scaled = (spectra - spectra[trained].mean(0)) / spectra[trained].std(0)
+        centre, deviation = assay[trained].mean(), assay[trained].std()
+        answers = (assay - centre) / deviation
+        model = nn.Sequential(
+            nn.Linear(650, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1)
+        )
+        train(model, scaled[trained], answers[trained], epochs=100, batch_size=16, rate=3e-3)
+        profile = shiftmend.profile(model, scaled[trained], gaussian="full", progress=False)
+        found = measure_single(model, profile, scaled[there], answers[there], seed)
+        found["at_home"] = _score(shiftmend.evaluate(model, (scaled[held_out], answers[held_out]), progress=False))
+        found = {name: round(value * float(deviation), 3) for name, value in found.items()}
+        file.add(("tablets", str(home), str(site), seed), found | {"samples": len(there)}, _facts())
+        print(describe_single(file.rows[-1]), flush=True)
+
+
+def measure_single(
+    model: nn.Module, profile: shiftmend.Profile, inputs: Tensor, labels: Tensor, seed: int
+) -> dict[str, float]:
+    """Mend by each method alone, and score the outcome with labels."""
+    found = {}
+    for name in SINGLE:
+        result = shiftmend.adapt(model, inputs, profile, name, seed=seed, progress=False)
+        found[name] = round(_score(shiftmend.evaluate(result.model, (inputs, labels), progress=False)), 4)
+    return found
+
+
+def _score(scores: Any) -> float:
+    """Return the accuracy, or the root mean squared error of a quantity."""
+    return scores.accuracy if isinstance(scores, shiftmend.Scores) else scores.root_mean_square_error
 
 
 def run_motion(root: Path, seeds: Sequence[int], file: RowFile) -> None:
@@ -187,7 +259,45 @@ def _tell(estimate: Row) -> str:
     return _percent(estimate["value"]) + ends
 
 
-def write_page(rows: Sequence[Row]) -> str:
+def describe_single(row: Row) -> str:
+    scores = ", ".join(f"{name} {_show(row['data'], row[name])}" for name in ("at_home", *SINGLE))
+    return f"{row['data']} {row['home']} to {row['site']}, seed {row['seed']}: {scores}"
+
+
+def _show(data: str, score: float) -> str:
+    return f"{score:.2f}" if data == "tablets" else _percent(score)
+
+
+def list_single(rows: Sequence[Row]) -> list[str]:
+    """Write the table of single methods: means and standard errors over directions and seeds."""
+    if not rows:
+        return []
+    lines = [
+        "## Single methods",
+        "",
+        "Made with `--single`: methods by themselves, without a rehearsal, at the same homes and sites. Accuracy in",
+        "percent between gas boards, root mean squared error of the assay between spectrometers; means over directions",
+        "and seeds. *Better* counts the cells where a method beats the untouched model.",
+        "",
+        "| data | cells | at home | " + " | ".join(name_candidate(name) for name in SINGLE) + " |",
+        "|" + "---|" * (3 + len(SINGLE)),
+    ]
+    for data in dict.fromkeys(row["data"] for row in rows):
+        own = [row for row in rows if row["data"] == data]
+        means = {name: mean(row[name] for row in own) for name in ("at_home", *SINGLE)}
+        lower = data == "tablets"
+        better = {
+            name: sum((row[name] < row[SINGLE[0]]) == lower and row[name] != row[SINGLE[0]] for row in own)
+            for name in SINGLE[1:]
+        }
+        shown = [_show(data, means[name]) for name in ("at_home", *SINGLE)]
+        lines.append(f"| {data} | {len(own)} | " + " | ".join(shown) + " |")
+        counts = " | ".join(str(number) for number in better.values())
+        lines.append(f"| {data}, better | {len(own)} | – | – | {counts} |")
+    return [*lines, ""]
+
+
+def write_page(rows: Sequence[Row], single: Sequence[Row] = ()) -> str:
     lines = [
         "# Real instruments",
         "",
@@ -212,7 +322,7 @@ def write_page(rows: Sequence[Row]) -> str:
             for row in own
         ]
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines, *list_single(single)])
 
 
 def _summarise(rows: Sequence[Row]) -> Iterator[str]:
@@ -237,20 +347,24 @@ def _summarise(rows: Sequence[Row]) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, default=Path("data"))
-    parser.add_argument("--only", choices=("twin-gas", "phone-watch"))
+    parser.add_argument("--only", choices=("twin-gas", "phone-watch", "tablets"))
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("results/real-instruments.json"))
+    parser.add_argument("--single", action="store_true", help="measure single methods instead of auto")
+    parser.add_argument("--single-out", type=Path, default=Path("results/real-instruments-single.json"))
     parser.add_argument("--page", type=Path)
     options = parser.parse_args(arguments)
     logging.getLogger("shiftmend").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    file = RowFile(options.out, KEY)
-    if options.only != "phone-watch":
-        run_gas(options.data_root, options.seeds, file)
-    if options.only != "twin-gas":
+    file, single = RowFile(options.out, KEY), RowFile(options.single_out, KEY)
+    if options.only in (None, "twin-gas"):
+        run_gas(options.data_root, options.seeds, single if options.single else file, options.single)
+    if options.single and options.only in (None, "tablets"):
+        run_tablets(options.data_root, options.seeds, single)
+    if not options.single and options.only in (None, "phone-watch"):
         run_motion(options.data_root, options.seeds[:1], file)
     if options.page is not None:
-        write_atomically(options.page, write_page(file.rows).encode())
+        write_atomically(options.page, write_page(file.rows, single.rows).encode())
 
 
 if __name__ == "__main__":

@@ -510,9 +510,9 @@ def write_page(file: RowFile) -> str:
     parts = [
         "# Time to mend",
         "Made by `python benchmarks/time_to_mend.py --page` from `results/time-to-mend.json` and from nothing else.",
-        "All figures were measured before the rules of `engine/schedule.py` were changed: since then a block is not "
-        "over because unfreezing raised the loss, slices end a run only if a tenth of what was gained is lost again, "
-        "and not in the first eight rounds of a block.",
+        "Digits were measured before the rules of `engine/schedule.py` were changed: since then a block is not over "
+        "because unfreezing raised the loss, slices end a run only if a tenth of what was gained is lost again, and "
+        "not in the first eight rounds of a block. All other figures are of the present rules.",
         "`adapt` with a method and no other option trains until the loss no longer falls, and keeps a state without "
         "looking at labels. "
         "*Auto* is the state that it returns. *Best round* is the best state on the way of another such run, *its best "
