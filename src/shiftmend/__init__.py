@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from shiftmend.rehearsal.rehearse import rehearse
     from shiftmend.stats.histograms import Bins
     from shiftmend.stats.stats_layer import StatsLayer
+    from shiftmend.verification.class_shares import Shares
     from shiftmend.verification.estimate import Estimate
+    from shiftmend.verification.shares import shares
     from shiftmend.verification.verdict import Verification
     from shiftmend.verification.verify import verify
 
@@ -43,6 +45,7 @@ __all__ = [
     "ProfileError",
     "RegressionScores",
     "Scores",
+    "Shares",
     "ShiftmendError",
     "StatsLayer",
     "Stream",
@@ -58,6 +61,7 @@ __all__ = [
     "refresh_batchnorm",
     "rehearse",
     "report",
+    "shares",
     "shifts",
     "stream",
     "verify",
@@ -75,6 +79,7 @@ _HOMES = {
     "ProfileError": "errors",
     "RegressionScores": "evaluation.regression",
     "Scores": "evaluation.classification",
+    "Shares": "verification.class_shares",
     "ShiftmendError": "errors",
     "StatsLayer": "stats.stats_layer",
     "Stream": "adaptation.stream",
@@ -87,6 +92,7 @@ _HOMES = {
     "profile": "profiles.collect",
     "refresh_batchnorm": "profiles.batchnorm",
     "rehearse": "rehearsal.rehearse",
+    "shares": "verification.shares",
     "stream": "adaptation.stream",
     "verify": "verification.verify",
 }

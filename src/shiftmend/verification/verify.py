@@ -89,7 +89,7 @@ def verify(
     ):
         profile.check_inputs(InputSummary.from_batches(feed.batches()))
         feed.on_batch = bar.advance
-        how = _find_adaptation(model, profile, adaptation)
+        how = find_adaptation(model, profile, adaptation)
         temperature = 1.0 if how is None else how[1]
         reading = read(model, feed, profile, profile.rehearsal, temperature)
     if profile.rehearsal is None:
@@ -104,7 +104,7 @@ def verify(
     return replace(reading.verification, estimate=estimate)
 
 
-def _find_adaptation(model: nn.Module, profile: Profile, given: Any) -> tuple[str, float] | None:
+def find_adaptation(model: nn.Module, profile: Profile, given: Any) -> tuple[str, float] | None:
     """Return the method that a model was adapted by and the temperature in its head; None if nobody knows."""
     manifest = getattr(given, "manifest", given)
     if isinstance(manifest, Mapping):
