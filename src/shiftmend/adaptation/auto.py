@@ -154,6 +154,7 @@ def _compare_for_shares(result: Adaptation, reading: Reading) -> None:
     if reading.shares is not None:
         result.after = replace(reading.verification, adapted=True)
         result.manifest["verification"]["after"] = result.after.to_json()
+        result.manifest["free_shares"] = True
 
 
 def _add_signals(task: Task, trials: Sequence[Trial]) -> None:
@@ -402,6 +403,7 @@ def mark(result: Adaptation, temperature: float = 1.0) -> None:
     result.model.shiftmend_adaptation = {  # type: ignore[assignment]
         "method": result.manifest["method"]["name"],
         "temperature": temperature,
+        "free_shares": bool(result.manifest.get("free_shares")),
     }
 
 

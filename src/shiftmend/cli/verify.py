@@ -1,4 +1,4 @@
-"""`verify` and `evaluate`."""
+"""`verify`, `shares` and `evaluate`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXIT_CODES: dict[Answer, int] = {"yes": 0, "no": 3, "unknown": 4}
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
-    for command in (verify, evaluate):
+    for command in (verify, shares, evaluate):
         app.command()(command)
 
 
@@ -112,6 +112,48 @@ def verify(
             say(f"{limit.name} {limit.text}: {'cannot be told' if answer == 'unknown' else answer}")
     if answer is not None:
         raise typer.Exit(EXIT_CODES[answer])
+
+
+def shares(
+    model: opt.Model,
+    data: opt.Data,
+    profile: opt.ProfileFile,
+    weights: opt.Weights = None,
+    model_option: opt.Options = None,
+    adaptation: Annotated[
+        Path | None,
+        typer.Option(help="How the model was adapted: the folder that `adapt` wrote, or its manifest.json."),
+    ] = None,
+    size: opt.Size = None,
+    channels: opt.Channels = None,
+    mean: opt.Mean = "0.5",
+    std: opt.Deviation = "0.5",
+    batch_size: opt.Batch = 256,
+    device: opt.Device = "auto",
+    allow_pickle: opt.Pickle = False,
+    as_json: opt.Json = False,
+) -> None:
+    """Estimate without labels how frequent the classes are in some data.
+
+    The profile must have been rehearsed with labels. Where the device changed, name the weights of the mended model.
+    """
+    import shiftmend
+
+    home = shiftmend.Profile.load(profile)
+    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
+    found = shiftmend.shares(
+        net,
+        given.inputs,
+        home,
+        adaptation=_find_manifest(net, weights, adaptation),
+        batch_size=batch_size,
+        preprocess=preprocess,
+        device=device,
+    )
+    if as_json:
+        print(dumps(found.to_json() | {"reliable": found.reliable, "distance": round(found.distance, 5)}))
+    else:
+        say(str(found))
 
 
 def check_labels(

@@ -82,5 +82,5 @@ def shares(
     ):
         feed.on_batch = bar.advance
         how = find_adaptation(model, profile, adaptation)
-        reading = read(model, feed, profile, record, 1.0 if how is None else how[1])
+        reading = read(model, feed, profile, record, how.temperature)
     return estimate_shares(reading.outputs, record, seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -90,11 +90,10 @@ def verify(
         profile.check_inputs(InputSummary.from_batches(feed.batches()))
         feed.on_batch = bar.advance
         how = find_adaptation(model, profile, adaptation)
-        temperature = 1.0 if how is None else how[1]
-        reading = read(model, feed, profile, profile.rehearsal, temperature)
+        reading = read(model, feed, profile, profile.rehearsal, how.temperature, free_shares=how.free_shares)
     if profile.rehearsal is None:
         return reading.verification
-    estimate = _estimate(reading, profile.rehearsal, how)
+    estimate = _estimate(reading, profile.rehearsal, how.method)
     if labelled is not None:
         evaluate = Evaluator(labelled, preprocess=preprocess, output=output, device=place, progress=False)
         scores = evaluate(model)
@@ -104,23 +103,31 @@ def verify(
     return replace(reading.verification, estimate=estimate)
 
 
-def find_adaptation(model: nn.Module, profile: Profile, given: Any) -> tuple[str, float] | None:
-    """Return the method that a model was adapted by and the temperature in its head; None if nobody knows."""
+class Adapted(NamedTuple):
+    """How a model was adapted: the method, the temperature in its head, and whether class shares were free."""
+
+    method: str | None
+    temperature: float = 1.0
+    free_shares: bool = False
+
+
+def find_adaptation(model: nn.Module, profile: Profile, given: Any) -> Adapted:
+    """Return how a model was adapted; the method is None if nobody knows."""
     manifest = getattr(given, "manifest", given)
     if isinstance(manifest, Mapping):
         temperature = manifest.get("calibration", {}).get("temperature", 1.0)
-        return str(manifest["method"]["name"]), float(temperature)
+        return Adapted(str(manifest["method"]["name"]), float(temperature), bool(manifest.get("free_shares")))
     known = getattr(model, "shiftmend_adaptation", None)
     if isinstance(known, Mapping):
-        return str(known["method"]), float(known["temperature"])
-    return (UNTOUCHED, 1.0) if fingerprints.weights(model) == profile.weights else None
+        return Adapted(str(known["method"]), float(known["temperature"]), bool(known.get("free_shares")))
+    return Adapted(UNTOUCHED if fingerprints.weights(model) == profile.weights else None)
 
 
-def _estimate(reading: Reading, record: Rehearsal, how: tuple[str, float] | None) -> Estimate:
-    if how is None:
+def _estimate(reading: Reading, record: Rehearsal, method: str | None) -> Estimate:
+    if method is None:
         reason = "it is not known how the model was adapted; pass adaptation=, the result of adapt or its manifest"
         return Estimate(None, None, None, record.metric, (reason,))
     estimator = Estimator(record)
-    if how[0] == UNTOUCHED and estimator.is_at_home(reading.signals, reading.samples):
+    if method == UNTOUCHED and estimator.is_at_home(reading.signals, reading.samples):
         return estimator.estimate_at_home(reading.samples)
-    return estimator.estimate(how[0], reading.signals, reading.samples)
+    return estimator.estimate(method, reading.signals, reading.samples)
