@@ -20,6 +20,7 @@ from shiftmend.adaptation.result import Adaptation, Candidate, Change, Estimates
 from shiftmend.adaptation.run import Settings, Task, check_compile, run_method
 from shiftmend.engine.method import Method, describe_method
 from shiftmend.errors import AdaptationError, DivergedError
+from shiftmend.introspection.model_state import on_device
 from shiftmend.introspection.outputs import Entry
 from shiftmend.introspection.validate import copy_model
 from shiftmend.methods import METHODS
@@ -146,7 +147,9 @@ def try_candidates(task: Task, settings: Settings, methods: Mapping[str, Method]
 
 def _read(task: Task, model: nn.Module, method: Method) -> Reading:
     assert task.profile is not None
-    return read(model, task.feed, task.profile, task.profile.rehearsal, free_shares=method.frees_shares)
+    # A result lies where the caller's model is, which may be another device.
+    with on_device(model, task.feed.device):
+        return read(model, task.feed, task.profile, task.profile.rehearsal, free_shares=method.frees_shares)
 
 
 def _compare_for_shares(result: Adaptation, reading: Reading) -> None:
@@ -452,7 +455,8 @@ def calibrate_result(result: Adaptation, reading: Reading, task: Task, output: E
     if after.value is not None:
         temperature, by = find_temperature(as_class_logits(reading.outputs), after.value), "estimate"
     sample = task.feed.first(2)
-    refusal = fold_temperature(result.model, profile.specs["logits"], temperature, sample, output)
+    with on_device(result.model, task.feed.device):
+        refusal = fold_temperature(result.model, profile.specs["logits"], temperature, sample, output)
     if refusal is None:
         mark(result, temperature)
         # The weights that are saved, by which a manifest is recognised.

@@ -119,7 +119,8 @@ def read(
 
 def _find_outside(counts: Tensor) -> float:
     """Return the share of counts `[slices, bins]` in the two outer bins, which hold what lies beyond home."""
-    return float((counts[:, 0] + counts[:, -1]).double().sum() / counts.double().sum())
+    counts = counts.cpu().double()  # Some accelerators have no float64.
+    return float((counts[:, 0] + counts[:, -1]).sum() / counts.sum())
 
 
 class _Kept:
