@@ -94,6 +94,11 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
     assert 0.82 <= held / 120 <= 0.98
 
 
+def test_a_class_that_is_not_seen_may_still_be_there() -> None:
+    found = estimate_shares(draw_logits(np.array([0.5, 0.5, 0.0]), 400, 9)[0], make_home())
+    assert found.high[2] >= 2.3 / 400
+
+
 def test_shares_that_contradict_the_answers_are_doubted() -> None:
     logits, _ = draw_logits(HOME, 1000, 4)
     # Another device: answers crowd into one class, hesitantly, and probabilities say something else than answers.

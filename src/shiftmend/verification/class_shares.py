@@ -9,6 +9,7 @@ mended model.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -207,7 +208,8 @@ def estimate_shares(outputs: Tensor, record: Rehearsal, seed: int = 0) -> Shares
         drawn = weights @ answers
     # Home is a sample, too: its probabilities and mistakes are known as well as its samples allow.
     deviation = drawn.std(0) * (len(rows) / samples) ** 0.5 * (1 + samples / record.samples) ** 0.5
-    half = 1.6449 * deviation
+    # A class that is not seen among n samples may still have a share of ln(10) / n.
+    half = (1.6449 * deviation).clamp_min(math.log(10) / samples)
     other = invert_confusion(class_shares(logits.argmax(1), len(home)), record.confusion)
     reasons = _find_reasons(values, half, other, deviation, samples)
     return Shares(
