@@ -294,6 +294,8 @@ def test_no_page_names_a_folder_of_somebodys_machine(page: Path) -> None:
         "inputs.digits",
         "inputs.folders",
         "inputs.images",
+        "inputs.tables",
+        "integrations.sklearn",
         "rehearsal.battery",
         "rehearsal.rehearse",
         "research.networks",

@@ -165,7 +165,7 @@ def test_labels_that_are_no_numbers_are_left_out_with_a_warning(
 ) -> None:
     values = np.zeros((3, 4, 4), np.uint8 if key == "images" else np.float32)
     path = stored(tmp_path / "a.npz", **{key: values, "labels": np.array(labels)})
-    inputs, found, _ = load_data(path, None)
+    inputs, found, *_ = load_data(path, None)
     assert found is None
     assert len(inputs) == 3
     assert len(caplog.messages) == 1
@@ -277,7 +277,7 @@ def test_channels_are_made_or_refused(tmp_path: Path) -> None:
 )
 def test_other_inputs_keep_whole_numbers_whole(tmp_path: Path, kind: Any, expected: torch.dtype) -> None:
     values = np.arange(6).reshape(2, 3)
-    inputs, labels, _ = load_data(stored(tmp_path / "a.npz", inputs=values.astype(kind)), None)
+    inputs, labels, *_ = load_data(stored(tmp_path / "a.npz", inputs=values.astype(kind)), None)
     assert labels is None
     assert inputs.dtype == expected
     assert inputs.tolist() == values.tolist()

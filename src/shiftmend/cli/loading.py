@@ -357,19 +357,19 @@ def scale_images(images: Tensor, size: int | None) -> Tensor:
 
 def _read_other_inputs(archive: NpzFile, path: Path, size: int | None) -> Tensor:
     """Read tables, signals or tokens from the array `inputs`."""
-    return _as_other_inputs(np.asarray(read_member(archive, path, "inputs")), f"'inputs' of {path}", size)
+    return _as_other_inputs(np.asarray(read_member(archive, path, "inputs")), f"array 'inputs' of {path}", size)
 
 
 def _as_other_inputs(inputs: NDArray[Any], name: str, size: int | None) -> Tensor:
     """Convert inputs that are no images; whole numbers stay whole, since they may be tokens."""
     if size is not None:
-        raise DataError(f"--size {size} is for images, and {name} are inputs, which are not scaled: leave it out")
+        raise DataError(f"--size {size} is for images, and {name} holds inputs, which are not scaled: leave it out")
     whole, real = np.issubdtype(inputs.dtype, np.integer), np.issubdtype(inputs.dtype, np.floating)
     if inputs.ndim < 2 or 0 in inputs.shape or not (whole or real):
-        raise DataError(f"{name} are {inputs.dtype} {list(inputs.shape)}; expected numbers [N, ...]")
+        raise DataError(f"{name} holds {inputs.dtype} {list(inputs.shape)}; expected numbers [N, ...]")
     if inputs.dtype == np.uint8 and inputs.ndim != 4:
         raise DataError(
-            f"{name} are uint8 {list(inputs.shape)}, but 8-bit inputs are images [N, C, H, W]; store "
+            f"{name} holds uint8 {list(inputs.shape)}, but 8-bit inputs are images [N, C, H, W]; store "
             "tokens as int64 and measurements as float32"
         )
     kind = np.uint8 if inputs.dtype == np.uint8 else np.int64 if whole else np.float32
