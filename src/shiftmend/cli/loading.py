@@ -312,7 +312,7 @@ def load_data(path: Path, size: int | None, choice: Mapping[str, Any] | None = N
     if path.suffix == ".npy" and path.is_file():
         array = map_npy(path, "inputs [N, ...]", "replace the file")
         return Data(_as_other_inputs(np.asarray(array), str(path), size), None)
-    check_npz(path)
+    check_npz(path, f"an .npy file or a table ({', '.join(SUFFIXES)})")
     with open_npz(path) as archive:
         if "inputs" in archive.files:
             inputs = _read_other_inputs(archive, path, size)
@@ -326,15 +326,12 @@ def load_data(path: Path, size: int | None, choice: Mapping[str, Any] | None = N
         return Data(inputs, _read_labels(archive, path, len(inputs)))
 
 
-def check_npz(path: Path) -> None:
-    """Refuse a path that is neither a folder nor an .npz file."""
+def check_npz(path: Path, others: str = "") -> None:
+    """Refuse a path that is neither a folder nor an .npz file; `others` names what else is read."""
     if not path.exists():
-        raise DataError(f"there is no {path}; expected a folder of images, an .npz or .npy file, or a table")
+        raise DataError(f"there is no {path}; expected a folder of images or an .npz file{others and f', or {others}'}")
     if path.suffix != ".npz":
-        raise DataError(
-            f"{path} is neither a folder of images nor an .npz or .npy file, nor a table that ends in "
-            f"{', '.join(SUFFIXES)}; save it as one of these"
-        )
+        raise DataError(f"{path} is neither a folder of images nor an .npz file{others and f', nor {others}'}")
 
 
 def _read_images(archive: NpzFile, path: Path, size: int | None) -> Tensor:

@@ -29,6 +29,7 @@ SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".mat")
 MISSING = frozenset({"", "na", "<na>", "n/a", "nan", "null", "none", "-", "?"})
 """Cells that hold no value, in lower case."""
 MAX_NAMES_SHOWN = 3
+MAX_CLASSES_SHOWN = 12
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -171,6 +172,8 @@ def match_columns(found: Sequence[str], expected: Sequence[str], what: str) -> l
     lacking = [name for name, value in zip(expected, wanted, strict=True) if not (name in places or value in by_value)]
     numbers = [name for name, value in zip(found, own, strict=True) if value is not None]
     if None not in wanted and 2 * len(lacking) > len(expected) and len(numbers) > 1:
+        if _looks_like_values(numbers):
+            raise DataError(f"Expected names of columns in the first line of {what}, got values. Try adding the names.")
         raise DataError(
             f"Expected the {_span(expected)} of home in {what}, got {_span(numbers)}. Try resampling the spectra to "
             "those of home."
@@ -242,9 +245,7 @@ class _TextFile:
         self._places = {name: place for place, name in enumerate(header) if name}
         self._width = len(header)
         if not named and _looks_like_values(header):
-            raise DataError(
-                f"Expected names of columns in the first line of {path}, got numbers without order. Try adding names."
-            )
+            raise DataError(f"Expected names of columns in the first line of {path}, got values. Try adding the names.")
         if len(self._places) < self._width:
             unnamed = [str(place + 1) for place, name in enumerate(header) if not name]
             _check_distinct([name for name in header if name], str(path))
@@ -343,7 +344,7 @@ def _assemble(path: Path, file: _TextFile | _ParquetFile, choice: _Choice) -> Ta
         unit = "line" if isinstance(file, _TextFile) else "row"
         raise DataError(
             f"Expected a number in column {name!r} of {path}, got a missing or infinite value in {unit} "
-            f"{rows.lines[row]}. Try leaving out the row, or the column."
+            f"{rows.lines[row]}. Try leaving out that {unit}."
         )
     values = torch.from_numpy(rows.numbers).to(torch.float32)
     labels = values[:, len(inputs) :] if choice.quantities else None
@@ -371,7 +372,8 @@ def _number_classes(texts: Sequence[str], choice: _Choice, path: Path) -> Tensor
     if any(value is None or not value.is_integer() for value in values):
         fractions = None not in values
         wrong = next(t for t, value in zip(texts, values, strict=True) if value is None or not value.is_integer())
-        remedy = "Try a quantity" if fractions else f"Try classes {','.join(sorted(set(texts))[:20])}"
+        named = f"classes= (--classes {_list_some(texts)})"
+        remedy = f"Try {f'quantities= (--quantity {name})' if fractions else named}"
         raise DataError(f"Expected class numbers in column {name!r} of {path}, got {brief(wrong)}. {remedy}.")
     return torch.tensor([int(value) for value in values if value is not None], dtype=torch.int64)
 
@@ -454,7 +456,7 @@ def _read_column(values: NDArray[Any], name: str, what: str) -> NDArray[np.float
 
 
 def _no_number(name: str, what: str, got: str) -> DataError:
-    return DataError(f"Expected numbers in column {name!r} of {what}, got {got}. Try leaving the column out.")
+    return DataError(f"Expected numbers in column {name!r} of {what}, got {got}. Try leaving it out (--drop).")
 
 
 def _check_distinct(names: Sequence[str], what: str) -> None:
@@ -497,6 +499,10 @@ def _as_text(cell: Any) -> str:
     if isinstance(cell, float | np.floating) and float(cell).is_integer():
         return str(int(cell))
     return "" if cell is None else str(cell).strip()
+
+
+def _list_some(texts: Sequence[str]) -> str:
+    return ",".join(sorted(set(texts))[:MAX_CLASSES_SHOWN])
 
 
 def _describe(where: Mapping[str, str]) -> str:

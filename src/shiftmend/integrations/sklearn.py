@@ -223,7 +223,7 @@ class ShiftMender(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc] # sk
             fit to home data then that it has not seen.
         held_out: Share of the home data to rehearse with.
         rehearse: Whether to rehearse. Without a rehearsal there are no estimates, and all data is fitted to.
-        shifts: Number of simulated shifts of the rehearsal.
+        quick: Whether the rehearsal leaves out the slowest methods and small sites.
         method: How `adapt` mends; see `shiftmend.adapt`.
         candidates: Methods that are rehearsed and that `"auto"` tries.
         random_state: Seed of everything random.
@@ -256,7 +256,7 @@ class ShiftMender(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc] # sk
         *,
         held_out: float = 1 / 3,
         rehearse: bool = True,
-        shifts: int | None = None,
+        quick: bool = False,
         method: Any = "auto",
         candidates: Iterable[Any] | None = None,
         random_state: int = 0,
@@ -265,7 +265,7 @@ class ShiftMender(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc] # sk
         self.estimator = estimator
         self.held_out = held_out
         self.rehearse = rehearse
-        self.shifts = shifts
+        self.quick = quick
         self.method = method
         self.candidates = candidates
         self.random_state = random_state
@@ -300,7 +300,7 @@ class ShiftMender(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc] # sk
                 module,
                 (table.inputs[kept], self._as_labels(y[kept], estimator)),
                 made,
-                shifts=self.shifts,
+                quick=self.quick,
                 candidates=self.candidates,
                 seed=self.random_state,
                 device=self.device,
