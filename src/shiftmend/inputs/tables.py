@@ -284,7 +284,7 @@ class _TextFile:
         if self.separator != ",":
             cells = [cell.replace(",", ".") for cell in cells]
         try:
-            return np.array(cells).astype(np.float64)
+            return np.array([*map(float, cells)])
         except ValueError:
             return np.array([self._parse_cell(*cell, line) for cell in zip(cells, names, strict=True)])
 
