@@ -407,11 +407,12 @@ class ShiftMender(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc] # sk
             ShiftmendError: If the module was not mended by matching inputs.
         """
         check_is_fitted(self)
-        mapped = apply_input_map(self.module_, self._read(X).inputs)
+        inputs = self._read(X).inputs
+        mapped = apply_input_map(self.module_, inputs)
         name = self.adaptation_.manifest["method"]["name"] if hasattr(self, "adaptation_") else UNTOUCHED
         if mapped is None and name != UNTOUCHED:
             raise ShiftmendError(f"Expected a module that maps its inputs, got one mended by {name}. Try predict.")
-        return (self._read(X).inputs if mapped is None else mapped).numpy()
+        return (inputs if mapped is None else mapped).numpy()
 
     def score(self, X: Any, y: Any) -> float:
         """Score predictions with labels: the accuracy, or R2."""
