@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shiftmend.evaluation.evaluate import Evaluator, evaluate
     from shiftmend.evaluation.regression import RegressionScores
     from shiftmend.inputs.folders import image_folder
+    from shiftmend.inputs.tables import read_table
     from shiftmend.introspection.taps import Tap
     from shiftmend.profiles.batchnorm import refresh_batchnorm
     from shiftmend.profiles.collect import profile
@@ -58,6 +59,7 @@ __all__ = [
     "image_folder",
     "methods",
     "profile",
+    "read_table",
     "refresh_batchnorm",
     "rehearse",
     "report",
@@ -90,6 +92,7 @@ _HOMES = {
     "evaluate": "evaluation.evaluate",
     "image_folder": "inputs.folders",
     "profile": "profiles.collect",
+    "read_table": "inputs.tables",
     "refresh_batchnorm": "profiles.batchnorm",
     "rehearse": "rehearsal.rehearse",
     "shares": "verification.shares",

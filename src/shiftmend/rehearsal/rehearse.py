@@ -238,7 +238,12 @@ class _Home:
         """Read home data into memory; without labels, the model's own clean answers stand in for them."""
         place = resolve_device(settings.device)
         feed = Feed(
-            home, batch_size=settings.batch_size, device=place, preprocess=settings.preprocess, what="home data"
+            home,
+            batch_size=settings.batch_size,
+            device=place,
+            preprocess=settings.preprocess,
+            columns=profile.inputs.columns,
+            what="home data",
         )
         if feed.inputs is None:
             raise DataError("Expected home data of one shape that fits into memory; try a few thousand samples of it.")

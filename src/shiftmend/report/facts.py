@@ -308,7 +308,8 @@ def gather(
             f"expected samples (to show) as a whole number from 0 to {MAX_SHOWN_SAMPLES}, got {brief(samples)}"
         )
     place = resolve_device(device, model)
-    feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
+    columns = profile.inputs.columns
+    feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, columns=columns, what="target data")
     targets = _check_labels(labels, feed)
     result, file = _resolve_adaptation(adaptation, model)
     left_alone = result is None or result.manifest["method"]["name"] == UNTOUCHED

@@ -14,6 +14,7 @@ from shiftmend.errors import DataError
 from shiftmend.evaluation.classification import Scores
 from shiftmend.evaluation.evaluate import Evaluator
 from shiftmend.inputs.feed import Feed, Preprocess
+from shiftmend.inputs.sources import find_table
 from shiftmend.introspection.model_state import on_device
 from shiftmend.introspection.outputs import Entry
 from shiftmend.introspection.validate import check_model, unwrap
@@ -51,7 +52,7 @@ def verify(
 
     Args:
         model: The model to judge. It runs in eval mode and gets its own modes back.
-        target: A tensor, an array, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
+        target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
         profile: The source's profile, or the name of its file.
         adaptation: How the model was adapted: the result of `adapt` or its manifest. A model that `adapt` returned says
             so itself, and one with the weights of the profile is untouched.
@@ -81,7 +82,8 @@ def verify(
     profile = as_profile(profile)
     profile.check_architecture(model)
     place = resolve_device(device, model)
-    feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
+    columns = profile.inputs.columns
+    feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, columns=columns, what="target data")
     with (
         on_device(model, place),
         isolate_rng(place, lambda: check_model(model, feed.examples(2))),
@@ -95,7 +97,8 @@ def verify(
         return reading.verification
     estimate = _estimate(reading, profile.rehearsal, how.method)
     if labelled is not None:
-        evaluate = Evaluator(labelled, preprocess=preprocess, output=output, device=place, progress=False)
+        few, _ = find_table(labelled, columns, "labelled samples")
+        evaluate = Evaluator(few, preprocess=preprocess, output=output, device=place, progress=False)
         scores = evaluate(model)
         if not isinstance(scores, Scores):
             raise DataError("Expected labelled samples with class numbers, got quantities. Try shiftmend.evaluate.")
