@@ -139,6 +139,8 @@ def shares(
     batch_size: opt.Batch = 256,
     device: opt.Device = "auto",
     allow_pickle: opt.Pickle = False,
+    drop: opt.Drop = None,
+    where: opt.Where = None,
     as_json: opt.Json = False,
 ) -> None:
     """Estimate without labels how frequent the classes are in some data.
@@ -148,7 +150,8 @@ def shares(
     import shiftmend
 
     home = shiftmend.Profile.load(profile)
-    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
+    choice = choose_columns(None, None, None, drop, where, home)
+    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std, choice)
     found = shiftmend.shares(
         net,
         given.inputs,

@@ -39,7 +39,7 @@ def shares(
 
     Args:
         model: The model, as it came or mended.
-        target: A tensor, an array, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
+        target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
         profile: The profile of the source, rehearsed with labels, or the name of its file.
         adaptation: How the model was adapted, as for `verify`.
         batch_size: Samples in a batch.
@@ -74,7 +74,8 @@ def shares(
     if record is None or not record.confusion.numel():
         raise DataError("Expected a profile that knows the mistakes at home. Try shiftmend.rehearse with labels.")
     place = resolve_device(device, model)
-    feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
+    columns = profile.inputs.columns
+    feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, columns=columns, what="target data")
     with (
         on_device(model, place),
         isolate_rng(place, lambda: check_model(model, feed.examples(2))),
