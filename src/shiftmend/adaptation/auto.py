@@ -25,10 +25,9 @@ from shiftmend.methods import METHODS
 from shiftmend.methods import method as make_method
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.profile import Profile
-from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal, name_candidate
+from shiftmend.profiles.rehearsal import UNTOUCHED, name_candidate
 from shiftmend.stats.answers import Answers
 from shiftmend.utils.checks import brief
-from shiftmend.utils.json import dumps
 from shiftmend.utils.processes import of_first_process, world_size
 from shiftmend.utils.progress import progress_bar
 from shiftmend.verification.estimate import HOME_DEVIATIONS, MAX_OUTSIDE, Estimate, Estimator
@@ -234,7 +233,7 @@ def _finish_rehearsed(
         if trial.reading is None:
             tried.append(Candidate(trial.name, None, {}, trial.seconds, trial.failure))
             continue
-        reasons = find_differences(trial.method, record)
+        reasons = record.find_differences(describe_method(trial.method))
         estimate = estimator.estimate(trial.name, trial.signals, trial.reading.samples, reasons=reasons)
         if not reasons:
             readings[trial.name] = trial.signals
@@ -250,7 +249,7 @@ def _finish_rehearsed(
         chosen.signals,
         chosen.reading.samples,
         chosen=True,
-        reasons=find_differences(chosen.method, record),
+        reasons=record.find_differences(describe_method(chosen.method)),
     )
     reason = "its estimate is the best"
     if name == UNTOUCHED:
@@ -259,16 +258,6 @@ def _finish_rehearsed(
     if calibrate and name != UNTOUCHED:
         calibrate_result(result, chosen.reading, task, output)
     return result
-
-
-def find_differences(method: Method, record: Rehearsal) -> list[str]:
-    """List how a method differs from what was rehearsed under its name, in words."""
-    rehearsed = record.methods.get(method.name)
-    if rehearsed is None:
-        return []
-    own = describe_method(method)
-    changed = [name for name in own if dumps(own[name]) != dumps(rehearsed.get(name))]
-    return [f"{method.name} was rehearsed with another {changed[0]}"] if changed else []
 
 
 def _finish_unrehearsed(trials: Sequence[Trial], chosen: Trial, reason: str) -> Adaptation:
@@ -381,7 +370,7 @@ def estimate_one(
     before = estimator.estimate(UNTOUCHED, joined[UNTOUCHED], readings[UNTOUCHED].samples)
     after = before
     if method.name != UNTOUCHED:
-        reading, reasons = readings[method.name], find_differences(method, record)
+        reading, reasons = readings[method.name], record.find_differences(describe_method(method))
         after = estimator.estimate(method.name, joined[method.name], reading.samples, reasons=reasons)
     result.estimate = Estimates(before, after)
     result.manifest["estimate"] = result.estimate.to_json()
