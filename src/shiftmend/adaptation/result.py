@@ -84,6 +84,7 @@ class Adaptation:
         estimate: Estimated score before and after; None unless the profile was rehearsed, or `auto` chose.
         candidates: What `auto` tried.
         reason: Why `auto` chose this candidate, in words.
+        harm: Signs that a named method did harm, in words; empty if nothing speaks of harm.
 
     Example:
         >>> import torch, shiftmend
@@ -103,6 +104,7 @@ class Adaptation:
     estimate: Estimates | None = None
     candidates: tuple[Candidate, ...] = ()
     reason: str = ""
+    harm: tuple[str, ...] = ()
 
     @property
     def kept(self) -> Epoch:
@@ -159,6 +161,7 @@ class Adaptation:
             lines[0] += f"; learning rate {own:g}, chosen without labels of {every}"
         lines += [f"  before  {self.before}"] if self.before else []
         lines += [f"  after   {self.after}"] if self.after else []
+        lines += [f"  this may have done harm: {'; '.join(self.harm)}"] if self.harm else []
         return "\n".join(headline + lines)
 
     def _describe_estimate(self) -> list[str]:

@@ -12,10 +12,9 @@ from shiftmend.profiles import fingerprints
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal
 from shiftmend.report.saved import read_temperature
-from shiftmend.verification.estimate import Estimate, Estimator
+from shiftmend.verification.estimate import OTHER_WEIGHTS, Estimate, Estimator
 from shiftmend.verification.reading import add_agreements, read
 
-OTHER_WEIGHTS = "the weights of the model are not those that the profile was made with"
 OTHER_START = "the model was mended from other weights than those of the model called “before” here"
 
 

@@ -87,15 +87,30 @@ def read(
 
     taps = {name: home.specs[name] for name in VERIFIED}
     run_pass(model, without_labels(feed.batches(feed.inference_batch_size)), update, taps=taps)
-    with torch.no_grad():
-        verification = tally.verification()
-        outputs = kept.result()
-        signals = {"slices": verification.divergence, "marginals": verification.marginals}
-        outside = _find_outside(tally.slices.reduce_over_processes().counts)
-        signals["outside"] = outside - _find_outside(home.slices["verification"].histogram.counts)
-        found = measure_outputs(outputs, rehearsal)
+    return summarise(tally, kept.result(), rehearsal)
+
+
+@torch.no_grad()
+def summarise(tally: Tally, outputs: Tensor, rehearsal: Rehearsal | None = None) -> Reading:
+    """Return the reading of samples that were counted.
+
+    Args:
+        tally: Counts of features, logits and slices.
+        outputs: Outputs `[M, units]` of the samples.
+        rehearsal: What is known of home, as for `read`.
+    """
+    verification = tally.verification()
+    signals = {"slices": verification.divergence, "marginals": verification.marginals}
+    signals["outside"] = measure_outside(tally)
+    found = measure_outputs(outputs, rehearsal)
     values = {name: value for name, value in (signals | found.signals).items() if value is not None}
     return Reading(values, outputs, found.answers, verification, verification.samples)
+
+
+def measure_outside(tally: Tally) -> float:
+    """Return the share of the slices beyond the range of home, less that at home."""
+    home = tally.profile.slices["verification"].histogram.counts
+    return _find_outside(tally.slices.reduce_over_processes().counts) - _find_outside(home)
 
 
 def _find_outside(counts: Tensor) -> float:
