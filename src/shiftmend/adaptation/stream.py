@@ -42,7 +42,7 @@ from shiftmend.stats.histograms import CountTracker
 from shiftmend.stats.slices import Slices
 from shiftmend.utils.checks import brief, check_function, counted, is_whole, kind
 from shiftmend.utils.devices import resolve_device
-from shiftmend.verification.class_watch import ClassWatch, Glimpse
+from shiftmend.verification.class_watch import ClassWatch, Doubt, Glimpse
 from shiftmend.verification.estimate import OTHER_WEIGHTS, Estimate, Estimator
 from shiftmend.verification.harm import OTHER_SHARES, answers_other_classes, describe_harm, find_answers, find_harm
 from shiftmend.verification.reading import Reading, agree, measure_outside, summarise
@@ -178,6 +178,8 @@ class Stream:
         untouched = self._look(inputs)
         doubt = self._find_doubt(untouched)
         adapts = self.method.adapts and self._are_enough(len(inputs)) and doubt is None
+        if doubt is not None and doubt.learnt_from_few:
+            self._start_anew()
         before = snapshot(self._model) if adapts else {}
         self._model.eval()
         if adapts:
@@ -288,19 +290,26 @@ class Stream:
         logger.warning("%s to learn from: predicted with what was learnt so far", few)
         return False
 
-    def _find_doubt(self, untouched: _Seen | None) -> str | None:
-        """Return why a batch should not be learnt from, in words."""
+    def _find_doubt(self, untouched: _Seen | None) -> Doubt | None:
+        """Return why a batch should not be learnt from."""
         if self._watch is None or untouched is None:
             return None
         return self._watch.judge(_glimpse(untouched))
 
-    def _pause(self, doubt: str) -> None:
+    def _start_anew(self) -> None:
+        """Forget everything that was learnt."""
+        if self._has_learnt and self._untouched is not None:
+            self._take_back(snapshot(self._untouched), True)
+            self._has_learnt = False
+            self._warn("forgot", "what was learnt so far came from few classes and was taken back")
+
+    def _pause(self, doubt: Doubt) -> None:
         """Count a batch that was not learnt from."""
         self.paused += 1
         self._warn(
-            doubt,
-            f"batch {self.steps}: {doubt}; such batches are predicted with what was learnt so far and not learnt from, "
-            "unless guard=False",
+            doubt.reason,
+            f"batch {self.steps}: {doubt.reason}; such batches are predicted with what was learnt so far, and not "
+            "learnt from unless guard=False",
         )
 
     def _warn(self, kind_of_warning: str, sentence: str) -> None:
@@ -408,7 +417,7 @@ class Stream:
     def harm(self) -> list[str]:
         """Signs over the last batches that adapting did harm, in words; empty if nothing speaks of harm."""
         readings = self._read_window()
-        if readings is None or self.profile is None or not self.method.adapts:
+        if readings is None or self.profile is None or not self._has_learnt:
             return []
         return find_harm(self.profile, (readings[0].verification, readings[1].verification), readings)
 

@@ -60,6 +60,19 @@ class Glimpse:
         return Glimpse(shares, certain, outside, inputs)
 
 
+@dataclass(frozen=True)
+class Doubt:
+    """A reason not to learn from a batch, in words.
+
+    Attributes:
+        reason: The reason.
+        learnt_from_few: Whether the batches before had fewer classes, so that what was learnt from them is no good.
+    """
+
+    reason: str
+    learnt_from_few: bool = False
+
+
 class ClassWatch:
     """A memory of the latest batches of a stream, which judges whether a batch has the classes to learn from.
 
@@ -71,28 +84,34 @@ class ClassWatch:
     def __init__(self, profile: Profile, window: int) -> None:
         self._profile, self._home = profile, find_answers(profile)
         self._seen: deque[Glimpse] = deque()
-        self._batches = MEMORY * window
+        self._window, self._remembers_all = window, True
 
     def add(self, batch: Glimpse) -> None:
         """Remember a batch."""
         self._seen.append(batch)
         recent = _count_recent(len(batch.shares))
-        while len(self._seen) > self._batches and self._samples - self._seen[0].inputs > MEMORY * recent:
+        while len(self._seen) > MEMORY * self._window and self._samples - self._seen[0].inputs > MEMORY * recent:
             self._seen.popleft()
+            self._remembers_all = False
 
     @property
     def _samples(self) -> int:
         return sum(one.inputs for one in self._seen)
 
-    def judge(self, batch: Glimpse) -> str | None:
-        """Return why a batch that comes next should not be learnt from, in words; None if it may be."""
+    def judge(self, batch: Glimpse) -> Doubt | None:
+        """Return why a batch that comes next should not be learnt from; None if it may be."""
         latest, earlier = self._split(batch)
         recent = Glimpse.join(latest)
-        if self._has_other_shares(recent):
-            return OTHER_SHARES
-        if earlier and _differ(recent, Glimpse.join(earlier)):
-            return SORTED
-        return None
+        window = Glimpse.join([*list(self._seen)[1 - self._window :], batch]) if self._window > 1 else recent
+        if self._has_other_shares(recent) or self._has_other_shares(window):
+            return Doubt(OTHER_SHARES)
+        if not earlier:
+            return None
+        before = Glimpse.join(earlier)
+        if not _differ(recent, before):
+            return None
+        # A stream that ran longer than the memory had its reasons for the classes that it had.
+        return Doubt(SORTED, self._remembers_all and _has_fewer_classes(before, recent))
 
     def _split(self, batch: Glimpse) -> tuple[list[Glimpse], list[Glimpse]]:
         """Return the batch with as many before it as it takes to tell class shares, and those still earlier."""
@@ -119,6 +138,15 @@ def _differ(one: Glimpse, other: Glimpse) -> bool:
     """Return whether the class shares of two stretches of a stream differ."""
     together = Glimpse.join([one, other]).shares
     return _measure_distance(one, other, together) > 0
+
+
+def _has_fewer_classes(before: Glimpse, recent: Glimpse) -> bool:
+    """Return whether earlier batches had fewer classes than both stretches together: the entropy of shares tells."""
+    alone, together = (
+        float(-torch.special.xlogy(shares, shares).sum())
+        for shares in (before.shares, (before.shares + recent.shares) / 2)
+    )
+    return alone < together
 
 
 def _measure_distance(one: Glimpse, other: Glimpse, common: Tensor) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from shiftmend.profiles.profile import Profile
@@ -108,7 +109,7 @@ def find_harm(
     readings: tuple[Reading, Reading] | None = None,
     estimates: tuple[Estimate | None, Estimate | None] = (None, None),
 ) -> list[str]:
-    """List the signs that an adaptation did harm, in words; none if nothing speaks of harm.
+    """List the signs that an adaptation did harm, in words; none if nothing speaks of harm, or no answer changed.
 
     Args:
         profile: The source's profile.
@@ -118,6 +119,8 @@ def find_harm(
     """
     found = []
     if readings is not None:
+        if torch.equal(readings[0].answers, readings[1].answers):
+            return []
         if answers_other_classes(readings[0], profile):
             found.append(f"before, {OTHER_SHARES}, and aligning pushes samples into wrong classes then")
         found += find_worse_answers(*readings, profile)
