@@ -26,6 +26,8 @@ BATTERY: dict[str, Callable[[Tensor], Tensor]] = {
 }
 HOME = draw(150, 3)
 
+pytestmark = pytest.mark.slow
+
 
 def run(profile: Profile, **options: Any) -> Profile:
     given = {"battery": BATTERY, "progress": False, "home": (HOME.inputs, HOME.labels)} | options

@@ -42,6 +42,7 @@ from shiftmend.stats.histograms import CountTracker
 from shiftmend.stats.slices import Slices
 from shiftmend.utils.checks import brief, check_function, counted, is_whole, kind
 from shiftmend.utils.devices import resolve_device
+from shiftmend.utils.processes import world_size
 from shiftmend.verification.class_watch import ClassWatch, Doubt, Glimpse
 from shiftmend.verification.estimate import OTHER_WEIGHTS, Estimate, Estimator
 from shiftmend.verification.harm import OTHER_SHARES, answers_other_classes, describe_harm, find_answers, find_harm
@@ -87,7 +88,8 @@ class Stream:
     share a stream and wait for one another.
 
     A batch is predicted and not learnt from if the classes in the latest batches are not those of home, or not those of
-    the batches before, as in a stream that is sorted by class. A warning says so once.
+    the batches before, as in a stream that is sorted by class. BatchNorm then uses what was learnt so far. A warning
+    says so once.
 
     Attributes:
         steps: Batches so far.
@@ -136,9 +138,11 @@ class Stream:
         self._seen: deque[tuple[CountTracker, int]] = deque(maxlen=window)
         self._counted = 0
         self._watch: ClassWatch | None = None
-        if profile is not None and guard and method.adapts and _tells_classes(profile):
+        alone = world_size() == 1  # Counts of other processes, which have streams of their own, must not be joined.
+        if profile is not None and guard and alone and method.adapts and _tells_classes(profile):
             self._watch = ClassWatch(profile, window)
-        self._compares = profile is not None and (self._watch is not None or profile.rehearsal is not None)
+        rehearsed = profile is not None and profile.rehearsal is not None
+        self._compares = alone and (self._watch is not None or rehearsed)
         self._untouched = copy_model(model).to(device).eval() if self._compares and method.adapts else None
         self._window: deque[tuple[_Seen, _Seen]] = deque(maxlen=window)
         self._estimator: Estimator | None = None
@@ -147,6 +151,7 @@ class Stream:
         with self._lock:
             steps, batches, judged = self.steps, len(self._seen), self.verification
         line = f"Stream adapted by {self.method.name}, {counted(steps, 'step')}"
+        line += f", {self.paused} of them not learnt from" if self.paused else ""
         return line if judged is None else f"{line}\n  over the last {counted(batches, 'batch', 'batches')}: {judged}"
 
     @torch.inference_mode(False)
@@ -380,9 +385,8 @@ class Stream:
             window = list(self._window)
         if not window or self._home is None:
             return None
-        return _Seen.join([before for before, _ in window], self._home), _Seen.join(
-            [after for _, after in window], self._home
-        )
+        before, after = ([both[place] for both in window] for place in (0, 1))
+        return _Seen.join(before, self._home), _Seen.join(after, self._home)
 
     @property
     def estimate(self) -> Estimates | None:
@@ -406,7 +410,7 @@ class Stream:
 
     def _estimate_untouched(self, estimator: Estimator, reading: Reading) -> Estimate:
         assert self.profile is not None
-        reasons = [OTHER_WEIGHTS] if fingerprints.weights(self._source) != self.profile.weights else []
+        reasons = [] if self._is_of_home else [OTHER_WEIGHTS]
         if not reasons and estimator.is_at_home(reading.signals, reading.samples):
             return estimator.estimate_at_home(reading.samples)
         if answers_other_classes(reading, self.profile):
@@ -441,7 +445,12 @@ class Stream:
     @property
     def _name(self) -> str:
         """Name by which `verify` finds a map: none that was rehearsed, unless nothing was learnt."""
-        return f"{self.method.name} on a stream" if self._has_learnt else UNTOUCHED
+        return f"{self.method.name} on a stream" if self._has_learnt or not self._is_of_home else UNTOUCHED
+
+    @property
+    def _is_of_home(self) -> bool:
+        """True if the given model has the weights that the profile was made with."""
+        return self.profile is None or fingerprints.weights(self._source) == self.profile.weights
 
     @torch.inference_mode(False)
     def snapshot(self) -> nn.Module:
