@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rehearsed_world import draw, trained
+from worlds import sensors
 
 import shiftmend
 from shiftmend.profiles.profile import Profile
@@ -98,10 +99,11 @@ def test_a_named_method_that_does_harm_says_so_once_and_a_harmless_one_does_not(
     assert harmed.manifest["harm"] == list(harmed.harm)
     assert "may have done harm" in repr(harmed)
     caplog.clear()
-    shifted = draw(500, 13)
-    inputs = shifted.inputs / 6
-    mended = shiftmend.adapt(model, inputs, profile, **options)
-    assert replace(shifted, inputs=inputs).accuracy(mended.model) > replace(shifted, inputs=inputs).accuracy(model)
+    world = sensors()
+    mended = shiftmend.adapt(
+        world.model, world.target, world.profile(), "fr", epochs=2, learning_rate=0.01, progress=False
+    )
+    assert world.accuracy(mended.model) > world.accuracy(world.model)
     assert mended.harm == ()
     assert "harm" not in mended.manifest
-    assert "harm" not in caplog.text
+    assert "done harm" not in caplog.text
