@@ -281,8 +281,8 @@ class Stream:
                 # A copy of the inputs, since the model may work in place.
                 self._untouched(inputs.clone())
                 return _Seen.of(recorder.read(), len(inputs), self._home)
-        except Exception as error:
-            if not isinstance(error, ShiftmendError):
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, ShiftmendError):
                 check_model(self._untouched, [inputs])  # Raises one clear sentence if the inputs are the cause.
             raise
 
