@@ -5,7 +5,7 @@
 The demo's network is trained on the digits that come with the package and profiled, and nothing more. It then meets
 sites of the same device with other classes or few samples, which it should leave alone; sites behind another device,
 which it should mend; and both together, which nobody can tell apart for sure. Each candidate is run by its name as
-well, to see what could have been won and lost. `LESS_CERTAIN_BY_SKEW` in `adaptation/auto.py` was chosen on these
+well, to see what could have been won and lost. `LESS_CERTAIN_BY_SKEW` in `verification/harm.py` was chosen on these
 sites. Takes about ten minutes on one core.
 """
 

@@ -15,8 +15,9 @@ from rehearsed_world import CANDIDATES, Site, draw, rehearsed, trained
 from torch import Tensor, nn
 
 import shiftmend
-from shiftmend.adaptation.auto import Trial, _choose_by_features, find_differences, list_candidates
+from shiftmend.adaptation.auto import Trial, _choose_by_features, list_candidates
 from shiftmend.adaptation.result import Adaptation
+from shiftmend.engine.method import describe_method
 from shiftmend.errors import AdaptationError
 from shiftmend.methods.adabn import AdaBN
 from shiftmend.methods.fr import FR
@@ -194,8 +195,8 @@ def test_where_all_diverge_the_untouched_model_comes_back(rehearsal: bool) -> No
 def test_a_candidate_that_was_not_rehearsed_so_is_not_trusted() -> None:
     profile = rehearsed()
     assert profile.rehearsal is not None
-    assert find_differences(AdaBN(), profile.rehearsal) == []
-    assert "another passes" in find_differences(AdaBN(passes=1), profile.rehearsal)[0]
+    assert profile.rehearsal.find_differences(describe_method(AdaBN())) == []
+    assert "another passes" in profile.rehearsal.find_differences(describe_method(AdaBN(passes=1)))[0]
     result = adapt(shifted().inputs, candidates=[AdaBN(passes=1)])
     assert_untouched(result)
     tried = result.candidates[1].estimate

@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from rehearsed_world import draw, rehearsed, trained
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from worlds import sensors
+from worlds import World, sensors
 from zoo import SMALL, ZOO
 
 import shiftmend
@@ -211,7 +212,7 @@ def test_a_step_that_is_interrupted_at_whatever_point_changes_nothing(
         patched.setattr(type(world.model), "forward", counted)
         with pytest.raises(KeyboardInterrupt):
             online.step(world.target[100:200])
-    assert len(calls) == 1  # nobody waits for a second look at the inputs
+    assert len(calls) == 2  # by both models, and nobody waits for a second look at the inputs
     assert all(torch.equal(a, b) for a, b in zip(before, state(online.snapshot()), strict=True))
     assert (online.steps, online.verification, online.losses) == (1, judged, losses)
     fresh = shiftmend.stream(online.snapshot(), world.profile(), learning_rate=0.05)
@@ -473,3 +474,167 @@ def test_options_without_effect_on_a_stream_are_refused(name: str, option: str) 
     world = sensors()
     with pytest.raises(AdaptationError, match=f"^{option} has no effect on a stream, each batch .* leave it out$"):
         shiftmend.stream(world.model, world.profile(), name, **{option: 3})
+
+
+# ---- classes that are not those of home
+
+
+def in_order(world: World, labels: Tensor, order: str) -> list[Tensor]:
+    """Batches of fifty home samples, mixed, sorted by class, or of one class."""
+    if order == "mixed":
+        return list(world.source.split(50))
+    places = labels.argsort(stable=True)
+    return list(world.source[places if order == "sorted" else places[:200]].split(50))
+
+
+@pytest.mark.parametrize("order", ["sorted", "one class"])
+def test_a_stream_with_other_classes_than_home_is_not_learnt_from(order: str, caplog: pytest.LogCaptureFixture) -> None:
+    world = sensors()
+    online, careless = (shiftmend.stream(world.model, world.profile(), "adabn", guard=guard) for guard in (True, False))
+    batches = in_order(world, world.labels, order)
+    with torch.no_grad():
+        expected = [world.model(batch) for batch in batches]
+    for batch, untouched in zip(batches, expected, strict=True):
+        torch.testing.assert_close(online.step(batch), untouched)
+        careless.step(batch)
+    assert online.paused == online.steps == len(batches)
+    assert careless.paused == 0
+    assert len(online.warnings) == 1
+    assert caplog.text.count("other classes") == 1
+    assert f"{len(batches)} of them not learnt from" in repr(online)
+    snapshot = online.snapshot()
+    assert all(torch.equal(a, b) for a, b in zip(state(snapshot), state(world.model), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(state(careless.snapshot()), state(world.model), strict=True))
+    manifest = snapshot.shiftmend_adaptation["manifest"]  # type: ignore[index, union-attr]
+    assert manifest["warnings"] == online.warnings
+    assert (manifest["paused"], manifest["steps"]) == (len(batches), len(batches))
+    assert online.harm == []
+
+
+@pytest.mark.parametrize("name", ["fr", "adabn"])
+def test_a_mixed_stream_is_learnt_from_as_without_the_guard(name: str) -> None:
+    world = sensors()
+    options = {"learning_rate": 0.02} if name == "fr" else {}
+    streams = [shiftmend.stream(world.model, world.profile(), name, guard=guard, **options) for guard in (True, False)]
+    for batch in world.target.split(50):
+        one, other = (online.step(batch) for online in streams)
+        assert torch.equal(one, other)
+    assert streams[0].paused == 0
+    assert streams[0].warnings == []
+    models = [online.snapshot() for online in streams]
+    assert all(torch.equal(a, b) for a, b in zip(*map(state, models), strict=True))
+
+
+def test_what_was_learnt_from_one_class_behind_another_device_is_taken_back(caplog: pytest.LogCaptureFixture) -> None:
+    """The untouched model is uncertain there, so that only a change of classes can tell."""
+    world = sensors()
+    device = world.source / 8
+    online = shiftmend.stream(world.model, world.profile(), "adabn")
+    places = world.labels.argsort(stable=True)
+    for batch in device[places[:200]].split(50):
+        online.step(batch)
+    assert online.paused == 0
+    assert not torch.equal(online.snapshot()[1].running_mean, world.model[1].running_mean)
+    online.step(device[places[200:250]])
+    assert online.paused == 1
+    assert "sorted by class" in caplog.text
+    assert "taken back" in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(state(online.snapshot()), state(world.model), strict=True))
+
+
+def test_a_stream_says_that_it_did_harm(caplog: pytest.LogCaptureFixture) -> None:
+    world = sensors()
+    online = shiftmend.stream(world.model, world.profile(), "fr", learning_rate=20.0)
+    for batch in world.source.split(50):
+        online.step(batch)
+    assert "harm" not in caplog.text
+    for _ in range(2):
+        online.snapshot()
+    assert caplog.text.count("may have done harm") == 1
+    assert online.harm
+    assert "may have done harm" in online.warnings[-1]
+
+
+def test_a_guard_is_true_or_false() -> None:
+    with pytest.raises(DataError, match="guard"):
+        shiftmend.stream(sensors().model, method="adabn", guard="no")  # type: ignore[arg-type]
+
+
+# ---- estimates
+
+
+def go_through(site: Tensor, method: str, **options: object) -> shiftmend.Stream:
+    online = shiftmend.stream(trained()[0], rehearsed(), method, **options)  # type: ignore[arg-type]
+    for batch in site.split(50):
+        online.step(batch)
+    return online
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shift", [0.0, 1.5])
+def test_a_stream_that_changes_nothing_tells_what_verify_tells_of_its_window(shift: float) -> None:
+    model, _ = trained()
+    site = draw(900, 41).inputs + shift
+    online = go_through(site, "source-only", window=10)
+    expected = shiftmend.verify(model, site[-500:], rehearsed(), progress=False).estimate
+    assert online.estimate is not None
+    assert expected is not None
+    assert online.estimate.before == online.estimate.after
+    told = online.estimate.after
+    assert told is not None
+    assert told.reliable == expected.reliable == (shift == 0)
+    ends = (one.withheld or (one.value, one.low, one.high) for one in (told, expected))
+    assert next(ends) == pytest.approx(next(ends), rel=1e-4)
+    assert online.manifest["estimate"]["after"]["reliable"] == told.reliable
+
+
+@pytest.mark.slow
+def test_a_method_on_a_stream_has_no_map_and_is_bounded_by_the_answers_it_changed() -> None:
+    """adabn was rehearsed, but over whole targets."""
+    model, _ = trained()
+    site = draw(500, 42)
+    online = go_through(site.inputs, "adabn")
+    assert online.estimate is not None
+    before, after = online.estimate.before, online.estimate.after
+    assert before is not None
+    assert after is not None
+    assert before.low is not None
+    assert after.reliable
+    assert after.low is not None
+    assert after.high is not None
+    assert after.low < before.low
+    assert after.low <= site.accuracy(model) <= after.high
+    shifted = go_through(site.inputs + torch.linspace(1, -2, 8), "adabn").estimate
+    assert shifted is not None
+    assert shifted.after is not None
+    assert not shifted.after.reliable
+    assert any("adabn on a stream was not rehearsed" in reason for reason in shifted.after.reasons)
+
+
+@pytest.mark.slow
+def test_an_estimate_does_not_hold_for_few_samples_other_classes_or_other_weights() -> None:
+    few = go_through(draw(60, 43).inputs + 1.5, "source-only").estimate
+    skewed = go_through(draw(500, 43, (1.0, 0.0, 0.0, 0.0)).inputs, "adabn").estimate
+    online = go_through(draw(500, 43).inputs, "adabn")
+    snapshot = online.snapshot()
+    again = shiftmend.stream(snapshot, rehearsed(), "source-only")
+    for batch in draw(500, 44).inputs.split(50):
+        again.step(batch)
+    for found, words in ((few, "too few"), (skewed, "other classes"), (again.estimate, "weights")):
+        assert found is not None
+        assert found.before is not None
+        assert found.before.value is None
+        assert any(words in reason for reason in found.before.reasons)
+    for model in (snapshot, again.snapshot()):
+        told = shiftmend.verify(model, draw(500, 45).inputs, rehearsed(), progress=False).estimate
+        assert told is not None
+        assert not told.reliable
+        assert "on a stream was not rehearsed" in str(told)
+
+
+def test_without_a_rehearsal_there_is_no_estimate() -> None:
+    world = sensors()
+    online = shiftmend.stream(world.model, world.profile(), "source-only")
+    online.step(world.target[:50])
+    assert online.estimate is None
+    assert online.manifest["estimate"] is None

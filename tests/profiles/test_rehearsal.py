@@ -290,10 +290,11 @@ def test_the_table_shows_each_shift_with_its_scores() -> None:
     lines = str(RECORD).splitlines()
     assert "12 simulated shifts" in lines[0]
     assert "with labels" in lines[0]
-    assert lines[2].split()[:4] == ["shift", "strength", "untouched", "bufr"]
+    assert lines[2].split()[:5] == ["shift", "family", "strength", "untouched", "bufr"]
     for shift, line in zip(RECORD.shifts, lines[3:-1], strict=True):
         place = RECORD.shifts.index(shift)
         assert shift.name in line
+        assert shift.family in line
         for score in RECORD.scores[place, -1].tolist():
             assert f"{100 * score:.1f} %" in line
         assert f"{100 * float(RECORD.estimates[place, -1, -1]):.1f} %" in line

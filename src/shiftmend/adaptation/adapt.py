@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from shiftmend.accelerate.precision import nothing_cached
-from shiftmend.adaptation.auto import CandidateNames, adapt_auto, estimate_one
+from shiftmend.adaptation.auto import CandidateNames, adapt_auto, estimate_one, mark, read_both
 from shiftmend.adaptation.learning_rates import best_rate, with_rate
 from shiftmend.adaptation.result import Adaptation
-from shiftmend.adaptation.run import Settings, check_compile, prepare, run_method
+from shiftmend.adaptation.run import Settings, Task, check_compile, prepare, run_method
 from shiftmend.engine import checkpoint as checkpoints
 from shiftmend.engine.method import Method, check_positive
 from shiftmend.engine.trainer import Keep, OnEpoch
@@ -24,8 +24,10 @@ from shiftmend.introspection.blocks import BlockNames
 from shiftmend.introspection.outputs import Entry
 from shiftmend.methods import method as make_method
 from shiftmend.profiles.profile import Profile
-from shiftmend.utils.processes import of_first_process
+from shiftmend.utils.processes import of_first_process, world_size
 from shiftmend.utils.progress import Progress
+from shiftmend.verification.harm import describe_harm, find_answers, find_harm
+from shiftmend.verification.reading import Reading
 
 logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
@@ -149,7 +151,11 @@ def adapt(
         alone, fits = make_method(method, **options), checkpoints.data_fits(checkpoint)
         task = prepare(model, target, profile, alone, settings, fits)
         result = run_method(task, alone, check_compile(settings, task, alone))
-        return _warn(estimate_one(task, alone, result, calibrate=calibrate, output=output))
+        mark(result)
+        changed, readings = _is_changed(result), _read_if_useful(task, alone, result)
+        if readings and task.profile is not None and task.profile.rehearsal is not None:
+            estimate_one(task, alone, result, readings, calibrate=calibrate, output=output)
+        return _warn(task, result, readings) if changed else result
     if profile is None:
         raise AdaptationError("several learning rates need a judge between them: a profile of the source")
     if not rates:
@@ -160,14 +166,13 @@ def adapt(
     first = next(iter(methods.values()))
     fits = checkpoints.data_fits(*(with_rate(settings, rate).checkpoint for rate in methods))
     task = prepare(model, target, profile, first, settings, fits)
-    return _warn(
-        best_rate(
-            rates,
-            lambda rate, own, before: run_method(task, methods[rate], own, before),
-            check_compile(settings, task, first),
-            entropy_may_decide=not first.minimises_entropy,
-        )
+    result = best_rate(
+        rates,
+        lambda rate, own, before: run_method(task, methods[rate], own, before),
+        check_compile(settings, task, first),
+        entropy_may_decide=not first.minimises_entropy,
     )
+    return _warn(task, result, _read_if_useful(task, first, result)) if _is_changed(result) else result
 
 
 def _adapt_auto(
@@ -189,12 +194,32 @@ def _adapt_auto(
     return adapt_auto(task, settings, candidates, calibrate=calibrate)
 
 
-def _warn(result: Adaptation) -> Adaptation:
+def _is_changed(result: Adaptation) -> bool:
+    """Return whether the returned model is another one than was given; an early epoch may have been kept."""
+    return bool(result.manifest["adapted_weights"] != result.manifest["source_weights"])
+
+
+def _read_if_useful(task: Task, method: Method, result: Adaptation) -> dict[str, Reading]:
+    """Read both models if an estimate or a sign of harm may come of it; else return nothing."""
+    if task.profile is None or world_size() > 1:
+        return {}
+    judges_answers = _is_changed(result) and not result.interrupted and find_answers(task.profile) is not None
+    return read_both(task, method, result) if judges_answers or task.profile.rehearsal is not None else {}
+
+
+def _warn(task: Task, result: Adaptation, readings: dict[str, Reading]) -> Adaptation:
     """Log what is wrong with the returned run; runs that were not chosen are passed over."""
-    before, after = result.before, result.after
-    if before is not None and after is not None and after.verdict != "restored" and result.manifest["stages"]:
-        if after.excess > before.excess:
-            logger.warning("verification got worse: before %s, after %s", before, after)
-        else:
-            logger.warning("verification after adapting: %s", after)
+    if task.profile is None:
+        return result
+    both = tuple(readings.values())
+    estimates = (None, None) if result.estimate is None else (result.estimate.before, result.estimate.after)
+    harm = find_harm(
+        task.profile, (result.before, result.after), (both[0], both[1]) if len(both) == 2 else None, estimates
+    )
+    if harm:
+        result.harm = tuple(harm)
+        result.manifest["harm"] = harm
+        logger.warning("%s", describe_harm(harm))
+    elif result.after is not None and result.after.verdict != "restored" and result.manifest["stages"]:
+        logger.warning("verification after adapting: %s", result.after)
     return result

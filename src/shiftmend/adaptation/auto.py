@@ -28,14 +28,13 @@ from shiftmend.methods import method as make_method
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal, name_candidate
-from shiftmend.stats.answers import Answers
 from shiftmend.utils.checks import brief
-from shiftmend.utils.json import dumps
 from shiftmend.utils.processes import of_first_process, world_size
 from shiftmend.utils.progress import progress_bar
 from shiftmend.verification.class_shares import Shares, estimate_shares
-from shiftmend.verification.estimate import HOME_DEVIATIONS, MAX_OUTSIDE, Estimate, Estimator
-from shiftmend.verification.predictions import as_class_logits, class_shares, skew, skew_by_chance
+from shiftmend.verification.estimate import HOME_DEVIATIONS, Estimate, Estimator
+from shiftmend.verification.harm import OTHER_SHARES, answers_other_classes, find_worse_answers
+from shiftmend.verification.predictions import as_class_logits, skew, skew_by_chance
 from shiftmend.verification.reading import Reading, add_agreements, read
 from shiftmend.verification.verdict import Verification
 
@@ -47,16 +46,9 @@ CANDIDATES = (UNTOUCHED, "match-mean", "match-moments", "adabn", "fr-shares", "f
 
 MUCH_CLOSER = 0.7
 """Without a rehearsal: slices, as a share of those of the untouched model, that a candidate must come below."""
-CERTAIN_ENOUGH = 0.1
-"""Without a rehearsal: mean confidence below that of the profile up to which a model counts as certain as at home. A
-profile is often of training data, on which a model is more certain than on others."""
-LESS_CERTAIN_BY_SKEW = 0.4
-"""Without a rehearsal: the same for each unit of skew. Few classes may be the hard ones, of which a model is less
-certain. One or two digits cost up to 0.35 a unit, devices that the digits' network minds 0.5 or more (two seeds)."""
 SIMPLER = 1.2
 """Without a rehearsal: the simplest candidate is kept whose slices exceed the lowest by no more than this factor."""
 
-OTHER_SHARES = "answers are as certain as at home but fall into other classes, as where class shares differ"
 ADVICE = "try profile = shiftmend.rehearse(model, held_out_home_data, profile) at home"
 
 OTHER_PATIENTS = 0.07
@@ -208,8 +200,7 @@ def adapt_auto(
     estimator = Estimator(record)
     if estimator.is_at_home(untouched.signals, untouched.reading.samples):
         return _finish_at_home(untouched, estimator)
-    shares = class_shares(untouched.reading.answers, len(record.shares)) if record.task == "classes" else None
-    if estimator.has_other_shares(untouched.signals, untouched.reading.samples, shares):
+    if answers_other_classes(untouched.reading, task.profile):
         return _finish_with_other_shares(untouched, estimator)
     trials = _try_others(task, settings, methods, untouched)
     return _finish_rehearsed(task, trials, estimator, calibrate, settings.output)
@@ -261,7 +252,7 @@ def _finish_rehearsed(
         if trial.reading is None:
             tried.append(Candidate(trial.name, None, {}, trial.seconds, trial.failure))
             continue
-        reasons = find_differences(trial.method, record)
+        reasons = record.find_differences(describe_method(trial.method))
         estimate = estimator.estimate(trial.name, trial.signals, trial.reading.samples, reasons=reasons)
         if not reasons:
             readings[trial.name] = trial.signals
@@ -278,7 +269,7 @@ def _finish_rehearsed(
         chosen.signals,
         chosen.reading.samples,
         chosen=True,
-        reasons=find_differences(chosen.method, record),
+        reasons=record.find_differences(describe_method(chosen.method)),
     )
     reason = "its estimate is the best"
     if name == UNTOUCHED:
@@ -302,16 +293,6 @@ def _tell_change(shares: Shares | None, record: Rehearsal) -> Change | None:
     return "both" if beyond > max(OTHER_PATIENTS, by_chance) else "device"
 
 
-def find_differences(method: Method, record: Rehearsal) -> list[str]:
-    """List how a method differs from what was rehearsed under its name, in words."""
-    rehearsed = record.methods.get(method.name)
-    if rehearsed is None:
-        return []
-    own = describe_method(method)
-    changed = [name for name in own if dumps(own[name]) != dumps(rehearsed.get(name))]
-    return [f"{method.name} was rehearsed with another {changed[0]}"] if changed else []
-
-
 def _finish_unrehearsed(trials: Sequence[Trial], chosen: Trial, reason: str) -> Adaptation:
     """Return a candidate without an estimate, and say how to get one."""
     assert chosen.adaptation is not None
@@ -327,7 +308,7 @@ def _find_reason_to_stay(untouched: Trial, profile: Profile) -> str | None:
     assert untouched.reading is not None
     if untouched.reading.verification.verdict == "restored":
         return "the features are as at home, so nothing was changed"
-    if _answers_other_classes(untouched, profile):
+    if answers_other_classes(untouched.reading, profile):
         return f"{OTHER_SHARES}, so nothing was changed"
     return None
 
@@ -345,46 +326,17 @@ def _choose_by_features(trials: Sequence[Trial], profile: Profile) -> tuple[Tria
     ]
     if not closer:
         return untouched, "no candidate brought the features much closer to home"
-    better = [trial for trial in closer if not _answers_worse(trial, untouched, profile)]
+    assert untouched.reading is not None
+    better = [
+        trial
+        for trial in closer
+        if trial.reading is not None and not find_worse_answers(untouched.reading, trial.reading, profile)
+    ]
     if not better:
         return untouched, "where features came closer to home, answers became less certain or less like those of home"
     lowest = min(trial.signals["slices"] for trial in better)
     chosen = next(trial for trial in better if trial.signals["slices"] <= SIMPLER * lowest)
     return chosen, "it brought the features closest to home; whether answers are better is not known"
-
-
-def _answers_other_classes(untouched: Trial, profile: Profile) -> bool:
-    """Return whether the untouched model is about as certain as at home, but answers other classes.
-
-    Without a rehearsal nobody knows how far confidence falls behind a new device. In doubt the model is left alone.
-    """
-    home = profile.statistics.get("answers")
-    if not isinstance(home, Answers) or "confidence" not in untouched.signals:
-        return False
-    apart, by_chance = _measure_skew(untouched, home, profile)
-    is_inside = untouched.signals.get("outside", 0.0) <= MAX_OUTSIDE
-    tolerated = max(CERTAIN_ENOUGH, LESS_CERTAIN_BY_SKEW * apart)
-    certain = untouched.signals["confidence"] >= float(home.confidence) - tolerated
-    return apart > by_chance and is_inside and certain
-
-
-def _answers_worse(trial: Trial, untouched: Trial, profile: Profile) -> bool:
-    """Return whether a candidate is less certain than the untouched model, or its answers less like those of home."""
-    home = profile.statistics.get("answers")
-    if not isinstance(home, Answers) or "confidence" not in untouched.signals:
-        return False
-    (apart, by_chance), (before, _) = (_measure_skew(one, home, profile) for one in (trial, untouched))
-    certain = trial.signals.get("confidence", 0.0) >= untouched.signals["confidence"] - CERTAIN_ENOUGH
-    return apart > max(before, 0.0) + by_chance or not certain
-
-
-def _measure_skew(trial: Trial, home: Answers, profile: Profile) -> tuple[float, float]:
-    """Return how far the answers of a candidate are from the class shares of home, and how far chance brings them."""
-    reading = trial.reading
-    assert reading is not None
-    own = class_shares(reading.answers, len(home.shares))
-    deviation = skew_by_chance(home.shares, reading.samples, profile.inputs_seen)[1]
-    return skew(own, home.shares, reading.samples, profile.inputs_seen), HOME_DEVIATIONS * deviation
 
 
 def _complete(result: Adaptation, estimates: Estimates, tried: tuple[Candidate, ...], reason: str) -> Adaptation:
@@ -410,34 +362,43 @@ def mark(result: Adaptation, temperature: float = 1.0) -> None:
     }
 
 
-def estimate_one(
-    task: Task, method: Method, result: Adaptation, *, calibrate: bool = True, output: Entry = None
-) -> Adaptation:
-    """Add estimates before and after to the run of a named method, if the profile was rehearsed."""
-    if task.profile is None or task.profile.rehearsal is None or world_size() > 1:
-        mark(result)
-        return result
-    record = task.profile.rehearsal
-    estimator = Estimator(record)
+def read_both(task: Task, method: Method, result: Adaptation) -> dict[str, Reading]:
+    """Read the untouched model and the adapted one on the target; the untouched one alone if that was returned."""
     untouched = copy_model(task.model).to(task.feed.device).eval()
     readings = {UNTOUCHED: _read(task, untouched, make_method(UNTOUCHED))}
-    if method.name != UNTOUCHED:
-        readings[method.name] = _read(task, result.model, method)
-        _compare_for_shares(result, readings[method.name])
+    name = result.manifest["method"]["name"]
+    if name != UNTOUCHED:
+        readings[name] = _read(task, result.model, method)
+        _compare_for_shares(result, readings[name])
+    return readings
+
+
+def estimate_one(
+    task: Task,
+    method: Method,
+    result: Adaptation,
+    readings: Mapping[str, Reading],
+    *,
+    calibrate: bool = True,
+    output: Entry = None,
+) -> None:
+    """Add estimates before and after to the run of a named method, from the readings of both models."""
+    assert task.profile is not None
+    record = task.profile.rehearsal
+    assert record is not None
+    estimator = Estimator(record)
     joined = add_agreements(readings, record)
     if method.frees_shares:
         joined[method.name] = dict(readings[method.name].signals)
     before = estimator.estimate(UNTOUCHED, joined[UNTOUCHED], readings[UNTOUCHED].samples)
     after = before
     if method.name != UNTOUCHED:
-        reading, reasons = readings[method.name], find_differences(method, record)
+        reading, reasons = readings[method.name], record.find_differences(describe_method(method))
         after = estimator.estimate(method.name, joined[method.name], reading.samples, reasons=reasons)
     result.estimate = Estimates(before, after)
     result.manifest["estimate"] = result.estimate.to_json()
-    mark(result)
     if calibrate and method.name != UNTOUCHED:
         calibrate_result(result, readings[method.name], task, output)
-    return result
 
 
 def calibrate_result(result: Adaptation, reading: Reading, task: Task, output: Entry = None) -> None:

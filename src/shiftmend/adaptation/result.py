@@ -97,6 +97,7 @@ class Adaptation:
         shares: Class shares at the target, by the returned model, if `auto` estimated them.
         changed: What changed since home: `"device"`, `"patients"` (the class shares), `"both"` or `"neither"`; None if
             that cannot be told.
+        harm: Signs that a named method did harm, in words; empty if nothing speaks of harm.
 
     Example:
         >>> import torch, shiftmend
@@ -118,6 +119,7 @@ class Adaptation:
     reason: str = ""
     shares: Shares | None = None
     changed: Change | None = None
+    harm: tuple[str, ...] = ()
 
     @property
     def kept(self) -> Epoch:
@@ -174,6 +176,7 @@ class Adaptation:
             lines[0] += f"; learning rate {own:g}, chosen without labels of {every}"
         lines += [f"  before  {self.before}"] if self.before else []
         lines += [f"  after   {self.after}"] if self.after else []
+        lines += [f"  this may have done harm: {'; '.join(self.harm)}"] if self.harm else []
         return "\n".join(headline + lines)
 
     def _describe_estimate(self) -> list[str]:

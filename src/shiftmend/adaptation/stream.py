@@ -6,7 +6,8 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from shiftmend.accelerate.cuda_graphs import keep_buffers_in_place
 from shiftmend.accelerate.precision import nothing_cached
+from shiftmend.adaptation.result import Estimates, environment
 from shiftmend.adaptation.run import check_profile, examine
 from shiftmend.engine.method import Method, check_objective, compute_loss, describe_method, plan_stages
 from shiftmend.engine.modes import (
@@ -33,15 +35,48 @@ from shiftmend.introspection.taps import Tap, attach_taps
 from shiftmend.introspection.validate import check_model, copy_model, unwrap
 from shiftmend.methods import METHODS
 from shiftmend.methods import method as make_method
+from shiftmend.profiles import fingerprints
 from shiftmend.profiles.profile import Profile
+from shiftmend.profiles.rehearsal import UNTOUCHED
 from shiftmend.stats.histograms import CountTracker
 from shiftmend.stats.slices import Slices
 from shiftmend.utils.checks import brief, check_function, counted, is_whole, kind
 from shiftmend.utils.devices import resolve_device
-from shiftmend.verification.signals import sample_positions
+from shiftmend.utils.processes import world_size
+from shiftmend.verification.class_watch import ClassWatch, Doubt, Glimpse
+from shiftmend.verification.estimate import OTHER_WEIGHTS, Estimate, Estimator
+from shiftmend.verification.harm import OTHER_SHARES, answers_other_classes, describe_harm, find_answers, find_harm
+from shiftmend.verification.reading import Reading, agree, measure_outside, summarise
+from shiftmend.verification.signals import VERIFIED, Tally, sample_positions
 from shiftmend.verification.verdict import Verification, judge
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One batch of the window: what a model made of it, as logits `[M, units]` and counts."""
+
+    tally: Tally
+    logits: Tensor
+    inputs: int
+
+    @staticmethod
+    def of(activations: Mapping[str, Tensor], inputs: int, home: Profile) -> _Seen:
+        tally = Tally(home)
+        tally.update(activations, inputs)
+        return _Seen(tally, sample_positions(activations["logits"], inputs, 0).float(), inputs)
+
+    @staticmethod
+    def join(batches: Sequence[_Seen], home: Profile) -> Reading:
+        """Return the reading of several batches together."""
+        tally = Tally(home)
+        for batch in batches:
+            tally.add(batch.tally)
+        logits = torch.cat([batch.logits for batch in batches])
+        # Some accelerators have no float64, which thresholds and eigenvalues need.
+        logits = logits if logits.device.type in ("cpu", "cuda") else logits.cpu()
+        return summarise(tally, logits, home.rehearsal)
 
 
 class Stream:
@@ -52,9 +87,15 @@ class Stream:
     The caller's model is not touched; `snapshot()` returns a plain copy of the adapted one at any time. Threads may
     share a stream and wait for one another.
 
+    A batch is predicted and not learnt from if the classes in the latest batches are not those of home, or not those of
+    the batches before, as in a stream that is sorted by class. BatchNorm then uses what was learnt so far. A warning
+    says so once.
+
     Attributes:
         steps: Batches so far.
         losses: Terms of the loss in the last update.
+        paused: Batches that were not learnt from because of their classes.
+        warnings: What was warned of, each once.
 
     Example:
         >>> import torch, shiftmend
@@ -75,26 +116,42 @@ class Stream:
         output: Entry,
         device: torch.device,
         window: int,
+        guard: bool,
     ) -> None:
         self.method, self.profile, self.preprocess, self.output = method, profile, preprocess, output
         self.device = device
         self._lock = threading.RLock()
         self.steps = 0
         self.losses: dict[str, float] = {}
+        self.paused = 0
+        self._has_learnt = False
+        self.warnings: list[str] = []
+        self._warned_of: set[str] = set()
         self._source = model
         self._model = copy_model(model).to(device)
         self._objective = method.objective(profile, device)
         self._optimiser: optim.Optimizer | None = None
         self._what = ""
         self._taps: dict[str, Tap] | None = None
-        self._judge: Slices | None = profile.slices["verification"].to(device) if profile is not None else None
+        self._home = profile.to(device) if profile is not None else None
+        self._judge: Slices | None = self._home.slices["verification"] if self._home is not None else None
         self._seen: deque[tuple[CountTracker, int]] = deque(maxlen=window)
         self._counted = 0
+        self._watch: ClassWatch | None = None
+        alone = world_size() == 1  # Counts of other processes, which have streams of their own, must not be joined.
+        if profile is not None and guard and alone and method.adapts and _tells_classes(profile):
+            self._watch = ClassWatch(profile, window)
+        rehearsed = profile is not None and profile.rehearsal is not None
+        self._compares = alone and (self._watch is not None or rehearsed)
+        self._untouched = copy_model(model).to(device).eval() if self._compares and method.adapts else None
+        self._window: deque[tuple[_Seen, _Seen]] = deque(maxlen=window)
+        self._estimator: Estimator | None = None
 
     def __repr__(self) -> str:
         with self._lock:
             steps, batches, judged = self.steps, len(self._seen), self.verification
         line = f"Stream adapted by {self.method.name}, {counted(steps, 'step')}"
+        line += f", {self.paused} of them not learnt from" if self.paused else ""
         return line if judged is None else f"{line}\n  over the last {counted(batches, 'batch', 'batches')}: {judged}"
 
     @torch.inference_mode(False)
@@ -123,12 +180,11 @@ class Stream:
             )
         if self._taps is None:
             self._prepare(inputs)
-        smallest = max(2 if find_batch_norms(self._model) else 1, self.method.smallest_batch(self.profile))
-        learns = self.method.adapts
-        adapts = learns and len(inputs) >= smallest
-        if learns and not adapts:
-            few = "a single sample has no distribution" if len(inputs) < 2 else f"{len(inputs)} samples are too few"
-            logger.warning("%s to learn from: predicted with what was learnt so far", few)
+        untouched = self._look(inputs)
+        doubt = self._find_doubt(untouched)
+        adapts = self.method.adapts and self._are_enough(len(inputs)) and doubt is None
+        if doubt is not None and doubt.learnt_from_few:
+            self._start_anew()
         before = snapshot(self._model) if adapts else {}
         self._model.eval()
         if adapts:
@@ -156,7 +212,7 @@ class Stream:
             if adapts:
                 good = bool(losses) == trains and is_finite(self._model, before)
             if self._judge is not None and good:
-                self._count(activations["features"].detach(), len(inputs))
+                self._count({name: activations[name].detach() for name in VERIFIED}, len(inputs), untouched)
         except BaseException as error:  # By now BatchNorm has moved, whoever refused the batch.
             bring_back()
             self._take_back(before, moved)
@@ -168,7 +224,10 @@ class Stream:
             logger.warning("batch %d led to values that are not finite; it was not learnt from", self.steps + 1)
         self.losses = losses if good and losses else self.losses
         self._model.eval()
+        self._has_learnt |= adapts and good
         self.steps += 1
+        if doubt is not None:
+            self._pause(doubt)
         return result.detach()
 
     def _inputs(self, batch: Any) -> Tensor:
@@ -210,8 +269,61 @@ class Stream:
             self._optimiser = self.method.make_optimiser(trained, stages[0]) if trained else None
             self._what = stages[0].name
         if self.profile is not None:
-            taps = {"features": self.profile.specs["features"], **taps}
+            taps = {**{name: self.profile.specs[name] for name in VERIFIED}, **taps}
         self._taps = taps
+
+    def _look(self, inputs: Tensor) -> _Seen | None:
+        """Show the batch to the untouched model, which classes are told and estimates are made by."""
+        if self._untouched is None or self._home is None:
+            return None
+        taps = {name: self._home.specs[name] for name in VERIFIED}
+        try:
+            with torch.no_grad(), attach_taps(self._untouched, taps) as recorder:
+                # A copy of the inputs, since the model may work in place.
+                self._untouched(inputs.clone())
+                return _Seen.of(recorder.read(), len(inputs), self._home)
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, ShiftmendError):
+                check_model(self._untouched, [inputs])  # Raises one clear sentence if the inputs are the cause.
+            raise
+
+    def _are_enough(self, samples: int) -> bool:
+        """Return whether there are samples enough to learn from; warn if not."""
+        smallest = max(2 if find_batch_norms(self._model) else 1, self.method.smallest_batch(self.profile))
+        if samples >= smallest:
+            return True
+        few = "a single sample has no distribution" if samples < 2 else f"{samples} samples are too few"
+        logger.warning("%s to learn from: predicted with what was learnt so far", few)
+        return False
+
+    def _find_doubt(self, untouched: _Seen | None) -> Doubt | None:
+        """Return why a batch should not be learnt from."""
+        if self._watch is None or untouched is None:
+            return None
+        return self._watch.judge(_glimpse(untouched))
+
+    def _start_anew(self) -> None:
+        """Forget everything that was learnt."""
+        if self._has_learnt and self._untouched is not None:
+            self._take_back(snapshot(self._untouched), True)
+            self._has_learnt = False
+            self._warn("forgot", "what was learnt so far came from few classes and was taken back")
+
+    def _pause(self, doubt: Doubt) -> None:
+        """Count a batch that was not learnt from."""
+        self.paused += 1
+        self._warn(
+            doubt.reason,
+            f"batch {self.steps}: {doubt.reason}; such batches are predicted with what was learnt so far, and not "
+            "learnt from unless guard=False",
+        )
+
+    def _warn(self, kind_of_warning: str, sentence: str) -> None:
+        """Log a sentence, and keep it; once for each kind of warning."""
+        if kind_of_warning not in self._warned_of:
+            self._warned_of.add(kind_of_warning)
+            self.warnings.append(sentence)
+            logger.warning("%s", sentence)
 
     def _differentiate(self, activations: dict[str, Tensor]) -> dict[str, float]:
         """Compute gradients and return the terms of the loss; do neither if the loss is not finite."""
@@ -232,13 +344,23 @@ class Stream:
         if momentum and self._optimiser is not None:
             self._optimiser.state.clear()
 
-    def _count(self, features: Tensor, inputs: int) -> None:
+    def _count(self, activations: Mapping[str, Tensor], inputs: int, untouched: _Seen | None) -> None:
+        """Take a batch into the window: as it was predicted, and as the untouched model sees it."""
         assert self._judge is not None
-        home = self._judge.histogram
-        counter = home.new_tracker()
-        rows = sample_positions(features, inputs, self._counted)
-        for part in self._judge.projector.project_in_parts(rows):
-            counter.update(part, len(features) / len(rows))
+        assert self._home is not None
+        if not self._compares:
+            # The slices alone: counting every feature of every batch as well would slow a stream down.
+            features = activations["features"]
+            counter = self._judge.histogram.new_tracker()
+            rows = sample_positions(features, inputs, self._counted)
+            for part in self._judge.projector.project_in_parts(rows):
+                counter.update(part, len(features) / len(rows))
+        else:
+            own = _Seen.of(activations, inputs, self._home)
+            counter = own.tally.slices
+            self._window.append((own if untouched is None else untouched, own))
+            if self._watch is not None and untouched is not None:
+                self._watch.add(_glimpse(untouched))
         self._seen.append((counter, inputs))
         self._counted += inputs
 
@@ -246,7 +368,7 @@ class Stream:
     def verification(self) -> Verification | None:
         """Label-free verdict over the last batches, as they were predicted; None without a profile or a batch.
 
-        The verdict rests on the slices alone, since counting every feature of every batch would slow a stream down.
+        The verdict rests on the slices alone.
         """
         with self._lock:
             seen = list(self._seen)
@@ -258,11 +380,103 @@ class Stream:
         every.samples = sum(counter.samples for counter, _ in seen)
         return judge(float(every.divergence(home)), None, sum(inputs for _, inputs in seen), self.profile)
 
+    def _read_window(self) -> tuple[Reading, Reading] | None:
+        """Return readings of the untouched and of the adapted model over the window, as batches were predicted."""
+        with self._lock:
+            window = list(self._window)
+        if not window or self._home is None:
+            return None
+        before, after = ([both[place] for both in window] for place in (0, 1))
+        return _Seen.join(before, self._home), _Seen.join(after, self._home)
+
+    @property
+    def estimate(self) -> Estimates | None:
+        """Estimated scores over the last batches: of the untouched model, and of the answers that were given.
+
+        None without a rehearsal or a batch. What a method does on a stream was not rehearsed, so no map is valid for
+        the answers that it gave. They are told only as far as they agree with those of the untouched model: both
+        scores differ by no more than the share of answers that differ.
+        """
+        record = None if self.profile is None else self.profile.rehearsal
+        readings = self._read_window()
+        if record is None or readings is None:
+            return None
+        if self._estimator is None:
+            self._estimator = Estimator(record)
+        before = self._estimate_untouched(self._estimator, readings[0])
+        if not self.method.adapts:
+            return Estimates(before, before)
+        agreement = agree(*readings) if record.task == "classes" else None
+        return Estimates(before, before.bound(agreement, f"{self.method.name} on a stream was not rehearsed"))
+
+    def _estimate_untouched(self, estimator: Estimator, reading: Reading) -> Estimate:
+        assert self.profile is not None
+        reasons = [] if self._is_of_home else [OTHER_WEIGHTS]
+        if not reasons and estimator.is_at_home(reading.signals, reading.samples):
+            return estimator.estimate_at_home(reading.samples)
+        if answers_other_classes(reading, self.profile):
+            reasons.append(OTHER_SHARES)
+        return estimator.estimate(UNTOUCHED, reading.signals, reading.samples, reasons=reasons)
+
+    @property
+    def harm(self) -> list[str]:
+        """Signs over the last batches that adapting did harm, in words; empty if nothing speaks of harm."""
+        readings = self._read_window()
+        if readings is None or self.profile is None or not self._has_learnt:
+            return []
+        return find_harm(self.profile, (readings[0].verification, readings[1].verification), readings)
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The protocol so far: method, steps, pauses, warnings, and what the last batches tell."""
+        with self._lock:
+            judged, estimate = self.verification, self.estimate
+            return {
+                "method": {**describe_method(self.method), "name": self._name},
+                "steps": self.steps,
+                "paused": self.paused,
+                "guard": self._watch is not None,
+                "warnings": list(self.warnings),
+                "verification": None if judged is None else judged.to_json(),
+                "estimate": None if estimate is None else estimate.to_json(),
+                "source_weights": fingerprints.weights(self._source),
+                "environment": environment(self.device),
+            }
+
+    @property
+    def _name(self) -> str:
+        """Name by which `verify` finds a map: none that was rehearsed, unless nothing was learnt."""
+        return f"{self.method.name} on a stream" if self._has_learnt or not self._is_of_home else UNTOUCHED
+
+    @property
+    def _is_of_home(self) -> bool:
+        """True if the given model has the weights that the profile was made with."""
+        return self.profile is None or fingerprints.weights(self._source) == self.profile.weights
+
     @torch.inference_mode(False)
     def snapshot(self) -> nn.Module:
-        """Return a plain copy of the model as it is now, in eval mode and on the device of the caller's model."""
+        """Return a plain copy of the model as it is now, in eval mode and on the device of the caller's model.
+
+        Its attribute `shiftmend_adaptation` holds the manifest. A warning is logged if the last batches speak of harm.
+        """
         with self._lock:
-            return make_ordinary(copy_model(self._model), self._source)
+            if harm := self.harm:
+                self._warn("harm", describe_harm(harm))
+            copied = make_ordinary(copy_model(self._model), self._source)
+            marked = {"method": self._name, "temperature": 1.0, "manifest": self.manifest}
+            copied.shiftmend_adaptation = marked  # type: ignore[assignment]
+            return copied
+
+
+def _tells_classes(profile: Profile) -> bool:
+    """Return whether the model is known to answer with classes."""
+    if profile.rehearsal is not None:
+        return profile.rehearsal.task == "classes"
+    return find_answers(profile) is not None
+
+
+def _glimpse(untouched: _Seen) -> Glimpse:
+    return Glimpse.of(untouched.logits, measure_outside(untouched.tally), untouched.inputs)
 
 
 @torch.inference_mode(False)
@@ -275,6 +489,7 @@ def stream(
     output: Entry = None,
     device: str | torch.device = "auto",
     window: int = 16,
+    guard: bool = True,
     **options: Any,
 ) -> Stream:
     """Make an online adapter for a stream of batches.
@@ -287,7 +502,9 @@ def stream(
         preprocess: Called with each batch on the device, before the model.
         output: Entry of a tuple or dict that is the model's output.
         device: Where to compute.
-        window: Batches behind `Stream.verification`.
+        window: Batches behind `Stream.verification` and `Stream.estimate`.
+        guard: Whether learning pauses on batches whose classes are not those of home or of earlier batches. That takes
+            a forward pass of the untouched model for each batch, and a profile of a model that answers with classes.
         **options: Hyper-parameters of the method. Learning rates for one pass differ from those for many.
 
     Returns:
@@ -315,8 +532,19 @@ def stream(
             raise AdaptationError(f"{name} has no effect on a stream, each batch of which is seen once; leave it out")
     if not is_whole(window) or window < 1:
         raise DataError(f"the window must be a whole number of batches, at least 1, got {brief(window)}")
+    if not isinstance(guard, bool):
+        raise DataError(f"guard must be True or False, got {brief(guard)}")
     check_function(preprocess, "preprocess", "inputs")
     model = unwrap(model, trained=True)
     profile = check_profile(profile, model, chosen)
     place = resolve_device(device, model)
-    return Stream(model, profile, chosen, preprocess=preprocess, output=output, device=place, window=int(window))
+    return Stream(
+        model,
+        profile,
+        chosen,
+        preprocess=preprocess,
+        output=output,
+        device=place,
+        window=int(window),
+        guard=guard,
+    )

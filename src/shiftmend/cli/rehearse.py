@@ -37,6 +37,9 @@ def rehearse(
     shifts: Annotated[int | None, typer.Option(help="Number of simulated shifts; 12, or 9 with --quick.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the slowest methods and the small size.")] = False,
     candidates: opt.Candidates = None,
+    extend: Annotated[
+        bool, typer.Option("--extend", help="Keep the profile's rehearsal and add the candidates that it lacks.")
+    ] = False,
     site_size: Annotated[int | None, typer.Option(help="Samples that sites have, if that is known.")] = None,
     battery: Annotated[
         str | None,
@@ -82,7 +85,7 @@ def rehearse(
     check_labels(net, given, preprocess, output_entry, device, ignore_label)
     if workers > 1:
         _check_sendable(net, named)
-    if not as_json:
+    if not as_json and not extend:
         number = shifts if devices is None else len(devices)
         say(_announce(given, home, number, named, site_size, quick, workers))
     with _processes(workers) as executor:
@@ -93,6 +96,7 @@ def rehearse(
             battery=devices,
             shifts=shifts,
             candidates=named,
+            extend=extend,
             site_size=site_size,
             quick=quick,
             batch_size=batch_size,

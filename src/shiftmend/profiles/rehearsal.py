@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shiftmend.errors import ProfileError
 from shiftmend.stats.statistics import read_whole_number
+from shiftmend.utils.json import dumps
 
 Task = Literal["classes", "quantities"]
 UNTOUCHED = "source-only"
@@ -172,6 +173,18 @@ class Rehearsal:
                 f"{candidate!r} was not rehearsed, only {', '.join(self.candidates)}; rehearse with candidates=[...]"
             )
         return self.candidates.index(candidate)
+
+    def find_differences(self, method: Mapping[str, Any]) -> list[str]:
+        """List how a method differs from what was rehearsed under its name, in words.
+
+        Args:
+            method: Name and hyper-parameters of the method, as in a manifest.
+        """
+        rehearsed = self.methods.get(method["name"])
+        if rehearsed is None:
+            return []
+        changed = [name for name, value in method.items() if dumps(value) != dumps(rehearsed.get(name))]
+        return [f"{method['name']} was rehearsed with another {changed[0]}"] if changed else []
 
     def to_file(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return what a profile's file holds: facts as JSON, and float32 tensors by name; signals are float16."""
@@ -339,7 +352,7 @@ def describe(record: Rehearsal) -> str:
         record: The rehearsal. Scores are those of the largest size.
     """
     names = [name_candidate(name) for name in record.candidates]
-    head = ["shift", "strength", *names, "auto takes", "estimated", "true"]
+    head = ["shift", "family", "strength", *names, "auto takes", "estimated", "true"]
     rows = []
     for place, shift in enumerate(record.shifts):
         number = int(record.chosen[place, -1])
@@ -347,7 +360,7 @@ def describe(record: Rehearsal) -> str:
         scores = [format_score(float(value), record.task) for value in record.scores[place, -1]]
         strength = f"{shift.strength:.2f}" if shift.strength else ""
         both = [format_score(value, record.task) for value in (guess, truth)]
-        rows.append([shift.name, strength, *scores, names[number], *both])
+        rows.append([shift.name, shift.family, strength, *scores, names[number], *both])
     source = "with labels" if record.labelled else "without labels: scores compare with its own clean answers"
     at_home = format_score(record.score, record.task)
     unit = " points" if record.task == "classes" else ""
@@ -363,7 +376,7 @@ def describe(record: Rehearsal) -> str:
 
 def _tabulate(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    left = {0, len(head) - 3}
+    left = {0, 1, len(head) - 3}
     return [
         "  "
         + "  ".join(

@@ -44,6 +44,7 @@ from shiftmend.profiles.rehearsal import (
     empty_estimates,
     round_signals,
 )
+from shiftmend.rehearsal import extend as extension
 from shiftmend.rehearsal.battery import PlannedShift, from_functions, list_devices, plan_battery
 from shiftmend.utils.checks import brief, counted, is_whole
 from shiftmend.utils.devices import resolve_device
@@ -94,6 +95,7 @@ def rehearse(
     battery: Sequence[Any] | Mapping[str, Callable[[Tensor], Tensor]] | None = None,
     shifts: int | None = None,
     candidates: CandidateNames | None = None,
+    extend: bool = False,
     site_size: int | None = None,
     quick: bool = False,
     per_class: bool = True,
@@ -126,6 +128,8 @@ def rehearse(
             images, signals `[N, C, L]` and tables `[N, D]` have devices of their kind.
         shifts: Number of simulated shifts; 12, or 9 if `quick`.
         candidates: Methods to rehearse. By default those of `adapt`.
+        extend: Keep the rehearsal that the profile holds, and add the candidates that it lacks. Data, battery and
+            options must be those of that rehearsal.
         site_size: Samples that sites have, if that is known. By default all home samples and 300 are rehearsed.
         quick: Leave out the slowest candidates (FR, BUFR-IM), the small size and three shifts.
         per_class: Store histograms of each class, which `fr-shares` and `shiftmend.shares` need. They are left out
@@ -185,6 +189,9 @@ def rehearse(
         by_class = per_class and world.task == "classes"
         candidates = tuple(name for name in candidates if by_class or not METHODS[name].frees_shares)
     methods = list_candidates(candidates, profile)
+    path = None if checkpoint is None else as_path(checkpoint, "checkpoint")
+    if extend:
+        return _extend(world, methods, battery, shifts, site_size, path, executor, progress)
     sizes = choose_sizes(world.samples, site_size, quick)
     with progress_bar(progress, "rehearsing", None) as bar, hide_warnings():
         bar.advance(0, "home data")
@@ -199,11 +206,44 @@ def rehearse(
         counted(len(sizes), "size"),
         counted(len(methods), "candidate"),
     )
-    jobs = _Jobs(world, blank, planned, methods, None if checkpoint is None else as_path(checkpoint, "checkpoint"))
+    jobs = _Jobs(world, blank, planned, methods, path)
     with progress_bar(progress, "rehearsing", jobs.total) as bar, hide_warnings():
         cells = jobs.run(executor, bar)
     record = cross_fit(jobs.assemble(cells))
     return replace(profile, rehearsal=record)
+
+
+def _extend(
+    world: _Home,
+    methods: Mapping[str, Method],
+    battery: Any,
+    shifts: int | None,
+    site_size: int | None,
+    path: Path | None,
+    executor: Executor | None,
+    progress: Progress,
+) -> Profile:
+    """Rehearse the candidates that a stored rehearsal lacks, and join them to it."""
+    record = world.profile.rehearsal
+    if record is None:
+        raise DataError("Expected a rehearsed profile to extend, got one without a rehearsal. Leave extend out.")
+    sizes = record.sizes if site_size is None else choose_sizes(world.samples, site_size, quick=False)
+    extension.check_settings(record, world.list_settings())
+    if sizes != record.sizes or (shifts is not None and shifts != len(record.shifts) - 1):
+        raise DataError("Expected sizes and shifts of the stored rehearsal, got others. Leave them out.")
+    missing = extension.find_missing(record, methods)
+    if not missing:
+        logger.info("the profile was rehearsed with all of these candidates; nothing is left to do")
+        return world.profile
+    planned = extension.plan_again(record, world.inputs, battery)
+    untouched = {UNTOUCHED: make_method(UNTOUCHED)}
+    jobs = _Jobs(world, extension.start_record(record, missing), planned, untouched | missing, path)
+    with progress_bar(progress, "rehearsing", jobs.total) as bar, hide_warnings():
+        bar.advance(0, "comparing with the stored rehearsal")
+        for (shift, size), score in jobs.score_untouched():
+            extension.check_score(record, shift, size, score)
+        cells = jobs.run(executor, bar)
+    return replace(world.profile, rehearsal=cross_fit(extension.join(record, jobs.assemble(cells))))
 
 
 def choose_sizes(samples: int, site_size: int | None, quick: bool) -> tuple[int, ...]:
@@ -346,12 +386,7 @@ class _Home:
                 estimates=nothing,
                 scales=nothing,
                 chosen=nothing,
-                settings={
-                    "batch_size": self.settings.batch_size,
-                    "autocast": str(self.settings.autocast),
-                    "seed": self.settings.seed,
-                    "home_sha256": self.fingerprint(),
-                },
+                settings=self.list_settings(),
                 **known,
             )
         )
@@ -385,6 +420,15 @@ class _Home:
         counts = {name: torch.stack([one.counts for one in every]).cpu() for name, every in trackers.items()}
         largest = {name: one.amax(2, keepdim=True).clamp_min(1e-12) for name, one in counts.items()}
         return {name: (255 * one / largest[name]).round().byte() for name, one in counts.items()}
+
+    def list_settings(self) -> dict[str, Any]:
+        """Return the options and the data that a rehearsal depends on."""
+        return {
+            "batch_size": self.settings.batch_size,
+            "autocast": str(self.settings.autocast),
+            "seed": self.settings.seed,
+            "home_sha256": self.fingerprint(),
+        }
 
     def fingerprint(self) -> str:
         """Return the SHA-256 over home inputs and labels."""
@@ -566,6 +610,13 @@ class _Jobs:
             left = (time.perf_counter() - started) / done * (len(missing) - done)
             bar.advance(1, f"{self.record.shifts[shift].name}, about {math.ceil(left / 60)} min left")
         return self.cells
+
+    def score_untouched(self) -> Iterator[tuple[tuple[int, int], float]]:
+        """Score the untouched model in each cell, by forward passes alone."""
+        with on_device(self.home.model, resolve_device(self.home.settings.device)):
+            for place in self._places():
+                job = self._make_job(*place)
+                yield place, self.home.score(self.home.model, job.inputs, job.labels)
 
     def _run_in_parallel(
         self, executor: Executor, missing: Sequence[tuple[int, int]]

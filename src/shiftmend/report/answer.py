@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shiftmend.adaptation.auto import OTHER_SHARES
 from shiftmend.evaluation.classification import Scores
 from shiftmend.evaluation.regression import RegressionScores
 from shiftmend.profiles.rehearsal import Task
 from shiftmend.report.facts import Facts
 from shiftmend.report.formatting import format_percent
 from shiftmend.verification.estimate import Estimate
+from shiftmend.verification.harm import OTHER_SHARES
 from shiftmend.verification.reading import READ_SIGNALS
 
 Level = Literal["good", "unsure", "bad"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
@@ -14,11 +12,9 @@ from shiftmend.profiles import fingerprints
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal
 from shiftmend.report.saved import read_temperature
-from shiftmend.utils.json import dumps
-from shiftmend.verification.estimate import Estimate, Estimator
+from shiftmend.verification.estimate import OTHER_WEIGHTS, Estimate, Estimator
 from shiftmend.verification.reading import add_agreements, read
 
-OTHER_WEIGHTS = "the weights of the model are not those that the profile was made with"
 OTHER_START = "the model was mended from other weights than those of the model called “before” here"
 
 
@@ -89,15 +85,6 @@ def _estimate(
         return Estimates(before, None)
     if name == UNTOUCHED:
         return Estimates(before, before)
-    reasons = _find_differences(manifest["method"], record)
+    reasons = record.find_differences(manifest["method"])
     after = estimator.estimate(name, signals[name], samples, chosen="chosen" in manifest, reasons=reasons)
     return Estimates(before, after)
-
-
-def _find_differences(method: Mapping[str, Any], record: Rehearsal) -> list[str]:
-    """List how the method of a manifest differs from what was rehearsed under its name, in words."""
-    rehearsed = record.methods.get(method["name"])
-    if rehearsed is None:
-        return []
-    changed = [name for name, value in method.items() if dumps(value) != dumps(rehearsed.get(name))]
-    return [f"{method['name']} was rehearsed with another {changed[0]}"] if changed else []

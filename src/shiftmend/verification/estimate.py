@@ -69,6 +69,8 @@ AS_CERTAIN = 0.02
 """Mean confidence below that of home, beyond chance, up to which a model counts as certain as at home. Other class
 shares cost at most 0.014 on EMNIST and digits, devices that cost more than five points of accuracy at least 0.03."""
 
+OTHER_WEIGHTS = "the weights of the model are not those that the profile was made with"
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -156,6 +158,30 @@ class Estimate:
         first, second = mean * strength + correct, (1 - mean) * strength + samples - correct
         low, high = _beta_interval(first, second)
         return replace(self, value=first / (first + second), low=low, high=high, labelled=few)
+
+    def bound(self, agreement: float | None, reason: str) -> Estimate:
+        """Return the estimate of another model, of which only its agreement with this one on the same samples is known.
+
+        Both scores differ by no more than the share of answers that differ, so the interval is wider by that share.
+
+        Args:
+            agreement: Share of equal answers; None if it is not known.
+            reason: Why there is no estimate of the other model itself. It is given where the interval gets too wide.
+
+        Example:
+            >>> from shiftmend import Estimate
+            >>> print(Estimate(0.9, 0.88, 0.92, "accuracy").bound(0.99, "not rehearsed"))
+            accuracy about 90.0 % (87.0 to 93.0)
+            >>> Estimate(0.9, 0.88, 0.92, "accuracy").bound(0.5, "not rehearsed").reliable
+            False
+        """
+        if self.value is None or self.low is None or self.high is None or agreement is None:
+            return Estimate(None, None, None, self.metric, (reason, *self.reasons))
+        low, high = max(0.0, self.low - (1 - agreement)), min(1.0, self.high + (1 - agreement))
+        if max(self.value - low, high - self.value) > MAX_HALF_WIDTH:
+            changed = f"{100 * (1 - agreement):.0f} % of its answers are not those of the untouched model"
+            return Estimate(None, None, None, self.metric, (reason, changed))
+        return replace(self, low=low, high=high)
 
 
 def _beta_interval(first: float, second: float) -> tuple[float, float]:

@@ -100,21 +100,39 @@ def read(
 
     taps = {name: home.specs[name] for name in VERIFIED}
     run_pass(model, without_labels(feed.batches(feed.inference_batch_size)), update, taps=taps)
-    with torch.no_grad():
-        outputs = kept.result()
-        shares, own_shares = None, None
-        if free_shares and rehearsal is not None and rehearsal.by_class and bool(outputs.isfinite().all()):
-            shares = fit_shares(as_class_logits(outputs), rehearsal)
-            home = tally.profile = reweight(profile, shares).to(feed.device)
-            own_shares = rehearsal.shares
-            rehearsal = replace(rehearsal, shares=expect_answers(shares, rehearsal).float())
-        verification = tally.verification()
-        signals = {"slices": verification.divergence, "marginals": verification.marginals}
-        outside = _find_outside(tally.slices.reduce_over_processes().counts)
-        signals["outside"] = outside - _find_outside(home.slices["verification"].histogram.counts)
-        found = measure_outputs(outputs, rehearsal, own_shares)
+    return summarise(tally, kept.result(), rehearsal, free_shares=free_shares)
+
+
+@torch.no_grad()
+def summarise(
+    tally: Tally, outputs: Tensor, rehearsal: Rehearsal | None = None, *, free_shares: bool = False
+) -> Reading:
+    """Return the reading of samples that were counted.
+
+    Args:
+        tally: Counts of features, logits and slices.
+        outputs: Outputs `[M, units]` of the samples.
+        rehearsal: What is known of home, as for `read`.
+        free_shares: As for `read`. The tally is then compared with home for the shares that were found.
+    """
+    shares, own_shares = None, None
+    if free_shares and rehearsal is not None and rehearsal.by_class and bool(outputs.isfinite().all()):
+        shares, own_shares = fit_shares(as_class_logits(outputs), rehearsal), rehearsal.shares
+        place = tally.slices.counts.device
+        tally.profile = reweight(replace(tally.profile, rehearsal=rehearsal), shares).to(place)
+        rehearsal = replace(rehearsal, shares=expect_answers(shares, rehearsal).float())
+    verification = tally.verification()
+    signals = {"slices": verification.divergence, "marginals": verification.marginals}
+    signals["outside"] = measure_outside(tally)
+    found = measure_outputs(outputs, rehearsal, own_shares)
     values = {name: value for name, value in (signals | found.signals).items() if value is not None}
     return Reading(values, outputs, found.answers, verification, verification.samples, shares)
+
+
+def measure_outside(tally: Tally) -> float:
+    """Return the share of the slices beyond the range of home, less that at home."""
+    home = tally.profile.slices["verification"].histogram.counts
+    return _find_outside(tally.slices.reduce_over_processes().counts) - _find_outside(home)
 
 
 def _find_outside(counts: Tensor) -> float:

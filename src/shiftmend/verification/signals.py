@@ -232,6 +232,14 @@ class Tally:
         for name, counter in self.taps.items():
             counter.update(counted[name], times[name])
 
+    def add(self, other: Tally) -> None:
+        """Add what another accumulator with the same profile has counted."""
+        pairs = [(self.slices, other.slices), *((self.taps[name], other.taps[name]) for name in self.taps)]
+        for own, theirs in pairs:
+            own.counts += theirs.counts
+            own.samples += theirs.samples
+        self.inputs += other.inputs
+
     def joined(self) -> tuple[Tensor, Tensor, int]:
         """Return the divergence of the slices, that of the marginals, and the inputs, over all processes."""
         slices = self.slices.reduce_over_processes()

@@ -368,6 +368,7 @@ def _run_stream(given: CellInputs, result: Result, changes: dict[str, float], ti
         given.setting.method,
         preprocess=resources.benchmark.preprocess,
         device=resources.device,
+        guard=False,  # The paper's protocol learns from every batch.
         **{**given.setting.options, **changes},
     )
     whole = ClassificationMetrics(device=resources.device)

@@ -1,0 +1,115 @@
+"""Extending a rehearsal: what has to be the same, which candidates are missing, and how new cells join the old ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shiftmend.engine.method import Method, describe_method
+from shiftmend.errors import DataError
+from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal, RehearsedShift, empty_estimates, format_score
+from shiftmend.rehearsal.battery import PlannedShift, from_functions, list_devices
+from shiftmend.utils.json import dumps
+
+SAME_SCORE = 0.02
+"""Difference between scores of the untouched model on one shift that rounding on another machine may bring: in
+accuracy, or relative to an error."""
+AGREEMENT = "agreement with "
+
+
+def check_settings(record: Rehearsal, settings: Mapping[str, Any]) -> None:
+    """Refuse data and options that are not those of the stored rehearsal."""
+    words = {"home_sha256": "the home data", "seed": "the seed", "batch_size": "the batch size"}
+    for name, value in settings.items():
+        if dumps(value) != dumps(record.settings.get(name)):
+            what = words.get(name, name)
+            raise DataError(f"Expected {what} of the stored rehearsal, got another. Leave extend out to rehearse anew.")
+
+
+def find_missing(record: Rehearsal, methods: Mapping[str, Method]) -> dict[str, Method]:
+    """Return the candidates that the rehearsal lacks; refuse those that it has with other hyper-parameters."""
+    for method in methods.values():
+        if different := record.find_differences(describe_method(method)):
+            raise DataError(f"Expected the candidates of the stored rehearsal, but {different[0]}. Leave extend out.")
+    return {name: method for name, method in methods.items() if name not in record.candidates}
+
+
+def plan_again(record: Rehearsal, inputs: Tensor, battery: Any) -> list[PlannedShift]:
+    """Return the shifts of the stored rehearsal, at their strengths."""
+    if battery is None:
+        devices = {(one.name, one.family): one for one in list_devices(inputs)}
+        known = [shift for shift in record.shifts[1:] if (shift.name, shift.family) in devices]
+        planned = [PlannedShift(devices[shift.name, shift.family], shift.strength) for shift in known]
+    else:
+        planned = from_functions(battery)
+    names = [RehearsedShift(one.name, one.family, float(one.strength)) for one in planned]
+    if tuple(names) != record.shifts[1:]:
+        first = next((shift.name for shift in record.shifts[1:] if shift not in names), "no more")
+        raise DataError(f"Expected the battery of the stored rehearsal, which has {first!r}. Pass the same battery=.")
+    return planned
+
+
+def start_record(record: Rehearsal, missing: Mapping[str, Method]) -> Rehearsal:
+    """Return a record of the same home for the untouched model and the missing candidates."""
+    names = (UNTOUCHED, *missing)
+    signals = [name for name in record.signals if not name.startswith(AGREEMENT)]
+    return replace(
+        record,
+        candidates=names,
+        methods={UNTOUCHED: record.methods[UNTOUCHED]}
+        | {name: describe_method(method) for name, method in missing.items()},
+        signals=(*signals, *(f"{AGREEMENT}{name}" for name in names)),
+    )
+
+
+def check_score(record: Rehearsal, shift: int, size: int, score: float) -> None:
+    """Refuse a cell in which the untouched model has another score than was stored."""
+    known = float(record.scores[shift, size, 0])
+    if not abs(score - known) <= SAME_SCORE * (1.0 if record.task == "classes" else max(abs(known), 1e-12)):
+        told, stored = (format_score(one, record.task) for one in (score, known))
+        name = record.shifts[shift].name
+        raise DataError(
+            f"Expected {stored} of the untouched model on {name!r}, as stored, got {told}. "
+            "Pass the options of the stored rehearsal."
+        )
+
+
+def join(old: Rehearsal, new: Rehearsal) -> Rehearsal:
+    """Add new candidates to a rehearsal.
+
+    The answers of earlier candidates are not stored, so their agreement with new ones is not known, and no map is made
+    from it. That of the untouched model is known.
+
+    Args:
+        old: The stored rehearsal.
+        new: A record of the same shifts, by the untouched model and new candidates.
+
+    Returns:
+        A record whose estimates are not made yet.
+    """
+    added = new.candidates[1:]
+    signals = (*old.signals, *(name for name in new.signals if name not in old.signals))
+    shape = (len(old.shifts), len(old.sizes), len(old.candidates) + len(added), len(signals))
+    values = torch.full(shape, torch.nan)
+    values[:, :, : len(old.candidates), : len(old.signals)] = old.values
+    for place, name in enumerate(new.signals):
+        column = signals.index(name)
+        values[:, :, len(old.candidates) :, column] = new.values[:, :, 1:, place]
+        if name not in old.signals:
+            values[:, :, 0, column] = new.values[:, :, 0, place]
+    unknown = torch.full((len(old.sizes), len(signals) - len(old.signals)), torch.nan)
+    joined = replace(
+        old,
+        candidates=(*old.candidates, *added),
+        methods={**old.methods, **{name: new.methods[name] for name in added}},
+        signals=signals,
+        scores=torch.cat([old.scores, new.scores[:, :, 1:]], 2),
+        values=values,
+        home_mean=torch.cat([old.home_mean, unknown], 1),
+        home_deviation=torch.cat([old.home_deviation, unknown], 1),
+    )
+    return empty_estimates(joined)
