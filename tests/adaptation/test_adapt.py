@@ -302,7 +302,7 @@ def test_one_sample() -> None:
         said = f"one target sample is too few to be a distribution that {method} can learn from; use at least"
         with pytest.raises(AdaptationError, match=said):
             shiftmend.adapt(without.model, without.target[:1], without.profile(), method)
-        with pytest.raises(AdaptationError, match="a batch size of one is too few to be a distribution"):
+        with pytest.raises(AdaptationError, match="batch size of one"):
             shiftmend.adapt(without.model, without.target[:9], without.profile(), method, batch_size=1)
     shiftmend.adapt(without.model, without.target[:1], method="pl", epochs=1, progress=False)
 
@@ -498,7 +498,7 @@ def test_the_manifest_says_how_and_can_be_saved(tmp_path) -> None:  # type: igno
 def test_bad_input_is_one_sentence() -> None:
     world = sensors()
     profile = world.profile()
-    with pytest.raises(AdaptationError, match="unknown method 'magic', expected one of source-only"):
+    with pytest.raises(AdaptationError, match=r"'magic'.*source-only"):
         shiftmend.adapt(world.model, world.target, profile, "magic")
     with pytest.raises(AdaptationError, match="no option 'epoch'"):
         shiftmend.adapt(world.model, world.target, profile, "fr", epoch=3)
@@ -806,7 +806,7 @@ def test_wrong_types_are_one_sentence() -> None:
         shiftmend.profile(lambda x: x, world.source)  # type: ignore[arg-type]
     with pytest.raises(shiftmend.ShiftmendError, match="scripted"):
         shiftmend.profile(torch.jit.script(nn.Linear(2, 2)), world.source)
-    with pytest.raises(ProfileError, match="the profile is a dict"):
+    with pytest.raises(ProfileError, match="profile is a dict"):
         shiftmend.adapt(world.model, world.target, {})  # type: ignore[arg-type]
     with pytest.raises(AdaptationError, match="seed"):
         shiftmend.adapt(world.model, world.target, profile, seed=None)  # type: ignore[arg-type]
@@ -931,9 +931,7 @@ def test_a_model_that_is_broken_already_is_not_blamed_on_the_learning_rate() -> 
         lambda: shiftmend.adapt(broken, world.target, method="tent"),
         lambda: shiftmend.stream(broken, world.profile()),
     ):
-        with pytest.raises(
-            AdaptationError, match=r"weights are NaN or infinite in '4.weight' before anything is adapted"
-        ):
+        with pytest.raises(AdaptationError, match=r"'4\.weight' before"):
             call()
 
 
@@ -958,7 +956,7 @@ def test_a_mask_of_infinities_is_not_broken() -> None:
     assert result.model.mask[-1] == -math.inf
     with torch.no_grad():
         model.mask[0] = math.nan
-    with pytest.raises(AdaptationError, match="NaN or infinite in 'mask'"):
+    with pytest.raises(AdaptationError, match="infinite in 'mask'"):
         shiftmend.adapt(model, inputs, profile, "fr", epochs=2, progress=False)
 
 
@@ -974,7 +972,7 @@ def test_rates_may_come_as_an_array() -> None:
 def test_an_adaptation_is_saved_in_a_folder_with_a_name(wrong: object) -> None:
     world = sensors()
     result = shiftmend.adapt(world.model, world.target, method="source-only", progress=False)
-    with pytest.raises(shiftmend.ShiftmendError, match=r"the folder to write into is .*, expected a name"):
+    with pytest.raises(shiftmend.ShiftmendError, match=r"folder.*expected a name"):
         result.save(wrong)  # type: ignore[arg-type]
 
 
@@ -992,9 +990,7 @@ def test_a_disk_that_is_full_after_some_files_leaves_an_earlier_result_whole(
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(
-        AdaptationError, match=r"cannot be written into \(No space left on device\); name another folder"
-    ):
+    with pytest.raises(AdaptationError, match="No space left"):
         result.save(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -1007,7 +1003,7 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
         lambda: shiftmend.adapt(model, world.target, method="source-only", progress=False),
         lambda: shiftmend.stream(model, method="source-only"),
     ):
-        with pytest.raises(AdaptationError, match=r"cannot be copied \(cannot pickle '_thread.lock' object\)"):
+        with pytest.raises(AdaptationError, match=r"copied.*_thread\.lock"):
             attempt()
 
 
@@ -1029,7 +1025,7 @@ def test_a_copy_that_runs_layers_of_the_callers_model_is_refused() -> None:
         lambda: shiftmend.adapt(model, world.target, method="adabn", progress=False),
         lambda: shiftmend.stream(model, method="adabn").step(world.target),
     ):
-        with pytest.raises(AdaptationError, match="runs 'body' of the caller's own"):
+        with pytest.raises(AdaptationError, match=r"'body'.*caller's"):
             attempt()
     assert model.body[1].num_batches_tracked == 0
     model(world.target)  # which goes on working
@@ -1071,7 +1067,7 @@ def test_a_copy_that_shares_what_would_change_is_refused(frozen: nn.Module, meth
         lambda: shiftmend.adapt(model, world.target, profile, method, device="cpu", progress=False),
         lambda: shiftmend.stream(model, profile, method, device="cpu").step(world.target),
     ):
-        with pytest.raises(AdaptationError, match=r"shares 'frozen\.\w+' with the caller's own"):
+        with pytest.raises(AdaptationError, match=r"'frozen\.\w+'.*caller's"):
             attempt()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -1232,5 +1228,5 @@ def test_a_model_that_takes_one_size_only_says_so_of_batches_that_differ() -> No
     net = nn.Sequential(nn.Flatten(), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3)).eval()
     sizes = [torch.randn(8, 2, 4), torch.randn(9, 2, 6)]
     for call in (shiftmend.profile, lambda model, data: shiftmend.adapt(model, data, None, "pl")):
-        with pytest.raises(DataError, match=r"batches differ in size, .* shape \[2, 6\] .*; bring all samples to one"):
+        with pytest.raises(DataError, match=r"batches.*\[2, 6\]"):
             call(net, sizes)

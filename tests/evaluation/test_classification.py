@@ -322,7 +322,7 @@ def test_labels_out_of_range_are_raised_by_compute(bad: int) -> None:
     metrics = ClassificationMetrics()
     metrics.update(torch.randn(4, 3), torch.tensor([0, bad, 2, bad]))
     metrics.update(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
-    with pytest.raises(DataError, match=r"^2 of 8 samples have a label that is no class number .*floating-point"):
+    with pytest.raises(DataError, match=r"^2 of 8.*floating-point"):
         metrics.compute()
 
 
@@ -332,7 +332,7 @@ def test_logits_that_are_no_numbers_are_raised_by_compute(bad: float) -> None:
     logits[4, 1] = bad
     metrics = ClassificationMetrics()
     metrics.update(logits, labels)
-    with pytest.raises(DataError, match=r"^1 of 6 samples have logits that are NaN or infinite"):
+    with pytest.raises(DataError, match=r"^1 of 6.*logits"):
         metrics.compute()
 
 
@@ -348,15 +348,15 @@ def test_nothing_to_score() -> None:
 def test_refuses_to_mix() -> None:
     metrics = ClassificationMetrics()
     metrics.update(*random_batch(4, 3))
-    with pytest.raises(DataError, match=r"one shape, got \[5\] after \[3\]"):
+    with pytest.raises(DataError, match=r"\[5\] after \[3\]"):
         metrics.update(*random_batch(4, 5))
-    with pytest.raises(DataError, match="10 bins and ignore_label=None cannot merge metrics with 15"):
+    with pytest.raises(DataError, match=r"10 bins.*merge.*15"):
         metrics.merge(ClassificationMetrics(15))
-    with pytest.raises(DataError, match="ignore_label=None cannot merge metrics with 10 bins and ignore_label=255"):
+    with pytest.raises(DataError, match=r"merge.*ignore_label=255"):
         metrics.merge(ClassificationMetrics(ignore_label=255))
-    with pytest.raises(DataError, match="ClassificationMetrics cannot merge a RegressionMetrics"):
+    with pytest.raises(DataError, match="merge a RegressionMetrics"):
         metrics.merge(RegressionMetrics())  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="at least 1 bin, got 0"):
+    with pytest.raises(DataError, match="bin, got 0"):
         ClassificationMetrics(bins=0)
     assert metrics.compute().samples == 4
 
@@ -416,7 +416,7 @@ def test_restoration_distance_streams(sizes: list[int], seed: int) -> None:
 
 
 def test_restoration_distance_refuses() -> None:
-    with pytest.raises(DataError, match=r"row by row.*\[4, 8\] and float32 \[4, 1\]"):
+    with pytest.raises(DataError, match=r"\[4, 8\].*\[4, 1\]"):
         restoration_distance(torch.zeros(4, 8), torch.zeros(4, 1))
     with pytest.raises(DataError, match=r"\[N, units\].*\[4\]"):
         restoration_distance(torch.zeros(4), torch.zeros(4))
@@ -424,5 +424,5 @@ def test_restoration_distance_refuses() -> None:
         restoration_distance(torch.zeros(4, 0), torch.zeros(4, 0))
     with pytest.raises(DataError, match="no samples"):
         restoration_distance(torch.zeros(0, 8), torch.zeros(0, 8))
-    with pytest.raises(DataError, match="2 of 3 samples have features that are not finite"):
+    with pytest.raises(DataError, match=r"2 of 3.*features"):
         restoration_distance(torch.zeros(3, 2), torch.tensor([[torch.inf, torch.nan], [0.0, 0.0], [0.0, torch.nan]]))

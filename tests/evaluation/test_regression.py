@@ -97,16 +97,16 @@ def test_what_cannot_be_scored_is_refused() -> None:
     ):
         with pytest.raises(DataError, match=said):
             RegressionMetrics().update(torch.zeros(shapes[0]), torch.zeros(shapes[1]))
-    with pytest.raises(DataError, match="complex numbers are not scored, got complex64"):
+    with pytest.raises(DataError, match="complex64"):
         RegressionMetrics().update(torch.zeros(4, dtype=torch.complex64), torch.zeros(4))
     with pytest.raises(DataError, match="no samples"):
         RegressionMetrics().compute()
     metrics = RegressionMetrics()
     metrics.update(torch.rand(4, 2), torch.rand(4, 2))
-    with pytest.raises(DataError, match=r"one shape, got \[3\] after \[2\]"):
+    with pytest.raises(DataError, match=r"\[3\] after \[2\]"):
         metrics.update(torch.rand(4, 3), torch.rand(4, 3))
     broken = torch.tensor([[1.0, torch.nan], [torch.inf, torch.nan], [0.0, 0.5]])
-    with pytest.raises(DataError, match="2 of 3 samples have predictions or targets that are not finite"):
+    with pytest.raises(DataError, match=r"2 of 3.*targets"):
         scored(broken, torch.rand(3, 2))
-    with pytest.raises(DataError, match=r"of one-hot labels labels\.argmax\(1\)\); several classes a sample are not"):
+    with pytest.raises(DataError, match=r"one-hot.*argmax.*several classes"):
         scored(torch.randn(6, 3), torch.eye(3).repeat(2, 1))

@@ -100,7 +100,7 @@ class Raises(nn.Module):
     ],
 )
 def test_whatever_a_model_raises_is_one_sentence(error: Exception, words: str) -> None:
-    with pytest.raises(DataError, match=rf"\[3\] and type float32: {words}$") as caught:
+    with pytest.raises(DataError, match=rf"\[3\].*float32: {words}$") as caught:
         check_model(Raises(error), [torch.zeros(2, 3)])
     assert caught.value.__cause__ is error
 

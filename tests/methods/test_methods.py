@@ -65,7 +65,7 @@ def test_adabn_averages_the_statistics_of_all_batches() -> None:
 
 def test_statistics_that_overflow_are_blamed_on_the_inputs_since_nothing_is_trained() -> None:
     world = sensors()
-    with pytest.raises(AdaptationError, match=r"epoch 1 \(statistics\); look at the inputs and at preprocess"):
+    with pytest.raises(AdaptationError, match=r"epoch 1 \(statistics\)"):
         shiftmend.adapt(world.model, world.target * 1e25, None, "adabn", progress=False)
 
 

@@ -137,7 +137,7 @@ def test_wrong_images(wrong, message):
 
 @pytest.mark.parametrize("name", ["cifar-c/fog", "cifar-c/gaussian_blur", "sensor/resolution"])
 def test_images_without_a_pixel_are_refused(name):
-    with pytest.raises(DataError, match=r"shape \[N, 1 or 3, H, W\], got uint8 \[2, 3, 0, 28\]"):
+    with pytest.raises(DataError, match=r"\[2, 3, 0, 28\]"):
         apply(name, torch.zeros(2, 3, 0, 28, dtype=torch.uint8))
 
 
@@ -164,15 +164,15 @@ def test_unknown_name_gets_suggestions(name, suggestion, images):
 
 
 def test_unknown_parameter_is_named(images):
-    with pytest.raises(DataError, match="no parameter blur: it has isotropic, sigma"):
+    with pytest.raises(DataError, match=r"blur.*isotropic, sigma"):
         apply("emnist-da/gaussian_blur", images, blur=3)
-    with pytest.raises(DataError, match="no parameter sigma: it has none"):
+    with pytest.raises(DataError, match=r"sigma.*has none"):
         apply("emnist-da/stripe", images, sigma=3)
 
 
 @pytest.mark.parametrize("strength", [1.5, -0.1, float("nan")])
 def test_a_strength_is_from_0_to_1(strength, images):
-    with pytest.raises(DataError, match="sensor/gamma has a strength from 0 to 1, got"):
+    with pytest.raises(DataError, match=r"sensor/gamma.*strength"):
         apply("sensor/gamma", images, strength=strength)
 
 

@@ -227,7 +227,7 @@ def test_which_outcome_is_compared() -> None:
     ]
     assert compare(results, "a", "b")[0].difference == pytest.approx(0.35)
     assert compare(results, "a", "b", which="best")[0].difference == pytest.approx(0.0)
-    with pytest.raises(DataError, match="no finished result of a and b has a selected accuracy"):
+    with pytest.raises(DataError, match=r"a and b.*selected accuracy"):
         compare(results, "a", "b", which="selected")
 
 
@@ -248,8 +248,8 @@ def test_what_cannot_be_compared_is_said(arguments: dict[str, Any], message: str
 def test_recipes_and_origins_are_not_mixed() -> None:
     one = result("a", "sky", 0, 0.5)
     other = replace(one, cell=replace(one.cell, recipe="newer"))
-    with pytest.raises(DataError, match=r"two recipes for a on sky, seed 0 \(of a and newer\)"):
+    with pytest.raises(DataError, match=r"two recipes.*and newer"):
         by_place([one, other])
     assert list(by_place([one, replace(other, last=None, error="failed")]).values()) == [one]
-    with pytest.raises(DataError, match="images of sky are published for some results and rebuilt for others"):
+    with pytest.raises(DataError, match=r"sky.*published.*rebuilt"):
         by_place([one, replace(result("b", "sky", 0, 0.5), origin="rebuilt")])
