@@ -217,9 +217,9 @@ def test_captured_scores_follow_the_weights_too() -> None:
 
 def test_labels_of_a_classifier_that_are_no_whole_numbers_get_advice() -> None:
     world = sensors()
-    with pytest.raises(DataError, match=r"labels.*whole numbers"):
+    with pytest.raises(DataError, match="whole numbers"):
         shiftmend.evaluate(world.model, (world.target, world.labels.float()))
-    with pytest.raises(DataError, match=r"of one-hot labels labels\.argmax\(1\)"):
+    with pytest.raises(DataError, match=r"argmax.*one-hot"):
         shiftmend.evaluate(world.model, (world.target, torch.eye(3)[world.labels]))
 
 
@@ -234,11 +234,11 @@ def test_a_segmentation_is_scored_position_by_position() -> None:
     assert scores.samples == 4 * 5 * 6
     assert scores.accuracy == pytest.approx(1 - 1 / 5)
     assert scores.nll == pytest.approx(float(nn.functional.cross_entropy(logits, labels)), rel=1e-5)
-    with pytest.raises(DataError, match=r"got \[4, 1, 5, 6\]"):
+    with pytest.raises(DataError, match=r"\[4, 1, 5, 6\]"):
         shiftmend.evaluate(model, (images, labels.unsqueeze(1)))
     with pytest.raises(DataError, match=r"\[4, 2, 5\].*movedim"):
         shiftmend.evaluate(nn.Linear(6, 3), (torch.randn(4, 2, 5, 6), labels[:, :2, :5]))
-    with pytest.raises(DataError, match=r"logits.*floating point"):
+    with pytest.raises(DataError, match="floating-point logits"):
         shiftmend.evaluate(model, (images, labels[:, 0, 0]))
 
 
@@ -276,7 +276,7 @@ def test_labels_that_mark_no_class_have_to_be_named() -> None:
     with pytest.raises(DataError, match=r"ignore_label=0.*float32"):
         shiftmend.evaluate(Column(), (torch.randn(4, 2), torch.randn(4)), ignore_label=0)
     for nonsense in (True, 1.0, "255", 2**70):
-        with pytest.raises(DataError, match=r"ignore_label.*whole number"):
+        with pytest.raises(DataError, match=r"whole number.*ignore_label"):
             shiftmend.evaluate(model, (images, labels), ignore_label=nonsense)
 
 
@@ -289,7 +289,7 @@ def test_several_labels_a_sample_are_refused_and_zeros_and_ones_remarked_upon(ca
         shiftmend.evaluate(world.model, (world.target, several.float()))
     assert not caplog.messages
     assert isinstance(shiftmend.evaluate(Column(), (world.target, several[:, 0].float())), shiftmend.RegressionScores)
-    assert "all labels are 0 or 1" in caplog.text
+    assert "all 0 or 1" in caplog.text
 
 
 def test_a_lone_sample_at_the_end_of_a_stream_is_normalised_with_those_before_it() -> None:

@@ -91,7 +91,7 @@ def test_targets_that_are_equal_have_no_r2() -> None:
 
 def test_what_cannot_be_scored_is_refused() -> None:
     for shapes, said in (
-        (((4, 1), (4,)), r"must be of one shape, \[N\], .* got float32 \[4, 1\] and float32 \[4\]"),
+        (((4, 1), (4,)), r"one shape.*float32 \[4, 1\] and float32 \[4\]"),
         (((), ()), r"float32 \[\]"),
         (((4, 0), (4, 0)), r"float32 \[4, 0\]"),
     ):
@@ -108,5 +108,5 @@ def test_what_cannot_be_scored_is_refused() -> None:
     broken = torch.tensor([[1.0, torch.nan], [torch.inf, torch.nan], [0.0, 0.5]])
     with pytest.raises(DataError, match=r"2 of 3.*targets"):
         scored(broken, torch.rand(3, 2))
-    with pytest.raises(DataError, match=r"one-hot.*argmax.*several classes"):
+    with pytest.raises(DataError, match=r"argmax.*one-hot.*several classes"):
         scored(torch.randn(6, 3), torch.eye(3).repeat(2, 1))

@@ -312,6 +312,7 @@ class ScoredAdaptation:
 
 
 def to_outcome(epoch: int, scores: Scores) -> Outcome:
+    """Return the scores after an epoch in the form that a result stores."""
     return Outcome(epoch, scores.accuracy, scores.ece, scores.mce, scores.nll, scores.brier)
 
 
@@ -460,6 +461,7 @@ def _measure_restoration(given: CellInputs, adapted: nn.Module, target: Target) 
 
 
 def labels_of(images: Images) -> Tensor:
+    """Return the labels of images; raise DataError if there are none."""
     if images.labels is None:
         raise DataError(f"Expected a label for each image of {images.name}, which this protocol needs, got none.")
     return images.labels
@@ -537,6 +539,7 @@ def release_unused_memory(device: torch.device) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
+    """Start to measure the peak of used memory anew."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:

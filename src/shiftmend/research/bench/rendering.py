@@ -253,6 +253,7 @@ _MARKDOWN = _Markup(lambda text: text.replace("|", r"\|"), "-", "**%s**")
 
 
 def escape_markdown(text: str) -> str:
+    """Escape everything that Markdown would format, and put the text on one line."""
     return re.sub(r"([\\`*_{}\[\]<>|#~$&])", r"\\\1", _put_on_one_line(text))
 
 

@@ -278,6 +278,7 @@ class Display:
 
 
 def format_left(seconds: float) -> str:
+    """Write how long a run will still take, as part of a sentence; NaN means unknown."""
     if seconds != seconds:
         return "time left unknown"
     if seconds < 90:

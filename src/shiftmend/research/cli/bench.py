@@ -52,6 +52,7 @@ def register(app: typer.Typer) -> None:
 
 @bench.callback(invoke_without_command=True)
 def show_help(context: typer.Context) -> None:
+    """Print the help if no command is named."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -61,7 +62,7 @@ def show_help(context: typer.Context) -> None:
 
 @bench.command("list")
 def list_benchmarks(as_json: Json = False) -> None:
-    """Every benchmark in a line."""
+    """List all benchmarks, one in a line."""
     from shiftmend.research.bench.suite import BENCHMARKS, find
 
     found = [find(name) for name in BENCHMARKS]
@@ -89,7 +90,7 @@ def list_benchmarks(as_json: Json = False) -> None:
 
 @bench.command("show")
 def show_benchmark(benchmark: Name, data_root: Root = None, as_json: Json = False) -> None:
-    """One benchmark in full: source training, protocols, methods with their hyper-parameters, origin of the data."""
+    """Show one benchmark in full: source training, protocols, methods with hyper-parameters, origin of the data."""
     from shiftmend.research.bench.footnotes import ORIGINS
     from shiftmend.research.bench.plan import describe
     from shiftmend.research.bench.suite import find
@@ -288,7 +289,7 @@ def table(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Mean and deviation over seeds beside the paper's figures, and what choosing without labels costs."""
+    """Show mean and deviation over seeds beside the paper's figures, and what choosing without labels costs."""
     from shiftmend.research.bench.rendering import render, render_terminal
 
     if beside not in ("paper", "re-run", "none"):
@@ -490,7 +491,7 @@ def export(
     format: Annotated[str, typer.Option(help=EXPORTS)] = "csv",
     out: Out = None,
 ) -> None:
-    """Everything in the store, for other programs, or as a small file that `--folder` takes in place of a store."""
+    """Write everything in the store for other programs, or as a small file that `--folder` takes instead of a store."""
     from shiftmend.research.bench.store import load_results, to_compact, to_csv, to_json
     from shiftmend.research.bench.suite import find
 
@@ -510,7 +511,7 @@ def page(
     data_root: Root = None,
     out: Out = None,
 ) -> None:
-    """Everything that has come of a benchmark as a page in Markdown, with how it was made and what is missing."""
+    """Write all results of a benchmark as a page in Markdown, with how they were made and what is missing."""
     from shiftmend.research.bench.pages import page as write_page
     from shiftmend.research.bench.suite import find
 
@@ -582,10 +583,12 @@ def merge(
 
 
 def print_json(value: Any, out: Path | None = None) -> None:
+    """Print a value as JSON, or write it to a file."""
     write_out(dumps(value) + "\n", out)
 
 
 def write_out(text: str, out: Path | None) -> None:
+    """Print a text, or write it to a file."""
     if out is None:
         print(text, end="" if text.endswith("\n") else "\n")
         return
@@ -595,10 +598,12 @@ def write_out(text: str, out: Path | None) -> None:
 
 
 def names(text: str | None) -> list[str] | None:
+    """Split names at their commas; None stays None."""
     return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
 
 
 def parse_seeds(text: str | None) -> list[int] | None:
+    """Parse seeds with commas; None stays None."""
     try:
         found = None if text is None else [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -609,6 +614,7 @@ def parse_seeds(text: str | None) -> list[int] | None:
 
 
 def parse_rates(text: str | None) -> list[float] | None:
+    """Parse learning rates with commas; None stays None."""
     try:
         found = None if text is None else [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -619,6 +625,7 @@ def parse_rates(text: str | None) -> list[float] | None:
 
 
 def root_of(data_root: Path | None) -> Path | None:
+    """Return the folder of the data sets; refuse one that does not exist."""
     if data_root is not None and not data_root.expanduser().is_dir():
         raise DataError(f"the data folder {data_root} does not exist; name the folder that the data sets lie in")
     return None if data_root is None else data_root.expanduser()

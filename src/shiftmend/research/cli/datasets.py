@@ -22,13 +22,14 @@ def register(app: typer.Typer) -> None:
 
 @data.callback(invoke_without_command=True)
 def show_help(context: typer.Context) -> None:
+    """Print the help if no command is named."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
 @data.command("list")
 def list_sets(as_json: Json = False) -> None:
-    """Every data set shiftmend reads, its size, and whether it can be fetched."""
+    """List all data sets that shiftmend reads, with their sizes and whether they can be fetched."""
     from shiftmend.research.datasets.catalogue import listing
 
     rows = listing()

@@ -15,6 +15,7 @@ NAME = typer.Argument(metavar="NAME", help="Which one; `list` names them.")
 
 
 def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
     app.command()(figure)
 
 
