@@ -411,7 +411,7 @@ def _list_cautions(
     result: Adaptation | None,
     predictions: Predictions | None,
 ) -> list[str]:
-    """List what a reader must know before believing anything else, each as a whole sentence."""
+    """List, as whole sentences, the cautions that a reader must know first."""
     cautions = [
         f"Look at the preprocessing of the inputs: {difference}{'' if difference.endswith('?') else '.'}"
         for difference in profile.inputs.differences(summary)
@@ -423,7 +423,7 @@ def _list_cautions(
         )
     made = [] if predictions is None else [predictions.before, predictions.after]
     if any(each is not None and math.isnan(each.confidence) for each in made):
-        cautions.append("Some outputs are NaN or infinite: the class that they count for below means nothing.")
+        cautions.append("Some outputs are NaN or infinite: ignore the class that they are counted for below.")
     if result is None:
         return cautions
     manifest = result.manifest

@@ -113,7 +113,19 @@ def apply_in_portions(
 ) -> Iterator[Tensor]:
     """Yield the result of `apply` in portions, in order, for sets too large to fit into memory twice.
 
-    Args and errors are those of `apply`.
+    Args:
+        name: A name from `SHIFTS`.
+        images: uint8 `[N, C, H, W]`, or signals `[N, C, L]`.
+        severity: From 1; by default that of the published set.
+        seed: Seed of the random draws.
+        textures: Folder of pictures for shifts that need some.
+        overrides: Single parameters that replace those of the severity.
+
+    Yields:
+        The next images, shifted.
+
+    Raises:
+        DataError: As for `apply`.
 
     Example:
         >>> images = torch.zeros(2500, 1, 28, 28, dtype=torch.uint8)

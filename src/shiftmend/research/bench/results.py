@@ -69,7 +69,14 @@ def read(
     Args:
         benchmark: A name, or `file.py:NAME`.
         folder: The folder of a store, a store, or a compact file.
-        protocol, methods, seeds, rates, root: As for `shiftmend.research.bench.run.run`.
+        protocol: Protocol of the results, "offline" or "online".
+        methods: Only these methods; by default all of the benchmark.
+        seeds: Only these seeds; by default those of the benchmark and all others in the store.
+        rates: Learning rates, if they differ from the benchmark's.
+        root: Folder of the data sets, as for `shiftmend.research.bench.run.run`.
+
+    Returns:
+        The results that belong to the benchmark as it is defined now, and how many others there are.
     """
     chosen, place = find(benchmark), None if root is None else Path(root)
     everything = load_results(folder, chosen.name)

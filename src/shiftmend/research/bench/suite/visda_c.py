@@ -54,6 +54,7 @@ SETTINGS = {
 
 
 def source_for(setting: Setting, shift: str) -> str:
+    """Name the source model of a variant of the shift."""
     variant = next((f"-{name}" for words, name in VARIANTS.items() if shift.endswith(words)), "")
     return f"{setting.source}{variant}"
 
@@ -63,6 +64,7 @@ def _even(part: ImageFiles, per_class: int) -> ImageFiles:
 
 
 def origin(shift: str, root: Root) -> Origin:
+    """Tell where images come from: the set is the published one."""
     return "published"
 
 
