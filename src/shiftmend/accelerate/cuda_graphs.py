@@ -184,9 +184,9 @@ def pause_garbage_collection() -> Iterator[None]:
 
 
 class CapturedEpoch:
-    """An epoch, or so many steps, captured. Each step finds its batch from the order and a counter on the device.
+    """A captured epoch, or a captured number of steps. A counter on the device tells each step which batch is next.
 
-    Only tensors are kept of what was captured: a graph has to go when its stage ends, not with garbage collection.
+    Only tensors are kept, because a graph has to be freed when its stage ends, not at the next garbage collection.
     """
 
     def __init__(

@@ -61,8 +61,8 @@ def cast_at_once(model: nn.Module, device: torch.device, dtype: torch.dtype) -> 
 def nothing_cached() -> Iterator[None]:
     """Switch autocast's cache of weights off inside the block.
 
-    Autocast that the caller has switched on would keep a weight as it was first cast until the caller's block ends, so
-    that the network would run with outdated weights.
+    If the caller has switched autocast on, the cache keeps the first cast of a weight until the caller's block ends,
+    and the network would run with outdated weights.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

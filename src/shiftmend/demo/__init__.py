@@ -213,9 +213,9 @@ def _run(folder: Path, seed: int, say: Callable[..., None] | None) -> Report:
 
 
 def split_digits(seed: int) -> tuple[Split, Split, Split]:
-    """Split the digits into those to train on, those to rehearse with at home, and those of the site.
+    """Split the digits into a part to train on, a part to rehearse with at home, and a part for the site.
 
-    Each part has the same share of every class, since a new device does not change what it records.
+    All parts have the same share of each class, because a new device does not change what is recorded.
     """
     everything = enlarged_digits()
     assert everything.labels is not None

@@ -183,8 +183,8 @@ def load(path: Path, run: str) -> Checkpoint | None:
         ) from error
     if found != run:
         raise AdaptationError(
-            f"checkpoint {path} belongs to another run (other model, data, profile, method or options, or data that no "
-            "longer fits into memory); delete it to start over, or name another file"
+            f"Checkpoint {path} belongs to another run: model, data, profile, options or free memory differ. "
+            "Delete it to start over, or name another file."
         )
     for name, value in _take(tensors, "optimiser.").items():
         entry, _, parameter = name.partition(".")

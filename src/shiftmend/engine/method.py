@@ -58,7 +58,7 @@ class Network:
 
     @property
     def below_head(self) -> tuple[str, ...]:
-        """Names of all parameters but those of the last layer and what it shares with others."""
+        """Names of all parameters outside the last layer, without those that the last layer shares with others."""
         every = self.model.named_parameters(remove_duplicate=False)
         of_head = {id(parameter) for name, parameter in every if name.startswith(f"{self.head}.")}
         return tuple(
@@ -326,7 +326,7 @@ def compute_loss(objective: Objective, activations: Activations, stage: str) -> 
     total: Tensor = functools.reduce(torch.add, terms.values())
     if not total.requires_grad:
         raise AdaptationError(
-            f"what the loss reads does not depend on the parameters of {stage!r}: the model cuts the gradient off "
-            "(no_grad, detach or a reentrant checkpoint in its forward?), or the loss does"
+            f"The parameters of {stage!r} get no gradient from the loss. Try a forward pass without no_grad, detach or "
+            "reentrant checkpoints."
         )
     return dict(terms), total

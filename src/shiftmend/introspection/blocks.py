@@ -123,10 +123,10 @@ def _is_inside(name: str, ancestor: str) -> bool:
 
 
 def _group_by_stages(model: nn.Module, running: list[str], level: str = "") -> list[list[str]]:
-    """Cut between the children of `level`, and go down where one child holds all the repetition.
+    """Cut between the children of `level`; go down a level if one child holds all the repetition.
 
-    A child with at least two layers is a stage. Layers before the first stage are the stem, a layer behind a stage is
-    a block of its own, and a module without a kernel (normalisation, tokens) goes with the layer before it.
+    A child with at least two layers is a stage. Layers before the first stage are the stem. A layer after a stage is a
+    block. A module without a kernel, such as normalisation or tokens, joins the layer before it.
     """
     modules = dict(model.named_modules())
     children: dict[str, list[str]] = {}
@@ -152,7 +152,7 @@ def _group_by_stages(model: nn.Module, running: list[str], level: str = "") -> l
 
 
 def _child(owner: str, level: str) -> str:
-    """Return the direct child of `level` that an owner lies in, or `level` itself for parameters of its own."""
+    """Return the direct child of `level` that holds the owner of a parameter, or `level` itself if it is the owner."""
     if owner == level:
         return level
     rest = owner[len(level) + 1 :] if level else owner

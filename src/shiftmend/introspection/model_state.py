@@ -89,7 +89,7 @@ def restore(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model's `state_dict`, and those that a `state_dict` of its own leaves out."""
+    """Return the tensors of a model's `state_dict`, and those that the model's own `state_dict` leaves out."""
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     missing = {
         name: tensor.detach()
@@ -143,13 +143,13 @@ def check_types(tensors: dict[str, Tensor]) -> None:
             safetensors.torch.save(_pack({name: tensors[name]}))
         except KeyError as error:
             raise ShiftmendError(
-                f"{name!r} holds numbers of the type {str(dtype).removeprefix('torch.')}, which a safetensors file "
-                "cannot; convert them before the model is adapted, e.g. complex128 to complex64, or by dequantize()"
+                f"{name!r} is of type {str(dtype).removeprefix('torch.')}, which safetensors cannot store. Convert it "
+                "before adapting, e.g. to complex64, or by dequantize()."
             ) from error
 
 
 def _pack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy the tensors that share memory, or lie in it otherwise than a safetensors file can hold."""
+    """Copy tensors that share memory, or whose memory layout a safetensors file cannot hold."""
     seen: set[int] = set()
     result = {}
     for name, given in tensors.items():

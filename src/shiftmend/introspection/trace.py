@@ -135,7 +135,7 @@ def trace(
 def _record_events(model: nn.Module, owners: list[str], tapped: set[str]) -> Iterator[_Events]:
     """Record the calls of all modules inside the block.
 
-    Scripted modules and wrappers of `torch.compile` take hooks only where they must: if they own parameters or a tap.
+    Scripted modules and wrappers of `torch.compile` get hooks only if they own parameters or a tap.
     """
     events, of_owners = _Events(), set(owners)
     begun: dict[str, list[tuple[Any, int]]] = {}
@@ -169,8 +169,8 @@ def _record_events(model: nn.Module, owners: list[str], tapped: set[str]) -> Ite
 def _find_used_parameters(model: nn.Module, sample: Tensor, features: Tap) -> tuple[set[Tensor], set[Tensor]]:
     """Find the parameters that the features depend on, and those that the returned tensors depend on.
 
-    Frozen layers count as others do, since what is trained is up to the method. Parameters that no graph shows, as
-    inside reentrant checkpoints, are left out.
+    Frozen layers count too, because the method decides what is trained. Parameters that no autograd graph shows, such
+    as those inside reentrant checkpoints, are left out.
     """
     frozen = [parameter for parameter in model.parameters() if is_trainable(parameter) and not parameter.requires_grad]
     try:
@@ -238,8 +238,8 @@ def _check_same_head(events: _Events, returned: Any, output: Entry, tap: Tap) ->
         return
     if any(tap.module in _find_writers(events, entry) for entry in find_tensors(returned)):
         raise TapError(
-            f"output={output!r} is not what the tap 'logits' sees: {tap.module!r} writes another entry of what the "
-            f"model returns; name that one, or make the profile with output={output!r}"
+            f"output={output!r} does not belong to the tap 'logits' at {tap.module!r}. Name the entry that this module "
+            f"writes, or make the profile with output={output!r}."
         )
 
 

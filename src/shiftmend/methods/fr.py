@@ -73,10 +73,10 @@ class Alignment(Method):
     def make_stage(
         self, network: Network, name: str, epochs: Epochs, rate: float, parameters: tuple[str, ...]
     ) -> Stage:
-        """Return a stage of so many epochs, or one that ends by itself.
+        """Return a stage of a number of epochs, or one that decides by itself when to end.
 
-        A stage that ends by itself searches for its learning rate, unless the rate was given, or published for this
-        network or for ResNets.
+        The latter also searches for its learning rate, unless a rate is given, or published for this network or for
+        ResNets.
         """
         if epochs != AUTO:
             return Stage(name, epochs, rate, parameters)

@@ -71,8 +71,8 @@ class TargetSupervised(Prediction):
                 raise AdaptationError(f"there is a label {highest}, but the model knows {logits.shape[1]} classes")
             if len(logits) != len(activations["targets"]):
                 raise AdaptationError(
-                    f"target-supervised takes a model of one answer a sample; this one gives {len(logits)} for "
-                    f"{len(activations['targets'])}: train it in a loop of your own, or use fr or bufr"
+                    f"target-supervised needs one answer a sample; this model gives {len(logits)} for "
+                    f"{len(activations['targets'])}. Try fr or bufr, or your own training loop."
                 )
             return {"labels": functional.cross_entropy(logits, activations["targets"])}
 

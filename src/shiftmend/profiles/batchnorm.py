@@ -49,9 +49,9 @@ def find_tracking(model: nn.Module) -> list[_BatchNorm]:
 
 @contextmanager
 def average_from_scratch(model: nn.Module) -> Iterator[None]:
-    """Forget all running statistics, and average those of every batch inside the block, each with the same weight.
+    """Reset all running statistics, and average those of every batch inside the block with equal weights.
 
-    Batch variances are averaged as they are, so the variance between batch means is not counted.
+    Batch variances are averaged, which leaves out the variance between batch means.
     """
     tracking = find_tracking(model)
     before = [norm.momentum for norm in tracking]

@@ -292,8 +292,8 @@ def _ranges(passes: _Passes, specs: Mapping[str, Tap], like: Profile | None) -> 
             finite &= torch.isfinite(tracker.gaussian().variance).to(finite.device)
         if not bool(finite.all()):
             raise ProfileError(
-                f"tap {name!r} gave values that are NaN, infinite or too large (beyond 1e19) in {int((~finite).sum())} "
-                "units on the source data; look at the weights of the model and at preprocess"
+                f"Tap {name!r} gave values that are NaN, infinite or beyond 1e19 in {int((~finite).sum())} units. "
+                "Check the weights of the model and preprocess."
             )
         if like is None and not bool(usable_units(tracker.low, tracker.high).any()):
             raise ProfileError(

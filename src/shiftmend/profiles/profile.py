@@ -272,8 +272,8 @@ class Profile:
         """
         if fingerprints.architecture(unwrap(model)) != self.architecture:
             raise ProfileError(
-                "the profile was made for a model with other layers (names or shapes of parameters differ); profile "
-                "this model at its source, or load the model that the profile belongs to"
+                "The profile belongs to a model with other layers: names or shapes of parameters differ. Profile this "
+                "model, or load the model of the profile."
             )
 
     def check_weights(self, model: nn.Module) -> None:

@@ -116,7 +116,7 @@ def _write_tick(value: float, percent: bool) -> str:
 
 
 def draw_rehearsal(points: Sequence[Point], *, percent: bool) -> Markup:
-    """Draw true scores (across) against what was estimated (upwards); a perfect estimate lies on the diagonal."""
+    """Draw estimated scores (upwards) against true scores (across). A perfect estimate lies on the diagonal."""
     height = 250
     floor, breadth = height - BOTTOM, WIDTH - LEFT - RIGHT
     limit = 1.0 if percent else 1.1 * max(max(point) for point in points)

@@ -524,7 +524,7 @@ class _Observer:
         self.metrics.update(result, labels)
 
     def compare(self, before: _Observer) -> None:
-        """Count how the predictions on the last batch differ from those of the other model."""
+        """Count how predictions on the last batch differ between this model and the other one."""
         if self.chosen is None or before.chosen is None:
             return
         _add(self.sums, "changed", (self.chosen != before.chosen).sum())

@@ -272,7 +272,7 @@ def shift(facts: Facts) -> Context:
 
 
 def _pick_taps(taps: Sequence[TapShift]) -> list[TapShift]:
-    """Pick all taps; where there are many, the model's own two and those of the others that are farthest from home."""
+    """Pick all taps, or, if there are many, `features`, `logits` and the others that are farthest from home."""
     own = [tap for tap in taps if tap.name in EXPLAINED_TAPS]
     others = [tap for tap in taps if tap.name not in EXPLAINED_TAPS]
 

@@ -281,7 +281,7 @@ class CovarianceTracker:
         self.samples += count
 
     def reduce_over_processes(self) -> CovarianceTracker:
-        """Return the tracker of the samples of all processes; itself where there is one process."""
+        """Return the tracker of the samples of all processes; in a single process, this tracker."""
         if not is_distributed():
             return self
         reduced = CovarianceTracker()

@@ -455,7 +455,7 @@ class RangeTracker:
         self.samples += count
 
     def reduce_over_processes(self) -> RangeTracker:
-        """Return the tracker of the samples of all processes; itself where there is one process."""
+        """Return the tracker of the samples of all processes; in a single process, this tracker."""
         if not is_distributed():
             return self
         reduced = RangeTracker()
@@ -493,7 +493,7 @@ class CountTracker:
         self.samples += number
 
     def reduce_over_processes(self) -> CountTracker:
-        """Return the tracker of the samples of all processes; itself where there is one process."""
+        """Return the tracker of the samples of all processes; in a single process, this tracker."""
         if not is_distributed():
             return self
         reduced = CountTracker(self.low, self.high, self.bins)

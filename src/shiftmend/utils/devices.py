@@ -35,8 +35,8 @@ def device_of(model: nn.Module) -> torch.device:
 def resolve_device(device: str | torch.device | None, model: nn.Module | None = None) -> torch.device:
     """Turn the name of a device into a device.
 
-    `"auto"` and None mean the accelerator that `model` lies on, else CUDA where there is a GPU, else the CPU. Each of
-    several processes gets a GPU of its own if the machine has that many.
+    `"auto"` and None mean the accelerator that holds `model`, else CUDA if there is a GPU, else the CPU. If several
+    processes share a machine with enough GPUs, each gets a different one.
     """
     if device is None or (isinstance(device, str) and device == "auto"):
         if model is not None and device_of(model).type != "cpu":

@@ -31,7 +31,7 @@ class DeviceGenerator:
         self._seeded = self.generator
 
     def seed(self, seed: int) -> None:
-        """Start anew from a seed of any size."""
+        """Restart from a seed, which may be any integer."""
         number = seed % (1 << 63)
         if self.device.type in ("cpu", "cuda"):
             self._seeded.manual_seed(number)
@@ -92,7 +92,7 @@ def isolate_rng(device: torch.device, first_pass: Callable[[], object]) -> Itera
 
 
 def reseed(seed: int) -> None:
-    """Start the generators of `isolate_rng` anew, as before each pass over the data; do nothing outside of it."""
+    """Restart the generators of `isolate_rng`, as before each pass over the data; do nothing outside of it."""
     generator: DeviceGenerator | None = getattr(_isolated, "generator", None)
     if generator is not None:
         # A model on another device may draw on the host as well.

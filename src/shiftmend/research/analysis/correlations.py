@@ -349,9 +349,9 @@ def _go_half_way(values: NDArray[np.float64], index: int) -> float:
 def _hold_out(
     decide: Callable[[NDArray[np.bool_], list[bool]], NDArray[np.bool_]], good: Sequence[bool], shifts: Sequence[str]
 ) -> HeldOut | None:
-    """Judge each shift by what was learnt on the others.
+    """Judge each shift by a rule that was learnt from all other shifts.
 
-    `decide` gets which cells may be learnt from and their kinds, and returns for all cells if they are accepted.
+    `decide` gets a mask of the cells to learn from, with their kinds, and tells for each cell whether it is accepted.
     """
     chosen, where = np.asarray(good, dtype=bool), np.asarray(shifts)
     decided = np.zeros(len(chosen), dtype=bool)

@@ -332,7 +332,7 @@ def about_failures(grid: Grid) -> list[str]:
 
 
 def listed(names: Iterable[str], most: int, between: str = ", ") -> str:
-    """Join at most so many of the names, and count the others."""
+    """Join the first names with commas, and count the others."""
     names = list(names)
     rest = len(names) - most
     return between.join(names) if rest <= 0 else f"{between.join(names[:most])} and {rest} more"

@@ -509,7 +509,7 @@ def _online(run: Mapping[str, Part]) -> list[Block]:
 
 
 def variants(part: Part) -> list[Block]:
-    """Compare rows that are a method with other options with the method as it is: what the option is worth."""
+    """Compare a method with variants of its options, to show what each option is worth."""
     bases = variants_of(part.benchmark, part.protocol)
     found = {name: compared for name, base in bases.items() if (compared := _compare(part, name, base))}
     rows = [_variant(part, name, bases[name], compared) for name, compared in found.items()]
@@ -684,7 +684,7 @@ def _coefficient(correlation: correlations.Correlation) -> str:
 
 
 def signals(part: Part) -> list[Block]:
-    """Show how the label-free signals go with accuracy, and how well each tells good adaptations from bad ones."""
+    """Show how label-free signals correlate with accuracy, and how well each separates good from bad adaptations."""
     found = correlations.signals_and_accuracy(part.unsupervised)
     rows = [
         Row(

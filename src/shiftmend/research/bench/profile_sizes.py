@@ -53,7 +53,7 @@ FILES = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes in bytes; None where the data set, or one that lies in memory, is not at hand."""
+    """Sizes in bytes; None if the data set, or a copy of it in memory, is not available."""
 
     benchmark: str
     counts: int

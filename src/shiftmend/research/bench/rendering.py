@@ -115,7 +115,7 @@ def _span_headings(table: Table, part: Iterable[int]) -> list[tuple[str, list[in
 
 
 def _divide(table: Table, fits: Callable[[Sequence[int]], bool]) -> list[list[int]]:
-    """Divide columns into as few parts as fit; a heading is only torn apart where it does not fit by itself."""
+    """Divide columns into as few tables as fit. A group of columns is split only if it does not fit alone."""
     parts: list[list[int]] = []
     for heading, columns in _span_headings(table, range(len(table.columns))):
         pieces = [columns] if heading and fits(columns) else [[column] for column in columns]

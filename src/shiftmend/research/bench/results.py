@@ -102,12 +102,7 @@ def read(
 
 
 def _take_current(results: Sequence[Result], before: Mapping[Cell, Cell]) -> list[Result]:
-    """Take the results of the cells as they are now, else those from before with a remark in the manifest.
-
-    Args:
-        results: Results of any cells.
-        before: The cells as they are now, by the cells as they were; most are the same.
-    """
+    """Take the result of each cell under its present recipe, else under its former one with a remark."""
     wanted = set(before.values())
     current = {result.cell: result for result in results if result.cell in wanted}
     for result in results:
@@ -126,9 +121,9 @@ def _find_clean(benchmark: Benchmark, results: Sequence[Result], seeds: set[int]
 
 
 def _with_stored_origins(benchmark: Benchmark, results: Sequence[Result]) -> Benchmark:
-    """Take the origin of data, which is part of a cell's recipe, from the results; see `read`.
+    """Take the origin of the data, which is part of a cell's recipe, from the results; see `read`.
 
-    Failures count only for shifts on which nothing is done: one that failed here must not hide what was done elsewhere.
+    Failed results count only for shifts without any finished one: a failure here must not hide a result from elsewhere.
     """
     done = {result.cell.shift for result in results if not result.failed}
     found: dict[str, list[Origin]] = {}

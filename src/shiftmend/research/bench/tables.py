@@ -90,9 +90,9 @@ def across(results: Sequence[Result], *, protocols: Mapping[str, str], **about: 
 
 
 def selection(results: Sequence[Result], **about: Any) -> Table:
-    """Show what it is worth to choose the epoch without labels: accuracy of `last`, `selected` and `best`.
+    """Show what choosing the epoch without labels is worth: the accuracy of `last`, `selected` and `best`.
 
-    The deviations of the differences are over seeds too, of pairs from the same run.
+    Deviations of the differences are over seeds, each difference being within one run.
     """
     grid = Grid(results=results, **about)
     shifts = grid.shifts
@@ -150,7 +150,7 @@ def _contrast(last: int, selected: int, best: int) -> Callable[[Result], float |
 def add_quoted(table: Table, grid: Grid) -> Table:
     """Add the rows that the paper quotes from other work to a table of means over all shifts.
 
-    Their figures stand in the paper's column of the first heading, which is that of all shifts.
+    Their figures go into the paper's column of the first heading, which is that of all shifts.
     """
     found = quoted(grid.benchmark, grid.protocol, grid.metric) if len(grid.shifts) > 1 else {}
     places = [

@@ -557,7 +557,7 @@ def merge(
     folder: Folder = HOME,
     as_json: Json = False,
 ) -> None:
-    """Take over the results of other machines. What is done here stays as it is."""
+    """Add the results of other machines to the store. Results that are here already stay."""
     from shiftmend.research.bench.store import STORE, Store, load_results
 
     places = {other / STORE if other.is_dir() else other: other for other in others}

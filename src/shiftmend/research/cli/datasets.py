@@ -97,7 +97,7 @@ def verify(
     checksums: Annotated[bool, typer.Option(help="Also compare published checksums.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Check what lies in the data root against what was published; exit code 1 if anything is damaged."""
+    """Check the files in the data root against the published ones; exit code 1 if any is damaged."""
     from shiftmend.research.datasets.catalogue import verify as verify_sets
 
     rows = verify_sets(data_root, names or None, checksums=checksums)

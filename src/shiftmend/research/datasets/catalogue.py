@@ -33,7 +33,7 @@ class Unpack:
 
 @dataclass(frozen=True)
 class Download:
-    """A file to fetch: where it goes under the data root, where it can be had, how it is known to be whole."""
+    """A file to fetch: its place under the data root, its address, and how to check that it is whole."""
 
     path: str
     urls: tuple[str, ...]

@@ -117,9 +117,8 @@ def usps(split: str = "train", root: PathLike | None = None) -> Split:
         whole = labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer)
         if images.dtype != np.uint8 or images.shape[1:] != (USPS_SIDE, USPS_SIDE) or not whole:
             raise DataError(
-                f"{path} holds {images.dtype} images {list(images.shape)} under x_{split} and labels {labels.dtype} "
-                f"{list(labels.shape)} under y_{split}; expected uint8 [N, {USPS_SIDE}, {USPS_SIDE}] and one whole "
-                "number each: replace the file"
+                f"{path} holds x_{split} {images.dtype} {list(images.shape)} and labels {labels.dtype} "
+                f"{list(labels.shape)}; expected uint8 [N, {USPS_SIDE}, {USPS_SIDE}] and one whole number each."
             )
     else:
         images, labels = _read_libsvm(path)

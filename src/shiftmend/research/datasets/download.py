@@ -68,8 +68,8 @@ def unpack(
                 report(count)
     except _DAMAGE as error:
         raise DataError(
-            f"{archive} could not be unpacked into {destination} ({error}): expected a whole zip or tar "
-            "archive and room for it; delete the archive and fetch it again, or make room"
+            f"{archive} could not be unpacked into {destination} ({error}). Delete the archive and fetch it again, "
+            "or free disk space."
         ) from error
     if count == 0:
         raise DataError(f"{archive} holds no file {only + '*' if only else 'at all'}: it is not the expected archive")
@@ -202,7 +202,7 @@ def fetch(
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A file on its way: what it is, where it goes, whom to tell, how long to try."""
+    """A file that is being fetched: its source, its destination, the progress callback and the time limit."""
 
     entry: Entry
     download: Download
@@ -288,7 +288,7 @@ def _obtain(transfer: _Transfer) -> None:
 
 
 def _transfer_from(url: str, transfer: _Transfer) -> bool:
-    """Receive what is missing; return whether it was added to what was there before."""
+    """Receive the missing part of a file; return whether the part was appended to an earlier one."""
     if urlsplit(url).scheme not in ("http", "https"):
         raise _Refused("is no http address")
     start = transfer.received()

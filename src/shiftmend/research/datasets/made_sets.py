@@ -146,7 +146,7 @@ def find_origin(root: PathLike | None, name: str, part: str) -> MadeOrigin | Non
 
 
 def check_made(root: Path, name: str, *, checksums: bool = True) -> tuple[int, list[str]]:
-    """Count the parts of a made set under the data root, and list those that are not what the manifest says.
+    """Count the parts of a generated set under the data root, and list those that differ from its manifest.
 
     A set without a manifest has no parts.
     """

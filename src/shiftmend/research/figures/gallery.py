@@ -352,7 +352,7 @@ def _curves(request: Request) -> Figure:
 
 
 def _name_line(method: str, shift: str, methods: Sequence[str], shifts: Sequence[str]) -> str:
-    """Name a line by what tells it from the others."""
+    """Name a line by what distinguishes it from the others."""
     if len(shifts) == 1:
         return method
     return shift if len(methods) == 1 else f"{method}, {shift}"

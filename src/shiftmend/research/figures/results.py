@@ -495,8 +495,8 @@ def pool_bins(results: Sequence[Result]) -> ReliabilityBins:
     without = [result for result in results if not result.manifest.get("reliability")]
     if without:
         raise DataError(
-            f"expected reliability bins, got {len(without)} of {len(results)} results without them (the first is "
-            f"{without[0].cell}). Compact exports have none. Try a seed or methods that were run here"
+            f"Expected reliability bins, got {len(without)} of {len(results)} results without them, such as "
+            f"{without[0].cell}. Try results that were run here, not compact exports."
         )
     tables = [result.manifest["reliability"] for result in results]
     edges = {(*(part["lower"] for part in table), table[-1]["upper"]) for table in tables}
