@@ -12,7 +12,7 @@ from sklearn.metrics import mean_absolute_error, mean_squared_error, r2_score
 from torch import Tensor
 
 from shiftmend.errors import DataError
-from shiftmend.evaluation.regression import RegressionMetrics, RegressionScores, in_one_shape
+from shiftmend.evaluation.regression import RegressionMetrics, RegressionScores, match_shapes
 from shiftmend.utils.devices import VALUES_PER_PART
 
 
@@ -70,9 +70,9 @@ def test_one_number_a_sample_may_have_an_axis_of_its_own_or_not() -> None:
         ((), (1,), (1,)),  # of a lone sample, from a model that squeezes
         ((3,), (1, 3), (1, 3)),
     ):
-        assert [values.shape for values in in_one_shape(torch.zeros(ours), torch.zeros(theirs))] == [shape, shape]
+        assert [values.shape for values in match_shapes(torch.zeros(ours), torch.zeros(theirs))] == [shape, shape]
     for ours, theirs in (((4, 2), (2, 4)), ((4, 3), (4,)), ((1, 4), (4,)), ((), (4,))):
-        assert [values.shape for values in in_one_shape(torch.zeros(ours), torch.zeros(theirs))] == [ours, theirs]
+        assert [values.shape for values in match_shapes(torch.zeros(ours), torch.zeros(theirs))] == [ours, theirs]
 
 
 def test_targets_that_are_equal_have_no_r2() -> None:

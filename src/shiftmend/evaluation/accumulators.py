@@ -72,7 +72,7 @@ class Sums:
         return values
 
 
-def beside(anchor: Tensor, other: Tensor) -> Tensor:
+def to_device_of(anchor: Tensor, other: Tensor) -> Tensor:
     """Return `other` on the device of `anchor`."""
     return send(other, anchor.device)
 

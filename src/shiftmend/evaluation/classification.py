@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shiftmend.errors import DataError
-from shiftmend.evaluation.accumulators import Sums, beside, describe, describe_scores, format_score, refuse
+from shiftmend.evaluation.accumulators import Sums, describe, describe_scores, format_score, refuse, to_device_of
 from shiftmend.stats.histograms import as_samples
 from shiftmend.utils.checks import brief, is_whole
 from shiftmend.utils.devices import split_rows, sum_dtype
@@ -80,7 +80,7 @@ class ClassificationMetrics(Sums):
                 f"Expected {len(logits)} class numbers, one for each row of logits, got {describe(labels)}."
                 f"{_advice(labels)}"
             )
-        labels = beside(logits, labels).long()
+        labels = to_device_of(logits, labels).long()
         # A few images have millions of positions.
         parts = split_rows(logits)
         for some, own in zip(parts, labels.split(max(1, len(parts[0]))), strict=True):

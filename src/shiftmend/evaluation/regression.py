@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shiftmend.errors import DataError
-from shiftmend.evaluation.accumulators import Sums, beside, describe, describe_scores, refuse
+from shiftmend.evaluation.accumulators import Sums, describe, describe_scores, refuse, to_device_of
 from shiftmend.stats.histograms import as_samples
 from shiftmend.utils.devices import split_rows, sum_dtype
 
@@ -66,7 +66,7 @@ class RegressionMetrics(Sums):
                 f"Expected real numbers, got {describe(predictions)} and {describe(targets)}. "
                 "Try torch.view_as_real, which makes two quantities of each."
             )
-        rows, theirs = as_samples(predictions), as_samples(beside(predictions, targets))
+        rows, theirs = as_samples(predictions), as_samples(to_device_of(predictions, targets))
         if len(rows):
             # A few images have millions of positions.
             parts = split_rows(rows)
@@ -118,7 +118,7 @@ class RegressionMetrics(Sums):
         )
 
 
-def in_one_shape(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def match_shapes(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Bring predictions and targets to one shape by adding axes of size 1 to one of them.
 
     A model that squeezes its output also removes the axis of samples if the batch holds a single sample.

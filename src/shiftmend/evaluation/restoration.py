@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shiftmend.errors import DataError
-from shiftmend.evaluation.accumulators import Sums, beside, describe, refuse
+from shiftmend.evaluation.accumulators import Sums, describe, refuse, to_device_of
 from shiftmend.utils.devices import sum_dtype
 
 
@@ -28,7 +28,7 @@ class RestorationDistance(Sums):
                 f"Expected features [N, D] of the same images, got {describe(source_features)} and "
                 f"{describe(adapted_features)}."
             )
-        sums = _distance_sums(source_features, beside(source_features, adapted_features))
+        sums = _distance_sums(source_features, to_device_of(source_features, adapted_features))
         self._add(sums, len(source_features), source_features.shape[1:])
 
     def compute(self) -> float:

@@ -16,7 +16,7 @@ from shiftmend.profiles.profile import Profile
 
 @dataclass(frozen=True, kw_only=True)
 class AdaBN(Method):
-    """BatchNorm statistics of the target: running statistics are reset and averaged over `passes` passes of all batches.
+    """BatchNorm with statistics of the target, averaged from scratch over `passes` passes of all batches.
 
     As in the reference implementation, batch variances are averaged, which leaves out the variance between batch means.
     A model without BatchNorm stays as it is.

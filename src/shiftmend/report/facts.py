@@ -21,7 +21,7 @@ from shiftmend.engine.method import Method
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.evaluation.classification import ClassificationMetrics, Scores
 from shiftmend.evaluation.evaluate import metrics_for
-from shiftmend.evaluation.regression import RegressionMetrics, RegressionScores, in_one_shape
+from shiftmend.evaluation.regression import RegressionMetrics, RegressionScores, match_shapes
 from shiftmend.inputs.feed import Feed, Preprocess
 from shiftmend.inputs.sources import as_tensor
 from shiftmend.introspection.model_state import on_device
@@ -516,7 +516,7 @@ class _Observer:
         if self.metrics is None:
             self.metrics = metrics_for(labels, ignore_label=self.ignore_label)
         if isinstance(self.metrics, RegressionMetrics):
-            result, labels = in_one_shape(result, labels)
+            result, labels = match_shapes(result, labels)
         elif result.ndim > 2:
             logits = self._logits(returned)
             if logits is not None and labels.shape == logits.shape[:1] + logits.shape[2:]:

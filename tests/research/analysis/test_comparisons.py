@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 
 from shiftmend.errors import DataError
-from shiftmend.research.analysis.comparisons import METRICS, by_place, compare, holm, leads
+from shiftmend.research.analysis.comparisons import METRICS, compare, holm, index_by_place, leads
 from shiftmend.research.bench.benchmark import Cell, Outcome, Result
 from shiftmend.research.bench.store import from_compact, to_compact
 
@@ -249,7 +249,7 @@ def test_recipes_and_origins_are_not_mixed() -> None:
     one = result("a", "sky", 0, 0.5)
     other = replace(one, cell=replace(one.cell, recipe="newer"))
     with pytest.raises(DataError, match=r"two recipes.*and newer"):
-        by_place([one, other])
-    assert list(by_place([one, replace(other, last=None, error="failed")]).values()) == [one]
+        index_by_place([one, other])
+    assert list(index_by_place([one, replace(other, last=None, error="failed")]).values()) == [one]
     with pytest.raises(DataError, match=r"sky.*published.*rebuilt"):
-        by_place([one, replace(result("b", "sky", 0, 0.5), origin="rebuilt")])
+        index_by_place([one, replace(result("b", "sky", 0, 0.5), origin="rebuilt")])

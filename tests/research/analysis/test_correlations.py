@@ -19,11 +19,11 @@ from shiftmend.research.analysis.correlations import (
     best_pair,
     best_threshold,
     correlate,
-    helped,
+    find_helped,
+    find_near_clean,
     judge,
     judge_together,
     judges,
-    near_clean,
     restoration_and_calibration,
     signals_and_accuracy,
 )
@@ -365,16 +365,16 @@ def test_what_is_good() -> None:
         judged_result("target-supervised", "fog", 1, 0.95),
         Result(Cell("b", "offline", "shot", "fog", 1, "r"), "own", error="x"),
     ]
-    near = {(cell.method, cell.seed): good for cell, good in near_clean(cells, clean, 0.1).items()}
+    near = {(cell.method, cell.seed): good for cell, good in find_near_clean(cells, clean, 0.1).items()}
     assert near == {("source-only", 1): False, ("fr", 1): True, ("pl", 1): False, ("bufr", 1): False}
-    better = {(cell.method, cell.seed): good for cell, good in helped(cells).items()}
+    better = {(cell.method, cell.seed): good for cell, good in find_helped(cells).items()}
     assert better == {("fr", 1): True, ("pl", 1): False, ("bufr", 1): True}
     for accuracy, good in ((0.7, True), (0.69999, False)):  # exactly at the margin, though 0.8 - 0.1 is above 0.7
         cell = judged_result("fr", "fog", 1, accuracy)
-        assert near_clean([cell], [judged_result("source-only", "clean", 1, 0.8)], 0.1) == {
+        assert find_near_clean([cell], [judged_result("source-only", "clean", 1, 0.8)], 0.1) == {
             replace(cell.cell, recipe=""): good
         }
-    found = judges(cells, helped(cells))
+    found = judges(cells, find_helped(cells))
     assert list(found) == [*SIGNALS, "slices and marginals"]
     assert (found["slices"].good, found["slices"].bad, found["slices"].area) == (2, 1, 1.0)
     assert (found["entropy"].good, found["entropy"].bad) == (0, 0)

@@ -191,8 +191,8 @@ def test_what_the_kernels_write_into_is_float32_as_they_take_it_to_be(monkeypatc
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 1)
     values, low, scale, source = (torch.zeros(size, dtype=torch.float32) for size in ((6, 3), (3,), (3,), (3, 10)))
     kernels._counts(values, low, scale, Bins())
-    kernels._fused(values, low, scale, source, Bins(), (1.0, 1.0))
-    kernels._in_parts(values, low, scale, source, Bins(), (1.0, 1.0))
+    kernels._run_fused(values, low, scale, source, Bins(), (1.0, 1.0))
+    kernels._run_in_parts(values, low, scale, source, Bins(), (1.0, 1.0))
     assert set(seen) == {torch.float32}
 
 

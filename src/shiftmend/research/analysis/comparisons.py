@@ -74,7 +74,7 @@ def compare(
     if first == second:
         raise DataError(f"cannot compare {first} with itself; name two methods")
     scores: dict[str, dict[Cell, float]] = {first: {}, second: {}}
-    for cell, result in by_place(results).items():
+    for cell, result in index_by_place(results).items():
         outcome: Outcome | None = getattr(result, which)
         if cell.method in scores and outcome is not None:
             scores[cell.method][replace(cell, method="")] = getattr(outcome, metric)
@@ -104,7 +104,7 @@ def leads(compared: Iterable[Comparison], metric: str) -> tuple[int, int]:
     return sum(lead > 0 for lead in ahead), sum(lead < 0 for lead in ahead)
 
 
-def by_place(results: Iterable[Result]) -> dict[Cell, Result]:
+def index_by_place(results: Iterable[Result]) -> dict[Cell, Result]:
     """Map cells to their results but for failed ones; recipes are left empty, since methods differ in them.
 
     Two recipes for one place of the table are an error, since a mean over both would belong to neither; and so are two

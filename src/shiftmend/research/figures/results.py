@@ -16,7 +16,7 @@ from shiftmend.errors import DataError
 from shiftmend.methods import METHODS
 from shiftmend.methods.shot import SHOT
 from shiftmend.methods.source_only import SourceOnly
-from shiftmend.research.analysis.comparisons import by_place
+from shiftmend.research.analysis.comparisons import index_by_place
 from shiftmend.research.analysis.correlations import restoration_and_calibration
 from shiftmend.research.bench import footnotes
 from shiftmend.research.bench.benchmark import CLEAN, Result, Which, is_clean, sees_labels
@@ -59,7 +59,7 @@ def select(
         if (methods is None or result.cell.method in methods)
         and (not is_clean(result.cell.shift) if shifts is None else result.cell.shift in shifts)
     ]
-    finished = by_place(wanted)
+    finished = index_by_place(wanted)
     if not finished:
         chosen = [f"of {', '.join(methods)}"] if methods is not None else []
         chosen += [f"on {', '.join(shifts)}"] if shifts is not None else []

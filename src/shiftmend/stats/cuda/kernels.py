@@ -166,11 +166,11 @@ class _Divergence(torch.autograd.Function):
     ) -> Tensor:
         values, low, scale, source = (given.contiguous() for given in (values, low, scale, source))
         if values.shape[0] <= MAX_FUSED_SAMPLES:
-            result, by_value = _fused(values, low, scale, source, bins, weights)
+            result, by_value = _run_fused(values, low, scale, source, bins, weights)
             ctx.save_for_backward(by_value)
             ctx.bins = None
             return result
-        result, by_count = _in_parts(values, low, scale, source, bins, weights)
+        result, by_count = _run_in_parts(values, low, scale, source, bins, weights)
         ctx.save_for_backward(values, low, scale, by_count)
         ctx.bins = bins
         return result
@@ -268,7 +268,7 @@ class _Grid:
         module.launch(name, (self.blocks, parts), (WARP_SIZE, self.warps), *arguments)
 
 
-def _fused(
+def _run_fused(
     values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, weights: KLWeights
 ) -> tuple[Tensor, Tensor]:
     """Compute the divergence of each unit `[D]` and its derivative by each value `[N, D]` in one kernel."""
@@ -300,7 +300,7 @@ def _counts(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
     return result
 
 
-def _in_parts(
+def _run_in_parts(
     values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, weights: KLWeights
 ) -> tuple[Tensor, Tensor]:
     """Compute the divergence of each unit `[D]` and its derivative by the target's normalised counts `[D, B]`."""

@@ -59,7 +59,7 @@ def source_for(setting: Setting, shift: str) -> str:
     return f"{setting.source}{variant}"
 
 
-def _even(part: ImageFiles, per_class: int) -> ImageFiles:
+def _balance(part: ImageFiles, per_class: int) -> ImageFiles:
     return part.take(balanced(part.labels, per_class), f"{part.name}, {per_class} a class")
 
 
@@ -92,7 +92,9 @@ def make_benchmark(
         parts = [whole.take(part, f"{whole.name}, {name}") for part, name in named]
         # Balanced once they are apart: what is repeated must not be on both sides.
         if source.endswith("balanced"):
-            parts = [_even(part, round(share * per_class["train"])) for part, share in zip(parts, PARTS, strict=True)]
+            parts = [
+                _balance(part, round(share * per_class["train"])) for part, share in zip(parts, PARTS, strict=True)
+            ]
         train, test = parts
         return Source(train, train, test)
 
