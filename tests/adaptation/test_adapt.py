@@ -299,8 +299,7 @@ def test_one_sample() -> None:
     with pytest.raises(AdaptationError, match="one target sample"):
         shiftmend.adapt(with_norm.model, with_norm.target[:1], with_norm.profile(), "fr")
     for method in ("fr", "bufr", "bnm", "bnm-im", "shot-im"):
-        said = f"one target sample is too few to be a distribution that {method} can learn from; use at least"
-        with pytest.raises(AdaptationError, match=said):
+        with pytest.raises(AdaptationError, match=rf"one target sample.* {method} "):
             shiftmend.adapt(without.model, without.target[:1], without.profile(), method)
         with pytest.raises(AdaptationError, match="batch size of one"):
             shiftmend.adapt(without.model, without.target[:9], without.profile(), method, batch_size=1)
@@ -873,22 +872,22 @@ def test_a_loader_with_its_own_generator_is_reproducible_and_left_as_it_was() ->
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"checkpoint": 3}, "checkpoint is 3, expected a name, as text or as a Path"),
-        ({"checkpoint": ""}, "checkpoint is '', expected a name"),
-        ({"on_epoch": "print"}, r"on_epoch is 'print', expected a function: on_epoch\(model, row\)"),
-        ({"preprocess": [1]}, r"preprocess is \[1\], expected a function"),
-        ({"autocast": "no"}, "autocast must be True or False, got 'no'"),
-        ({"resident": None}, "resident must be True or False, got None"),
-        ({"capture": torch.zeros(2)}, "capture must be True or False, got a Tensor"),
-        ({"compile": 1}, "compile must be True or False, got 1"),
-        ({"keep": ["last"]}, r"keep must be 'last' or 'selected', got \['last'\]"),
-        ({"blocks": 3}, "blocks is 3, expected names of modules"),
-        ({"output": "logits"}, "returned a single tensor, which has no entry 'logits'"),
-        ({"align": 3}, "align names no tap: it is 3, expected e.g."),
+        ({"checkpoint": 3}, "checkpoint is 3"),
+        ({"checkpoint": ""}, "checkpoint is ''"),
+        ({"on_epoch": "print"}, "on_epoch is 'print'"),
+        ({"preprocess": [1]}, r"preprocess is \[1\]"),
+        ({"autocast": "no"}, r"autocast.*got 'no'"),
+        ({"resident": None}, r"resident.*got None"),
+        ({"capture": torch.zeros(2)}, r"capture.*Tensor"),
+        ({"compile": 1}, r"compile.*got 1"),
+        ({"keep": ["last"]}, r"keep.*\['last'\]"),
+        ({"blocks": 3}, "blocks is 3"),
+        ({"output": "logits"}, "no entry 'logits'"),
+        ({"align": 3}, r"names no tap.*3"),
         ({"align": ("features", 1)}, "align names no tap"),
-        ({"divergence": ["psi"]}, r"unknown divergence \['psi'\], expected one of psi"),
-        ({"method": ["fr"]}, r"unknown method \['fr'\], expected one of source-only"),
-        ({"method": nn.ReLU}, "unknown method the class ReLU, expected one of source-only"),
+        ({"divergence": ["psi"]}, r"divergence \['psi'\]"),
+        ({"method": ["fr"]}, r"method \['fr'\]"),
+        ({"method": nn.ReLU}, "class ReLU"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_refused_before_anything_is_done(

@@ -300,12 +300,12 @@ def test_a_single_sample_has_no_histogram_also_without_batch_norm(caplog: pytest
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"window": "16"}, "the window must be a whole number of batches, at least 1, got '16'"),
-        ({"preprocess": 3}, "preprocess is 3, expected a function"),
-        ({"profile": 3}, "the profile is an int, expected a Profile or the name of its file"),
+        ({"window": "16"}, r"window.*got '16'"),
+        ({"preprocess": 3}, "preprocess is 3"),
+        ({"profile": 3}, "profile is an int"),
         ({"method": []}, "unknown method"),
-        ({"align": "middle"}, "the profile has no tap 'middle'; it has features, logits"),
-        ({"device": []}, "device .* is not available"),
+        ({"align": "middle"}, r"'middle'.*features, logits"),
+        ({"device": []}, r"device.*not available"),
     ],
 )
 def test_wrong_arguments_are_refused_before_the_first_step(wrong: dict[str, object], sentence: str) -> None:

@@ -208,8 +208,8 @@ def test_labels_that_are_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert labels.dtype == torch.int64
     assert labels.tolist() == [2, 0, 1]
     for wrong, said in (
-        ([0, 1], r"3 inputs but labels \[2\]"),
-        ([[0, 1, 2]], r"3 inputs but labels \[1, 3\]"),
+        ([0, 1], r"3 inputs.*\[2\]"),
+        ([[0, 1, 2]], r"3 inputs.*\[1, 3\]"),
     ):
         with pytest.raises(DataError, match=said):
             load_data(stored(path, **{key: values, "labels": np.array(wrong)}), None)
@@ -283,11 +283,11 @@ def test_other_inputs_keep_whole_numbers_whole(tmp_path: Path, kind: Any, expect
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"images": np.zeros((2, 4, 4))}, "expected uint8 images .* name the array 'inputs' if the model takes"),
-        ({"images": np.zeros((4, 4), np.uint8)}, "expected uint8 images .*convert them first$"),
-        ({"pictures": np.zeros((2, 4, 4))}, "holds pictures; expected an array 'images' .*'inputs' for anything else"),
-        ({"inputs": np.zeros((2, 4), np.uint8)}, "store tokens as int64 and measurements as float32"),
-        ({"inputs": np.zeros((2, 4), complex)}, "holds complex128 .* expected numbers"),
+        ({"images": np.zeros((2, 4, 4))}, r"uint8 images.*'inputs'"),
+        ({"images": np.zeros((4, 4), np.uint8)}, r"uint8 images.*convert"),
+        ({"pictures": np.zeros((2, 4, 4))}, r"pictures.*'images'"),
+        ({"inputs": np.zeros((2, 4), np.uint8)}, "tokens as int64"),
+        ({"inputs": np.zeros((2, 4), complex)}, r"complex128.*numbers"),
         ({"inputs": np.zeros((0, 4))}, "expected numbers"),
         ({"inputs": np.array([["a"], ["b"]])}, "expected numbers"),
     ],

@@ -314,8 +314,8 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_first_epoch(tmp_pa
     os.mkfifo(tmp_path / "pipe")
     places = {
         tmp_path: "is a folder",
-        tmp_path / "file/c": r"cannot be written \((Not a directory|File exists)\); name another file$",
-        tmp_path / ("x" * 300): r"x cannot be written \(File name too long\); name another file$",
+        tmp_path / "file/c": r"Not a directory|File exists",
+        tmp_path / ("x" * 300): "File name too long",
         tmp_path / "pipe": "is a device or",
     }
     for path, words in places.items():

@@ -39,7 +39,7 @@ class Keyed(OrderedDict[str, Any]):
         ({"loss": None, "logits": ONE}, "output='logits'$"),
         ((None, ONE), "output=1$"),
         ([ONE, ONE], "output=0$"),
-        ({"loss": 1.5}, "entries 'loss'; expected a tensor"),
+        ({"loss": 1.5}, "entries 'loss'"),
         ({}, "an empty dict"),
         (None, "None"),
         (1.5, "a float"),

@@ -322,16 +322,16 @@ def test_like_may_name_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"bins": 10}, r"bins is 10, expected shiftmend\.Bins, e\.g\. bins=Bins\(10\)"),
+        ({"bins": 10}, "bins is 10"),
         ({"bins": 0}, "bins is 0, expected"),
-        ({"preset": ""}, "unknown preset '', expected one of reference, paper, sliced"),
-        ({"preset": ["paper"]}, r"unknown preset \['paper'\], expected one of"),
-        ({"taps": ["0"]}, r"taps is \['0'\], expected names with where to tap"),
-        ({"keep_bytes": None}, "keep_bytes must be a whole number of bytes, got None"),
-        ({"keep_bytes": float("nan")}, "keep_bytes must be a whole number of bytes, got nan"),
-        ({"preprocess": "normalise"}, "preprocess is 'normalise', expected a function"),
+        ({"preset": ""}, r"preset ''.*reference"),
+        ({"preset": ["paper"]}, r"preset \['paper'\]"),
+        ({"taps": ["0"]}, r"taps is \['0'\]"),
+        ({"keep_bytes": None}, r"keep_bytes.*got None"),
+        ({"keep_bytes": float("nan")}, r"keep_bytes.*got nan"),
+        ({"preprocess": "normalise"}, "preprocess is 'normalise'"),
         ({"device": ["cpu"]}, "is not available here"),
-        ({"gaussian": np.array(["full", "full"])}, "unknown kind of Gaussian a ndarray"),
+        ({"gaussian": np.array(["full", "full"])}, r"Gaussian.*ndarray"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_one_sentence(wrong: dict[str, object], sentence: str) -> None:

@@ -391,13 +391,13 @@ def test_counts_are_not_loaded_into_other_bins() -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"units": 0}, "needs the number of its units, at least 1, got 0"),
-        ({"units": -3}, "at least 1, got -3"),
-        ({"units": "3"}, "at least 1, got '3'"),
-        ({"bins": 10}, r"bins is 10, expected shiftmend\.Bins, e\.g\. bins=Bins\(10\)"),
-        ({"bins": []}, r"bins is \[\], expected shiftmend\.Bins, e\.g\. bins=Bins\(8\)"),
-        ({"channel_axis": "last"}, "a StatsLayer counts units on axis 'last', expected a whole number"),
-        ({"channel_axis": 0}, "axis 0, which is that of the samples"),
+        ({"units": 0}, r"units.*got 0"),
+        ({"units": -3}, "got -3"),
+        ({"units": "3"}, "got '3'"),
+        ({"bins": 10}, "bins is 10"),
+        ({"bins": []}, r"bins is \[\]"),
+        ({"channel_axis": "last"}, "axis 'last'"),
+        ({"channel_axis": 0}, "axis 0"),
     ],
 )
 def test_a_layer_of_nonsense_is_not_made(wrong: dict[str, object], sentence: str) -> None:
@@ -408,10 +408,10 @@ def test_a_layer_of_nonsense_is_not_made(wrong: dict[str, object], sentence: str
 @pytest.mark.parametrize(
     ("batch", "sentence"),
     [
-        (np.zeros((4, 3)), "is a ndarray, expected a tensor"),
-        (torch.zeros(()), r"is \[\], expected samples with 3 units on axis 2"),
-        (torch.zeros(0, 3), r"is \[0, 3\], expected samples with 3 units on axis 2"),
-        (torch.zeros(4, 3), r"is \[4, 3\], expected samples with 3 units on axis 2"),
+        (np.zeros((4, 3)), r"ndarray.*tensor"),
+        (torch.zeros(()), r"is \[\].*3 units"),
+        (torch.zeros(0, 3), r"is \[0, 3\].*3 units"),
+        (torch.zeros(4, 3), r"is \[4, 3\].*3 units"),
     ],
 )
 def test_a_batch_that_cannot_be_tracked_is_refused(batch: Tensor, sentence: str) -> None:

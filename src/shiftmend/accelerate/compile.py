@@ -54,7 +54,7 @@ def capture_compiled(
 
 
 def _without_gradient(optimiser: optim.Optimizer) -> set[Tensor]:
-    """Return the trained parameters that got no gradient in the last step, as happens if torch reuses wrong code."""
+    """Return the trained parameters without a gradient after a step: code that was wrongly reused gives none."""
     wanted = (parameter for group in optimiser.param_groups for parameter in group["params"])
     return {parameter for parameter in wanted if parameter.grad is None}
 

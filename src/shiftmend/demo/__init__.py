@@ -250,7 +250,7 @@ def _rehearse(model: nn.Module, home: Split, profile: Profile, seed: int, bars: 
 
 @contextmanager
 def _start_workers() -> Iterator[Executor | None]:
-    """Start processes of one thread each, unless one is enough; after Ctrl-C the waiting shifts are dropped."""
+    """Start the processes that rehearse, with one thread each, unless one is enough. Ctrl-C drops waiting shifts."""
     if WORKERS == 1:
         yield None
         return

@@ -134,7 +134,7 @@ def data_fits(*paths: str | os.PathLike[str] | None) -> bool | None:
 
 
 def stored_batch_size(*paths: str | os.PathLike[str] | None) -> int | None:
-    """Return the batch size of the runs with these checkpoints; None if there is none yet."""
+    """Return the batch size that the runs of these checkpoints used; None if no checkpoint exists yet."""
     size = _read_fact("batch_size", paths)
     return size if type(size) is int and size > 0 else None
 

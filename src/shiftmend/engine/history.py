@@ -112,7 +112,7 @@ class Choice:
         self._restored: float | None = None
 
     def consider(self, row: Epoch) -> bool:
-        """Return whether this epoch is now the one to keep. Without a profile there is no judge: the latest is kept."""
+        """Return whether this epoch is now the one to keep. Without a profile, the latest epoch is always kept."""
         if row.block in self.refining:
             better = self._is_harmless(row)
         else:

@@ -291,7 +291,7 @@ class Trainer:
         self._add_row(number, stage.name, stage.learning_rate, losses, started, before + batches)
 
     def _read_inputs(self) -> tuple[dict[str, Tensor], int]:
-        """Let the method adapt to the inputs alone; return no losses and no steps."""
+        """Let the method adapt to the inputs without training; return no losses and no steps."""
         with all_processes(), torch.no_grad():
             self.method.adapt_to_inputs(self.model, self.feed.batches(), self.profile)
         return {}, 0

@@ -103,7 +103,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Move a model to a device for the length of the block; at its end all buffers are as before, too."""
+    """Move a model to a device during the block; afterwards all buffers have their former values."""
     home = device_of(model)
     owned = [(module._buffers, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     kept = [buffer.detach().clone() if buffer is not None and is_writable(buffer) else None for _, _, buffer in owned]

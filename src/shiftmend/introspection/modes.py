@@ -30,7 +30,7 @@ def enter_eval(model: nn.Module) -> None:
 def preserve_modes(model: nn.Module) -> Iterator[None]:
     """Restore the train or eval mode of every module at the end of the block.
 
-    A module with a `train` of its own is asked to switch back: some merge their weights for inference.
+    A module that overrides `train` is switched back by calling it, because some merge their weights for inference.
     """
     before = [(module, module.training) for module in model.modules()]
     try:

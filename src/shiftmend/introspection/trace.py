@@ -244,7 +244,7 @@ def _check_same_head(events: _Events, returned: Any, output: Entry, tap: Tap) ->
 
 
 def _is_same(written: Tensor, result: Tensor) -> bool:
-    """Tell whether a tensor is the output or a view of it, as behind `x.squeeze(-1)`."""
+    """Tell whether a tensor is the model's output, or whether the output is a view of it, as after `x.squeeze(-1)`."""
     if written is result:
         return True
     return written.numel() == result.numel() and (

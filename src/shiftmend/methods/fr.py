@@ -144,7 +144,7 @@ def _loss_scale(chosen: Preset, profile: Profile) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class FR(Alignment):
-    """Training of all blocks at once.
+    """Feature restoration: training of all blocks at once.
 
     By default, `epochs="auto"`, the run ends when the loss no longer falls or the verification slices get worse, at the
     latest after the published 150 epochs. Published rates: 1.0 for the CNN, 0.001 for ResNets.

@@ -55,7 +55,7 @@ class MatchMean(Method):
         attach_input_map(model, ones, torch.zeros_like(ones))
 
     def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Tensor], profile: Profile | None) -> None:
-        """Read all inputs once and set the map."""
+        """Compute the statistics of all inputs in one pass, and attach the map that matches them to the source."""
         tracker = MomentTracker()
         for batch in batches:
             tracker.update(batch)

@@ -35,10 +35,10 @@ def _class_numbers(given: Any) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TargetSupervised(Prediction):
-    """Cross-entropy to the labels of the target, all parameters trained, dropout on.
+    """Supervised training of all parameters on labelled target data, with dropout on: an upper bound for other methods.
 
-    The only method that takes labels. They belong to the samples in their order; benchmarks give it 80 % of the target
-    and score it on another 10 %.
+    This is the only method that takes labels: one for each sample, in the order of the data. Benchmarks train it on 80
+    % of the target and score it on another 10 %.
     """
 
     name: ClassVar[str] = "target-supervised"

@@ -353,7 +353,7 @@ def _counts(
 
 
 def _remark(made: Profile) -> None:
-    """Log what whoever made a profile should know of it."""
+    """Log warnings about a profile for the person who made it."""
     if made.inputs_seen < LEAST_SAMPLES:
         logger.warning(
             "a profile of so few samples (%d) nearly tells their inputs; do not let it leave if those are secret",

@@ -364,7 +364,7 @@ def _mix(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
 
 
 def _identity(profile: Profile) -> tuple[object, ...]:
-    """Collect what profiles must have in common to be mixed. Older files lack statistics of inputs and answers."""
+    """Collect the settings that profiles must share to be mixed. Older files lack statistics of inputs and answers."""
     every = profile.statistics.items()
     kinds = {name: statistic.kind for name, statistic in every if name.partition(".")[0] not in ("inputs", "answers")}
     return profile.preset, profile.specs, profile.architecture, profile.weights, kinds

@@ -285,7 +285,7 @@ def empty_estimates(record: Rehearsal) -> Rehearsal:
 
 
 def name_candidate(name: str) -> str:
-    """Return what people call a candidate."""
+    """Return the name of a candidate for people: `source-only` is called untouched."""
     return "untouched" if name == UNTOUCHED else name
 
 

@@ -145,7 +145,7 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Sample:
-    """One input as it came, with the class and its probability under each model."""
+    """One input before preprocessing, with predicted class and probability of each model."""
 
     number: int
     values: NDArray[np.generic]
@@ -680,7 +680,7 @@ def _pick_samples(
 
 
 def _classify(returned: Any, output: Entry, axis: int | None, count: int) -> list[tuple[int, float] | None]:
-    """Return class and probability of each sample; None where a sample has many predictions, or no class."""
+    """Return class and probability of each sample; None for a sample with many predictions or no class."""
     logits = None if axis is None else class_logits(returned, output, axis)
     if logits is None or logits.ndim != 2:
         return [None] * count

@@ -72,7 +72,7 @@ def motion_blur(images: Tensor, *, generator: torch.Generator | None = None, str
 
 
 def noise(images: Tensor, *, generator: torch.Generator, strength: float) -> Tensor:
-    """Count fewer photons (1,000 down to 20 at full scale) and more read noise (up to 5 % of full scale)."""
+    """Simulate fewer photons (1,000 down to 20 at full scale) and more read noise (up to 5 % of full scale)."""
     return _levels(count_photons(_unit(images), 1000.0 * 0.02**strength, 0.05 * strength, generator))
 
 
@@ -129,7 +129,7 @@ def resampling(signals: Tensor, *, generator: torch.Generator | None = None, str
 
 
 def saturation(signals: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """Clip as an amplifier does: what swings beyond 100 % down to 30 % of the largest swing from the mean is cut."""
+    """Clip signals as an amplifier does, at 100 % down to 30 % of their largest deviation from the mean."""
     mean = signals.mean(-1, keepdim=True)
     limit = (1 - 0.7 * strength) * (signals - mean).abs().amax(-1, keepdim=True)
     return mean + (signals - mean).clamp(-limit, limit)

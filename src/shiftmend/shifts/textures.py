@@ -57,7 +57,7 @@ def frost(folder: Folder = None) -> list[Tensor]:
 def photographs(folder: Folder = None) -> list[Tensor]:
     """Load all photographs of the folder in the order of their names, uint8 `[3, H, W]` each.
 
-    The stand-ins are the five textures in all six orders of their colour channels: many colours, little variety.
+    Without a folder, the five built-in textures stand in, in all six orders of their colour channels.
     """
     return [picture for _, picture in _photographs(folder)]
 

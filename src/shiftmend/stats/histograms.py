@@ -225,7 +225,15 @@ def soft_histogram(values: Tensor, low: Tensor, high: Tensor, bins: Bins, *, sca
 
 
 def soft_assignment(unit_values: Tensor, bins: Bins) -> Tensor:
-    """Compute u(x) of equation (4) as the paper writes it, for values scaled to [0, 1]: a new last axis of B shares."""
+    """Compute the soft bin assignment u(x) of equation (4), exactly as the paper writes it.
+
+    Args:
+        unit_values: Values scaled to [0, 1] by the range at the source, of any shape.
+        bins: Number, layout and softness of the bins.
+
+    Returns:
+        Shares of each value in the B bins, on a new last axis. They sum to 1.
+    """
     cuts = torch.arange(bins.inner + 1, dtype=unit_values.dtype, device=unit_values.device) / bins.inner
     weights = torch.arange(1, bins.total + 1, dtype=unit_values.dtype, device=unit_values.device)
     offsets = torch.cat([cuts.new_zeros(1), -cuts.cumsum(0)])
@@ -233,7 +241,7 @@ def soft_assignment(unit_values: Tensor, bins: Bins) -> Tensor:
 
 
 class _SoftHistogram(torch.autograd.Function):
-    """The mean of all shares. It keeps its input alone for the backward pass, and computes the shares again."""
+    """Autograd function of the mean of all shares. Its backward pass recomputes the shares instead of storing them."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:

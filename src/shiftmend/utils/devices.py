@@ -66,7 +66,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 def supports_async_copies(device: torch.device) -> bool:
     """Tell whether a copy from the host may run in the background.
 
-    Such a copy to `mps` reads memory of the host that may be freed by then.
+    On `mps` such a copy may read host memory that has been freed.
     """
     return device.type == "cuda"
 
@@ -136,7 +136,7 @@ def _free_bytes_of_machine(root: Path) -> int | None:
 
 
 def _free_bytes_of_cgroups(root: Path) -> Iterator[int]:
-    """Yield what is left of the memory limit of this process's control group and of each group above it."""
+    """Yield the unused part of each memory limit: of this process's control group, and of each group above it."""
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
         if number == "0":  # version 2

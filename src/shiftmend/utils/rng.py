@@ -70,11 +70,11 @@ def _restore_mps() -> Iterator[None]:
 
 @contextmanager
 def isolate_rng(device: torch.device, first_pass: Callable[[], object]) -> Iterator[bool]:
-    """Let a model that draws random numbers in eval mode follow `reseed`, as Monte Carlo dropout does.
+    """Let a model that draws random numbers in eval mode, as Monte Carlo dropout does, follow `reseed`.
 
-    The global generators stay untouched if nothing is drawn, since other threads may use them. Otherwise they have
-    their states of before at the end. Threads that share a GPU share its generator too; there nothing is isolated.
-    `first_pass` runs the model and `preprocess` once, which shows whether they draw. The block is told so.
+    `first_pass` runs the model and `preprocess` once, to find out whether they draw random numbers. The block gets the
+    answer. If nothing is drawn, the global generators stay untouched, because other threads may use them. Otherwise
+    their states are restored at the end. Threads that share a GPU share its generator, and nothing is isolated there.
     """
     draws = _draws(device, first_pass)
     if not draws or is_sharing_gpu():

@@ -234,10 +234,10 @@ def test_which_outcome_is_compared() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"second": "a"}, "cannot compare a with itself"),
-        ({"second": "c"}, "no finished result of c has a last accuracy"),
-        ({"second": "b", "metric": "epoch"}, "cannot compare by last epoch; expected"),
-        ({"second": "b", "which": "first"}, "cannot compare by first accuracy; expected"),
+        ({"second": "a"}, "with itself"),
+        ({"second": "c"}, r"of c.*last accuracy"),
+        ({"second": "b", "metric": "epoch"}, "by last epoch"),
+        ({"second": "b", "which": "first"}, "by first accuracy"),
     ],
 )
 def test_what_cannot_be_compared_is_said(arguments: dict[str, Any], message: str) -> None:

@@ -148,7 +148,7 @@ def test_an_error_in_a_worker_is_the_caller_s(job: Job, tmp_path: Path) -> None:
             list(execute(needed))
         (tmp_path / "root" / "break-source").unlink()
         (tmp_path / "root" / "kill-source").touch()
-        expected = r"^source model plain, seed 1 could not be made: its process was ended by SIGKILL .*; run again"
+        expected = r"plain, seed 1.*SIGKILL"
         with pytest.raises(ShiftmendError, match=expected):
             list(execute(needed))
     assert multiprocessing.active_children() == []

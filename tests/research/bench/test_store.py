@@ -856,7 +856,7 @@ def test_numbers_that_are_not_finite_stay_visible() -> None:
     ("changes", "message"),
     [
         ({"manifest": {"a": [{"b": Path("x")}]}}, r"manifest\.a\[0\]\.b is a PosixPath"),
-        ({"manifest": {"rates": {0: 0.1}}}, r"manifest\.rates is a dict .* strings as keys"),
+        ({"manifest": {"rates": {0: 0.1}}}, r"manifest\.rates.*keys"),
         ({"history": ({"loss": torch.zeros(2)},)}, r"history\[0\]\.loss is a Tensor"),
     ],
 )

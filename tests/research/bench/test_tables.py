@@ -681,9 +681,9 @@ def test_two_results_of_one_cell_are_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"metric": "f1"}, "unknown metric 'f1', expected one of accuracy"),
-        ({"which": "first"}, "unknown choice of epoch 'first'"),
-        ({"metric": "seconds", "which": "best"}, "seconds is not known for the best epoch"),
+        ({"metric": "f1"}, r"metric 'f1'.*accuracy"),
+        ({"which": "first"}, "epoch 'first'"),
+        ({"metric": "seconds", "which": "best"}, r"seconds.*best epoch"),
     ],
 )
 @pytest.mark.parametrize("make", [summarise, by_shift])

@@ -479,7 +479,7 @@ def test_nothing_waits_for_a_gpu_within_an_epoch(augmentation: str, monkeypatch:
 @pytest.mark.parametrize(
     ("last", "ready", "sentence"),
     [
-        (nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), lambda images: images, "does not take inputs of shape .* uint8"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), lambda images: images, r"inputs.*uint8"),
     ],
 )
 def test_a_network_of_ones_own_that_does_not_fit(

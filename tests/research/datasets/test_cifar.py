@@ -138,10 +138,10 @@ LACKS = r"test_batch lacks uint8 `data` \[N, 3072\] with as many `labels`; .*fet
         ({"data": PIXELS[0], "labels": [0]}, LACKS),
         ({"data": PIXELS[:2, :100].copy(), "labels": [0, 1]}, LACKS),
         ({"data": PIXELS[:1].astype("<i4"), "labels": [0]}, LACKS),
-        ({"data": PIXELS[:2], "labels": [0, "cat"]}, "test_batch holds `labels` that are no whole numbers"),
-        ({"data": PIXELS[:1], "labels": [10]}, "cifar-10-batches-py holds labels from 10 to 10; expected 0 to 9"),
-        ({"data": PIXELS[:1], "labels": [-1]}, "cifar-10-batches-py holds labels from -1 to -1; expected 0 to 9"),
-        ({"data": PIXELS[:0], "labels": []}, "expected at least one image"),
+        ({"data": PIXELS[:2], "labels": [0, "cat"]}, r"test_batch.*`labels`.*whole"),
+        ({"data": PIXELS[:1], "labels": [10]}, r"cifar-10-batches-py.*10 to 10"),
+        ({"data": PIXELS[:1], "labels": [-1]}, r"cifar-10-batches-py.*-1 to -1"),
+        ({"data": PIXELS[:0], "labels": []}, "at least one image"),
     ],
 )
 def test_a_pickled_batch_of_another_form_is_refused(tmp_path: Path, batch: dict[str, object], sentence: str) -> None:

@@ -197,8 +197,8 @@ def test_damage_is_told_in_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("3 1:1\n3 257:0.1", r"no LIBSVM file \(line 2 has pixel 257\)"),
-        ("3 0:0.1", "line 1 has pixel 0"),
+        ("3 1:1\n3 257:0.1", r"LIBSVM.*line 2.*257"),
+        ("3 0:0.1", r"line 1.*pixel 0"),
         ("3 1;0.1", "no LIBSVM file"),
         ("eleven 1:0.1", "no LIBSVM file"),
         ("99999999999999999999 1:0.1", "no LIBSVM file"),

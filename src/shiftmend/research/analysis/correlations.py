@@ -337,7 +337,7 @@ def best_pair(first: Sequence[float], second: Sequence[float], good: Sequence[bo
 
 
 def _go_half_way(values: NDArray[np.float64], index: int) -> float:
-    """Go half way to the next of the sorted values; stay where there is no such number, or no next."""
+    """Return the middle between a sorted value and the next one; the value itself if there is none between them."""
     low = float(values[index])
     if index + 1 == len(values):
         return low

@@ -312,7 +312,7 @@ def _about_clean_set(
 
 
 def clean_source(benchmark: Benchmark, clean: str = CLEAN) -> str:
-    """Name the model that is scored on clean images, with its shifts where other shifts have another model."""
+    """Name the model that is scored on clean images, with its shifts if other shifts have another source model."""
     setting = benchmark.settings.get("offline", {}).get(UNADAPTED)
     if setting is None:
         return "the source model"

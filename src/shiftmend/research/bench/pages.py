@@ -477,7 +477,7 @@ def few_shot(parts: Mapping[str, Part]) -> list[Block]:
 
 
 def few_verdicts(parts: Mapping[str, Part]) -> list[Block]:
-    """Count the verdicts on methods that restore features from few samples: what they adapted to is judged."""
+    """Count the verdicts on methods that restore features from few samples, judged on the samples adapted to."""
     few = {protocol: part for protocol, part in parts.items() if protocol.startswith("few-shot-") and part.results}
     # No other protocol has clean images.
     clean = parts["offline"].reading.clean if "offline" in parts else []
@@ -796,7 +796,7 @@ def _list_judge(judge: correlations.Judge) -> tuple[Entry, ...]:
 
 
 def _verdicts(part: Part, good: Mapping[Cell, bool], meaning: str) -> list[Block]:
-    """Count the library's own verdicts, by limits that are the same everywhere."""
+    """Count the verdicts of the library, whose limits are the same for all benchmarks."""
     counts = _count_verdicts(part.unsupervised, good)
     if not counts:
         return []

@@ -137,7 +137,7 @@ def make_table(sizes: Sequence[Sizes]) -> Table:
 
 
 def write_page(sizes: Sequence[Sizes]) -> str:
-    """Write the table as a page of its own."""
+    """Write the table of sizes as a Markdown page."""
     largest = max((one for one in sizes if one.benchmark not in QUOTED_NETWORKS), key=lambda one: one.profile)
     said = (
         "What has to be kept of the source data to adapt without them, beside the data and the model (the paper's "

@@ -63,8 +63,8 @@ def read(
 ) -> Reading:
     """Read the results in `folder/results.sqlite`, or in a file that `bench export --format compact` wrote.
 
-    The data sets need not be there: if a store has results on published images of a shift, those count, whatever images
-    a run here would have to make do with. Where it has several, those that a run here would go on with.
+    The data sets are not needed. Results on published images of a shift take precedence. Otherwise the results count
+    that a run on this machine would continue.
 
     Args:
         benchmark: A name, or `file.py:NAME`.

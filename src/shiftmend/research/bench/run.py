@@ -40,7 +40,7 @@ Executor = Literal["local", "ray"]
 
 @dataclass(frozen=True)
 class Report:
-    """The numbers of cells of a run."""
+    """Counts of the cells of a run: done, failed, and left over."""
 
     cells: int
     """Asked for."""

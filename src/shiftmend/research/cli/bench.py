@@ -401,7 +401,7 @@ def correlate(
     data_root: Root = None,
     as_json: Json = False,
 ) -> None:
-    """Rank correlations: restoration distance with calibration, and each label-free signal with accuracy."""
+    """Show rank correlations: restoration distance with calibration, and each label-free signal with accuracy."""
     from shiftmend.research.analysis.correlations import restoration_and_calibration, signals_and_accuracy
     from shiftmend.research.bench.benchmark import labelled_methods, sees_labels
     from shiftmend.research.bench.plan import variants_of, with_another_source

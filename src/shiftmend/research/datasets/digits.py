@@ -212,7 +212,7 @@ def read_idx(path: PathLike) -> NDArray[np.uint8]:
 
 
 def idx_places(folder: Path, name: str) -> list[Path]:
-    """List where an idx file may lie: compressed or not, in `raw/` as published tools leave it, or in the folder."""
+    """List the paths where an idx file may be: compressed or not, in the folder or in `raw/` below it."""
     return [base / file for base in (folder / "raw", folder) for file in (f"{name}.gz", name)]
 
 

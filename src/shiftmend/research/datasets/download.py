@@ -50,9 +50,9 @@ def unpack(
 ) -> int:
     """Unpack a zip or tar archive and return the number of files.
 
-    Members whose name begins with `only` are taken, less their first `drop` folders. Each file is put in place in one
-    step, so an interruption leaves whole files, and unpacking again completes the set. A link, a device, or a name that
-    leads out of `destination` is an error: a dataset has none. `report` gets the number of files so far.
+    Only members whose name begins with `only` are unpacked, without their first `drop` folders. Each file is moved into
+    place in one step, so after an interruption all files are whole, and unpacking again completes the set. Links,
+    devices and names that lead out of `destination` raise an error. `report` gets the number of files so far.
     """
     count = 0
     members = _zip_members(archive) if zipfile.is_zipfile(archive) else _tar_members(archive)

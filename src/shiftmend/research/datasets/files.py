@@ -41,7 +41,7 @@ def first_existing(candidates: Iterable[Path], expected: str, remedy: str) -> Pa
 
 
 def read_whole(path: Path, expected: str, remedy: str) -> bytes:
-    """Read a file, decompressed if its name ends in .gz or .bz2."""
+    """Read a file, decompressed if its name ends in .gz or .bz2. Raise DataError with `remedy` if it is damaged."""
     try:
         if path.suffix == ".gz":
             with gzip.open(path, "rb") as handle:

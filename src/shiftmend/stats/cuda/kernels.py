@@ -282,7 +282,7 @@ def _run_fused(
 
 
 def _partial_counts(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
-    """Sum the shares over each part of the samples `[parts, B, D]`."""
+    """Compute a soft histogram `[B, D]` of each part of the samples, stacked to `[parts, B, D]`."""
     grid = _Grid.of(values, bins)
     parts, size = grid.split_samples(2 * VALUES_AHEAD)
     partial = torch.empty(parts, bins.total, values.shape[1], dtype=torch.float32, device=values.device)
