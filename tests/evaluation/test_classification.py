@@ -350,14 +350,7 @@ def test_refuses_to_mix() -> None:
     metrics.update(*random_batch(4, 3))
     with pytest.raises(DataError, match=r"\[5\] after \[3\]"):
         metrics.update(*random_batch(4, 5))
-    with pytest.raises(DataError, match=r"10 bins.*merge.*15"):
-        metrics.merge(ClassificationMetrics(15))
-    with pytest.raises(DataError, match=r"merge.*ignore_label=255"):
-        metrics.merge(ClassificationMetrics(ignore_label=255))
-    with pytest.raises(DataError, match="merge a RegressionMetrics"):
-        metrics.merge(RegressionMetrics())  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="bin, got 0"):
-        ClassificationMetrics(bins=0)
+
     assert metrics.compute().samples == 4
 
 

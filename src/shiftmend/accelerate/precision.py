@@ -103,7 +103,7 @@ class _UseCopies(TorchFunctionMode):
 
 
 def _cast_weights(model: nn.Module, dtype: torch.dtype) -> dict[Tensor, tuple[Tensor, int]]:
-    """Return a copy of each weight that autocast would cast, and the version of the weight that was copied."""
+    """Return a cast copy of each weight that autocast would cast, with the version of the weight at that time."""
     layers = [module for module in model.modules() if isinstance(module, nn.Linear | _ConvNd)]
     found = [layer._parameters.get(name) for layer in layers for name in ("weight", "bias")]
     weights = list(dict.fromkeys(weight for weight in found if weight is not None and weight.dtype == torch.float32))

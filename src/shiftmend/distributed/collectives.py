@@ -55,7 +55,7 @@ def all_processes() -> Iterator[None]:
 
 
 def is_distributed() -> bool:
-    """Say if this process works as one with others just now."""
+    """Tell whether this process currently works as one with others."""
     return _depth > 0 and world_size() > 1
 
 
@@ -167,8 +167,8 @@ def reduce_range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 def reduce_moments(count: int, mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute count, mean `[D]` and sum of squared deviations `[D]` over processes, in float64.
 
-    The moments of each process are merged in the order of their ranks: all processes get the same bits, and nothing
-    cancels where the mean is large.
+    Moments are merged in the order of ranks, so all processes get the same bits. Merging deviations instead of sums of
+    squares loses no digits if the mean is large.
     """
     units = len(mean)
     wide = torch.float64
@@ -180,7 +180,7 @@ def reduce_moments(count: int, mean: Tensor, squares: Tensor) -> tuple[Tensor, T
 
 
 def all_true(condition: bool, device: torch.device) -> bool:
-    """Say if a condition holds on every process."""
+    """Tell whether a condition holds in every process."""
     if not is_distributed():
         return condition
     return bool(all_gather(torch.tensor(condition, dtype=torch.uint8, device=device)).all())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CLOSE = 0.15
-"""In a schedule that ends by itself, the latest epoch is kept whose slices exceed the lowest by no more than this
+"""A schedule that ends by itself keeps the latest epoch whose slices exceed the lowest by no more than this
 share. Such a schedule stops before it harms, so a later epoch is the better one unless the slices speak against it."""
 
 TIE = 0.1

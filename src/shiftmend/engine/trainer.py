@@ -253,7 +253,7 @@ class Trainer:
         restore(self.model, self.good)
 
     def show_pass(self, what: str, limit: int | None = None) -> None:
-        """Show on the progress bar how far the next pass over the data is, which may take hours."""
+        """Show the progress of the next pass over the data, which may take hours, on the progress bar."""
         known = self.feed.known_samples
         self.feed.on_batch = PassProgress(
             self.bar, what, known if known is None or limit is None else min(known, limit)

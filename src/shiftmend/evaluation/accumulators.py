@@ -31,8 +31,7 @@ def format_score(name: str, value: float) -> str:
 class Sums:
     """One small vector of sums, and the shape that all samples must have."""
 
-    def __init__(self, device: torch.device | str | None = None, options: str = "") -> None:
-        self._options = options
+    def __init__(self, device: torch.device | str | None = None) -> None:
         self._device = None if device is None else torch.device(device)
         self._sums: Tensor | None = None
         self._samples = 0
@@ -40,10 +39,6 @@ class Sums:
 
     def merge(self, other: Self) -> None:
         """Add everything that `other` has seen; `other` stays as it is."""
-        if type(other) is not type(self):
-            raise DataError(f"{type(self).__name__} cannot merge a {type(other).__name__}")
-        if other._options != self._options:
-            raise DataError(f"metrics with {self._options} cannot merge metrics with {other._options}")
         if other._sums is not None and other._sample_shape is not None:
             self._add(other._sums, other._samples, other._sample_shape)
 

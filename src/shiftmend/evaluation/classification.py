@@ -41,17 +41,16 @@ class ClassificationMetrics(Sums):
         ignore_label: Samples with this label are left out of all scores.
 
     Raises:
-        DataError: If `bins` is below 1, or `ignore_label` is no whole number.
+        DataError: If `ignore_label` is no whole number.
     """
 
     def __init__(
         self, bins: int = 10, device: torch.device | str | None = None, ignore_label: int | None = None
     ) -> None:
-        if bins < 1:
-            raise DataError(f"Expected at least 1 bin, got {bins}.")
+
         if ignore_label is not None and not (is_whole(ignore_label) and -(2**63) <= ignore_label < 2**63):
             raise DataError(f"Expected a whole number as ignore_label, e.g. 255 or -1, got {brief(ignore_label)}.")
-        super().__init__(device, f"{bins} bins and ignore_label={ignore_label}")
+        super().__init__(device)
         self.bins = bins
         self.ignore_label = None if ignore_label is None else int(ignore_label)
         self._dense = False

@@ -35,7 +35,7 @@ class Trace:
     uncalled: tuple[str, ...] = ()
     """Modules whose parameters the features depend on although the modules were not called: their place is unknown."""
     returned: Any = field(default=None, repr=False, compare=False)
-    """What the model returned for the batch."""
+    """The model's output for the batch."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class _Events:
         return min((call.began_at if features.side == "input" else call.ended_at for call in calls), default=None)
 
     def check_taps(self, taps: Mapping[str, Tap]) -> None:
-        """Raise if a tap would not see one tensor of real numbers in each forward pass."""
+        """Raise if a tap does not give one tensor of real numbers in each forward pass."""
         recorder = Recorder(taps)
         for name, tap in taps.items():
             for call in self.calls:

@@ -29,7 +29,7 @@ from shiftmend.utils.checks import kind
 _FORWARD_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
 )  # fmt: skip
-"""What models raise for inputs that they do not take: they assert, look up, index and compute as they like."""
+"""Exceptions that models raise for inputs that they do not take."""
 
 _PLAIN_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
 """Errors whose text says enough without their type."""
@@ -43,7 +43,7 @@ class Problem:
     error: type[ShiftmendError]
     """The class that `check_model` raises."""
     cause: BaseException | None = None
-    """What the model itself raised."""
+    """The exception that the model raised."""
 
 
 def validate(

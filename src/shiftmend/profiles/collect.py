@@ -64,7 +64,7 @@ Gaussian = Literal["marginal", "full"]
 
 
 LEAST_SAMPLES = 10
-"""Of fewer, a profile tells nearly what they were: the mean of one sample is that sample."""
+"""Fewest samples of a profile. Fewer would nearly be revealed by it: the mean of one sample is that sample."""
 
 
 MOST_CORRELATED = 4096
@@ -366,7 +366,7 @@ def _remark(made: Profile) -> None:
 
 
 def _check_agreement(model: nn.Module, feed: Feed, settings: tuple[Any, ...], like: Profile | None) -> None:
-    """Raise if processes were given different things; of streamed data only the first samples are compared."""
+    """Raise if processes were given different arguments. Of streamed data only the first samples are compared."""
     if world_size() == 1:  # digests of everything are not for free
         return
     first = fingerprints.digest(feed.first(64))

@@ -60,7 +60,7 @@ class Profile:
     mean: Tensor
     deviation: Tensor
     specs: dict[str, Tap]
-    """Where each tap lies in the model."""
+    """The place of each tap in the model."""
     preset: str
     architecture: str
     """Fingerprint of the model's layers."""
@@ -73,7 +73,7 @@ class Profile:
     """Shares of the parts of a mixture, in their order; empty for any other profile."""
     library: str = __version__
     rehearsal: Rehearsal | None = None
-    """What shifts simulated at home taught; None before `shiftmend.rehearse`."""
+    """The record of shifts simulated at home; None before `shiftmend.rehearse`."""
 
     @cached_property
     def taps(self) -> dict[str, Histogram]:

@@ -272,7 +272,7 @@ class Rehearsal:
 
 
 def round_signals(values: Tensor) -> Tensor:
-    """Round signals to what a file holds, three digits: they are most of a rehearsal, and chance moves them by more."""
+    """Round signals to the three digits that a file stores. Signals are most of its size, and vary more by chance."""
     largest = torch.finfo(torch.float16).max
     return values.clamp(-largest, largest).half().float()
 

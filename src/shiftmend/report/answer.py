@@ -208,7 +208,7 @@ def _was_at_home(facts: Facts) -> bool:
 
 
 def _is_poor(facts: Facts, value: float) -> bool:
-    """Return whether more than half of what the model can do at home is lost."""
+    """Return whether the model has lost more than half of its skill at home."""
     home = facts.rehearsal
     if home is None:
         return False

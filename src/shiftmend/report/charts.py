@@ -213,7 +213,7 @@ def draw_distribution(unit: Unit, name: str) -> Markup:
 
 
 def draw_ranks(before: Sequence[float], after: Sequence[float] | None, floor: float, label: str) -> Markup:
-    """Draw the distance of every unit, worst first, each curve sorted by itself; infinite ones leave a gap."""
+    """Draw the distances of all units in descending order, one curve for each model; infinite values leave a gap."""
     height = 190
     curves = {"before": before} | ({"after": after} if after is not None else {})
     axis = _Axis([floor, *(value for values in curves.values() for value in values)], height)

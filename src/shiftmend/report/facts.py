@@ -649,7 +649,7 @@ def _pick_samples(
     output: Entry,
     count: int,
 ) -> tuple[Sample, ...]:
-    """Pick inputs from all over the target, as they came; from a stream, the first ones as the model gets them."""
+    """Pick evenly spaced inputs of the target, before preprocessing; from a stream, the first ones after it."""
     if count == 0:
         return ()
     if feed.inputs is None:

@@ -119,7 +119,7 @@ def _write_both(before: str, after: str | None) -> str:
 
 
 def tried(facts: Facts) -> Context | None:
-    """List what `auto` tried, at what estimate, and why it chose what it chose."""
+    """List the candidates of `auto` with their estimates, and the reason for the choice."""
     mending = facts.mending
     if mending is None or not mending.candidates:
         return None
@@ -228,7 +228,7 @@ def inputs(facts: Facts) -> Context:
 
 
 def features(facts: Facts) -> Context:
-    """Say how far the features are from home, and why estimates do not hold, in the words of a specialist."""
+    """Say how far the features are from home, and why there is no estimate, for the specialist."""
     tap = facts.taps[0]
     after = None if facts.after is None else format_number(facts.after.divergence)
     clear = None if tap.clear_after is None else str(tap.clear_after)
@@ -284,7 +284,7 @@ def _pick_taps(taps: Sequence[TapShift]) -> list[TapShift]:
 
 
 def _pick_units(tap: TapShift, mended: bool) -> list[Unit]:
-    """Pick the units that are worst by any of the orders of the page, worst before mending first."""
+    """Pick the units that come first in any sorting order of the page, sorted by distance before mending."""
     orders = ["before", "after", "gain"] if mended else ["before"]
     keys = {unit.number: _sort_keys(unit) for unit in tap.worst}
     chosen = {
@@ -517,7 +517,7 @@ def undo(facts: Facts) -> Context:
 Section = Callable[[Facts], Context | None]
 
 SECTIONS: tuple[Section, ...] = (answer, tried, rehearsed, scores, inputs, predictions, undo)
-"""What every reader sees."""
+"""Sections for every reader."""
 
 SPECIALIST: tuple[Section, ...] = (features, shift, training, stored, run)
-"""What is folded away, for those who know the method."""
+"""Sections for readers who know the methods, folded away."""

@@ -276,10 +276,10 @@ def shine(drops: Tensor) -> Tensor:
 
 
 def canny(levels: Tensor) -> Tensor:
-    """Find the edges of integer pictures `[N, H, W]` with values 0 to 255 as OpenCV does, boolean.
+    """Find the edges of integer pictures `[N, H, W]` with values 0 to 255 as OpenCV does; return booleans.
 
-    Whole-number gradients (3 x 3, edge repeated), their length as |x| + |y|, thinned across the edge in one
-    of four directions, then traced from strong pixels through weak ones.
+    Gradients are whole numbers (3 x 3, edge repeated) of length |x| + |y|. They are thinned across the edge in one of
+    four directions. Edges are then traced from strong pixels through weak ones.
     """
     padded = pad(pad(levels.to(torch.int32), 1, -2, "nearest"), 1, -1, "nearest")
     sideways = padded[..., 2:] - padded[..., :-2]

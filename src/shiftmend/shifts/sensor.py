@@ -85,12 +85,12 @@ def dead_pixels(images: Tensor, *, generator: torch.Generator, strength: float) 
 
 
 def jpeg(images: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """Store as JPEG: quality 90 down to 10."""
+    """Compress images as JPEG, at quality 90 down to 10."""
     return jpeg_compression(images, quality=round(90 - 80 * strength))
 
 
 def resolution(images: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """Coarsen the sensor: down to a quarter of the pixels a side, averaged, then enlarged again."""
+    """Lower the resolution, down to a quarter of the pixels a side: average, then enlarge again."""
     return _levels(coarsen(_unit(images), 1 - 0.75 * strength))
 
 
@@ -104,7 +104,7 @@ def _levels(unit: Tensor) -> Tensor:
 
 
 def gain(signals: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """Amplify as a more sensitive probe: up to twice the amplitude."""
+    """Amplify signals like a more sensitive probe, up to twice the amplitude."""
     return signals * (1 + strength)
 
 

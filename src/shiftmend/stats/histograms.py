@@ -72,7 +72,7 @@ _COUNT_TOLERANCE = 1e-3
 
 
 _outside_inference_mode = torch.inference_mode(False)
-"""For cached tensors: a loss cannot be differentiated with tensors that were made in the caller's inference mode."""
+"""Context for making cached tensors: a loss cannot be differentiated with tensors made in inference mode."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ LIKE_HINT = "collect the others with like= the first, or all of them with like= 
 
 
 MAX_SAMPLES = (1 << 53) - 1
-"""The largest whole number that every reader of JSON takes for the same number."""
+"""The largest whole number that every JSON reader represents exactly."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def check_classes(named: int, known: int) -> None:
 
 
 def check_function(given: Any, what: str, takes: str) -> None:
-    """Refuse a callback that cannot be called; `takes` says with which arguments it will be."""
+    """Refuse a callback that is not callable; `takes` names its arguments for the message."""
     if given is not None and not callable(given):
         raise DataError(f"{what} is {brief(given)}, expected a function: {what}({takes})")
 

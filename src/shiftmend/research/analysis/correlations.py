@@ -192,7 +192,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Judge:
-    """The power of a signal to tell good cells from bad ones; what needs both is None where one kind is missing."""
+    """How well a signal separates good cells from bad ones. Fields that need both kinds are None if one is missing."""
 
     signal: str
     good: int

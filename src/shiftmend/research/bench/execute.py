@@ -68,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Preparation:
-    """A source model and its profiles, which cells share."""
+    """The task of preparing a source model and its profiles, which several cells share."""
 
     source: str
     seed: int
@@ -117,7 +117,7 @@ def get_resources(job: Job) -> Resources:
 
 
 def do_task(job: Job, task: Task, advance: Advance, resources: Resources | None = None) -> Result | None:
-    """Run a cell, or prepare a source model and its profiles, whose files are all that comes of it."""
+    """Run a cell and return its result, or prepare a source model and its profiles, which only writes files."""
     resources = resources or get_resources(job)
     if isinstance(task, Cell):
         return run_cell(resources, task, rates=job.rates, tick=lambda done, total: advance(task, done, total))

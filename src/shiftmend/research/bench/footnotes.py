@@ -135,7 +135,7 @@ def about_comparisons(compared: Sequence[Comparison], known: int, metric: str = 
 
 
 def source_remarks(results: Iterable[Result]) -> list[str]:
-    """Say how the source images differ from the published ones, as the manifests have it."""
+    """Describe how the source images differ from the published ones, according to the manifests."""
     sources = [result.manifest.get("source") or {} for result in results]
     return list(dict.fromkeys(str(source["remark"]) for source in sources if source.get("remark")))
 

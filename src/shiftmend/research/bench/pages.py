@@ -84,7 +84,7 @@ FAR_FROM_PUBLISHED = 0.1
 """A source model whose accuracy is off by more than this was trained on, or sees, something else. A fraction."""
 
 FEWEST_CELLS = 10
-"""With fewer cells than this of one kind, shares of them are no more than a hint."""
+"""Cells of one kind from which on shares of them are more than a hint."""
 
 
 def page(
@@ -208,7 +208,7 @@ def _headline(parts: Mapping[str, Part]) -> str:
 
 
 def _images(parts: Mapping[str, Part]) -> str:
-    """Say where the target images are from, in a sentence."""
+    """Describe in a sentence where the target images come from."""
     origins: dict[str, set[str]] = {}
     for part in parts.values():
         for result in part.results:
@@ -311,7 +311,7 @@ def _machines(results: Sequence[Result]) -> list[str]:
 
 
 def _sources(results: Sequence[Result]) -> list[str]:
-    """Say how source models were trained, by name, without what is off or empty."""
+    """Describe how each source model was trained, without settings that are off or empty."""
     recipes: dict[str, str] = {}
     for result in results:
         source = result.manifest.get("source") or {}

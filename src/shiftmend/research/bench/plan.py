@@ -209,7 +209,7 @@ def describe(benchmark: Benchmark, root: Root = None) -> dict[str, Any]:
 
 
 def _list_defaults(setting: Setting, protocol: Protocol) -> Mapping[str, Any]:
-    """List the method's options that the setting leaves as they are; options without a fixed value are absent."""
+    """List the method's options that the setting does not change, if they have a fixed value."""
     unused = UNUSED_ONLINE if isinstance(protocol, Online) else ()
     return {
         field.name: field.default

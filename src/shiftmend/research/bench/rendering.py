@@ -128,7 +128,7 @@ def _divide(table: Table, fits: Callable[[Sequence[int]], bool]) -> list[list[in
 
 
 def _bodies(table: Table) -> list[list[Row]]:
-    """Separate the rows from those that sum them up."""
+    """Separate ordinary rows from summary rows, such as means."""
     return [list(rows) for _, rows in groupby(table.rows, key=lambda row: row.summary)]
 
 
@@ -210,7 +210,7 @@ def _measure_spans(table: Table, part: Sequence[int]) -> list[_Span]:
 
 
 def _star_title(table: Table, index: int) -> str:
-    """Leave room for a star in columns that have one, so that numbers stay one below the other."""
+    """Pad the title of a column with stars, so that its numbers stay aligned."""
     return table.columns[index].title + (" " if any(row.entries[index].best for row in table.rows) else "")
 
 

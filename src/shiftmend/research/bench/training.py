@@ -299,7 +299,7 @@ def _is_finite(total: Tensor, model: nn.Module) -> bool:
 
 
 def _resume(path: Path, run: str, model: nn.Module, optimiser: SGD) -> int:
-    """Go back to the state in the checkpoint, if there is one, and return the number of epochs that are done."""
+    """Restore the state in the checkpoint, if there is one, and return the number of finished epochs."""
     check_place(path)
     kept = load(path, run)
     if kept is None:

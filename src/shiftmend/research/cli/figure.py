@@ -33,7 +33,7 @@ def figure(
     data_root: Root = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
 ) -> None:
-    """Draw a figure from the folder of a run; `shiftmend figure list` says which there are.
+    """Draw a figure from the folder of a run; `shiftmend figure list` lists the figures.
 
     Figures of results alone (dots, shots, restoration) can be drawn from a compact export as well.
     """

@@ -51,10 +51,10 @@ class Content:
     path: str
     md5: str | None = None
     md5_unpacked: str | None = None
-    """Of the content of a .gz file: a file compressed anew is as good."""
+    """MD5 of the content of a .gz file. The file itself may have been compressed again."""
     size: int | None = None
     shape: tuple[int, ...] | None = None
-    """Of an idx or .npy array."""
+    """Shape of an idx or .npy array."""
     images: int | None = None
     """Number of image files in a folder."""
     exact_count: bool = True
@@ -72,7 +72,7 @@ class Entry:
     downloads: tuple[Download, ...] = ()
     licence: str | None = None
     arrangement: str = ""
-    """How the files are laid out, in words."""
+    """Layout of the files, in words."""
 
     def by_hand(self, root: Path) -> str:
         """Say what to do where nothing can be fetched."""

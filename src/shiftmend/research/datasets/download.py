@@ -235,7 +235,7 @@ class _Interrupted(Exception):
 
 
 class _Refused(Exception):
-    """A mirror that does not have the file."""
+    """Error for a mirror that does not have the file."""
 
 
 def _provide(transfer: _Transfer, keep_archive: bool) -> None:

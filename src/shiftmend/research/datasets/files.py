@@ -32,7 +32,7 @@ def data_root(argument: PathLike | None = None) -> Path:
 
 
 def first_existing(candidates: Iterable[Path], expected: str, remedy: str) -> Path:
-    """Return the first path that exists; where none does, the error names the first candidate."""
+    """Return the first path that exists. If none does, raise an error that names the first candidate."""
     places = list(candidates)
     for place in places:
         if place.exists():

@@ -59,7 +59,7 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Part:
-    """A step of the work, which is done or not: some files, or a folder of images."""
+    """A unit of the work of making a set: some files, or a folder of images."""
 
     name: str
     origin: MadeOrigin
