@@ -1192,8 +1192,8 @@ def test_where_there_is_nothing_to_mend_that_is_said_before_anything_is_done(
                 world.model, target, profile, "fr", epochs=1, on_epoch=lambda _, row: said.append([*caplog.messages])
             )
     home, away = said[1], said[3]  # after the first epoch of each
-    assert [one for one in home if re.match(r"the features are restored .* before anything is done: training may", one)]
-    assert not [one for one in away if "before anything is done" in one]
+    assert [one for one in home if re.match(r"the features are restored .* before adapting: training may", one)]
+    assert not [one for one in away if "before adapting: training" in one]
 
 
 @pytest.mark.slow

@@ -350,7 +350,7 @@ def test_so_few_samples_that_a_profile_tells_them_are_remarked(caplog: pytest.Lo
     assert caplog.messages == []
     one = shiftmend.profile(model, inputs[:1], like=whole, progress=False)
     assert caplog.messages == [
-        "a profile of so few samples (1) nearly tells their inputs; do not let it leave if those are secret"
+        "A profile of only 1 sample nearly reveals the inputs. Do not pass it on if they are confidential."
     ]
     with torch.no_grad(), attach_taps(model, whole.specs) as recorder:
         model(inputs[:1])
@@ -379,7 +379,7 @@ def test_a_model_that_changes_its_buffers_is_left_as_it_was(caplog: pytest.LogCa
     shiftmend.evaluate(model, (inputs, torch.zeros(400, dtype=torch.long)))
     assert torch.equal(model.average, torch.zeros(8))
     shiftmend.adapt(model, inputs, profile, "source-only", progress=False)
-    assert "not those the profile was made with" not in caplog.text
+    assert "not those that the profile was made with" not in caplog.text
 
 
 class Spectra(nn.Module):

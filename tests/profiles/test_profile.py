@@ -126,7 +126,7 @@ def test_the_profile_notices_another_model(caplog: pytest.LogCaptureFixture) -> 
     with pytest.raises(ProfileError, match="other layers"):
         shiftmend.adapt(ZOO["signal"].model(), ZOO["signal"].inputs(), made)
     shiftmend.adapt(case.model(seed=5), case.inputs(), made, "source-only")
-    assert "not those the profile was made with" in caplog.text
+    assert "not those that the profile was made with" in caplog.text
 
 
 @pytest.mark.slow

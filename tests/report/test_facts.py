@@ -213,7 +213,7 @@ def test_cautions_say_what_does_not_belong_together() -> None:
     assert report.gather(world.model, world.source, profile, result).cautions == ()
     inputs = report.gather(world.model, world.target, profile).cautions
     assert inputs == (
-        "Look at the preprocessing of the inputs: their values lie in [-16.6, 14.4], at the source in [-6.08, 6]: "
+        "Check the preprocessing of the inputs: their values lie in [-16.6, 14.4], at the source in [-6.08, 6]: "
         "another normalisation?",
     )
     assert "did not run to its end" in _one(replace(result, manifest=result.manifest | {"status": "interrupted"}))

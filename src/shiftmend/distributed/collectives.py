@@ -82,8 +82,8 @@ def warn_without_process_group() -> None:
     """Warn where `torchrun` has started several processes that do not know of each other."""
     if _lacks_process_group():
         logger.warning(
-            "WORLD_SIZE is %s, but there is no process group, so that each process does the whole work by itself; call "
-            "torch.distributed.init_process_group() first",
+            "WORLD_SIZE is %s, but there is no process group, so each process does all the work. Call "
+            "torch.distributed.init_process_group() first.",
             os.environ["WORLD_SIZE"],
         )
 

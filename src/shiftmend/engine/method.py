@@ -275,7 +275,7 @@ def plan_stages(method: Method, network: Network, profile: Profile | None) -> li
     if not isinstance(given, list | tuple) or not all(isinstance(stage, Stage) for stage in given):
         raise AdaptationError(f"`stages` of {method.name} gave {brief(given)}, expected a list of Stage")
     if not given and method.adapts:
-        logger.warning("%s finds nothing to change in this model, which stays as it came", method.name)
+        logger.warning("%s has nothing to change in this model, which stays as it is", method.name)
     every = network.model.named_parameters(remove_duplicate=False)  # A shared parameter has several names.
     known = {name for name, parameter in every if is_trainable(parameter)}
     for stage in given:

@@ -159,7 +159,7 @@ class Trainer:
                 self.signals.forget()
             if self._resumed is not None:
                 restore(self.model, self._resumed.model)
-                logger.info("going on from %s after epoch %d", self.path, self.epochs)
+                logger.info("resuming from %s after epoch %d", self.path, self.epochs)
             self._search_rate()
             self.bar.advance(self.epochs)
             first = self._resumed.stage if self._resumed is not None else 0
@@ -321,7 +321,7 @@ class Trainer:
         try:
             checkpoints.save(self.path, self.run, stage, epoch, *state)
         except OSError as error:  # A full disk is no reason to lose the run.
-            logger.warning("the checkpoint %s could not be written (%s); going on without", self.path, error.strerror)
+            logger.warning("the checkpoint %s could not be written (%s); training continues", self.path, error.strerror)
 
     def _make_targets(self) -> Tensor:
         """Return what the method knows of each sample, in the order of the feed."""

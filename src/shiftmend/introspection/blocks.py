@@ -43,8 +43,8 @@ def split_blocks(model: nn.Module, trace: Trace, names: BlockNames | None = None
     below = _find_parameters_below(model, trace)
     if trace.uncalled:
         logger.warning(
-            "the parameters of %s are used without calling the module that holds them, so it is not known where they "
-            "run, and they stay fixed: call that module in the model's forward, or hold them in the one that uses them",
+            "Parameters of %s stay fixed, because the model never calls the module that holds them. Call it in forward "
+            "or move the parameters to the module that uses them.",
             " and ".join(map(repr, trace.uncalled)),
         )
     if not below:

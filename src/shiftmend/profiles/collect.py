@@ -356,8 +356,8 @@ def _remark(made: Profile) -> None:
     """Log warnings about a profile for the person who made it."""
     if made.inputs_seen < LEAST_SAMPLES:
         logger.warning(
-            "a profile of so few samples (%d) nearly tells their inputs; do not let it leave if those are secret",
-            made.inputs_seen,
+            "A profile of only %s nearly reveals the inputs. Do not pass it on if they are confidential.",
+            counted(made.inputs_seen, "sample"),
         )
     for name, count in made.unusable.items():
         if count:

@@ -279,7 +279,9 @@ class Profile:
     def check_weights(self, model: nn.Module) -> None:
         """Log a warning if a model has other weights than the one that was profiled."""
         if fingerprints.weights(unwrap(model)) != self.weights:
-            logger.warning("the model's weights are not those the profile was made with; alignment may mislead")
+            logger.warning(
+                "The weights of the model are not those that the profile was made with; results may mislead."
+            )
 
     def check_inputs(self, target: InputSummary) -> None:
         """Log a warning if the target seems to be preprocessed differently from the source."""

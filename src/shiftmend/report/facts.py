@@ -413,7 +413,7 @@ def _list_cautions(
 ) -> list[str]:
     """List, as whole sentences, the cautions that a reader must know first."""
     cautions = [
-        f"Look at the preprocessing of the inputs: {difference}{'' if difference.endswith('?') else '.'}"
+        f"Check the preprocessing of the inputs: {difference}{'' if difference.endswith('?') else '.'}"
         for difference in profile.inputs.differences(summary)
     ]
     weights = fingerprints.weights(model)

@@ -210,7 +210,7 @@ def test_without_a_compiler_there_is_no_error_and_one_message(
     finally:
         kernels._can_compile.cache_clear()
     assert [record.getMessage() for record in caplog.records] == [
-        "soft histograms go without kernels of their own and take longer: the driver is too old"
+        "soft histograms run without CUDA kernels and take longer: the driver is too old"
     ]
 
 

@@ -25,22 +25,26 @@ if TYPE_CHECKING:
     from shiftmend.research.bench.results import Reading
 
 Name = Annotated[str, typer.Argument(metavar="BENCHMARK", help="A name from `shiftmend bench list`, or file.py:NAME.")]
-Folder = Annotated[Path, typer.Option("--folder", "-f", help="Results, source models and profiles lie here.")]
-Results = Annotated[Path, typer.Option("--folder", "-f", help="Results lie here; also a compact export.")]
+Folder = Annotated[Path, typer.Option("--folder", "-f", help="Folder of results, source models and profiles.")]
+Results = Annotated[Path, typer.Option("--folder", "-f", help="Folder of results, or a compact export.")]
 Protocol = Annotated[str, typer.Option(help="offline, online, few-shot-5, ...; see `shiftmend bench show`.")]
 Methods = Annotated[str | None, typer.Option(help="Only these, with commas.")]
 Seeds = Annotated[str | None, typer.Option(help="These instead of the benchmark's own, with commas.")]
-Rates = Annotated[str | None, typer.Option("--learning-rates", help="Choose among these without labels; with commas.")]
+Rates = Annotated[
+    str | None, typer.Option("--learning-rates", help="Choose among these rates without labels; with commas.")
+]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Write to this file instead of printing.")]
 Which = Annotated[str, typer.Option(help="Which epoch: last, selected (without labels) or best (an oracle).")]
 NOTES = "Markdown to include; default notes/BENCHMARK.md beside the file of --out, if there is one."
 EXPORTS = "csv, json (with histories and manifests), or compact: small, and read back by --folder."
 PER_SHIFT = "A row for each shift, a column for each method."
-BESIDE = "Whose figures to set beside: paper, re-run (the authors') or none."
+BESIDE = "Published figures to compare with: paper, re-run (by the authors) or none."
 OTHERS = "of other settings, data or learning rates, and not counted here"
 HOME = Path("bench")
 LARGEST_SEED = 2**32 - 1
-bench = typer.Typer(help="Benchmarks: run them, stop, go on, and compare with the paper.", rich_markup_mode=None)
+bench = typer.Typer(
+    help="Run benchmarks, interrupt and resume them, and compare with the paper.", rich_markup_mode=None
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -176,14 +180,14 @@ def run(
     folder: Folder = HOME,
     protocol: Protocol = "offline",
     methods: Methods = None,
-    shifts: Annotated[str | None, typer.Option(help="Only these, with commas; `clean` is none at all.")] = None,
+    shifts: Annotated[str | None, typer.Option(help="Only these, with commas; `clean` means unshifted.")] = None,
     seeds: Seeds = None,
     learning_rates: Rates = None,
     data_root: Root = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
-    workers: Annotated[int | None, typer.Option(help="Processes; default one a GPU, or one a core if small.")] = None,
-    compile: Annotated[bool, typer.Option(help="On a GPU, compile steps: pays for many cells of a ResNet.")] = False,
-    minutes: Annotated[float | None, typer.Option(help="Begin nothing that would likely not be over by then.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; default: one per GPU, or per core if small.")] = None,
+    compile: Annotated[bool, typer.Option(help="Compile steps on a GPU; pays off for many ResNet cells.")] = False,
+    minutes: Annotated[float | None, typer.Option(help="Start nothing that would probably take longer.")] = None,
     executor: Annotated[str, typer.Option(help="local, or ray for a cluster.")] = "local",
     as_json: Json = False,
 ) -> None:
@@ -351,7 +355,7 @@ def _tables(
 def compare(
     benchmark: Name,
     first: Annotated[str, typer.Argument(metavar="FIRST", help="A method.")],
-    second: Annotated[str, typer.Argument(metavar="SECOND", help="Another.")],
+    second: Annotated[str, typer.Argument(metavar="SECOND", help="Another method.")],
     folder: Results = HOME,
     protocol: Protocol = "offline",
     seeds: Seeds = None,

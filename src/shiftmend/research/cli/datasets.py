@@ -12,7 +12,7 @@ from rich.text import Text
 from shiftmend.cli.options import Json, Root, columns, show
 from shiftmend.utils.json import dumps
 
-data = typer.Typer(help="Data sets: what there is, get it, make it, check it.", rich_markup_mode=None)
+data = typer.Typer(help="List, fetch, make and check data sets.", rich_markup_mode=None)
 
 
 def register(app: typer.Typer) -> None:
@@ -65,7 +65,7 @@ def make(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="A folder, laid out like the data root; may be the same.")],
     shifts: Annotated[str | None, typer.Option(help="Only these, with commas.")] = None,
-    splits: Annotated[str | None, typer.Option(help="Of train, valid and test only these, with commas.")] = None,
+    splits: Annotated[str | None, typer.Option(help="Only these of train, valid and test, with commas.")] = None,
     data_root: Root = None,
     as_json: Json = False,
 ) -> None:

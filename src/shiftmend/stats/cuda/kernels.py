@@ -97,7 +97,7 @@ def _can_compile(device: torch.device) -> bool:
     try:
         _compile(3, 1, 1, 1, 1, torch.float32, device)
     except CompilationError as error:
-        logger.warning("soft histograms go without kernels of their own and take longer: %s", error)
+        logger.warning("soft histograms run without CUDA kernels and take longer: %s", error)
         return False
     return True
 
