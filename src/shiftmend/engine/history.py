@@ -93,11 +93,11 @@ class Epoch:
 class Choice:
     """A running choice among epochs: `consider` looks at one after the other and remembers the one to keep.
 
-    Only one state is held, so an epoch that was passed over does not come back. The kept epoch never exceeds the lowest
-    slices by more than a tenth (`TIE`) or what `CLOSE` says, however long the run.
+    Only one state is stored, so a rejected epoch cannot be chosen later. The slices of the kept epoch never exceed the
+    lowest ones by more than the share `TIE`, or `CLOSE`, however long the run is.
 
-    A stage that refines makes predictions better at the price of slightly worse slices. Of its epochs the latest is
-    kept, as long as the slices do not exceed `MAX_REFINED_RATIO` times those that refining began with.
+    A stage that refines improves predictions at the price of slightly worse slices. Its latest epoch is kept, unless
+    the slices exceed `MAX_REFINED_RATIO` times those before refining.
 
     Args:
         entropy_may_decide: Whether the lower entropy decides between epochs with close slices.

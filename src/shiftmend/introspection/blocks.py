@@ -34,11 +34,11 @@ class Block:
 
 
 def split_blocks(model: nn.Module, trace: Trace, names: BlockNames | None = None) -> tuple[Block, ...]:
-    """Split what lies below the features into blocks, first to run first; the head is in none of them.
+    """Split the modules below the features into blocks, in the order in which they run. The head is in no block.
 
     `names`, or the model's attribute `shiftmend_blocks`, gives the modules of each block. Otherwise blocks follow the
-    order in which modules first run. What runs before the repeated stages is the stem, each stage or layer of the
-    container that holds them is a block, and normalisation belongs to the layer before it.
+    order in which modules first run: the modules before the repeated stages are the stem, each stage or layer of their
+    container is a block, and normalisation belongs to the layer before it.
     """
     below = _find_parameters_below(model, trace)
     if trace.uncalled:

@@ -90,8 +90,8 @@ def trace(
 
     A model may declare its taps in an attribute `shiftmend_taps`. Otherwise the head is the last module with
     parameters whose output is the model's output; `features` is what the head reads and `logits` what it returns.
-    `taps` come in addition to these two, or in their place. `original` is the model that `model` is a copy of, which
-    must not run in its place.
+    `taps` add to these two, or replace them. `original` is the model that `model` was copied from; an error is raised
+    if the copy calls it.
     """
     if taps is not None and not isinstance(taps, Mapping):
         raise TapError(f"taps is {brief(taps)}, expected names with where to tap, e.g. taps={{'early': 'layer1'}}")

@@ -36,15 +36,15 @@ logger.addFilter(of_first_process)
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Statistics of a source by name, and what they belong to. Make one with `shiftmend.profile`.
+    """Statistics of a source by name, with the model and the inputs that they belong to. Made by `shiftmend.profile`.
 
-    `statistics` holds `tap.NAME`, the histogram of each tap; `gaussian`, that of the features; `slices.NAME`, sets of
-    slices of the features; `inputs`, the moments of the inputs; and `inputs.quantiles`. The properties `taps`,
-    `gaussian` and `slices` give access to them by type.
-    `slices["verification"]` judges and is never aligned; `slices["alignment"]` is there for the preset `sliced` alone.
+    `statistics` holds `tap.NAME`, the histograms of each tap; `gaussian`, the Gaussian of the features; `slices.NAME`,
+    sets of slices of the features; `inputs`, the moments of the inputs; and `inputs.quantiles`. The properties `taps`,
+    `gaussian` and `slices` give access to them by type. `slices["verification"]` is for judging and never aligned;
+    `slices["alignment"]` exists only for the preset `sliced`.
 
-    `mean` and `deviation` `[D]` standardise the features before they are sliced. They stay the same when profiles are
-    merged; the moments of all samples are those of `gaussian`.
+    `mean` and `deviation` `[D]` standardise the features before they are sliced. Merging profiles does not change
+    them; the moments of all samples are those of `gaussian`.
 
     Example:
         >>> import shiftmend

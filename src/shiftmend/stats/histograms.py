@@ -77,11 +77,11 @@ _outside_inference_mode = torch.inference_mode(False)
 
 @dataclass(frozen=True)
 class Bins:
-    """Bins of a soft histogram: how many, what that number counts, and how soft their edges are.
+    """Number, layout and softness of the bins of a soft histogram.
 
-    Both layouts have equal inner bins over the source range of a unit, and one open bin at either end for the values
-    outside of it. They differ in what `count` counts: `"paper"` counts all bins (appendix A: B bins with B - 1 cuts
-    from 0 to 1, so B - 2 inner ones), `"reference"` counts the inner bins alone, so that 8 bins are 8 + 2.
+    Both layouts have equal inner bins over the source range of a unit, and one open bin at either end for values
+    outside this range. They differ in what `count` means. In `"paper"` it is the number of all bins (appendix A: B bins
+    with B - 1 cuts from 0 to 1, so B - 2 inner bins). In `"reference"` it is the number of inner bins: 8 means 8 + 2.
 
     Args:
         count: The number of bins. A layout must have from 1 to 1,024 inner bins.
@@ -289,13 +289,13 @@ def _allocate_buffers(values: Tensor, bins: Bins) -> Buffers:
 
 
 def _assign(values: Tensor, low: Tensor, scale: Tensor, bins: Bins, buffers: Buffers) -> Buffers:
-    """Compute u(x) of equation (4) and, for each bin, its steps: how many places it lies above the value's own bin.
+    """Compute the shares u(x) of equation (4), and each bin's signed distance from the bin that contains the value.
 
-    Let s be the width of a bin, and t the distance of the value from the middle of its own bin, both divided by the
-    temperature. The cuts being equally far apart, the logits of (4) grow by t - s/2, t - 3s/2, ... from the own bin
-    upwards, and by -t - s/2, ... downwards. So the bin i steps above has exp(i t - i^2 s / 2) times the weight of the
-    own bin. These exponents are small where a share counts, unlike the logits of (4), and so lose no digits in
-    float32. Means over steps lose none, either: far outside the range the gradient is as small as it should be.
+    Let s be the width of a bin, and t the distance of the value from the middle of its bin, both divided by the
+    temperature. The cuts are equally spaced, so the logits of (4) grow by t - s/2, t - 3s/2, ... from this bin upwards,
+    and by -t - s/2, ... downwards. The bin i places above therefore has exp(i t - i^2 s / 2) times its weight. Unlike
+    the logits of (4), these exponents are small wherever a share counts, so float32 loses no digits. Nor do means over
+    distances: far outside the range the gradient is as small as it should be.
     """
     width = 1 / (bins.inner * bins.temperature)
     far = 1 - MIN_LOG_WEIGHT / width

@@ -207,9 +207,9 @@ class _Histogram(torch.autograd.Function):
 
 
 def window(bins: Bins) -> int:
-    """Count the bins on either side of the cut next to a value that get a share worth counting.
+    """Return how many bins, on either side of the cut nearest to a value, get a share that is not negligible.
 
-    In the worst place, the middle of a bin, the first bin outside of a window w has a logit s w^2 / 2 below the
+    In the worst case, a value in the middle of a bin, the first bin outside a window w has a logit s w^2 / 2 below the
     highest, where s is the width of a bin in temperatures.
     """
     reach = math.sqrt(2 * NEGLIGIBLE_LOGIT * bins.inner * min(bins.temperature, 1e6))
