@@ -238,7 +238,7 @@ class CapturedEpoch:
 
 
 def _end_capture(device: torch.device) -> None:
-    """Capture something empty: after a failed capture torch's random generator believes that it still goes on."""
+    """Capture nothing. After a failed capture, torch's random generator would otherwise stay in capture mode."""
     nothing = torch.zeros(1, device=device)
     torch.cuda.synchronize(device)
     _record(lambda: nothing.add_(1), device, 0)
@@ -331,7 +331,7 @@ def list_tensors(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def restore_attributes_on_failure(model: nn.Module) -> Iterator[None]:
-    """Take away what a model came to hold during a failed capture, since none of it was computed."""
+    """Remove tensors that a model stored during a failed capture, because they were never computed."""
     owned = [attributes for module in model.modules() for attributes in (vars(module), module._buffers)]
     before = [dict(attributes) for attributes in owned]
     try:

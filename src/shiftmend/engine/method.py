@@ -95,7 +95,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of training with one set of parameters.
+    """A part of training in which the same parameters are trained.
 
     Attributes:
         name: Name of the stage in histories and messages.

@@ -264,7 +264,7 @@ def _own_seed(seed: int) -> int:
 
 
 def _hold_batches(feed: Feed, seed: int) -> list[Tensor]:
-    """Return the batches that every candidate steps through, in turn, at most `STEPS`."""
+    """Return the batches that every candidate rate trains on, at most `STEPS` of them."""
     held: list[Tensor] = []
     size, show, feed.on_batch = 0, feed.on_batch, lambda samples: None
     try:

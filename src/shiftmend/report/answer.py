@@ -244,7 +244,7 @@ def _list_held(facts: Facts) -> list[Estimate]:
 
 
 def _write_values(facts: Facts, told: list[Estimate]) -> str:
-    """Write the estimates that hold, the last one with its interval."""
+    """Write the reliable estimates; only the last one has its interval."""
     if has_one_model(facts):
         return write_estimate(told[-1] if told[-1].reliable else told[0])
     before, after = told[0], told[-1]

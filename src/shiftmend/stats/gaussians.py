@@ -208,7 +208,7 @@ class Comparison:
 
     @staticmethod
     def to_source(source: FullGaussian, shrinkage: float = 0.0) -> Comparison:
-        """Invert the covariance of the source, once for all batches."""
+        """Prepare comparisons with the source: its covariance is inverted once for all batches."""
         device = source.mean.device
         dtype = sum_dtype(device)
         if dtype != torch.float64:

@@ -493,7 +493,7 @@ class CountTracker:
         self.samples: float = 0
 
     def update(self, values: Tensor, times: float = 1) -> None:
-        """Count values `[N, D]`, each of them `times`: a value that was drawn at random stands for others."""
+        """Count values `[N, D]` with the weight `times`, because a randomly drawn value stands for several."""
         values = values.detach()
         probabilities = soft_histogram(values, self.low, self.high, self.bins, scale=self.scale)
         number = values.shape[0] * times

@@ -124,7 +124,7 @@ def preserve_rng(device: torch.device) -> Iterator[list[torch.Generator]]:
 
 
 def _draws(device: torch.device, run: Callable[[], object]) -> bool:
-    """Run something, tell whether a global generator moved, and restore that generator."""
+    """Call a function, tell whether it drew from a global generator, and restore that generator."""
     with preserve_rng(device) as moved:
         run()
     return bool(moved)

@@ -62,9 +62,9 @@ def compare(
 ) -> list[Comparison]:
     """Compare two methods within each benchmark and protocol: one entry a shift, then one over all shifts.
 
-    The p-values of a table's shifts are corrected together by Holm's method, and a difference counts as shown if the
-    corrected one is below `level`. Over all shifts the pairs are the means of each seed over the shifts that both
-    methods have done with it.
+    The p-values of all shifts in a table are corrected by Holm's method. A difference is significant if its corrected
+    p-value is below `level`. Over all shifts, a pair consists of the two means of one seed, over the shifts that both
+    methods have finished.
     """
     if metric not in METRICS or which not in get_args(Which):
         raise DataError(

@@ -63,7 +63,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Entry:
-    """A dataset. Each of `layouts` is a list of contents that is enough on its own."""
+    """A data set of the catalogue. Any one of its `layouts` is complete."""
 
     name: str
     summary: str

@@ -158,7 +158,7 @@ def _check_tables(values: Tensor, bins: Bins, **tables: Tensor) -> None:
 
 
 class _Divergence(torch.autograd.Function):
-    """The divergence of each unit; the fused kernel computes its gradient on the way."""
+    """Autograd function of the divergence of each unit. The fused kernel computes the gradient in the forward pass."""
 
     @staticmethod
     def forward(
