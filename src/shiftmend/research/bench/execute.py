@@ -149,7 +149,8 @@ class TimeLimit:
 
     Cells of one method are of one kind, and so are source models of one recipe. A running task counts with the time it
     has taken so far. Until a task of a kind has finished, the slowest cell or source model of any kind stands for it.
-    If nothing is known, the task is started.
+    If nothing is known, the task is started. Started tasks are never stopped. Earlier runs do not count, because they
+    may have been on another machine.
     """
 
     def __init__(
