@@ -135,7 +135,11 @@ def adapt(
     ignore_label: opt.Ignore = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Mend the model at the new site with the profile, from unlabelled data alone; say what was won."""
+    """Mend the model at the new site with the profile, from unlabelled data alone; say what was won.
+
+    By default several methods are tried, and the model that is estimated best is kept, perhaps the untouched one. Only
+    the method target-supervised uses labels. If there are labels, they score the model afterwards.
+    """
     import shiftmend
     from shiftmend.cli.loading import load_candidates, load_method, pick_telling_rows
     from shiftmend.introspection.model_state import check_types, full_state_dict

@@ -102,7 +102,12 @@ def read(
 
 
 def _take_current(results: Sequence[Result], before: Mapping[Cell, Cell]) -> list[Result]:
-    """Take the result of each cell under its present recipe, else under its former one with a remark."""
+    """Take the result of each cell under its present recipe, else under its former one with a remark.
+
+    Args:
+        results: Results of any cells.
+        before: Maps each cell with its former recipe to the cell with its present one; most are equal.
+    """
     wanted = set(before.values())
     current = {result.cell: result for result in results if result.cell in wanted}
     for result in results:
