@@ -233,7 +233,7 @@ def _watch_original(original: nn.Module | None, copied: nn.Module) -> Iterator[N
                     return
                 raise _OriginalCalled(
                     f"The copied model still runs {name or type(module).__name__!r} of the caller's model, through a "
-                    "lambda or hook that refers to it. Try a method or a module instead."
+                    "lambda or hook. Try a method or a module instead."
                 )
 
             stack.callback(module.register_forward_pre_hook(stop).remove)
