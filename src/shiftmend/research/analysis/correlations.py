@@ -192,7 +192,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Judge:
-    """Power of a signal to separate good cells from bad ones. Fields that need both kinds are None if one is missing."""
+    """Power of a signal to separate good cells from bad ones. Fields that need both kinds are None without one."""
 
     signal: str
     good: int
