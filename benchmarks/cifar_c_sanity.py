@@ -66,7 +66,7 @@ TOLERANCES = {
 
 
 def read_test_images(root: Path) -> Tensor:
-    """The 10,000 test images, uint8 `[N, 3, 32, 32]`."""
+    """Read the 10,000 test images, uint8 `[N, 3, 32, 32]`."""
     path = root / "cifar-10-batches-bin" / "test_batch.bin"
     if not path.is_file():
         sys.exit(f"there is no {path}: unpack the binary version of CIFAR-10 under the data root")

@@ -118,7 +118,7 @@ def group_normalised() -> nn.Module:
 
 
 def mixer() -> nn.Module:
-    """Depthwise convolution, then a perceptron for each place, as ConvNeXt has it."""
+    """Build a depthwise convolution and a perceptron for each place, as in ConvNeXt."""
 
     def stage() -> nn.Module:
         spread = nn.Conv2d(32, 32, 5, padding=2, groups=32)

@@ -38,7 +38,7 @@ def labels_of(split: Any) -> Tensor:
 
 
 def balanced(labels: Tensor, seed: int) -> Tensor:
-    """As many of each digit as there are of the rarest, drawn at random."""
+    """Draw the same number of images of each digit: as many as the rarest has."""
     generator = torch.Generator().manual_seed(seed)
     shuffled = torch.randperm(len(labels), generator=generator)
     least = int(labels.bincount().min())
@@ -46,7 +46,7 @@ def balanced(labels: Tensor, seed: int) -> Tensor:
 
 
 def mixed(resources: Resources, source: str, seed: int, shares: Tensor) -> shiftmend.Profile:
-    """The source's profile, if its digits had these shares."""
+    """Compute the source's profile as if its digits had these shares."""
     model, _ = resources.model(source, seed)
     data = resources.source(source).profiled
     whole = resources.profile(source, seed, BENCHMARK.protocols["offline"].temperature)

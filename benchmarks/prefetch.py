@@ -29,7 +29,7 @@ def scaled(images: Tensor) -> Tensor:
 
 
 def pageable(images: Tensor, feed: Feed) -> Callable[[int], Iterator[Tensor]]:
-    """The same batches by plain indexing and plain copies."""
+    """Yield the same batches by plain indexing and plain copies."""
 
     def epoch(number: int) -> Iterator[Tensor]:
         for index in feed.epoch_order(0, number).split(BATCH):
@@ -40,7 +40,7 @@ def pageable(images: Tensor, feed: Feed) -> Callable[[int], Iterator[Tensor]]:
 
 
 def seconds(batches: Iterator[Tensor], model: nn.Module, optimiser: torch.optim.Optimizer) -> float:
-    """How long an epoch of training steps takes, up to the end of the last."""
+    """Measure how long an epoch of training steps takes, up to the end of the last."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for batch in batches:

@@ -23,7 +23,7 @@ NOTICEABLE = 0.05
 
 
 def gains(path: Path, method: str) -> dict[Cell, float]:
-    """Points that the selected epoch is better than the last, by cell."""
+    """Compute, for each cell, how many points the selected epoch is better than the last."""
     return {
         result.cell: round(100 * (result.selected.accuracy - result.last.accuracy), 4)  # exactly 0.05 is not more
         for result in load_results(path)

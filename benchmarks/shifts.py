@@ -30,7 +30,7 @@ TARGET_SECONDS = 60
 
 
 def synthetic(count: int, channels: int, side: int) -> Tensor:
-    """Soft discs in random places: bright on black, as much ink as a letter has."""
+    """Draw soft discs in random places: bright on black, with about as much ink as a letter."""
     generator = torch.Generator().manual_seed(0)
     centre = torch.rand(2, count, 1, 1, generator=generator) * side / 2 + side / 4
     grid = torch.arange(float(side))
@@ -46,7 +46,7 @@ def images_to_shift(root: str | None) -> tuple[Tensor, Tensor, str]:
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """How long one call takes, including what it leaves running on the GPU."""
+    """Measure how long one call takes, including the work that it leaves running on the GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

@@ -18,7 +18,14 @@ from pathlib import Path
 
 import numpy as np
 
-from shiftmend.research.analysis.correlations import HIGH_IS_GOOD, TOGETHER, area, best_pair, best_threshold, near_clean
+from shiftmend.research.analysis.correlations import (
+    HIGH_IS_GOOD,
+    TOGETHER,
+    area,
+    best_pair,
+    best_threshold,
+    find_near_clean,
+)
 from shiftmend.research.bench.benchmark import CLEAN, Cell, Result
 from shiftmend.research.bench.footnotes import source_remarks
 from shiftmend.research.bench.pages import verification
@@ -48,7 +55,7 @@ def judged(path: Path) -> Judged:
     results = [result for result in load_results(path) if result.cell.protocol == "offline" and not result.failed]
     clean = [result for result in results if result.cell.shift == CLEAN and result.cell.method == "source-only"]
     cells = [r for r in results if r.cell.shift != CLEAN and r.cell.method not in OWN_SOURCE]
-    good: dict[Cell, bool] = near_clean(cells, clean)
+    good: dict[Cell, bool] = find_near_clean(cells, clean)
     by_place = {_place(cell): kind for cell, kind in good.items()}
     kept = [r for r in cells if _place(r.cell) in by_place and set(SIGNALS) <= r.signals.keys()]
     return Judged(path.stem, [by_place[_place(result.cell)] for result in kept], kept)

@@ -48,7 +48,7 @@ NETWORKS = (*SIGNALS, *OTHERS, *STAGED)
 
 
 def waves(count: int) -> tuple[Tensor, Tensor]:
-    """Two sensors of one vibration, whose frequency tells the class."""
+    """Simulate two sensors of one vibration, whose frequency tells the class."""
     labels = torch.randint(len(FREQUENCIES), (count,))
     frequencies = torch.tensor(FREQUENCIES)[labels][:, None] * (1 + 0.05 * torch.randn(count, 1))
     turns = frequencies * torch.linspace(0, 1, 64) + torch.rand(count, 1)
@@ -95,7 +95,7 @@ def rows_of(name: str, size: str, seed: int) -> list[dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> None:
-    """For each method, shift and temperature: mean accuracy, the lowest, and the median of the slices."""
+    """Summarise by method, shift and temperature: mean accuracy, lowest accuracy, median divergence of the slices."""
     for method in LENGTHS:
         for size in SHIFTS:
             for temperature in TEMPERATURES:

@@ -309,42 +309,53 @@ def test_no_page_names_a_folder_of_somebodys_machine(page: Path) -> None:
     assert not found, f"{in_the_repository(page)} has {found}"
 
 
+def modules_with_examples() -> list[str]:
+    found = [path for path in (ROOT / "src").rglob("*.py") if ">>>" in path.read_text(encoding="utf-8")]
+    names = (".".join(path.relative_to(ROOT / "src").with_suffix("").parts) for path in found)
+    return sorted(name.removesuffix(".__init__") for name in names)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "stats.divergences",
-        "stats.histograms",
-        "stats.stats_layer",
-        "profiles.profile",
-        "evaluation.classification",
-        "evaluation.evaluate",
-        "adaptation.adapt",
-        "adaptation.calibrate",
-        "adaptation.result",
-        "profiles.collect",
-        "adaptation.stream",
-        "verification.estimate",
-        "verification.maps",
-        "verification.predictions",
-        "verification.verdict",
-        "verification.verify",
-        "methods",
-        "inputs.digits",
-        "inputs.folders",
-        "inputs.images",
-        "inputs.tables",
-        "integrations.sklearn",
-        "rehearsal.battery",
-        "rehearsal.rehearse",
-        "research.networks",
-        "shifts",
-    ],
-)
+@pytest.mark.parametrize("name", modules_with_examples())
 def test_docstring_examples(name: str) -> None:
-    results = doctest.testmod(importlib.import_module(f"shiftmend.{name}"))
+    results = doctest.testmod(importlib.import_module(name))
     assert results.attempted > 0
     assert results.failed == 0
+
+
+def public_functions() -> Iterator[tuple[str, Any]]:
+    """Give every public function, and the functions of public packages."""
+    for name in shiftmend.__all__:
+        value = getattr(shiftmend, name)
+        if inspect.ismodule(value):
+            yield from ((f"{name}.{each}", getattr(value, each)) for each in value.__all__)
+        else:
+            yield name, value
+
+
+@pytest.mark.parametrize(("name", "value"), [pair for pair in public_functions() if inspect.isfunction(pair[1])])
+def test_public_functions_document_arguments_and_result(name: str, value: Any) -> None:
+    text = inspect.getdoc(value) or ""
+    assert ">>>" in text, f"{name} has no example"
+    assert "Args:" in text, f"{name} does not document its arguments"
+    for argument, parameter in inspect.signature(value).parameters.items():
+        assert re.search(rf"^    \*{{0,2}}{argument}:", text, re.MULTILINE), f"{name} does not document {parameter}"
+    if inspect.signature(value).return_annotation not in (None, "None"):
+        assert "Returns:" in text or "Yields:" in text, f"{name} does not document what it returns"
+
+
+@pytest.mark.parametrize(("name", "value"), [pair for pair in public_functions() if inspect.isclass(pair[1])])
+def test_public_classes_document_their_methods(name: str, value: type) -> None:
+    assert value.__doc__
+    for each, member in inspect.getmembers(value):
+        own = inspect.isfunction(member) or isinstance(member, property)
+        # Methods of torch's modules, which some classes are made from, are torch's matter.
+        if own and not each.startswith("_") and each in {k for c in value.__mro__ for k in _library_names(c)}:
+            assert inspect.getdoc(member), f"{name}.{each} has no docstring"
+
+
+def _library_names(kind: type) -> set[str]:
+    return set(vars(kind)) if kind.__module__.startswith("shiftmend") else set()
 
 
 def test_the_methods_table_names_every_method() -> None:

@@ -23,6 +23,8 @@ HELD = {
     house.compared_methods: 0,
     house.broad_excepts: 3,
     house.matched_error_texts: 1,
+    house.docstring_openings: 0,
+    house.pinned_sentences: 0,
 }
 """The most that each measure may count. Lower a number when the code does better; the aims are in `house`."""
 

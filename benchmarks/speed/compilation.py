@@ -38,7 +38,7 @@ class CompiledTime:
     """None if it could not be compiled: steps then run as they are, and the log says why."""
 
     def derived(self) -> dict[str, float]:
-        """Images a second, and how many steps of a stage win back what compiling took, where they ever do."""
+        """Compute images a second, and after how many steps of a stage compiling has paid off, if ever."""
         found = {"images": self.workload.batch / self.plain.median}
         if self.compiled is not None:
             step = self.compiled.step.median
@@ -94,7 +94,7 @@ def compiled_time(stage: Scene, repeats: int) -> CompiledTime:
 
 @contextmanager
 def nothing_kept() -> Iterator[None]:
-    """`torch.compile` finds nothing of earlier runs, which it would otherwise keep on disk, and leaves nothing."""
+    """Hide the disk cache of `torch.compile` inside the block, and delete what is compiled there."""
     before = {name: os.environ.get(name) for name in CACHES}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         os.environ.update({name: os.path.join(folder, name) for name in CACHES})

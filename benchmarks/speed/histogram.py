@@ -91,7 +91,7 @@ def histogram_times(
 
 
 def _in_float64(values: Tensor, bins: Bins) -> Tensor:
-    """The softmax, some rows at a time; not every device has float64."""
+    """Compute the softmax in float64, some rows at a time; not every device has float64."""
     wide = values if values.is_cuda else values.cpu()
     total = sum(histograms.soft_assignment(rows.double(), bins).sum(0) for rows in wide.split(1024))
     assert isinstance(total, Tensor)

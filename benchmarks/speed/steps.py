@@ -70,7 +70,7 @@ class Scene:
 
 
 def scene(work: Workload, device: torch.device, layout: torch.memory_format = torch.channels_last) -> Scene:
-    """Weights and images lie in memory as `layout` says."""
+    """Build a model and images in the memory format that `layout` names."""
     torch.manual_seed(0)
     model = build(work.network, classes=work.classes).to(device, memory_format=layout)  # type: ignore[call-overload]
     images = torch.randint(0, 256, (work.samples, *work.shape), dtype=torch.uint8, device=device)
@@ -89,7 +89,7 @@ def ours(stage: Scene) -> Objective:
 
 
 def plain(stage: Scene) -> Objective:
-    """The softmax of the paper, as anybody would write it down."""
+    """Compute the softmax of the paper as directly as its formula reads."""
 
     def objective(activations: Any) -> dict[str, Tensor]:
         return {
@@ -123,7 +123,7 @@ def time_step(
 
 
 def epoch_time(steps: Steps, repeats: int, targets: Tensor | None = None) -> Timing:
-    """One epoch to get warm with, in which steps are captured, is not in it."""
+    """Time an epoch after a first one, in which steps are captured."""
     return timed(lambda: steps.run(0, 1, targets=targets), steps.feed.device, repeats=repeats)
 
 
@@ -132,7 +132,7 @@ def sgd(stage: Scene) -> optim.SGD:
 
 
 def under(stage: Scene, autocast: bool, ours: bool = True) -> Precision:
-    """bfloat16, as we have it or as autocast does, or what the weights are in."""
+    """Return the context of a forward pass: our bfloat16, autocast, or the type of the weights."""
     if not autocast:
         return nullcontext
     if ours:
@@ -182,7 +182,7 @@ class StepTimes:
 
 
 def step_times(work: Workload, device: torch.device, repeats: int, throughput: float) -> StepTimes:
-    """On a GPU in bfloat16, on a CPU in full precision; channels last on both."""
+    """Time steps: in bfloat16 on a GPU, in full precision on a CPU, with channels last on both."""
     autocast = device.type == "cuda"
     stage = scene(work, device)
     eager = time_step(stage, plain(stage), autocast=autocast, capture=False, repeats=repeats)

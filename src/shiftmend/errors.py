@@ -1,7 +1,7 @@
-"""The errors shiftmend raises on purpose.
+"""Errors that shiftmend raises on purpose.
 
-Each message is one sentence that says what was wrong, what was expected and what to do. They are all
-`ValueError`s, so `except ValueError` around a call is enough; the command line prints the message alone.
+Each message says what was expected, what was found, and what to try. All errors are `ValueError`s, so `except
+ValueError` around a call catches them. The command line prints the message without a traceback.
 """
 
 from __future__ import annotations
@@ -10,27 +10,39 @@ from typing import Any
 
 
 class ShiftmendError(ValueError):
-    """Base of every error that is the input's fault rather than the library's."""
+    """Base class of all errors that shiftmend raises for wrong input.
+
+    Example:
+        >>> import shiftmend
+        >>> try:
+        ...     shiftmend.shifts.find("emnist-da/smog")
+        ... except shiftmend.ShiftmendError as error:
+        ...     print(type(error).__name__)
+        DataError
+    """
 
 
 class TapError(ShiftmendError):
-    """A tap could not be found, never fired, fired twice or gave something that is no activation."""
+    """Error of a tap that cannot be found, never runs, runs twice, or gives something other than activations."""
 
 
 class ProfileError(ShiftmendError):
-    """A profile is damaged, of another version, or does not fit the model it is used with."""
+    """Error of a profile that is damaged, of another version, or made for another model."""
 
 
 class AdaptationError(ShiftmendError):
-    """An adaptation could not start or had to stop."""
+    """Error of an adaptation that cannot start or has to stop."""
 
 
 class DataError(ShiftmendError):
-    """Data is missing, damaged, empty or of the wrong form."""
+    """Error of data that is missing, damaged, empty or of the wrong form."""
 
 
 class DivergedError(AdaptationError):
-    """The loss became NaN or infinite. `adaptation` holds what had been reached after the last good epoch."""
+    """Error of an adaptation whose loss became NaN or infinite.
+
+    `adaptation` holds the result as of the last good epoch, or None if there is none.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

@@ -299,10 +299,9 @@ def test_one_sample() -> None:
     with pytest.raises(AdaptationError, match="one target sample"):
         shiftmend.adapt(with_norm.model, with_norm.target[:1], with_norm.profile(), "fr")
     for method in ("fr", "bufr", "bnm", "bnm-im", "shot-im"):
-        said = f"one target sample is too few to be a distribution that {method} can learn from; use at least"
-        with pytest.raises(AdaptationError, match=said):
+        with pytest.raises(AdaptationError, match=rf"one target sample.* {method} "):
             shiftmend.adapt(without.model, without.target[:1], without.profile(), method)
-        with pytest.raises(AdaptationError, match="a batch size of one is too few to be a distribution"):
+        with pytest.raises(AdaptationError, match="batch size of one"):
             shiftmend.adapt(without.model, without.target[:9], without.profile(), method, batch_size=1)
     shiftmend.adapt(without.model, without.target[:1], method="pl", epochs=1, progress=False)
 
@@ -498,7 +497,7 @@ def test_the_manifest_says_how_and_can_be_saved(tmp_path) -> None:  # type: igno
 def test_bad_input_is_one_sentence() -> None:
     world = sensors()
     profile = world.profile()
-    with pytest.raises(AdaptationError, match="unknown method 'magic', expected one of source-only"):
+    with pytest.raises(AdaptationError, match=r"'magic'.*source-only"):
         shiftmend.adapt(world.model, world.target, profile, "magic")
     with pytest.raises(AdaptationError, match="no option 'epoch'"):
         shiftmend.adapt(world.model, world.target, profile, "fr", epoch=3)
@@ -756,7 +755,7 @@ def test_a_model_that_cuts_the_gradient_off_is_named() -> None:
             return self.head(hidden)
 
     world, model = sensors(), Cut()
-    with pytest.raises(AdaptationError, match="cuts the gradient off"):
+    with pytest.raises(AdaptationError, match="no gradient"):
         shiftmend.adapt(model, world.target, shiftmend.profile(model, world.source), "bufr", progress=False)
 
 
@@ -806,7 +805,7 @@ def test_wrong_types_are_one_sentence() -> None:
         shiftmend.profile(lambda x: x, world.source)  # type: ignore[arg-type]
     with pytest.raises(shiftmend.ShiftmendError, match="scripted"):
         shiftmend.profile(torch.jit.script(nn.Linear(2, 2)), world.source)
-    with pytest.raises(ProfileError, match="the profile is a dict"):
+    with pytest.raises(ProfileError, match="profile is a dict"):
         shiftmend.adapt(world.model, world.target, {})  # type: ignore[arg-type]
     with pytest.raises(AdaptationError, match="seed"):
         shiftmend.adapt(world.model, world.target, profile, seed=None)  # type: ignore[arg-type]
@@ -873,22 +872,22 @@ def test_a_loader_with_its_own_generator_is_reproducible_and_left_as_it_was() ->
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"checkpoint": 3}, "checkpoint is 3, expected a name, as text or as a Path"),
-        ({"checkpoint": ""}, "checkpoint is '', expected a name"),
-        ({"on_epoch": "print"}, r"on_epoch is 'print', expected a function: on_epoch\(model, row\)"),
-        ({"preprocess": [1]}, r"preprocess is \[1\], expected a function"),
-        ({"autocast": "no"}, "autocast must be True or False, got 'no'"),
-        ({"resident": None}, "resident must be True or False, got None"),
-        ({"capture": torch.zeros(2)}, "capture must be True or False, got a Tensor"),
-        ({"compile": 1}, "compile must be True or False, got 1"),
-        ({"keep": ["last"]}, r"keep must be 'last' or 'selected', got \['last'\]"),
-        ({"blocks": 3}, "blocks is 3, expected names of modules"),
-        ({"output": "logits"}, "returned a single tensor, which has no entry 'logits'"),
-        ({"align": 3}, "align names no tap: it is 3, expected e.g."),
+        ({"checkpoint": 3}, "checkpoint is 3"),
+        ({"checkpoint": ""}, "checkpoint is ''"),
+        ({"on_epoch": "print"}, "on_epoch is 'print'"),
+        ({"preprocess": [1]}, r"preprocess is \[1\]"),
+        ({"autocast": "no"}, r"autocast.*got 'no'"),
+        ({"resident": None}, r"resident.*got None"),
+        ({"capture": torch.zeros(2)}, r"capture.*Tensor"),
+        ({"compile": 1}, r"compile.*got 1"),
+        ({"keep": ["last"]}, r"keep.*\['last'\]"),
+        ({"blocks": 3}, "blocks is 3"),
+        ({"output": "logits"}, "no entry 'logits'"),
+        ({"align": 3}, r"names no tap.*3"),
         ({"align": ("features", 1)}, "align names no tap"),
-        ({"divergence": ["psi"]}, r"unknown divergence \['psi'\], expected one of psi"),
-        ({"method": ["fr"]}, r"unknown method \['fr'\], expected one of source-only"),
-        ({"method": nn.ReLU}, "unknown method the class ReLU, expected one of source-only"),
+        ({"divergence": ["psi"]}, r"divergence \['psi'\]"),
+        ({"method": ["fr"]}, r"method \['fr'\]"),
+        ({"method": nn.ReLU}, "class ReLU"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_refused_before_anything_is_done(
@@ -931,9 +930,7 @@ def test_a_model_that_is_broken_already_is_not_blamed_on_the_learning_rate() -> 
         lambda: shiftmend.adapt(broken, world.target, method="tent"),
         lambda: shiftmend.stream(broken, world.profile()),
     ):
-        with pytest.raises(
-            AdaptationError, match=r"weights are NaN or infinite in '4.weight' before anything is adapted"
-        ):
+        with pytest.raises(AdaptationError, match=r"'4\.weight' before"):
             call()
 
 
@@ -958,7 +955,7 @@ def test_a_mask_of_infinities_is_not_broken() -> None:
     assert result.model.mask[-1] == -math.inf
     with torch.no_grad():
         model.mask[0] = math.nan
-    with pytest.raises(AdaptationError, match="NaN or infinite in 'mask'"):
+    with pytest.raises(AdaptationError, match="infinite in 'mask'"):
         shiftmend.adapt(model, inputs, profile, "fr", epochs=2, progress=False)
 
 
@@ -974,7 +971,7 @@ def test_rates_may_come_as_an_array() -> None:
 def test_an_adaptation_is_saved_in_a_folder_with_a_name(wrong: object) -> None:
     world = sensors()
     result = shiftmend.adapt(world.model, world.target, method="source-only", progress=False)
-    with pytest.raises(shiftmend.ShiftmendError, match=r"the folder to write into is .*, expected a name"):
+    with pytest.raises(shiftmend.ShiftmendError, match=r"folder.*expected a name"):
         result.save(wrong)  # type: ignore[arg-type]
 
 
@@ -992,9 +989,7 @@ def test_a_disk_that_is_full_after_some_files_leaves_an_earlier_result_whole(
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(
-        AdaptationError, match=r"cannot be written into \(No space left on device\); name another folder"
-    ):
+    with pytest.raises(AdaptationError, match="No space left"):
         result.save(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -1007,7 +1002,7 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
         lambda: shiftmend.adapt(model, world.target, method="source-only", progress=False),
         lambda: shiftmend.stream(model, method="source-only"),
     ):
-        with pytest.raises(AdaptationError, match=r"cannot be copied \(cannot pickle '_thread.lock' object\)"):
+        with pytest.raises(AdaptationError, match=r"copied.*_thread\.lock"):
             attempt()
 
 
@@ -1029,7 +1024,7 @@ def test_a_copy_that_runs_layers_of_the_callers_model_is_refused() -> None:
         lambda: shiftmend.adapt(model, world.target, method="adabn", progress=False),
         lambda: shiftmend.stream(model, method="adabn").step(world.target),
     ):
-        with pytest.raises(AdaptationError, match="runs 'body' of the caller's own"):
+        with pytest.raises(AdaptationError, match=r"'body'.*caller's"):
             attempt()
     assert model.body[1].num_batches_tracked == 0
     model(world.target)  # which goes on working
@@ -1071,7 +1066,7 @@ def test_a_copy_that_shares_what_would_change_is_refused(frozen: nn.Module, meth
         lambda: shiftmend.adapt(model, world.target, profile, method, device="cpu", progress=False),
         lambda: shiftmend.stream(model, profile, method, device="cpu").step(world.target),
     ):
-        with pytest.raises(AdaptationError, match=r"shares 'frozen\.\w+' with the caller's own"):
+        with pytest.raises(AdaptationError, match=r"'frozen\.\w+'.*caller's"):
             attempt()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -1197,8 +1192,8 @@ def test_where_there_is_nothing_to_mend_that_is_said_before_anything_is_done(
                 world.model, target, profile, "fr", epochs=1, on_epoch=lambda _, row: said.append([*caplog.messages])
             )
     home, away = said[1], said[3]  # after the first epoch of each
-    assert [one for one in home if re.match(r"the features are restored .* before anything is done: training may", one)]
-    assert not [one for one in away if "before anything is done" in one]
+    assert [one for one in home if re.match(r"the features are restored .* before adapting: training may", one)]
+    assert not [one for one in away if "before adapting: training" in one]
 
 
 @pytest.mark.slow
@@ -1232,5 +1227,5 @@ def test_a_model_that_takes_one_size_only_says_so_of_batches_that_differ() -> No
     net = nn.Sequential(nn.Flatten(), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3)).eval()
     sizes = [torch.randn(8, 2, 4), torch.randn(9, 2, 6)]
     for call in (shiftmend.profile, lambda model, data: shiftmend.adapt(model, data, None, "pl")):
-        with pytest.raises(DataError, match=r"batches differ in size, .* shape \[2, 6\] .*; bring all samples to one"):
+        with pytest.raises(DataError, match=r"batches.*\[2, 6\]"):
             call(net, sizes)

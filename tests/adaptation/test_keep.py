@@ -147,7 +147,7 @@ def test_entropy_minimisers_are_judged_by_slices_alone() -> None:
 
 
 def test_other_words_are_refused() -> None:
-    with pytest.raises(AdaptationError, match="keep must be 'last' or 'selected', got 'best'"):
+    with pytest.raises(AdaptationError, match=r"keep.*'best'"):
         adapt(keep="best")
 
 
@@ -412,13 +412,13 @@ def test_each_rate_has_its_own_checkpoint(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_list_that_cannot_be_judged_is_one_sentence() -> None:
     world = sensors()
-    with pytest.raises(AdaptationError, match="list of learning rates is empty"):
+    with pytest.raises(AdaptationError, match="learning rates is empty"):
         adapt(learning_rate=[])
-    with pytest.raises(AdaptationError, match="need a judge between them: a profile"):
+    with pytest.raises(AdaptationError, match=r"judge.*profile"):
         shiftmend.adapt(world.model, world.target, None, "tent", learning_rate=[0.1, 0.2])
-    with pytest.raises(AdaptationError, match="must be a positive number, got -1"):
+    with pytest.raises(AdaptationError, match=r"positive.*-1"):
         adapt(learning_rate=[0.1, -1], epochs=1)
-    with pytest.raises(AdaptationError, match="when making it, not beside it"):
+    with pytest.raises(AdaptationError, match="when making it"):
         adapt(FR(epochs=1), learning_rate=[0.1, 0.2])
     with pytest.raises(AdaptationError, match="no option 'learning_rate'"):
         shiftmend.adapt(world.model, world.target, world.profile(), "adabn", learning_rate=[0.1])
@@ -488,11 +488,11 @@ def test_what_cannot_be_written_is_not_half_written(tmp_path: Path) -> None:
     world = sensors()
     result = shiftmend.adapt(world.model, world.target, None, "adabn", progress=False)
     result.manifest["mine"] = object()
-    with pytest.raises(DataError, match=r"the manifest\.mine is an object that cannot be kept as JSON"):
+    with pytest.raises(DataError, match=r"manifest\.mine.*JSON"):
         result.save(tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(ShiftmendError, match="is a file, expected a folder"):
+    with pytest.raises(ShiftmendError, match="expected a folder"):
         result.save(tmp_path / "file")
 
 

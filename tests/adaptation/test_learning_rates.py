@@ -63,7 +63,7 @@ def test_after_an_interrupt_the_best_so_far_says_that_not_all_was_tried(
     assert place == chosen
     assert manifest["status"] == "interrupted"
     assert [entry.get("interrupted", False) for entry in manifest["learning_rates_tried"]] == [False, True]
-    assert ("kept is what an earlier learning rate gave, 0.1" in caplog.text) == (chosen == 0)
+    assert ("keeping the result of learning rate 0.1" in caplog.text) == (chosen == 0)
 
 
 def test_a_run_interrupted_before_anything_was_seen_replaces_none() -> None:

@@ -233,7 +233,7 @@ def test_a_single_sample_is_predicted_and_not_learnt_from(name: str, caplog: pyt
 
 def test_nonsense_is_one_sentence() -> None:
     world = sensors()
-    with pytest.raises(AdaptationError, match=r"bufr needs the whole of the data, .* use one of (?!.*bufr)"):
+    with pytest.raises(AdaptationError, match=r"bufr.*use one of (?!.*bufr)"):
         shiftmend.stream(world.model, world.profile(), "bufr").step(world.target[:50])
     with pytest.raises(AdaptationError, match="needs a profile"):
         shiftmend.stream(world.model)
@@ -267,7 +267,7 @@ def test_a_batch_that_the_model_cannot_take_changes_nothing() -> None:
     online.step(torch.randn(50, 1, 8, 8))
     before = state(online.snapshot())
     for bad in (torch.randn(50, 1, 9, 9), torch.randn(50, 1, 8, 8).double()):
-        with pytest.raises(DataError, match="the model does not take inputs of shape"):
+        with pytest.raises(DataError, match="inputs of shape"):
             online.step(bad)
         assert all(torch.equal(a, b) for a, b in zip(state(online.snapshot()), before, strict=True))
     online.step(torch.randn(50, 1, 8, 8))
@@ -301,12 +301,12 @@ def test_a_single_sample_has_no_histogram_also_without_batch_norm(caplog: pytest
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"window": "16"}, "the window must be a whole number of batches, at least 1, got '16'"),
-        ({"preprocess": 3}, "preprocess is 3, expected a function"),
-        ({"profile": 3}, "the profile is an int, expected a Profile or the name of its file"),
+        ({"window": "16"}, r"window.*got '16'"),
+        ({"preprocess": 3}, "preprocess is 3"),
+        ({"profile": 3}, "profile is an int"),
         ({"method": []}, "unknown method"),
-        ({"align": "middle"}, "the profile has no tap 'middle'; it has features, logits"),
-        ({"device": []}, "device .* is not available"),
+        ({"align": "middle"}, r"'middle'.*features, logits"),
+        ({"device": []}, r"device.*not available"),
     ],
 )
 def test_wrong_arguments_are_refused_before_the_first_step(wrong: dict[str, object], sentence: str) -> None:
@@ -320,16 +320,16 @@ def test_wrong_steps_are_one_sentence_and_the_stream_goes_on() -> None:
     online = shiftmend.stream(world.model, world.profile(), window=np.int64(4))  # type: ignore[arg-type]
     data = TensorDataset(world.target)
     for wrong in (DataLoader(data), data):
-        with pytest.raises(DataError, match=r"step takes one batch, got a .*; go through it, e.g. for batch in loader"):
+        with pytest.raises(DataError, match=r"one batch.*for batch in"):
             online.step(wrong)
     part = world.target[:50]
     for several in ([(part, world.labels[:50])] * 2, [{"inputs": part}] * 2, ((part, part), world.labels[:50])):
-        with pytest.raises(DataError, match=r"step takes one batch, got a .* that begins with a (tuple|dict);"):
+        with pytest.raises(DataError, match=r"one batch.*begins.*(tuple|dict)"):
             online.step(several)
     with pytest.raises(TapError, match="no entry 'logits'"):
         shiftmend.stream(world.model, world.profile(), output="logits").step(world.target[:50])
     online.step(world.target[:50])
-    with pytest.raises(DataError, match=r"the shape \[6\] of a single sample; give a batch of one"):
+    with pytest.raises(DataError, match=r"\[6\].*single sample"):
         online.step(world.target[0])
     assert online.steps == 1
 
@@ -394,7 +394,7 @@ def test_a_model_that_cuts_the_gradient_off_is_named() -> None:
     model.detached = True
     profile = shiftmend.profile(model, world.source)
     online = shiftmend.stream(model, profile, "fr", align=("logits",))
-    with pytest.raises(AdaptationError, match="the parameters of 'all blocks': the model cuts the gradient off"):
+    with pytest.raises(AdaptationError, match=r"'all blocks'.*gradient"):
         online.step(world.target[:50])
 
 
@@ -472,7 +472,7 @@ def test_a_stream_says_what_it_is_and_how_its_last_batches_were() -> None:
 @pytest.mark.parametrize(("name", "option"), [("fr", "epochs"), ("adabn", "passes")])
 def test_options_without_effect_on_a_stream_are_refused(name: str, option: str) -> None:
     world = sensors()
-    with pytest.raises(AdaptationError, match=f"^{option} has no effect on a stream, each batch .* leave it out$"):
+    with pytest.raises(AdaptationError, match=f"{option}.*stream.*leave"):
         shiftmend.stream(world.model, world.profile(), name, **{option: 3})
 
 

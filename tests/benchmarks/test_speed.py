@@ -296,7 +296,7 @@ def test_a_cell_is_as_in_the_benchmark_it_stands_for() -> None:
 
 @pytest.mark.slow
 def test_cells_that_fail_give_no_figure(small: str) -> None:
-    with pytest.raises(ShiftmendError, match="cell-0 on none, seed 1 failed while speed was measured"):
+    with pytest.raises(ShiftmendError, match=r"cell-0.*seed 1 failed"):
         list(packing.packed_times([1], CPU, f"{small}DOOMED"))
 
 
@@ -355,11 +355,11 @@ def test_each_row_is_written_and_each_table_shown_as_soon_as_it_is_there(
 
 
 def test_wrong_wishes_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"there is no table 'step', expected some of .*did you mean steps"):
+    with pytest.raises(DataError, match=r"'step'.*did you mean steps"):
         speed.report("cpu", ["step"])
     with pytest.raises(DataError, match="no table is named"):
         speed.report("cpu", [])
-    with pytest.raises(DataError, match="repeats must be at least 1, got 0"):
+    with pytest.raises(DataError, match=r"repeats.*got 0"):
         speed.report("cpu", ["packed"], repeats=0)
     with pytest.raises(DataError, match="cannot be written"):
         speed.report("cpu", ["packed"], out=tmp_path)

@@ -675,7 +675,7 @@ def test_a_profile_of_weights_that_nobody_named_is_remarked(
 @pytest.mark.slow
 def test_a_verdict_on_weights_that_nobody_named_is_remarked(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verify = ["-d", site / "source.npz", "-p", site / "p.safetensors"]
-    assert "not those the profile was made with" in call(capsys, "verify", f"{site}/factory.py:make", *verify)[2]
+    assert "not those that the profile was made with" in call(capsys, "verify", f"{site}/factory.py:make", *verify)[2]
     assert call(capsys, "verify", *common(site), *verify)[2] == ""
     evaluate = ["-d", site / "target.npz"]
     err = call(capsys, "evaluate", f"{site}/factory.py:make", *evaluate)[2]

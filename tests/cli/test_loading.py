@@ -123,24 +123,20 @@ def test_weights_that_do_not_fit_are_told_by_name(tmp_path: Path) -> None:
     file = written(tmp_path / "linear_net.py", LINEAR)
     wrapped, whole = tmp_path / "wrapped.safetensors", tmp_path / "whole.pt"
     save_file({"net.weight": torch.ones(2, 4), "net.bias": torch.ones(2), "loss.scale": torch.ones(1)}, wrapped)
-    with pytest.raises(DataError, match=r"file lacks 'weight' \(1 more\) and the model lacks 'loss.scale' \(2 more"):
+    with pytest.raises(DataError, match=r"'weight' \(1.*'loss\.scale' \(2"):
         load_model(f"{file}:make", wrapped, [])
     save_file(torch.nn.Linear(5, 2).state_dict(), wrapped)
     with pytest.raises(DataError, match="size mismatch for weight"):
         load_model(f"{file}:make", wrapped, [])
     torch.save(torch.nn.Linear(4, 2), whole)
-    with pytest.raises(
-        DataError, match=r"such as a whole model; expected what torch.save\(model.state_dict\(\), file\)"
-    ):
+    with pytest.raises(DataError, match=r"whole model.*state_dict"):
         load_model(f"{file}:make", whole, [], allow_pickle=True)
     for kind, held in (("list", [torch.ones(2, 4)]), ("dict", {0: torch.ones(2, 4)})):
         torch.save(held, whole)
-        with pytest.raises(
-            DataError, match=rf"{kind} without names of weights, expected what torch.save\(model.state_"
-        ):
+        with pytest.raises(DataError, match=rf"{kind}.*torch\.save"):
             load_model(f"{file}:make", whole, [], allow_pickle=True)
     torch.save({"model": {0: torch.ones(2, 4)}}, whole)
-    with pytest.raises(DataError, match=r"the file lacks 'weight' \(1 more\) and the model lacks 'model'"):
+    with pytest.raises(DataError, match=r"'weight' \(1.*'model'"):
         load_model(f"{file}:make", whole, [], allow_pickle=True)
 
 
@@ -191,7 +187,7 @@ def test_what_labels_are_like_shows_in_three_inputs(ignore: int | None) -> None:
     assert (lowest, highest) == (2, 0 if ignore is None else 3)
     assert other in (0, 4)
     assert pick_telling_rows(torch.tensor([0.0, 1.0, 0.5]), None) == [0, 1, 2]
-    with pytest.raises(DataError, match="ignore_label is 9223372036854775808, expected a whole number"):
+    with pytest.raises(DataError, match=r"ignore_label.*9223372036854775808"):
         pick_telling_rows(labels, 2**63)
 
 
@@ -214,8 +210,8 @@ def test_labels_that_are_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert labels.dtype == torch.int64
     assert labels.tolist() == [2, 0, 1]
     for wrong, said in (
-        ([0, 1], r"3 inputs but labels \[2\]"),
-        ([[0, 1, 2]], r"3 inputs but labels \[1, 3\]"),
+        ([0, 1], r"3 inputs.*\[2\]"),
+        ([[0, 1, 2]], r"3 inputs.*\[1, 3\]"),
     ):
         with pytest.raises(DataError, match=said):
             load_data(stored(path, **{key: values, "labels": np.array(wrong)}), None)
@@ -233,9 +229,9 @@ def test_size_scales_an_npz_as_it_scales_a_folder(tmp_path: Path) -> None:
         assert here.dtype == torch.uint8
         assert here.shape == (3, 3, size, size)
         assert int((here.int() - there.int()).abs().max()) <= 1  # the two libraries may round differently
-    with pytest.raises(DataError, match="--size 0 should be at least 1"):
+    with pytest.raises(DataError, match="--size 0"):
         load_data(path, 0)
-    with pytest.raises(DataError, match="--size 5 is for images"):
+    with pytest.raises(DataError, match=r"--size 5.*images"):
         load_data(stored(tmp_path / "table.npz", inputs=np.zeros((2, 3))), 5)
 
 
@@ -244,7 +240,7 @@ def test_a_mean_or_a_deviation_fits_the_channels() -> None:
     made = parse_normalisation("0.5,0.25,0", "0.5", None)(images)
     assert made[0, :, 0, 0].tolist() == [1.0, 1.5, 2.0]
     for mean, deviation, given in (("0.5,0.5", "1", images), ("0", "1,1", images), ("0,0,0", "1,1", images[:, :1])):
-        with pytest.raises(DataError, match=rf"--mean names \d numbers? and --std \d, .* {given.shape[1]} channels?"):
+        with pytest.raises(DataError, match=rf"--mean.*--std.* {given.shape[1]} channel"):
             parse_normalisation(mean, deviation, None)(given)
     for mean, deviation in (("nan", "1"), ("0", "inf")):
         with pytest.raises(ShiftmendError, match="should be finite"):
@@ -259,11 +255,11 @@ def test_channels_are_made_or_refused(tmp_path: Path) -> None:
     assert torch.equal(to_grey(images), grey.float() / 255)
     assert torch.equal(to_colour(images), images.float() / 255)
     assert torch.equal(to_colour(grey), grey.float().expand(-1, 3, -1, -1) / 255)
-    with pytest.raises(DataError, match="images have 3 channels, which --channels 2 cannot"):
+    with pytest.raises(DataError, match=r"3 channels.*--channels 2"):
         parse_normalisation("0", "1", 2)(images)
-    with pytest.raises(DataError, match=r"--channels 1 is for 8-bit images, and the inputs are float32 \[5\]"):
+    with pytest.raises(DataError, match=r"--channels 1.*float32 \[5\]"):
         to_grey(torch.zeros(2, 5))
-    with pytest.raises(ShiftmendError, match="--channels 0 should be at least 1"):
+    with pytest.raises(ShiftmendError, match="--channels 0"):
         parse_normalisation("0", "1", 0)
 
 
@@ -289,11 +285,11 @@ def test_other_inputs_keep_whole_numbers_whole(tmp_path: Path, kind: Any, expect
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"images": np.zeros((2, 4, 4))}, "expected uint8 images .* name the array 'inputs' if the model takes"),
-        ({"images": np.zeros((4, 4), np.uint8)}, "expected uint8 images .*convert them first$"),
-        ({"pictures": np.zeros((2, 4, 4))}, "holds pictures; expected an array 'images' .*'inputs' for anything else"),
-        ({"inputs": np.zeros((2, 4), np.uint8)}, "store tokens as int64 and measurements as float32"),
-        ({"inputs": np.zeros((2, 4), complex)}, "holds complex128 .* expected numbers"),
+        ({"images": np.zeros((2, 4, 4))}, r"uint8 images.*'inputs'"),
+        ({"images": np.zeros((4, 4), np.uint8)}, r"uint8 images.*convert"),
+        ({"pictures": np.zeros((2, 4, 4))}, r"pictures.*'images'"),
+        ({"inputs": np.zeros((2, 4), np.uint8)}, "tokens as int64"),
+        ({"inputs": np.zeros((2, 4), complex)}, r"complex128.*numbers"),
         ({"inputs": np.zeros((0, 4))}, "expected numbers"),
         ({"inputs": np.array([["a"], ["b"]])}, "expected numbers"),
     ],

@@ -123,7 +123,7 @@ def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr("os.fsync", full)
     images, digits = torch.zeros(2, 1, 28, 28, dtype=torch.uint8), torch.zeros(2).long()
-    with pytest.raises(DataError, match=r"digits\.png cannot be written \(No space left on device\)"):
+    with pytest.raises(DataError, match=r"digits\.png.*No space"):
         demo.draw([demo.Strip("stripes", images, {"by fr": digits})], digits, tmp_path / "digits.png")
 
 
@@ -131,7 +131,7 @@ def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: 
 def test_a_file_in_place_of_the_folder_is_refused_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "demo").write_bytes(b"")
     said: list[object] = []
-    with pytest.raises(shiftmend.ShiftmendError, match="demo is a file, expected a folder to write into"):
+    with pytest.raises(shiftmend.ShiftmendError, match=r"demo.*expected a folder"):
         demo.run(tmp_path / "demo", say=said.append)
     assert said == []
 

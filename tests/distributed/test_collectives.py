@@ -228,9 +228,9 @@ def two_halves() -> Tensors:
 
 def two_agree() -> Tensors:
     distributed.check_same("equal", "weights")
-    with pytest.raises(AdaptationError, match="the data of process 1 differs from that of process 0"):
+    with pytest.raises(AdaptationError, match="data of process 1"):
         distributed.check_same(f"of process {distributed.rank()}", "data")
-    with pytest.raises(AdaptationError, match="a batch of 1 cannot be shared by 2 processes"):
+    with pytest.raises(AdaptationError, match=r"1.*shared by 2 processes"):
         distributed.local_part(torch.zeros(1))
     facts = [distributed.rank(), distributed.world_size(), int(distributed.is_distributed())]
     return {"facts": torch.tensor(facts), "share": distributed.local_part(torch.arange(7))}
@@ -497,7 +497,7 @@ def test_nccl_without_waiting_for_the_device(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(distributed, "is_distributed", lambda: True)
         monkeypatch.setattr(joined_batch_norm, "is_distributed", lambda: True)
         distributed.check_same("equal", "weights", torch.device("cuda"))
-        with pytest.raises(AdaptationError, match="initialise it with 'gloo' to work on the CPU"):
+        with pytest.raises(AdaptationError, match=r"'gloo'.*CPU"):
             distributed.check_same("equal", "weights", torch.device("cpu"))
         found = trained(network().cuda())
         model = network().cuda()
@@ -546,7 +546,7 @@ def test_a_process_group_without_a_backend_for_the_device_is_refused(monkeypatch
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     distributed._check_backend("cuda")
-    with pytest.raises(AdaptationError, match="cannot exchange tensors on cpu"):
+    with pytest.raises(AdaptationError, match="tensors on cpu"):
         distributed._check_backend("cpu")
 
 
@@ -556,7 +556,7 @@ def test_a_batch_too_small_joins_the_one_before_it_only_where_samples_are_of_one
     for name, value in (("is_distributed", True), ("world_size", 3), ("rank", 0)):
         monkeypatch.setattr(distributed, name, lambda value=value: value)
     assert [part.shape for part in distributed.local_parts([torch.zeros(6, 5), torch.zeros(2, 5)])] == [(3, 5)]
-    with pytest.raises(AdaptationError, match="a batch of 2 cannot be shared by 3 processes"):
+    with pytest.raises(AdaptationError, match=r"2.*shared by 3 processes"):
         list(distributed.local_parts([torch.zeros(6, 5), torch.zeros(2, 7)]))
 
 

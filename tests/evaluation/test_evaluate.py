@@ -84,19 +84,19 @@ def test_labels_count_as_many_classes_as_the_model_knows() -> None:
     world = sensors()
     scored = (world.target, world.labels)
     assert shiftmend.evaluate(world.model, scored, classes=["a", "b", "c"]) == shiftmend.evaluate(world.model, scored)
-    with pytest.raises(DataError, match="the data names 2 classes, and the model knows 3"):
+    with pytest.raises(DataError, match=r"2 classes.* 3"):
         shiftmend.evaluate(world.model, scored, classes=["a", "b"])
     one = (torch.randn(4, 2), torch.tensor([0, 1, 1, 0]))  # a single output tells two classes apart
     assert shiftmend.evaluate(Column(), one, classes=["no", "yes"]).samples == 4
-    with pytest.raises(DataError, match="the data names 1 classes"):
+    with pytest.raises(DataError, match="1 classes"):
         shiftmend.evaluate(Column(), one, classes=["yes"])
 
 
 def test_without_labels_there_is_nothing_to_score() -> None:
     world = sensors()
-    with pytest.raises(DataError, match="or dicts in which the labels are called 'label' or"):
+    with pytest.raises(DataError, match=r"labels.*'label' or"):
         shiftmend.evaluate(world.model, world.target)
-    with pytest.raises(DataError, match=r"the model does not take inputs of shape \[5\]"):
+    with pytest.raises(DataError, match=r"inputs of shape \[5\]"):
         shiftmend.evaluate(world.model, (world.target[:, :5], world.labels))
 
 
@@ -217,9 +217,9 @@ def test_captured_scores_follow_the_weights_too() -> None:
 
 def test_labels_of_a_classifier_that_are_no_whole_numbers_get_advice() -> None:
     world = sensors()
-    with pytest.raises(DataError, match="labels of a classifier must be whole numbers, one class a sample"):
+    with pytest.raises(DataError, match="whole numbers"):
         shiftmend.evaluate(world.model, (world.target, world.labels.float()))
-    with pytest.raises(DataError, match=r"of one-hot labels labels\.argmax\(1\)"):
+    with pytest.raises(DataError, match=r"argmax.*one-hot"):
         shiftmend.evaluate(world.model, (world.target, torch.eye(3)[world.labels]))
 
 
@@ -234,13 +234,11 @@ def test_a_segmentation_is_scored_position_by_position() -> None:
     assert scores.samples == 4 * 5 * 6
     assert scores.accuracy == pytest.approx(1 - 1 / 5)
     assert scores.nll == pytest.approx(float(nn.functional.cross_entropy(logits, labels)), rel=1e-5)
-    with pytest.raises(
-        DataError, match=r"need labels \[4, 5, 6\], one class number for each position, got \[4, 1, 5, 6\]"
-    ):
+    with pytest.raises(DataError, match=r"\[4, 1, 5, 6\]"):
         shiftmend.evaluate(model, (images, labels.unsqueeze(1)))
-    with pytest.raises(DataError, match=r"got \[4, 2, 5\]; if classes are on the last axis, .*logits.movedim\(-1, 1\)"):
+    with pytest.raises(DataError, match=r"\[4, 2, 5\].*movedim"):
         shiftmend.evaluate(nn.Linear(6, 3), (torch.randn(4, 2, 5, 6), labels[:, :2, :5]))
-    with pytest.raises(DataError, match="logits must be floating point"):
+    with pytest.raises(DataError, match="floating-point logits"):
         shiftmend.evaluate(model, (images, labels[:, 0, 0]))
 
 
@@ -269,29 +267,29 @@ def test_labels_that_mark_no_class_have_to_be_named() -> None:
     model, images = nn.Conv2d(1, 3, 1), torch.randn(4, 1, 5, 6)
     labels = torch.zeros(4, 5, 6, dtype=torch.uint8)
     labels[0, 0] = 255
-    with pytest.raises(DataError, match=r"6 of 120 samples have a label .*0 to 2.* its label named by ignore_label"):
+    with pytest.raises(DataError, match=r"6 of.*to 2.*ignore_label"):
         shiftmend.evaluate(model, (images, labels))
-    with pytest.raises(DataError, match="6 of 120 samples have a label"):
+    with pytest.raises(DataError, match=r"6 of 120.*label"):
         shiftmend.evaluate(model, (images, labels), ignore_label=-1)
-    with pytest.raises(DataError, match="all 120 labels are the ignore_label 0: nothing to score"):
+    with pytest.raises(DataError, match=r"all 120.*ignore_label"):
         shiftmend.evaluate(model, (images, 0 * labels), ignore_label=0)
-    with pytest.raises(DataError, match="ignore_label=0 is for class numbers, and the labels are float32"):
+    with pytest.raises(DataError, match=r"ignore_label=0.*float32"):
         shiftmend.evaluate(Column(), (torch.randn(4, 2), torch.randn(4)), ignore_label=0)
     for nonsense in (True, 1.0, "255", 2**70):
-        with pytest.raises(DataError, match=r"ignore_label is .*, expected a whole number, e\.g\. 255 or -1"):
+        with pytest.raises(DataError, match=r"whole number.*ignore_label"):
             shiftmend.evaluate(model, (images, labels), ignore_label=nonsense)
 
 
 def test_several_labels_a_sample_are_refused_and_zeros_and_ones_remarked_upon(caplog: pytest.LogCaptureFixture) -> None:
     world = sensors()
     several = torch.randint(0, 2, (len(world.target), 3))
-    with pytest.raises(DataError, match="several classes a sample are not scored"):
+    with pytest.raises(DataError, match="several classes"):
         shiftmend.evaluate(world.model, (world.target, several))
-    with pytest.raises(DataError, match="several classes a sample are not scored"):
+    with pytest.raises(DataError, match="several classes"):
         shiftmend.evaluate(world.model, (world.target, several.float()))
     assert not caplog.messages
     assert isinstance(shiftmend.evaluate(Column(), (world.target, several[:, 0].float())), shiftmend.RegressionScores)
-    assert "all labels are 0 or 1" in caplog.text
+    assert "all 0 or 1" in caplog.text
 
 
 def test_a_lone_sample_at_the_end_of_a_stream_is_normalised_with_those_before_it() -> None:
@@ -300,5 +298,5 @@ def test_a_lone_sample_at_the_end_of_a_stream_is_normalised_with_those_before_it
     inputs, labels = torch.randn(9, 2), torch.randint(0, 3, (9,))
     streamed = Feed(list(zip(inputs.split(4), labels.split(4), strict=True)), resident=False)
     assert Scorer(model, streamed)() == shiftmend.evaluate(model, (inputs, labels), batch_size=4)
-    with pytest.raises(DataError, match="it normalises by the batch, so give it at least two samples at once"):
+    with pytest.raises(DataError, match="at least two samples"):
         shiftmend.evaluate(model, (inputs[:1], labels[:1]))

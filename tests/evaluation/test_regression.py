@@ -12,7 +12,7 @@ from sklearn.metrics import mean_absolute_error, mean_squared_error, r2_score
 from torch import Tensor
 
 from shiftmend.errors import DataError
-from shiftmend.evaluation.regression import RegressionMetrics, RegressionScores, in_one_shape
+from shiftmend.evaluation.regression import RegressionMetrics, RegressionScores, match_shapes
 from shiftmend.utils.devices import VALUES_PER_PART
 
 
@@ -70,9 +70,9 @@ def test_one_number_a_sample_may_have_an_axis_of_its_own_or_not() -> None:
         ((), (1,), (1,)),  # of a lone sample, from a model that squeezes
         ((3,), (1, 3), (1, 3)),
     ):
-        assert [values.shape for values in in_one_shape(torch.zeros(ours), torch.zeros(theirs))] == [shape, shape]
+        assert [values.shape for values in match_shapes(torch.zeros(ours), torch.zeros(theirs))] == [shape, shape]
     for ours, theirs in (((4, 2), (2, 4)), ((4, 3), (4,)), ((1, 4), (4,)), ((), (4,))):
-        assert [values.shape for values in in_one_shape(torch.zeros(ours), torch.zeros(theirs))] == [ours, theirs]
+        assert [values.shape for values in match_shapes(torch.zeros(ours), torch.zeros(theirs))] == [ours, theirs]
 
 
 def test_targets_that_are_equal_have_no_r2() -> None:
@@ -91,22 +91,22 @@ def test_targets_that_are_equal_have_no_r2() -> None:
 
 def test_what_cannot_be_scored_is_refused() -> None:
     for shapes, said in (
-        (((4, 1), (4,)), r"must be of one shape, \[N\], .* got float32 \[4, 1\] and float32 \[4\]"),
+        (((4, 1), (4,)), r"float32 \[4, 1\]"),
         (((), ()), r"float32 \[\]"),
         (((4, 0), (4, 0)), r"float32 \[4, 0\]"),
     ):
         with pytest.raises(DataError, match=said):
             RegressionMetrics().update(torch.zeros(shapes[0]), torch.zeros(shapes[1]))
-    with pytest.raises(DataError, match="complex numbers are not scored, got complex64"):
+    with pytest.raises(DataError, match="complex64"):
         RegressionMetrics().update(torch.zeros(4, dtype=torch.complex64), torch.zeros(4))
     with pytest.raises(DataError, match="no samples"):
         RegressionMetrics().compute()
     metrics = RegressionMetrics()
     metrics.update(torch.rand(4, 2), torch.rand(4, 2))
-    with pytest.raises(DataError, match=r"one shape, got \[3\] after \[2\]"):
+    with pytest.raises(DataError, match=r"\[3\] after \[2\]"):
         metrics.update(torch.rand(4, 3), torch.rand(4, 3))
     broken = torch.tensor([[1.0, torch.nan], [torch.inf, torch.nan], [0.0, 0.5]])
-    with pytest.raises(DataError, match="2 of 3 samples have predictions or targets that are not finite"):
+    with pytest.raises(DataError, match=r"2 of 3.*targets"):
         scored(broken, torch.rand(3, 2))
-    with pytest.raises(DataError, match=r"of one-hot labels labels\.argmax\(1\)\); several classes a sample are not"):
+    with pytest.raises(DataError, match=r"argmax.*one-hot.*several classes"):
         scored(torch.randn(6, 3), torch.eye(3).repeat(2, 1))

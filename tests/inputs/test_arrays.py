@@ -38,7 +38,7 @@ def test_other_names_and_no_labels(tmp_path: Path) -> None:
     np.savez_compressed(path, pictures=GREY)
     split = npz_file(path, images="pictures", name="office")
     assert (split.labels, split.name) == (None, "office")
-    with pytest.raises(DataError, match="has no array 'images'; expected it beside pictures"):
+    with pytest.raises(DataError, match=r"'images'.*pictures"):
         npz_file(path)
 
 
@@ -55,7 +55,7 @@ def test_channels_that_cannot_be_told_apart(tmp_path: Path) -> None:
 def test_one_image_is_not_taken_for_its_rows(tmp_path: Path) -> None:
     for one, shape in ((COLOUR[0, ..., :1], r"\[8, 9, 1\]"), (COLOUR[0], r"\[8, 9, 3\]")):
         np.savez(tmp_path / "one.npz", images=one)
-        with pytest.raises(DataError, match=f"holds {shape} .* looks like one image .* store it as .1, H, W, C."):
+        with pytest.raises(DataError, match=f"{shape}.*one image"):
             npz_file(tmp_path / "one.npz")
     assert npz_file(tmp_path / "one.npz", channels_last=False).images.shape == (8, 1, 9, 3)
 
@@ -73,7 +73,7 @@ def test_bad_archives(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"bad\.npz is damaged"):
         npz_file(path)
     np.savez(path, images=np.array([{}, {}], dtype=object))  # would need unpickling
-    with pytest.raises(DataError, match=r"bad\.npz holds objects under .images."):
+    with pytest.raises(DataError, match=r"bad\.npz.*objects"):
         npz_file(path)
     for images, labels in ((GREY.astype(float), [0] * 4), (GREY[0], [0] * 8), (GREY, [0.5] * 4), (GREY, [[0]] * 4)):
         np.savez(path, images=images, labels=np.array(labels))
@@ -99,12 +99,12 @@ class RunMe:
 def test_what_is_no_single_array_is_refused_and_not_run(tmp_path: Path) -> None:
     path, mark = tmp_path / "fog.npy", tmp_path / "was-run"
     path.write_bytes(pickle.dumps(RunMe(mark)))
-    with pytest.raises(DataError, match=r"fog\.npy is truncated or no \.npy file .*: expected images; fetch it"):
+    with pytest.raises(DataError, match=r"fog\.npy is truncated.*fetch"):
         map_npy(path, "images", "fetch it")
     assert not mark.exists()
     with path.open("wb") as handle:
         np.savez(handle, images=GREY)
-    with pytest.raises(DataError, match=r"fog\.npy is an archive of arrays: expected images as a single"):
+    with pytest.raises(DataError, match=r"fog\.npy.*archive"):
         map_npy(path, "images", "fetch it")
 
 
@@ -112,7 +112,7 @@ def test_a_damaged_header_is_refused_in_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "fog.npy"
     np.save(path, GREY)
     path.write_bytes(path.read_bytes().replace(b"}", b" ", 1))
-    with pytest.raises(DataError, match=r"fog\.npy is truncated or no \.npy file .*: expected images; fetch it"):
+    with pytest.raises(DataError, match=r"fog\.npy is truncated.*fetch"):
         map_npy(path, "images", "fetch it")
 
 
@@ -122,7 +122,7 @@ def test_a_member_that_seems_encrypted_is_refused(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[content.index(b"PK\x01\x02") + 8] |= 1  # in the directory of the archive
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"array 'images' cannot be read .*encrypted"):
+    with pytest.raises(DataError, match=r"'images'.*encrypted"):
         npz_file(path)
 
 

@@ -147,7 +147,7 @@ def test_labels_come_with_their_inputs_and_nowhere_else(way: str, room: str) -> 
 @pytest.mark.parametrize("way", UNLABELLED)
 def test_missing_labels_are_missed_only_by_the_evaluator(way: str) -> None:
     feed = Feed(UNLABELLED[way](), what="target data")
-    with pytest.raises(DataError, match="target data has no labels"):
+    with pytest.raises(DataError, match=r"target data.*labels"):
         list(feed.labelled_batches())
 
 
@@ -168,24 +168,24 @@ class Pictures(Uneven):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ((INPUTS[i : i + 9] for i in range(0, 70, 9)), "generator can be run through only once"),
+        ((INPUTS[i : i + 9] for i in range(0, 70, 9)), r"generator.*only once"),
         (iter(INPUTS.split(9)), "run through only once"),
-        (3, "is an int; expected a tensor, an array, a Dataset or a DataLoader$"),
+        (3, "is an int;"),
         ("folder/images", r"is a str; .*image_folder\(folder\)\.images"),
-        ({"image": INPUTS, "mask": INPUTS}, "is a dict; .* pass the entry that holds the inputs"),
+        ({"image": INPUTS, "mask": INPUTS}, r"is a dict;.*entry"),
         (None, "is None; expected"),
         (nn.Sequential(nn.Linear(3, 3)), "is a Sequential; expected"),
-        (Table(), r"is a Table; .* pass what its to_numpy\(\) gives"),
-        (Split(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), None, "scans"), "is a Split; .* pass its images, or"),
+        (Table(), r"Table;.*to_numpy"),
+        (Split(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), None, "scans"), r"Split;.*images"),
         (Sizeless(), "a Dataset without __len__"),
-        ((1,), "batches of type int.* make a tensor of numbers"),
-        (([[1.0, 2.0]], [0]), "batches of type list.* make a tensor of numbers"),
-        ([[1.0, 2.0], [3.0, 4.0]], "a list is one of batches, make a tensor of numbers"),
-        ([INPUTS, LABELS], "differ in shape; pass inputs with labels as a tuple, not as a list"),
+        ((1,), r"type int.*tensor"),
+        (([[1.0, 2.0]], [0]), r"type list.*tensor"),
+        ([[1.0, 2.0], [3.0, 4.0]], r"list.*of batches"),
+        ([INPUTS, LABELS], r"differ in shape.*tuple"),
         (torch.tensor(3.0), "single number"),
         (np.array(3.0), "single number"),
-        ((INPUTS, LABELS[:-1]), "70 inputs but 69 labels"),
-        ((INPUTS, torch.tensor(1)), "70 inputs but 1 label"),
+        ((INPUTS, LABELS[:-1]), r"70 inputs.*69 labels"),
+        ((INPUTS, torch.tensor(1)), r"70 inputs.*1 label"),
         (np.array([None, "a"], dtype=object), "array of object"),
         (np.ma.masked_less(np.arange(6.0).reshape(3, 2), 1), r"has masked values; .*filled\(\.\.\.\)"),
         ([np.ma.masked_less(np.arange(6.0).reshape(3, 2), 1)], r"has masked values; .*filled"),
@@ -193,13 +193,13 @@ class Pictures(Uneven):
         (["a", "b"], "batches of type str"),
         (
             [{"image": INPUTS, "mask": INPUTS}],
-            "batches of type dict; .*: let the Dataset or collate_fn give one of its entries 'image', 'mask'",
+            r"dict;.*'image', 'mask'",
         ),
         (
             [{"image": INPUTS, "label": LABELS, "target": LABELS}],
-            "batches of type dict; .* give one of its entries 'image', 'label', 'target'",
+            r"dict;.*'image', 'label', 'target'",
         ),
-        ([torch.tensor(1.0)], "batches of type Tensor; expected a tensor of inputs"),
+        ([torch.tensor(1.0)], "type Tensor;"),
         (INPUTS[:0], "is empty"),
         (np.zeros((0, 3)), "is empty"),
         ((INPUTS[:0], LABELS[:0]), "is empty"),
@@ -252,7 +252,7 @@ def test_what_can_be_run_through_only_once_is_not_called_empty() -> None:
 
     feed = Feed(Once(), resident=False)
     assert len(torch.cat(list(feed.batches()))) == len(INPUTS)
-    with pytest.raises(DataError, match="gave nothing when it was run through again; expected batches that begin anew"):
+    with pytest.raises(DataError, match=r"gave nothing.*begin anew"):
         feed.first(2)
 
 
@@ -262,7 +262,7 @@ def test_numbers_that_are_none_are_refused(bad: float, dtype: torch.dtype) -> No
     inputs = torch.zeros(40, 3, 2, 2, dtype=dtype)
     inputs[7, 0, 1, 1] = inputs[7, 1, 0, 0] = inputs[31, 2, 0, 0] = bad
     for source in (inputs, inputs.numpy(), (inputs, LABELS[:40]), TensorDataset(inputs)):
-        with pytest.raises(DataError, match=r"NaN or infinite values, first in sample 7 \(counted from 0\);"):
+        with pytest.raises(DataError, match=r"infinite.*sample 7"):
             Feed(source)
     with pytest.raises(DataError, match="first in sample 31 "):
         Feed(list(torch.cat([inputs[:7], inputs[:1], inputs[8:]]).split(8)))
@@ -270,7 +270,7 @@ def test_numbers_that_are_none_are_refused(bad: float, dtype: torch.dtype) -> No
         list(Feed(list(inputs.split(8)), limit=0).batches())
     with pytest.raises(DataError, match="first in sample 1 "):
         Feed(torch.tensor([1.0, bad], dtype=dtype))
-    with pytest.raises(DataError, match="NaN or infinite values; remove"):  # which of the Dataset, is not known
+    with pytest.raises(DataError, match=r"NaN or infinite.*remove"):  # which of the Dataset, is not known
         Feed(DataLoader(TensorDataset(inputs), shuffle=True))
 
 
@@ -283,9 +283,9 @@ def test_inputs_stay_of_the_type_they_came_in(dtype: torch.dtype) -> None:
 
 def test_batches_with_other_axes_and_what_may_be_labels_are_refused() -> None:
     for pair in ([torch.zeros(4, 3), torch.zeros(4, 2)], [INPUTS, LABELS]):  # a list where a tuple was meant
-        with pytest.raises(DataError, match="differ in shape; pass inputs with labels as a tuple"):
+        with pytest.raises(DataError, match=r"differ in shape.*tuple"):
             Feed(pair)
-    with pytest.raises(DataError, match=r"differ in shape; bring all to one shape$"):  # no inputs and labels
+    with pytest.raises(DataError, match=r"differ in shape(?!.*tuple)"):  # no inputs and labels
         Feed(DataLoader([torch.zeros(4, 3), torch.zeros(4)], batch_size=None))
 
 
@@ -312,13 +312,13 @@ def test_small_batches_in_the_middle_of_a_stream_are_trained_on() -> None:
 @pytest.mark.parametrize("size", [0, -3, True])
 @pytest.mark.parametrize("way", ["tensor", "Dataset", "list of batches"])
 def test_impossible_batch_sizes_are_refused(size: int, way: str) -> None:
-    with pytest.raises(DataError, match="batch size must be a whole number of at least 1"):
+    with pytest.raises(DataError, match=r"batch size.*whole number"):
         Feed(WAYS[way](), batch_size=size)
 
 
 def test_a_loader_and_another_batch_size_contradict_each_other() -> None:
     loader = DataLoader(Pairs(), batch_size=16)
-    with pytest.raises(DataError, match="batches of 16, but batch_size=32"):
+    with pytest.raises(DataError, match=r"16.*batch_size=32"):
         Feed(loader, batch_size=32)
     assert Feed(loader, batch_size=16).batch_size == Feed(loader).batch_size == 16
     ready = DataLoader(list(INPUTS.split(7)), batch_size=None)  # which cuts nothing
@@ -329,13 +329,11 @@ def test_a_loader_and_another_batch_size_contradict_each_other() -> None:
 def test_a_sampler_of_batches_and_a_batch_size_contradict_each_other_wherever_the_data_lies(room: str) -> None:
     """Kept data would be cut to that size, while a stream gives the sampler's batches, whatever was asked for."""
     usual = DataLoader(Pairs(), batch_sampler=BatchSampler(range(70), 16, drop_last=False))
-    with pytest.raises(
-        DataError, match=r"of batches of 16, but batch_size=32 was asked for; leave one of the two out$"
-    ):
+    with pytest.raises(DataError, match=r"16.*batch_size=32"):
         Feed(usual, batch_size=32, **ROOM[room])
     assert Feed(usual, batch_size=16, **ROOM[room]).batch_size == Feed(usual, **ROOM[room]).batch_size == 16
     own = DataLoader(Pairs(), batch_sampler=[[0, 1, 2], [5]])
-    with pytest.raises(DataError, match="DataLoader with a batch_sampler of its own, but batch_size=3 was asked for"):
+    with pytest.raises(DataError, match=r"batch_sampler.*batch_size=3"):
         Feed(own, batch_size=3, **ROOM[room])
 
 
@@ -847,7 +845,7 @@ def test_what_comes_beside_the_inputs_may_differ_from_batch_to_batch() -> None:
     boxes = [(INPUTS[:2], torch.zeros(2, 5, 4)), (INPUTS[2:4], torch.zeros(2, 3, 4))]
     feed = Feed(boxes)
     assert torch.equal(torch.cat(list(feed.batches())), INPUTS[:4])
-    with pytest.raises(DataError, match=r"no labels: expected pairs of \(inputs, labels\), all alike"):
+    with pytest.raises(DataError, match=r"no labels.*pairs"):
         next(feed.labelled_batches())
 
 
@@ -861,10 +859,10 @@ def test_a_tuple_of_batches_is_no_pair_of_inputs_and_labels() -> None:
 @pytest.mark.parametrize(
     ("preprocess", "sentence"),
     [
-        (lambda inputs: None, r"preprocess made None of inputs \[5, 3\]; expected a tensor of as many samples"),
-        (lambda inputs: inputs.numpy(), "preprocess made a ndarray of inputs"),
-        (lambda inputs: inputs[0], r"preprocess made a tensor \[3\] of inputs \[5, 3\]"),
-        (lambda inputs: inputs.sum(), r"preprocess made a tensor \[\] of inputs"),
+        (lambda inputs: None, "preprocess made None"),
+        (lambda inputs: inputs.numpy(), r"preprocess.*ndarray"),
+        (lambda inputs: inputs[0], r"preprocess.*tensor \[3\]"),
+        (lambda inputs: inputs.sum(), r"preprocess.*tensor \[\]"),
     ],
 )
 def test_preprocessing_gives_as_many_samples_as_it_got(preprocess: Any, sentence: str) -> None:
@@ -873,7 +871,7 @@ def test_preprocessing_gives_as_many_samples_as_it_got(preprocess: Any, sentence
 
 
 def test_what_is_no_function_does_not_preprocess() -> None:
-    with pytest.raises(DataError, match=r"preprocess is 3, expected a function: preprocess\(inputs\)"):
+    with pytest.raises(DataError, match="preprocess is 3"):
         Feed(INPUTS, preprocess=3)  # type: ignore[arg-type]
 
 

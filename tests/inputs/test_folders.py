@@ -70,7 +70,7 @@ def test_colour_and_channels(tmp_path: Path) -> None:
 def test_mixed_sizes_need_a_size(tmp_path: Path) -> None:
     write_png(tmp_path / "a.png", np.full((4, 6), 10, np.uint8))
     write_png(tmp_path / "b.png", np.full((8, 8), 20, np.uint8))
-    with pytest.raises(DataError, match=r"b\.png is 8 x 8 pixels but .*a\.png is 4 x 6; .*pass size="):
+    with pytest.raises(DataError, match=r"b\.png.*8 x 8.*size="):
         image_folder(tmp_path)
     assert image_folder(tmp_path, size=(3, 5)).images.shape == (2, 1, 3, 5)
     scaled = image_folder(tmp_path, size=6).images
@@ -80,13 +80,13 @@ def test_mixed_sizes_need_a_size(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, -3, (4, 0), (4,), 3.5, True])
 def test_a_size_without_pixels_is_refused(tmp_path: Path, size: Any) -> None:
-    with pytest.raises(DataError, match="at least 1 pixel a side, got size="):
+    with pytest.raises(DataError, match=r"1 pixel.*size="):
         image_folder(tmp_path, size=size)
 
 
 def test_pixels_of_more_than_8_bits_are_refused(tmp_path: Path) -> None:
     Image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(tmp_path / "deep.png")
-    with pytest.raises(DataError, match=r"deep\.png has pixels of mode I;16; expected 8 bits"):
+    with pytest.raises(DataError, match=r"deep\.png.*mode I;16"):
         image_folder(tmp_path)
 
 
@@ -98,11 +98,11 @@ def test_colours_of_16_bits_are_refused_and_not_cut(tmp_path: Path) -> None:
     rows = b"".join(b"\0" + np.full((4, 3), 4095, ">u2").tobytes() for _ in range(2))
     whole = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
     (tmp_path / "deep.png").write_bytes(b"\x89PNG\r\n\x1a\n" + whole)
-    with pytest.raises(DataError, match=r"deep\.png has pixels of mode RGB with 16 bits; expected 8 bits"):
+    with pytest.raises(DataError, match=r"deep\.png.*16 bits"):
         image_folder(tmp_path)
     (tmp_path / "deep.png").unlink()
     (tmp_path / "deep.ppm").write_bytes(b"P6 4 2 65535\n" + np.full((2, 4, 3), 4095, ">u2").tobytes())
-    with pytest.raises(DataError, match=r"deep\.ppm has pixels of mode RGB with 16 bits; expected 8 bits"):
+    with pytest.raises(DataError, match=r"deep\.ppm.*16 bits"):
         image_folder(tmp_path)
     (tmp_path / "deep.ppm").unlink()
     for white in (15, 255, 4095):
@@ -117,7 +117,7 @@ def test_links_that_lead_nowhere_are_named(tmp_path: Path) -> None:
     assert len(image_folder(tmp_path)) == 2
     for target in ("absent.png", "astray.png"):  # to nothing, and to itself
         (tmp_path / "astray.png").symlink_to(tmp_path / target)
-        with pytest.raises(DataError, match=r"astray\.png is a link to a file that cannot be reached"):
+        with pytest.raises(DataError, match=r"astray\.png.*link"):
             image_folder(tmp_path)
         (tmp_path / "astray.png").unlink()
 
@@ -133,7 +133,7 @@ def test_images_a_level_deeper_are_not_passed_over(tmp_path: Path) -> None:
     (tmp_path / "1" / "notes").mkdir()
     assert len(image_folder(tmp_path).images) == 6
     write_png(tmp_path / "1" / "more" / "9.png", np.zeros((4, 5), np.uint8))
-    with pytest.raises(DataError, match=r"more holds images \(9\.png\) a level deeper .* in .*1 itself: move them"):
+    with pytest.raises(DataError, match=r"9\.png.*deeper"):
         image_folder(tmp_path)
 
 
@@ -150,7 +150,7 @@ def test_folders_that_are_no_dataset(tmp_path: Path) -> None:
     (tmp_path / ".hidden").mkdir()
     (tmp_path / "notes.txt").write_text("nothing")
     assert len(image_folder(tmp_path)) == 6
-    with pytest.raises(DataError, match=r"2 class folders \(0, 1\); expected 3 class folders \(0, 1, 2\)"):
+    with pytest.raises(DataError, match=r"\(0, 1\).*\(0, 1, 2\)"):
         image_folder(tmp_path, classes=("0", "1", "2"))
     write_png(tmp_path / "stray.png", np.zeros((4, 5), np.uint8))
     with pytest.raises(DataError, match=r"images \(stray\.png\) beside folders"):
@@ -162,10 +162,10 @@ def test_a_damaged_image_is_named(tmp_path: Path, size: int | None) -> None:
     write_png(tmp_path / "good.png", random_images(1, 40, 40)[0])
     whole = (tmp_path / "good.png").read_bytes()
     (tmp_path / "half.png").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"half\.png is no whole image"):
+    with pytest.raises(DataError, match=r"half\.png.*whole image"):
         image_folder(tmp_path, size=size)
     (tmp_path / "half.png").write_bytes(b"not an image")
-    with pytest.raises(DataError, match=r"half\.png is no whole image"):
+    with pytest.raises(DataError, match=r"half\.png.*whole image"):
         image_folder(tmp_path, size=size)
 
 
@@ -186,7 +186,7 @@ def test_a_wrong_byte_anywhere_leaves_an_image_or_one_sentence(tmp_path: Path) -
 def test_a_picture_too_large_to_be_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_png(tmp_path / "bomb.png", np.zeros((10, 10), np.uint8))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40)
-    with pytest.raises(DataError, match=r"bomb\.png is no whole image \(Image size \(100 pixels\) exceeds limit"):
+    with pytest.raises(DataError, match=r"bomb\.png.*exceeds limit"):
         image_folder(tmp_path)
 
 
@@ -261,7 +261,7 @@ def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [None, 3, "", ["a.png"]])
 def test_a_folder_has_a_name(wrong: object) -> None:
-    with pytest.raises(DataError, match=r"the folder of images is .*, expected a name"):
+    with pytest.raises(DataError, match=r"folder.*expected a name"):
         image_folder(wrong)  # type: ignore[arg-type]
 
 

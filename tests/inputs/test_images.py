@@ -97,5 +97,5 @@ def test_what_is_no_set_of_images_is_refused(images: torch.Tensor, labels: torch
 
 def test_labels_of_a_set_without_class_names_are_any_class_numbers() -> None:
     assert len(Split(IMAGES, torch.tensor([0, 1, 8, 0]), "set")) == 4
-    with pytest.raises(DataError, match="labels from -1 to 8; expected class numbers from 0: "):
+    with pytest.raises(DataError, match="labels from -1"):
         Split(IMAGES, torch.tensor([0, -1, 8, 0]), "set")

@@ -123,7 +123,7 @@ def test_numbers_that_no_file_holds_are_named() -> None:
 def test_types_are_checked_of_tensors_that_share_memory_too() -> None:
     weight = torch.ones(2)
     check_types({"weight": weight, "bits": weight.view(torch.int32)})
-    with pytest.raises(ShiftmendError, match=r"^'finer' holds numbers of the type complex128"):
+    with pytest.raises(ShiftmendError, match=r"'finer'.*complex128"):
         check_types({"weight": weight, "finer": torch.ones(2, dtype=torch.complex128)})
 
 
@@ -149,7 +149,7 @@ def test_a_file_that_cannot_be_written_is_an_error_of_the_system(
         raise safetensors.SafetensorError("No space left on device")
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
-    with pytest.raises(OSError, match="No space left on device") as error:
+    with pytest.raises(OSError, match="No space left") as error:
         save_tensors(tmp_path / "file", {"weight": torch.ones(2)})
     assert error.value.strerror == "No space left on device"
     assert not [*tmp_path.iterdir()]

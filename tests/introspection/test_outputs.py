@@ -39,7 +39,7 @@ class Keyed(OrderedDict[str, Any]):
         ({"loss": None, "logits": ONE}, "output='logits'$"),
         ((None, ONE), "output=1$"),
         ([ONE, ONE], "output=0$"),
-        ({"loss": 1.5}, "entries 'loss'; expected a tensor"),
+        ({"loss": 1.5}, "entries 'loss'"),
         ({}, "an empty dict"),
         (None, "None"),
         (1.5, "a float"),
@@ -65,7 +65,7 @@ def test_entries_are_picked_and_refused_by_name() -> None:
     for value, entry in (({"logits": ONE}, 0), ((ONE,), 3), ((ONE,), "logits"), (None, 0)):
         with pytest.raises(TapError, match=f"no entry {entry!r}"):
             pick(value, entry, "the model")
-    with pytest.raises(TapError, match="a tuple of 2 entries"):
+    with pytest.raises(TapError, match="tuple of 2"):
         pick(((ONE, ONE),), 0, "the model")
 
 
@@ -84,9 +84,9 @@ def test_parts_with_names_are_picked_by_name(make: Callable[[torch.Tensor], Any]
 
 def test_what_cannot_be_picked_from_a_dataclass() -> None:
     value = Outputs(None, torch.zeros(2, 3))
-    with pytest.raises(TapError, match=r"entry 'loss' .* is None"):
+    with pytest.raises(TapError, match=r"'loss'.*None"):
         pick(value, "loss", "the model")
-    with pytest.raises(TapError, match=r"an Outputs .* no entry 1"):
+    with pytest.raises(TapError, match=r"Outputs.*entry 1"):
         pick(value, 1, "the model")
 
 

@@ -95,7 +95,7 @@ class TwoHeads(nn.Module):
 def test_an_output_of_another_head_than_the_profile_s_is_refused() -> None:
     model, inputs = TwoHeads().eval(), torch.randn(64, 6)
     profile = shiftmend.profile(model, inputs, output="species", progress=False)
-    with pytest.raises(TapError, match=r"^output='age' is not what the tap 'logits' sees: 'species' writes another"):
+    with pytest.raises(TapError, match=r"output='age'.*'species'"):
         shiftmend.adapt(model, inputs, profile, "fr", output="age", epochs=1, progress=False)
     for same in ("species", "shares", None):
         assert trace(model, inputs[:2], taps=profile.specs, output=same).head == "species"

@@ -20,8 +20,8 @@ from shiftmend.introspection.validate import check_model, copy_model, unwrap, va
     [
         (None, "None"),
         (nn.Linear, "the class Linear"),
-        ("net.pt", "a str, .*build the network"),
-        (nn.Linear(2, 2).state_dict(), "an OrderedDict, .*build the network"),
+        ("net.pt", r"a str,.*build"),
+        (nn.Linear(2, 2).state_dict(), r"an OrderedDict,.*build"),
         (nn.Linear(2, 2, device="meta"), "no values"),
         (nn.LazyLinear(2), "lazy"),
     ],
@@ -100,7 +100,7 @@ class Raises(nn.Module):
     ],
 )
 def test_whatever_a_model_raises_is_one_sentence(error: Exception, words: str) -> None:
-    with pytest.raises(DataError, match=rf"\[3\] and type float32: {words}$") as caught:
+    with pytest.raises(DataError, match=rf"\[3\].*float32: {words}$") as caught:
         check_model(Raises(error), [torch.zeros(2, 3)])
     assert caught.value.__cause__ is error
 

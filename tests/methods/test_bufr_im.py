@@ -74,10 +74,10 @@ def test_each_stage_has_its_loss(hold: float) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"refine_epochs": 0}, "refine_epochs must be a whole number of at least 1"),
-        ({"refine_rate": -1.0}, "refine_rate must be a positive number"),
-        ({"hold": -1.0}, "hold must be a number of at least 0"),
-        ({"decay": 0.0}, "decay of the learning rate must be a positive number"),
+        ({"refine_epochs": 0}, r"refine_epochs.*whole number"),
+        ({"refine_rate": -1.0}, r"refine_rate.*positive"),
+        ({"hold": -1.0}, r"hold.*at least 0"),
+        ({"decay": 0.0}, r"decay.*positive"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, float], sentence: str) -> None:

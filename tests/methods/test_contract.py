@@ -11,7 +11,7 @@ from worlds import sensors
 import shiftmend
 from shiftmend.engine.method import Activations, Method, Network, Objective, Stage
 from shiftmend.errors import AdaptationError
-from shiftmend.methods import METHODS, method
+from shiftmend.methods import method
 from shiftmend.profiles.profile import Profile
 
 
@@ -69,43 +69,40 @@ def test_a_method_by_its_class_takes_options_and_several_rates() -> None:
     assert set(online.losses) == {"features"}
 
 
-def test_what_is_no_method_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(AdaptationError, match="unknown method the class int"):
+def test_what_is_no_method_is_one_sentence() -> None:
+    with pytest.raises(AdaptationError, match=r"method.*class int"):
         method(int)  # type: ignore[arg-type]
-    with pytest.raises(AdaptationError, match="centred' has no option 'rate'; it has epochs, learning_rate"):
+    with pytest.raises(AdaptationError, match=r"'rate'.*epochs, learning_rate"):
         method(Centred, rate=1)
-    monkeypatch.setitem(METHODS, "centred", Centred())
-    with pytest.raises(AdaptationError, match=r"METHODS has Centred.* for 'centred', expected a class"):
-        method("centred")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (with_loss(None), "`objective` of centred gave None, expected a function"),
-        (with_loss(lambda seen: seen["features"].mean()), "gave a Tensor, expected its terms by name"),
-        (with_loss(lambda seen: {}), "gave nothing, expected its terms by name"),
-        (with_loss(lambda seen: {"x": 1.0}), "term 'x' of the loss of 'all blocks' is 1.0, expected a tensor of one"),
-        (with_loss(lambda seen: {"x": seen["features"].mean()[None]}), r"is float32 \[1\], expected a tensor of one"),
-        (with_loss(lambda seen: {"x": seen["features"].argmax()}), r"is int64 \[\], expected a tensor of one"),
+        (with_loss(None), r"`objective`.*None"),
+        (with_loss(lambda seen: seen["features"].mean()), r"Tensor.*by name"),
+        (with_loss(lambda seen: {}), r"nothing.*by name"),
+        (with_loss(lambda seen: {"x": 1.0}), r"'x'.*1\.0.*tensor"),
+        (with_loss(lambda seen: {"x": seen["features"].mean()[None]}), r"float32 \[1\].*tensor"),
+        (with_loss(lambda seen: {"x": seen["features"].argmax()}), r"int64 \[\].*tensor"),
         (with_loss(lambda seen: {"x": seen["features"].mean().detach()}), "or the loss does"),
         (
             with_loss(lambda seen: {"x": seen["logits"].mean()}),
-            "reads 'logits', which its method does not name",
+            "reads 'logits'",
         ),
-        (with_loss(lambda seen: {"x": seen["targets"].mean()}), "which no method has without `by_sample`"),
-        (with_stage(1, 0.1, ("nowhere.weight",)), "trains 'nowhere.weight', which is no parameter of the model"),
-        (with_stage(1, 0.1, "0.weight"), "trains '0.weight', which is no parameter .* expected a tuple of names"),
-        (with_stage(1, 0.0, ("0.weight",)), "learning rate of stage 'some' of centred must be a positive number"),
+        (with_loss(lambda seen: {"x": seen["targets"].mean()}), "without `by_sample`"),
+        (with_stage(1, 0.1, ("nowhere.weight",)), r"'nowhere\.weight'.*no parameter"),
+        (with_stage(1, 0.1, "0.weight"), r"'0\.weight'.*tuple"),
+        (with_stage(1, 0.0, ("0.weight",)), r"learning rate.*'some'.*positive"),
         (
             with_stage(1, 0.1, ("0.weight",), -1),
-            "weight decay of stage 'some' of centred must be a number of at least 0",
+            r"weight decay.*'some'.*0",
         ),
-        (with_stage(0, 0.1, ("0.weight",)), "epochs of stage 'some' of centred must be a whole number of at least 1"),
-        (changed(stages=lambda self, network, profile: iter(())), "`stages` of centred gave .*, expected a list"),
-        (changed(taps=lambda self, profile: "features"), "`taps` of centred gave 'features', expected a tuple"),
-        (changed(hyperparameters=lambda self: {"home": torch.zeros(2)}), "centred cannot be written into a manifest"),
+        (with_stage(0, 0.1, ("0.weight",)), r"epochs.*'some'.*whole"),
+        (changed(stages=lambda self, network, profile: iter(())), r"`stages`.*list"),
+        (changed(taps=lambda self, profile: "features"), r"`taps`.*'features'.*tuple"),
+        (changed(hyperparameters=lambda self: {"home": torch.zeros(2)}), r"centred.*manifest"),
         (changed(name=None), "Changed has no name"),
     ],
 )
@@ -120,23 +117,23 @@ def test_what_a_method_of_ones_own_gets_wrong_is_one_sentence(wrong: Method, sen
 def test_what_only_the_whole_data_can_give_is_refused_on_a_stream() -> None:
     world = sensors()
     staged = changed(stages=lambda self, network, profile: [Stage("some", 1, 0.1, network.below_features)] * 2)
-    with pytest.raises(AdaptationError, match="centred has 2 stages, and a stream never comes to the second"):
+    with pytest.raises(AdaptationError, match=r"centred.*2 stages"):
         shiftmend.stream(world.model, world.profile(), staged).step(world.target[:50])
-    with pytest.raises(AdaptationError, match="centred needs the whole of the data"):
+    with pytest.raises(AdaptationError, match=r"centred.*whole"):
         shiftmend.stream(world.model, world.profile(), changed(by_sample=True))
 
 
 def test_targets_that_are_no_tensor() -> None:
     world = sensors()
     wrong = changed(by_sample=True, targets=lambda self, network, look: None)
-    with pytest.raises(AdaptationError, match="`targets` of centred gave None, expected a tensor"):
+    with pytest.raises(AdaptationError, match=r"`targets`.*None.*tensor"):
         shiftmend.adapt(world.model, world.target, world.profile(), wrong, progress=False)
 
 
 def test_batches_smaller_than_the_method_needs(caplog: pytest.LogCaptureFixture) -> None:
     world = sensors()
     hungry = changed(smallest_batch=lambda self, profile: 100)
-    with pytest.raises(AdaptationError, match="batches of 50 are too small for centred; it needs at least 100"):
+    with pytest.raises(AdaptationError, match=r"50.*centred.*100"):
         shiftmend.adapt(world.model, world.target, world.profile(), hungry, batch_size=50, progress=False)
     online = shiftmend.stream(world.model, world.profile(), hungry)
     online.step(world.target[:50])

@@ -134,9 +134,7 @@ def test_constant_units_take_no_part() -> None:
 @pytest.mark.slow
 def test_fewer_samples_than_features() -> None:
     world, profile = sensors(), full_profile("sensors")
-    with pytest.raises(
-        AdaptationError, match="more than 12 samples for 12 features, got 10; use a larger batch, or shri"
-    ):
+    with pytest.raises(AdaptationError, match="12 features, got 10"):
         shiftmend.adapt(world.model, world.target, profile, "full-gauss", epochs=1, batch_size=10, progress=False)
     with pytest.raises(AdaptationError, match="more than 12 samples"):
         shiftmend.adapt(world.model, world.target[:8], profile, "full-gauss", epochs=1, progress=False)
@@ -152,7 +150,7 @@ def test_a_source_of_fewer_samples_than_features() -> None:
     case = ZOO["paper-cnn"]
     model = case.model()
     profile = shiftmend.profile(model, case.inputs(12), gaussian="full", progress=False)
-    with pytest.raises(AdaptationError, match=r"features is singular \(12 samples\); use full-gauss with shrinkage"):
+    with pytest.raises(AdaptationError, match=r"singular \(12 samples\).*shrinkage"):
         shiftmend.adapt(model, case.inputs(), profile, "full-gauss", epochs=1, progress=False)
     result = shiftmend.adapt(
         model, case.inputs(), profile, "full-gauss", epochs=1, batch_size=8, shrinkage=0.3, progress=False
@@ -162,7 +160,7 @@ def test_a_source_of_fewer_samples_than_features() -> None:
 
 def test_a_profile_without_covariance_is_one_sentence() -> None:
     world = sensors()
-    with pytest.raises(AdaptationError, match=r"does not hold; make it with shiftmend.profile\(..., gaussian='full'\)"):
+    with pytest.raises(AdaptationError, match="gaussian='full'"):
         shiftmend.adapt(world.model, world.target, world.profile(), "full-gauss", progress=False)
     with pytest.raises(AdaptationError, match="needs a profile"):
         shiftmend.adapt(world.model, world.target, None, "full-gauss", progress=False)
@@ -170,7 +168,7 @@ def test_a_profile_without_covariance_is_one_sentence() -> None:
 
 @pytest.mark.parametrize("shrinkage", [-0.1, 1.1, float("nan"), True, "0.1", None])
 def test_impossible_shrinkages_are_one_sentence(shrinkage: object) -> None:
-    with pytest.raises(AdaptationError, match=r"shrinkage must lie between 0 \(none\) and 1"):
+    with pytest.raises(AdaptationError, match=r"shrinkage.*between 0"):
         FullGauss(shrinkage=shrinkage)  # type: ignore[arg-type]
 
 

@@ -298,10 +298,10 @@ def test_it_mends_a_simple_shift() -> None:
 
 def test_what_it_cannot_do_is_one_sentence() -> None:
     world = sensors()
-    with pytest.raises(AdaptationError, match="shot needs the whole of the data, which a stream never is; use one of"):
+    with pytest.raises(AdaptationError, match=r"shot.*whole.*one of"):
         shiftmend.stream(world.model, None, "shot")
     streamed = list(world.target.split(100))
-    with pytest.raises(AdaptationError, match="must know which sample is which"):
+    with pytest.raises(AdaptationError, match="which sample"):
         shiftmend.adapt(world.model, streamed, None, "shot", epochs=1, resident=False, progress=False)
     regressor = ZOO["regressor"]
     with pytest.raises(AdaptationError, match="shot needs class logits"):
@@ -323,5 +323,5 @@ class Two(nn.Module):
 
 
 def test_an_embedding_of_other_samples_is_one_sentence() -> None:
-    with pytest.raises(AdaptationError, match="body gives 40 for 20; name another module in `shiftmend_embedding`"):
+    with pytest.raises(AdaptationError, match=r"40 for 20.*shiftmend_embedding"):
         shiftmend.adapt(Two(), torch.randn(20, 2, 2), None, "shot", epochs=1, progress=False)

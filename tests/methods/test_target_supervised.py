@@ -149,17 +149,17 @@ def test_labels_are_copied() -> None:
 @pytest.mark.parametrize(
     ("labels", "words"),
     [
-        (torch.tensor([0.0, 1.0]), r"one class number a sample, got float32 \[2\]"),
-        (np.array([0.5]), r"one class number a sample, got float64 \[1\]"),
-        (torch.zeros(4, 3, dtype=torch.long), r"one class number a sample, got int64 \[4, 3\]"),
-        (torch.tensor(3), r"one class number a sample, got int64 \[\]"),
-        ([], r"one class number a sample, got float64 \[0\]"),
-        (torch.zeros(0, dtype=torch.long), r"one class number a sample, got int64 \[0\]"),
-        (["cat", "dog"], "one class number a sample, got a list"),
-        (np.array(["cat"]), "one class number a sample, got an array of <U3"),
-        ([[1, 2], [3]], "one class number a sample, got a list"),
-        (None, "one class number a sample, got a NoneType"),
-        ([0, -1, 2], "class numbers from 0, got -1"),
+        (torch.tensor([0.0, 1.0]), r"class number.*float32 \[2\]"),
+        (np.array([0.5]), r"class number.*float64 \[1\]"),
+        (torch.zeros(4, 3, dtype=torch.long), r"class number.*int64 \[4, 3\]"),
+        (torch.tensor(3), r"class number.*int64 \[\]"),
+        ([], r"class number.*float64 \[0\]"),
+        (torch.zeros(0, dtype=torch.long), r"class number.*int64 \[0\]"),
+        (["cat", "dog"], "class number.*a list"),
+        (np.array(["cat"]), "class number.*an array of <U3"),
+        ([[1, 2], [3]], "class number.*a list"),
+        (None, "class number.*a NoneType"),
+        ([0, -1, 2], r"class numbers.*-1"),
     ],
     ids=repr,
 )
@@ -171,20 +171,18 @@ def test_labels_that_are_none_are_one_sentence(labels: Any, words: str) -> None:
 
 def test_labels_that_do_not_fit_are_one_sentence() -> None:
     world = sensors()
-    with pytest.raises(
-        AdaptationError, match="target-supervised needs one label a sample: there are 599 for 600 samples"
-    ):
+    with pytest.raises(AdaptationError, match="599 for 600"):
         adapt(labels=world.labels[:-1])
-    with pytest.raises(AdaptationError, match=r"there are 1200 for 600 samples$"):
+    with pytest.raises(AdaptationError, match="1200 for 600"):
         adapt(labels=world.labels.repeat(2))
-    with pytest.raises(AdaptationError, match="there is a label 3, but the model knows 3 classes"):
+    with pytest.raises(AdaptationError, match=r"label 3.*3 classes"):
         adapt(labels=torch.where(torch.arange(600) == 599, 3, world.labels))
-    with pytest.raises(AdaptationError, match=r"'target-supervised' needs 'labels', e.g. adapt\(..., labels=labels\)"):
+    with pytest.raises(AdaptationError, match="needs 'labels'"):
         shiftmend.adapt(world.model, world.target, None, "target-supervised")
-    with pytest.raises(AdaptationError, match="needs the whole of the data, which a stream never is"):
+    with pytest.raises(AdaptationError, match=r"whole.*stream"):
         shiftmend.stream(world.model, None, "target-supervised", labels=world.labels)
     loader = DataLoader(TensorDataset(world.target), batch_size=100)
-    with pytest.raises(AdaptationError, match="must know which sample is which"):
+    with pytest.raises(AdaptationError, match="which sample"):
         shiftmend.adapt(
             world.model, loader, None, "target-supervised", labels=world.labels, resident=False, progress=False
         )
@@ -197,13 +195,13 @@ def test_labels_that_do_not_fit_are_one_sentence() -> None:
 
 def test_a_model_with_several_answers_a_sample_is_refused() -> None:
     model, images = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 1)), torch.randn(20, 1, 8, 8)
-    with pytest.raises(AdaptationError, match="of one answer a sample; this one gives 720 for 20: "):
+    with pytest.raises(AdaptationError, match="720 for 20"):
         shiftmend.adapt(model, images, None, "target-supervised", labels=torch.zeros(20, dtype=torch.long), epochs=1)
 
 
 @pytest.mark.parametrize("decay", [-1e-3, float("nan"), float("inf"), "5e-4", True, None])
 def test_impossible_weight_decays_are_one_sentence(decay: Any) -> None:
-    with pytest.raises(AdaptationError, match="weight decay must be a number of at least 0"):
+    with pytest.raises(AdaptationError, match=r"weight decay.*0"):
         TargetSupervised(labels=[0], weight_decay=decay)
 
 

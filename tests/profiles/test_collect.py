@@ -202,7 +202,7 @@ def test_features_whose_variance_is_no_number_are_refused_before_they_are_saved(
     with torch.no_grad():
         model[0].weight[:2] *= 1e25
         model[1].weight *= 1e-25
-    with pytest.raises(ProfileError, match=r"'features' gave values .* \(beyond 1e19\) in 2 units .*; look at"):
+    with pytest.raises(ProfileError, match=r"'features'.*1e19.*2 units"):
         shiftmend.profile(model, torch.randn(50, 6))
 
 
@@ -218,7 +218,7 @@ def test_hooks_never_stay() -> None:
 def test_too_many_features_for_slices_are_refused_before_a_file_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shiftmend.profiles.collect.MAX_WEIGHTS", 1000)
     case = ZOO["tabular"]
-    with pytest.raises(ProfileError, match="16 features are too many for 128 slices"):
+    with pytest.raises(ProfileError, match=r"16 features.*128 slices"):
         shiftmend.profile(case.model(), case.inputs())
 
 
@@ -231,7 +231,7 @@ def test_features_that_hardly_vary_are_refused() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(self.a(x) * 1e-3 + 1e3)
 
-    with pytest.raises(ProfileError, match="every unit at tap 'features' was constant"):
+    with pytest.raises(ProfileError, match=r"'features'.*constant"):
         shiftmend.profile(Stiff(), torch.randn(200, 6))
 
 
@@ -294,12 +294,12 @@ def test_a_full_gaussian_does_not_depend_on_passes() -> None:
 def test_other_kinds_of_gaussian_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     case = ZOO["tabular"]
     model, inputs = case.model(), case.inputs()
-    with pytest.raises(ProfileError, match="unknown kind of Gaussian 'diagonal', expected one of marginal, full"):
+    with pytest.raises(ProfileError, match=r"'diagonal'.*marginal, full"):
         shiftmend.profile(model, inputs, gaussian="diagonal")
-    with pytest.raises(ProfileError, match=r"like= brings .* kind of Gaussian with it"):
+    with pytest.raises(ProfileError, match=r"like=.*Gaussian"):
         shiftmend.profile(model, inputs, gaussian="full", like=shiftmend.profile(model, inputs))
     monkeypatch.setattr("shiftmend.profiles.collect.MOST_CORRELATED", 15)
-    with pytest.raises(ProfileError, match=r"covariance of 16 features is too large to store \(at most 15\); leave"):
+    with pytest.raises(ProfileError, match=r"covariance.*16 features.*15"):
         shiftmend.profile(model, inputs, gaussian="full")
 
 
@@ -311,27 +311,27 @@ def test_like_may_name_a_file(tmp_path: Path) -> None:
     expected = shiftmend.profile(model, case.inputs(64, seed=2), like=first)
     for named in (tmp_path / "first.profile", str(tmp_path / "first.profile")):
         assert same(shiftmend.profile(model, case.inputs(64, seed=2), like=named), expected)
-    with pytest.raises(ProfileError, match="the profile was made for a model with other layers"):
+    with pytest.raises(ProfileError, match="other layers"):
         shiftmend.profile(
             torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)), torch.randn(20, 3), like=first
         )
-    with pytest.raises(ProfileError, match="what like= names is a Tensor, expected a Profile or the name of its file"):
+    with pytest.raises(ProfileError, match=r"like=.*Tensor"):
         shiftmend.profile(model, case.inputs(), like=case.inputs())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"bins": 10}, r"bins is 10, expected shiftmend\.Bins, e\.g\. bins=Bins\(10\)"),
+        ({"bins": 10}, "bins is 10"),
         ({"bins": 0}, "bins is 0, expected"),
-        ({"preset": ""}, "unknown preset '', expected one of reference, paper, sliced"),
-        ({"preset": ["paper"]}, r"unknown preset \['paper'\], expected one of"),
-        ({"taps": ["0"]}, r"taps is \['0'\], expected names with where to tap"),
-        ({"keep_bytes": None}, "keep_bytes must be a whole number of bytes, got None"),
-        ({"keep_bytes": float("nan")}, "keep_bytes must be a whole number of bytes, got nan"),
-        ({"preprocess": "normalise"}, "preprocess is 'normalise', expected a function"),
+        ({"preset": ""}, r"preset ''.*reference"),
+        ({"preset": ["paper"]}, r"preset \['paper'\]"),
+        ({"taps": ["0"]}, r"taps is \['0'\]"),
+        ({"keep_bytes": None}, r"keep_bytes.*got None"),
+        ({"keep_bytes": float("nan")}, r"keep_bytes.*got nan"),
+        ({"preprocess": "normalise"}, "preprocess is 'normalise'"),
         ({"device": ["cpu"]}, "is not available here"),
-        ({"gaussian": np.array(["full", "full"])}, "unknown kind of Gaussian a ndarray"),
+        ({"gaussian": np.array(["full", "full"])}, r"Gaussian.*ndarray"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_one_sentence(wrong: dict[str, object], sentence: str) -> None:
@@ -350,7 +350,7 @@ def test_so_few_samples_that_a_profile_tells_them_are_remarked(caplog: pytest.Lo
     assert caplog.messages == []
     one = shiftmend.profile(model, inputs[:1], like=whole, progress=False)
     assert caplog.messages == [
-        "a profile of so few samples (1) nearly tells their inputs; do not let it leave if those are secret"
+        "A profile of only 1 sample nearly reveals the inputs. Do not pass it on if they are confidential."
     ]
     with torch.no_grad(), attach_taps(model, whole.specs) as recorder:
         model(inputs[:1])
@@ -379,7 +379,7 @@ def test_a_model_that_changes_its_buffers_is_left_as_it_was(caplog: pytest.LogCa
     shiftmend.evaluate(model, (inputs, torch.zeros(400, dtype=torch.long)))
     assert torch.equal(model.average, torch.zeros(8))
     shiftmend.adapt(model, inputs, profile, "source-only", progress=False)
-    assert "not those the profile was made with" not in caplog.text
+    assert "not those that the profile was made with" not in caplog.text
 
 
 class Spectra(nn.Module):
@@ -409,10 +409,10 @@ def test_complex_inputs_and_weights(tmp_path) -> None:  # type: ignore[no-untype
     result.save(tmp_path)
     model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
     assert torch.equal(model.first.weight, result.model.first.weight)
-    with pytest.raises(TapError, match="tap 'early' watches 'first', which gives complex numbers"):
+    with pytest.raises(TapError, match=r"'early'.*'first'.*complex"):
         shiftmend.profile(model, inputs, taps={"early": "first"})
     inputs[3, 0] = complex(0, math.nan)
-    with pytest.raises(DataError, match="NaN or infinite values, first in sample 3 "):
+    with pytest.raises(DataError, match=r"infinite.*sample 3 "):
         shiftmend.profile(model, inputs)
 
 
@@ -424,7 +424,7 @@ def test_a_preprocess_that_makes_nan_is_what_is_named() -> None:
         lambda: shiftmend.adapt(model, inputs, home, preprocess=torch.log, progress=False),
         lambda: shiftmend.verify(model, inputs, home, preprocess=torch.log),
     ):
-        with pytest.raises(DataError, match=r"^the inputs are finite before preprocess and NaN behind it; "):
+        with pytest.raises(DataError, match="finite before preprocess"):
             use()
 
 

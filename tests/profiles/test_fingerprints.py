@@ -97,7 +97,7 @@ def test_sparse_weights_are_refused_with_what_to_do() -> None:
     model.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
     weights(model)
     model.register_buffer("edges", torch.eye(3).to_sparse())
-    with pytest.raises(ShiftmendError, match=r"^'edges' of the model is a sparse tensor, .* with persistent=False$"):
+    with pytest.raises(ShiftmendError, match=r"'edges'.*sparse.*persistent=False"):
         weights(model)
 
 

@@ -126,7 +126,7 @@ def test_the_profile_notices_another_model(caplog: pytest.LogCaptureFixture) -> 
     with pytest.raises(ProfileError, match="other layers"):
         shiftmend.adapt(ZOO["signal"].model(), ZOO["signal"].inputs(), made)
     shiftmend.adapt(case.model(seed=5), case.inputs(), made, "source-only")
-    assert "not those the profile was made with" in caplog.text
+    assert "not those that the profile was made with" in caplog.text
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_a_profile_that_could_not_be_loaded_again_is_not_written(monkeypatch: py
     made = shiftmend.profile(case.model(), case.inputs(), bins=Bins(temperature=np.float32(0.01)))
     made.to_bytes()
     monkeypatch.setattr(profile_files, "MAX_BYTES", 1000)
-    with pytest.raises(ProfileError, match="could not be loaded again"):
+    with pytest.raises(ProfileError, match="loaded again"):
         made.to_bytes()
 
 
@@ -189,7 +189,7 @@ def test_a_profile_merges_with_one_in_a_file(tmp_path: Path) -> None:
     second.save(tmp_path / "second.profile")
     for named in (tmp_path / "second.profile", str(tmp_path / "second.profile")):
         assert same(first.merge(named), first.merge(second))
-    with pytest.raises(ProfileError, match="to be merged is a dict, expected a Profile or the name of its file"):
+    with pytest.raises(ProfileError, match="merged is a dict"):
         first.merge({})  # type: ignore[arg-type]
     with pytest.raises(ProfileError, match=r"nowhere\.profile"):
         first.merge(tmp_path / "nowhere.profile")
@@ -198,18 +198,18 @@ def test_a_profile_merges_with_one_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [None, 3, "", [], b"file"])
 def test_what_names_no_file_is_refused(wrong: object) -> None:
     profile = shiftmend.profile(ZOO["tabular"].model(), ZOO["tabular"].inputs(), progress=False)
-    with pytest.raises(ProfileError, match=r"^the file to write is .*, expected a name, as text or as a Path$"):
+    with pytest.raises(ProfileError, match=r"file to write.*name"):
         profile.save(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ProfileError, match=r"^the profile is .*, expected a name, as text or as a Path$"):
+    with pytest.raises(ProfileError, match=r"profile is.*name"):
         Profile.load(wrong)  # type: ignore[arg-type]
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     profile = shiftmend.profile(ZOO["tabular"].model(), ZOO["tabular"].inputs(), progress=False)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ProfileError, match=r"file/inside cannot be written \(.*\); name another file"):
+    with pytest.raises(ProfileError, match=r"file/inside.*another file"):
         profile.save(tmp_path / "file" / "inside")
-    with pytest.raises(ProfileError, match=r"cannot be written .*is a folder"):
+    with pytest.raises(ProfileError, match=r"written.*folder"):
         profile.save(tmp_path)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
@@ -220,10 +220,10 @@ def test_a_profile_checks_the_model_inside_a_wrapper_and_refuses_what_is_none() 
     profile = shiftmend.profile(model, case.inputs(), progress=False)
     profile.check_architecture(torch.nn.DataParallel(model))
     for check in (profile.check_architecture, profile.check_weights):
-        with pytest.raises(TapError, match=r"the model is a dict, expected a torch\.nn\.Module"):
+        with pytest.raises(TapError, match=r"model is a dict.*nn\.Module"):
             check({})
     assert profile.to("cpu").taps["features"].low.device == torch.device("cpu")
-    with pytest.raises(shiftmend.ShiftmendError, match="device 'nowhere' is not available"):
+    with pytest.raises(shiftmend.ShiftmendError, match=r"'nowhere'.*available"):
         profile.to("nowhere")
 
 
@@ -336,18 +336,18 @@ def test_a_class_may_have_one_sample(tmp_path: Path) -> None:
 )
 def test_impossible_shares_are_refused(shares: object) -> None:
     made = shiftmend.profile(ZOO["tabular"].model(), ZOO["tabular"].inputs())
-    with pytest.raises(ProfileError, match="expected one number for each of the 2 parts"):
+    with pytest.raises(ProfileError, match="2 parts"):
         Profile.mixture([made, made], shares)  # type: ignore[arg-type]
 
 
 def test_what_is_no_list_of_profiles_is_no_mixture(tmp_path: Path) -> None:
     made = shiftmend.profile(ZOO["tabular"].model(), ZOO["tabular"].inputs())
     for given in (made, "home.profile", 3):
-        with pytest.raises(ProfileError, match="expected a list of profiles or files"):
+        with pytest.raises(ProfileError, match="list of profiles"):
             Profile.mixture(given, [1])  # type: ignore[arg-type]
-    with pytest.raises(ProfileError, match="part 2 of the mixture is an int, expected a Profile"):
+    with pytest.raises(ProfileError, match=r"part 2.*int"):
         Profile.mixture([made, 3], [1, 1])  # type: ignore[list-item]
-    with pytest.raises(ProfileError, match="expected one number for each of the 0 parts"):
+    with pytest.raises(ProfileError, match="0 parts"):
         Profile.mixture([], [])
     other = shiftmend.profile(ZOO["tabular"].model(seed=1), ZOO["tabular"].inputs())
     with pytest.raises(ProfileError, match="different models"):

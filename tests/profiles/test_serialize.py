@@ -918,7 +918,7 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, step, fail)
-    with pytest.raises(ProfileError, match=r"cannot be written \(No space left on device\); name another file"):
+    with pytest.raises(ProfileError, match="No space left"):
         make("paper").save(path)
     monkeypatch.undo()
     assert path.read_bytes() == CONTENT

@@ -375,9 +375,9 @@ def test_estimates_are_drawn_at_their_values_with_their_intervals() -> None:
     assert [value(left), value(left + width)] == pytest.approx([0.2, 0.3], abs=1e-3)
     (diamond,) = drawing.root.iter("path")
     assert value(float(diamond.get("d", "").split()[0][1:])) == pytest.approx(0.5, abs=1e-3)
-    assert "cannot be told" in written
+    assert "unknown" in written
     assert drawing.label is not None
-    assert "after cannot be told" in drawing.label
+    assert "after unknown" in drawing.label
     assert "90.0 %" not in str(chart), "what is withheld is not drawn"
 
 

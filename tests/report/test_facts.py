@@ -213,7 +213,7 @@ def test_cautions_say_what_does_not_belong_together() -> None:
     assert report.gather(world.model, world.source, profile, result).cautions == ()
     inputs = report.gather(world.model, world.target, profile).cautions
     assert inputs == (
-        "Look at the preprocessing of the inputs: their values lie in [-16.6, 14.4], at the source in [-6.08, 6]: "
+        "Check the preprocessing of the inputs: their values lie in [-16.6, 14.4], at the source in [-6.08, 6]: "
         "another normalisation?",
     )
     assert "did not run to its end" in _one(replace(result, manifest=result.manifest | {"status": "interrupted"}))
@@ -264,7 +264,7 @@ def test_a_model_of_numbers_has_no_predictions(quantities: int) -> None:
     assert isinstance(found.scores_before, shiftmend.RegressionScores)
     assert found.scores_before.mean_absolute_error == pytest.approx(error, rel=1e-5)
     page = render(found)
-    assert "no scores of classes" in page
+    assert "does not choose between classes" in page
     assert (f"{quantities} unit is compared" in page) == (quantities == 1)
     assert f"mean absolute error{', of 2 quantities' if quantities == 2 else ''}</td><td>{error:.4g}" in page
     assert "R²" in page

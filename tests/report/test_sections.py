@@ -38,7 +38,7 @@ def test_other_class_shares_are_told_and_drawn_also_from_a_saved_result(tmp_path
         shiftmend.report.write(facts, path)
         text = path.read_text()
         assert "the class shares changed, the device did not" in text
-        assert "The data are as at home" not in text
+        assert "The data look as at home" not in text
         part = text[text.index('id="changed"') :]
         part = part[: part.index("</section>")]
         assert all(name in part for name in ("oak", "elm", "ash", "fir"))

@@ -76,7 +76,7 @@ def test_the_headline_is_that_of_the_verdict_and_stands_in_the_folded_part(
     assert "chance" in made.sentence
     assert f" {format_number(floor)}" in made.sentence
     assert ("a small shift, beyond chance." in made.sentence) == (headline == "Slightly shifted")
-    asked = "Collect at least 7,000 samples at this site (here are 600)"
+    asked = "Collect at least 7,000 samples at this site (these are 600)"
     assert (asked in made.sentence) == (headline == "Undecided")
     few = replace(found, samples_needed=None)
     assert ("profile was made from too few samples" in state_verdict(few).sentence) == (headline == "Undecided")

@@ -125,9 +125,9 @@ def test_non_square_images():
         (torch.zeros(0, 1, 28, 28, dtype=torch.uint8), "at least one"),
         (
             np.zeros((2, 1, 28, 28), np.uint8),
-            r"takes a tensor, got a ndarray; make one of it, e\.g\. torch\.from_numpy",
+            r"ndarray.*from_numpy",
         ),
-        (["a.png"], "takes a tensor, got a list$"),
+        (["a.png"], "got a list"),
     ],
 )
 def test_wrong_images(wrong, message):
@@ -137,7 +137,7 @@ def test_wrong_images(wrong, message):
 
 @pytest.mark.parametrize("name", ["cifar-c/fog", "cifar-c/gaussian_blur", "sensor/resolution"])
 def test_images_without_a_pixel_are_refused(name):
-    with pytest.raises(DataError, match=r"shape \[N, 1 or 3, H, W\], got uint8 \[2, 3, 0, 28\]"):
+    with pytest.raises(DataError, match=r"\[2, 3, 0, 28\]"):
         apply(name, torch.zeros(2, 3, 0, 28, dtype=torch.uint8))
 
 
@@ -164,15 +164,15 @@ def test_unknown_name_gets_suggestions(name, suggestion, images):
 
 
 def test_unknown_parameter_is_named(images):
-    with pytest.raises(DataError, match="no parameter blur: it has isotropic, sigma"):
+    with pytest.raises(DataError, match=r"blur.*isotropic, sigma"):
         apply("emnist-da/gaussian_blur", images, blur=3)
-    with pytest.raises(DataError, match="no parameter sigma: it has none"):
+    with pytest.raises(DataError, match=r"sigma.*has none"):
         apply("emnist-da/stripe", images, sigma=3)
 
 
 @pytest.mark.parametrize("strength", [1.5, -0.1, float("nan")])
 def test_a_strength_is_from_0_to_1(strength, images):
-    with pytest.raises(DataError, match="sensor/gamma has a strength from 0 to 1, got"):
+    with pytest.raises(DataError, match=r"sensor/gamma.*strength"):
         apply("sensor/gamma", images, strength=strength)
 
 
@@ -200,11 +200,11 @@ def test_gpu(name, images):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"seed": None}, "a seed is a whole number of at most 64 bits, got None"),
-        ({"seed": 0.5}, "a seed is a whole number of at most 64 bits, got 0.5"),
-        ({"seed": 2**64}, "a seed is a whole number of at most 64 bits, got 18446744073709551616"),
-        ({"seed": -(2**63) - 1}, "a seed is a whole number of at most 64 bits, got -9223372036854775809"),
-        ({"name": "emnist-da/bricks", "textures": 3}, "the folder of textures is 3, expected a name"),
+        ({"seed": None}, r"seed.*got None"),
+        ({"seed": 0.5}, r"seed.*0\.5"),
+        ({"seed": 2**64}, r"seed.*18446744073709551616"),
+        ({"seed": -(2**63) - 1}, r"seed.*-9223372036854775809"),
+        ({"name": "emnist-da/bricks", "textures": 3}, "textures is 3"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_one_sentence(wrong, message, images):

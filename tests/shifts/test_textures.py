@@ -112,19 +112,19 @@ def test_missing_file_says_which_and_where(tmp_path):
 
 def test_a_picture_of_16_bits_is_refused_and_not_cut_off_at_white(tmp_path):
     Image.fromarray(np.full((40, 40), 4000, np.uint16)).save(tmp_path / "sky.png")
-    with pytest.raises(DataError, match=r"sky\.png has pixels of mode I;16; expected 8 bits"):
+    with pytest.raises(DataError, match=r"sky\.png.*I;16.*8 bits"):
         textures.texture("sky", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["sky", "frost", "photographs"])
 def test_a_folder_is_named_by_text_or_a_path(name):
-    with pytest.raises(DataError, match="the folder of textures is 5, expected a name"):
+    with pytest.raises(DataError, match=r"folder.*is 5"):
         textures.load(name, 5)
 
 
 def test_damaged_file_is_named(tmp_path):
     (tmp_path / "sky.png").write_bytes(b"no picture")
-    with pytest.raises(DataError, match=r"sky\.png is no whole image"):
+    with pytest.raises(DataError, match=r"sky\.png.*whole image"):
         textures.texture("sky", tmp_path)
 
 
@@ -218,5 +218,5 @@ def test_mnist_m_uses_the_folder(tmp_path):
 @pytest.mark.parametrize("content", [b"P6\n4x 40\n255\n", b"P6\n40000 40000\n255\n", b"\x89PNG\r\n\x1a\n", b""])
 def test_a_damaged_picture_is_refused_in_one_sentence(tmp_path, content):
     (tmp_path / "sky.png").write_bytes(content)
-    with pytest.raises(DataError, match=r"sky\.png is no whole image"):
+    with pytest.raises(DataError, match=r"sky\.png.*whole image"):
         textures.texture("sky", tmp_path)

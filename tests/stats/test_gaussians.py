@@ -78,9 +78,7 @@ def test_fewer_samples_than_units_against_numpy(seed: int, samples: int) -> None
     source, values = full_of(drawn(60, 6, seed)), drawn(samples, 6, seed + 1)
     expected = full_divergence_in_numpy(values, source, 0.2)
     assert float(source.divergence(values, 0.2)) == pytest.approx(expected, rel=1e-7)
-    with pytest.raises(
-        AdaptationError, match=f"more than 6 samples for 6 features, got {samples}; use a larger batch, or"
-    ):
+    with pytest.raises(AdaptationError, match=f"6 features, got {samples};"):
         source.divergence(values)
 
 
@@ -153,7 +151,7 @@ def test_half_precision_is_compared_in_double() -> None:
 
 def test_a_singular_source_is_one_sentence() -> None:
     few = full_of(drawn(5, 6, 0))
-    with pytest.raises(AdaptationError, match=r"source's 6 features is singular \(5 samples\); .* shrinkage=0\.1"):
+    with pytest.raises(AdaptationError, match=r"singular.*5 samples.*shrinkage"):
         Comparison.to_source(few)
     assert math.isfinite(float(few.divergence(drawn(20, 6, 1), 0.1)))
 
@@ -161,7 +159,7 @@ def test_a_singular_source_is_one_sentence() -> None:
 @pytest.mark.parametrize("source", [marginal_of(drawn(30, 2, 0)), full_of(drawn(30, 2, 0))], ids=lambda s: s.kind)
 def test_one_sample_has_no_variance(source: MarginalGaussian | FullGaussian) -> None:
     one = drawn(1, 2, 1)
-    with pytest.raises(AdaptationError, match="one sample has no variance"):
+    with pytest.raises(AdaptationError, match="variance"):
         source.divergence(one) if isinstance(source, MarginalGaussian) else source.divergence(one, 0.5)
 
 
@@ -276,7 +274,7 @@ def test_a_part_counted_twice_is_a_part_repeated(seed: int, units: int, times: t
 
 def test_gaussians_of_other_sizes_do_not_merge() -> None:
     for of in (full_of, marginal_of):
-        with pytest.raises(ProfileError, match="3 units cannot be merged with one of 2"):
+        with pytest.raises(ProfileError, match=r"3 units.*2"):
             type(of(drawn(20, 3, 0))).mix([of(drawn(20, 3, 0)), of(drawn(20, 2, 0))], [1, 1])
 
 

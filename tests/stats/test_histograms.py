@@ -301,16 +301,16 @@ def test_the_same_on_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"count": "8"}, "the number of bins in the reference layout must be a whole number from 1 to 1024, got '8'"),
-        ({"count": 1025}, "from 1 to 1024, got 1025"),
-        ({"count": 2, "layout": "paper"}, "in the paper layout must be a whole number from 3 to 1026, got 2"),
-        ({"layout": ["paper"]}, r"unknown bin layout \['paper'\], expected one of reference, paper"),
-        ({"temperature": "0.1"}, r"the temperature must be a number from 1e-30 to 1e\+30, got '0.1'"),
-        ({"temperature": None}, "the temperature must be a number from 1e-30 to .*, got None"),
-        ({"temperature": True}, "the temperature must be a number from 1e-30 to .*, got True"),
-        ({"temperature": math.inf}, "the temperature must be a number from 1e-30 to .*, got inf"),
-        ({"temperature": 1e-31}, "the temperature must be a number from 1e-30 to .*, got 1e-31"),
-        ({"temperature": np.zeros(3)}, "the temperature must be a number from 1e-30 to .*, got a ndarray"),
+        ({"count": "8"}, r"reference layout.*1024.*'8'"),
+        ({"count": 1025}, r"1024.*1025"),
+        ({"count": 2, "layout": "paper"}, r"paper layout.*1026.*2"),
+        ({"layout": ["paper"]}, r"layout \['paper'\]"),
+        ({"temperature": "0.1"}, r"temperature.*'0\.1'"),
+        ({"temperature": None}, r"temperature.*got None"),
+        ({"temperature": True}, r"temperature.*got True"),
+        ({"temperature": math.inf}, r"temperature.*got inf"),
+        ({"temperature": 1e-31}, r"temperature.*1e-31"),
+        ({"temperature": np.zeros(3)}, r"temperature.*ndarray"),
     ],
 )
 def test_bins_say_what_they_expect(wrong: dict[str, object], sentence: str) -> None:

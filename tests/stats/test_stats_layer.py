@@ -310,10 +310,10 @@ def test_inputs_of_any_precision(dtype: torch.dtype) -> None:
 
 def test_wrong_use_is_one_clear_error() -> None:
     layer = StatsLayer(4)
-    with pytest.raises(ShiftmendError, match=r"unknown mode 'train', expected one of off, range, counts, align"):
+    with pytest.raises(ShiftmendError, match=r"'train'.*off, range"):
         layer.track("train")  # type: ignore[arg-type]
     for mode in ("counts", "align"):
-        with pytest.raises(ShiftmendError, match=rf"mode '{mode}' needs the range first"):
+        with pytest.raises(ShiftmendError, match=f"'{mode}'.*range first"):
             layer.track(mode)  # type: ignore[arg-type]
     layer.track("range")
     with pytest.raises(ShiftmendError, match="needs the range first"):
@@ -330,9 +330,9 @@ def test_wrong_use_is_one_clear_error() -> None:
     layer.track("align")
     with pytest.raises(ShiftmendError, match="no batch to compare"):
         layer.loss()
-    with pytest.raises(ShiftmendError, match=r"made for 4 units, its input \[10, 5\] has 5 on axis 1"):
+    with pytest.raises(ShiftmendError, match=r"4 units.*\[10, 5\].*axis 1"):
         layer(torch.randn(10, 5))
-    with pytest.raises(ShiftmendError, match=r"has 7 on axis -1"):
+    with pytest.raises(ShiftmendError, match="7 on axis -1"):
         StatsLayer(4, channel_axis=-1).track("range")(torch.randn(2, 4, 7))
     assert layer.mode == "align"
 
@@ -344,7 +344,7 @@ def test_numbers_that_are_none_are_noticed(bad: float) -> None:
     layer = StatsLayer(4).track("range")
     for part in values.split(64):
         layer(part)
-    with pytest.raises(ShiftmendError, match="1 units were NaN or infinite"):
+    with pytest.raises(ShiftmendError, match=r"1 units.*infinite"):
         layer.track("counts")
 
 
@@ -354,14 +354,14 @@ def test_a_number_that_is_none_in_the_second_pass_is_noticed() -> None:
     layer(values)
     values[100, 2] = float("nan")
     layer.track("counts")(values)
-    with pytest.raises(ShiftmendError, match="1 units were NaN in mode 'counts'"):
+    with pytest.raises(ShiftmendError, match=r"1 units.*'counts'"):
         layer.track("align")
 
 
 def test_a_network_in_half_precision_keeps_its_statistics_in_full() -> None:
     """Half precision counts up to 2048, bfloat16 up to 256; then one more sample changes nothing."""
     model = nn.Sequential(nn.Linear(4, 4), StatsLayer(4), nn.Linear(4, 2)).bfloat16()
-    with pytest.raises(ShiftmendError, match="too coarse to count in"):
+    with pytest.raises(ShiftmendError, match="coarse"):
         model[1].track("range")
     model[1].float()
     with torch.no_grad():
@@ -380,7 +380,7 @@ def test_counts_are_not_loaded_into_other_bins() -> None:
     layer = StatsLayer(3)
     for mode in ("range", "counts"):
         layer.track(mode)(torch.randn(50, 3))
-    with pytest.raises(RuntimeError, match=r"with \[8.0, 0.01\] .* has \[8.0, 0.05\]; make it with the same Bins"):
+    with pytest.raises(RuntimeError, match=r"\[8\.0, 0\.01\].*\[8\.0, 0\.05\]"):
         StatsLayer(3, Bins(temperature=0.05)).load_state_dict(layer.state_dict())
     StatsLayer(3).load_state_dict(layer.state_dict())
     older = layer.state_dict() | {"cut": torch.tensor([8, 0.01], dtype=torch.float64)}
@@ -391,13 +391,13 @@ def test_counts_are_not_loaded_into_other_bins() -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"units": 0}, "needs the number of its units, at least 1, got 0"),
-        ({"units": -3}, "at least 1, got -3"),
-        ({"units": "3"}, "at least 1, got '3'"),
-        ({"bins": 10}, r"bins is 10, expected shiftmend\.Bins, e\.g\. bins=Bins\(10\)"),
-        ({"bins": []}, r"bins is \[\], expected shiftmend\.Bins, e\.g\. bins=Bins\(8\)"),
-        ({"channel_axis": "last"}, "a StatsLayer counts units on axis 'last', expected a whole number"),
-        ({"channel_axis": 0}, "axis 0, which is that of the samples"),
+        ({"units": 0}, r"units.*got 0"),
+        ({"units": -3}, "got -3"),
+        ({"units": "3"}, "got '3'"),
+        ({"bins": 10}, "bins is 10"),
+        ({"bins": []}, r"bins is \[\]"),
+        ({"channel_axis": "last"}, "axis 'last'"),
+        ({"channel_axis": 0}, "axis 0"),
     ],
 )
 def test_a_layer_of_nonsense_is_not_made(wrong: dict[str, object], sentence: str) -> None:
@@ -408,10 +408,10 @@ def test_a_layer_of_nonsense_is_not_made(wrong: dict[str, object], sentence: str
 @pytest.mark.parametrize(
     ("batch", "sentence"),
     [
-        (np.zeros((4, 3)), "is a ndarray, expected a tensor"),
-        (torch.zeros(()), r"is \[\], expected samples with 3 units on axis 2"),
-        (torch.zeros(0, 3), r"is \[0, 3\], expected samples with 3 units on axis 2"),
-        (torch.zeros(4, 3), r"is \[4, 3\], expected samples with 3 units on axis 2"),
+        (np.zeros((4, 3)), r"ndarray.*tensor"),
+        (torch.zeros(()), r"is \[\].*3 units"),
+        (torch.zeros(0, 3), r"is \[0, 3\].*3 units"),
+        (torch.zeros(4, 3), r"is \[4, 3\].*3 units"),
     ],
 )
 def test_a_batch_that_cannot_be_tracked_is_refused(batch: Tensor, sentence: str) -> None:

@@ -240,7 +240,7 @@ def test_features_that_are_no_numbers_are_said_to_be_so_and_no_learning_rate_is_
     profile, inputs = world.profile(), torch.zeros_like(world.target)
     found = shiftmend.verify(world.model, inputs, profile, preprocess=torch.log)  # minus infinity
     assert str(found) == "not restored (the features are NaN or infinite)"
-    with pytest.raises(shiftmend.DivergedError, match="so before anything was adapted: look at the inputs"):
+    with pytest.raises(shiftmend.DivergedError, match="before anything"):
         shiftmend.adapt(world.model, inputs, profile, "fr", epochs=1, preprocess=torch.log, progress=False)
 
 
@@ -346,9 +346,9 @@ def test_verification_leaves_the_model_alone() -> None:
 def test_what_cannot_be_verified_is_refused() -> None:
     case = ZOO["signal"]
     made = shiftmend.profile(case.model(), case.inputs())
-    with pytest.raises(ProfileError, match="a model with other layers"):
+    with pytest.raises(ProfileError, match="other layers"):
         shiftmend.verify(ZOO["tabular"].model(), ZOO["tabular"].inputs(), made)
-    with pytest.raises(DataError, match=r"the model does not take inputs of shape \[3, 64\]"):
+    with pytest.raises(DataError, match=r"shape \[3, 64\]"):
         shiftmend.verify(case.model(), torch.randn(20, 3, 64), made)
 
 
@@ -362,7 +362,7 @@ def test_the_profile_may_be_named_by_its_file(tmp_path: Path) -> None:
         found = shiftmend.verify(model, case.inputs(seed=3), named)
         assert found.divergence == pytest.approx(expected.divergence, abs=1e-6)
         assert (found.samples, found.source_samples) == (expected.samples, expected.source_samples)
-    with pytest.raises(ProfileError, match="the profile is an int, expected a Profile or the name of its file"):
+    with pytest.raises(ProfileError, match="profile is an int"):
         shiftmend.verify(model, case.inputs(), 7)  # type: ignore[arg-type]
 
 

@@ -54,7 +54,7 @@ def capture_compiled(
 
 
 def _without_gradient(optimiser: optim.Optimizer) -> set[Tensor]:
-    """Return the trained parameters that got no gradient in the last step, as happens if torch reuses wrong code."""
+    """Return the trained parameters without a gradient after a step: code that was wrongly reused gives none."""
     wanted = (parameter for group in optimiser.param_groups for parameter in group["params"])
     return {parameter for parameter in wanted if parameter.grad is None}
 
@@ -78,11 +78,11 @@ def compiled(model: nn.Module, dropout: bool = False) -> Iterator[None]:
 
 
 def _full_guards() -> dict[str, Any]:
-    """Return settings with which compiled code is reused for another copy of the model, but not for other work.
+    """Return settings under which compiled code is reused for another copy of the model, but never for other work.
 
     By default torch does not check whether hooks have changed. Torch 2.11 also assumes that the parameters of a known
-    module are unchanged, and would train in each stage of BUFR what the first stage has trained. Each set of trained
-    layers is compiled by itself; after eight of them, torch would stop compiling.
+    module never change, so every stage of BUFR would train what the first stage trained. Each set of trained layers is
+    compiled separately; torch would stop compiling after eight of them.
     """
     wanted = {
         "skip_nnmodule_hook_guards": False,

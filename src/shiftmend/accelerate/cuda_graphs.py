@@ -184,9 +184,9 @@ def pause_garbage_collection() -> Iterator[None]:
 
 
 class CapturedEpoch:
-    """An epoch, or so many steps, captured. Each step finds its batch from the order and a counter on the device.
+    """A captured epoch, or a captured number of steps. A counter on the device tells each step which batch is next.
 
-    Only tensors are kept of what was captured: a graph has to go when its stage ends, not with garbage collection.
+    Only tensors are kept, because a graph has to be freed when its stage ends, not at the next garbage collection.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class CapturedEpoch:
 
 
 def _end_capture(device: torch.device) -> None:
-    """Capture something empty: after a failed capture torch's random generator believes that it still goes on."""
+    """Capture nothing. After a failed capture, torch's random generator would otherwise stay in capture mode."""
     nothing = torch.zeros(1, device=device)
     torch.cuda.synchronize(device)
     _record(lambda: nothing.add_(1), device, 0)
@@ -331,7 +331,7 @@ def list_tensors(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def restore_attributes_on_failure(model: nn.Module) -> Iterator[None]:
-    """Take away what a model came to hold during a failed capture, since none of it was computed."""
+    """Remove tensors that a model stored during a failed capture, because they were never computed."""
     owned = [attributes for module in model.modules() for attributes in (vars(module), module._buffers)]
     before = [dict(attributes) for attributes in owned]
     try:

@@ -61,8 +61,8 @@ def cast_at_once(model: nn.Module, device: torch.device, dtype: torch.dtype) -> 
 def nothing_cached() -> Iterator[None]:
     """Switch autocast's cache of weights off inside the block.
 
-    Autocast that the caller has switched on would keep a weight as it was first cast until the caller's block ends, so
-    that the network would run with outdated weights.
+    If the caller has switched autocast on, the cache keeps the first cast of a weight until the caller's block ends,
+    and the network would run with outdated weights.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -103,7 +103,7 @@ class _UseCopies(TorchFunctionMode):
 
 
 def _cast_weights(model: nn.Module, dtype: torch.dtype) -> dict[Tensor, tuple[Tensor, int]]:
-    """Return a copy of each weight that autocast would cast, and the version of the weight that was copied."""
+    """Return a cast copy of each weight that autocast would cast, with the version of the weight at that time."""
     layers = [module for module in model.modules() if isinstance(module, nn.Linear | _ConvNd)]
     found = [layer._parameters.get(name) for layer in layers for name in ("weight", "bias")]
     weights = list(dict.fromkeys(weight for weight in found if weight is not None and weight.dtype == torch.float32))

@@ -253,7 +253,8 @@ def _finish_rehearsed(
             tried.append(Candidate(trial.name, None, {}, trial.seconds, trial.failure))
             continue
         reasons = record.find_differences(describe_method(trial.method))
-        estimate = estimator.estimate(trial.name, trial.signals, trial.reading.samples, reasons=reasons)
+        apart = trial.reading.measure_distance(record)
+        estimate = estimator.estimate(trial.name, trial.signals, trial.reading.samples, reasons=reasons, distance=apart)
         if not reasons:
             readings[trial.name] = trial.signals
         tried.append(Candidate(trial.name, estimate, trial.signals, trial.seconds, trial.failure))
@@ -269,6 +270,7 @@ def _finish_rehearsed(
         chosen.signals,
         chosen.reading.samples,
         chosen=True,
+        distance=chosen.reading.measure_distance(record),
         reasons=record.find_differences(describe_method(chosen.method)),
     )
     reason = "its estimate is the best"
@@ -394,7 +396,8 @@ def estimate_one(
     after = before
     if method.name != UNTOUCHED:
         reading, reasons = readings[method.name], record.find_differences(describe_method(method))
-        after = estimator.estimate(method.name, joined[method.name], reading.samples, reasons=reasons)
+        apart = reading.measure_distance(record)
+        after = estimator.estimate(method.name, joined[method.name], reading.samples, reasons=reasons, distance=apart)
     result.estimate = Estimates(before, after)
     result.manifest["estimate"] = result.estimate.to_json()
     if calibrate and method.name != UNTOUCHED:

@@ -76,7 +76,7 @@ def best_rate(
     if stopped:
         chosen.manifest["status"] = "interrupted"
         if chosen is not result:
-            logger.warning("kept is what an earlier learning rate gave, %g", chosen.manifest["method"]["learning_rate"])
+            logger.warning("keeping the result of learning rate %g", chosen.manifest["method"]["learning_rate"])
     chosen.manifest["learning_rate_chosen"] = "by the verification slices"
     chosen.manifest["learning_rates_tried"] = tried
     return chosen

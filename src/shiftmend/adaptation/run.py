@@ -165,9 +165,7 @@ def prepare(
         what="target data",
     )
     if feed.never_shuffles:
-        logger.warning(
-            "the target data streams in a fixed order: if it is sorted, batches are one-sided; use shuffle=True"
-        )
+        logger.warning("The target data comes in a fixed order. If it is sorted, batches are biased. Try shuffle=True.")
     digest = (lambda: None) if feed.inputs is None else fingerprints.start_digest(feed.inputs)
     return Task(model, profile, feed, digest)
 
@@ -308,7 +306,7 @@ def _train(
             trainer.restore()
             status = "interrupted"
             epochs = counted(trainer.epochs, "epoch")
-            logger.warning("interrupted after %s; this is the state reached then", epochs)
+            logger.warning("interrupted after %s; returning the state reached by then", epochs)
         except DivergedError as error:
             error.adaptation = _finish(trainer, manifest, settings, before, "diverged", started)
             raise
@@ -325,7 +323,7 @@ def _verify_before(trainer: Trainer, profile: Profile | None, output: Entry) -> 
     else:
         before = observe(trainer.model, trainer.feed, profile, output).verification
     if not trainer.history and trainer.stages and before is not None and before.verdict == "restored":
-        logger.warning("the features are %s before anything is done: training may do harm", before)
+        logger.warning("the features are %s before adapting: training may do harm", before)
     return before
 
 
@@ -354,7 +352,7 @@ def _finish(
         if world_size() > 1:
             raise
         after = None
-        logger.warning("the last verification was interrupted; ask shiftmend.verify for it")
+        logger.warning("the last verification was interrupted; try shiftmend.verify")
     adapted = fingerprints.weights(model)
     check_same(adapted, "adapted model", trainer.feed.device)
     if trainer.search is not None:

@@ -64,6 +64,7 @@ def options(
     context: typer.Context,
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
 ) -> None:
+    """Print the help if no command is named."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 

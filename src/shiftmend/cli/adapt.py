@@ -150,10 +150,10 @@ def adapt(
     ignore_label: opt.Ignore = None,
     as_json: opt.Json = False,
 ) -> None:
-    """At the new site: mend the model with the profile, from unlabelled data alone; say what was won.
+    """Mend the model at the new site with the profile, from unlabelled data alone; say what was won.
 
-    By default several methods are tried, and the model that is estimated best is kept, perhaps the untouched one.
-    Labels are not looked at but by the method target-supervised; where there are any, they score the model afterwards.
+    By default several methods are tried, and the model that is estimated best is kept, perhaps the untouched one. Only
+    the method target-supervised uses labels. If there are labels, they score the model afterwards.
     """
     import shiftmend
     from shiftmend.cli.loading import load_candidates, load_method, pick_telling_rows

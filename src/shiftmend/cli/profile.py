@@ -60,7 +60,7 @@ def profile(
     allow_pickle: opt.Pickle = False,
     as_json: opt.Json = False,
 ) -> None:
-    """At home: store how the model's features are distributed on its source data."""
+    """Store, at home, how the model's features are distributed on its source data."""
     import shiftmend
     from shiftmend.profiles import presets
     from shiftmend.utils.processes import rank

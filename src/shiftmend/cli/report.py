@@ -39,6 +39,7 @@ from shiftmend.utils.json import dumps
 
 
 def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
     app.command()(report)
 
 

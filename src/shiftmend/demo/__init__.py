@@ -213,9 +213,9 @@ def _run(folder: Path, seed: int, say: Callable[..., None] | None) -> Report:
 
 
 def split_digits(seed: int) -> tuple[Split, Split, Split]:
-    """Split the digits into those to train on, those to rehearse with at home, and those of the site.
+    """Split the digits into a part to train on, a part to rehearse with at home, and a part for the site.
 
-    Each part has the same share of every class, since a new device does not change what it records.
+    All parts have the same share of each class, because a new device does not change what is recorded.
     """
     everything = enlarged_digits()
     assert everything.labels is not None
@@ -250,7 +250,7 @@ def _rehearse(model: nn.Module, home: Split, profile: Profile, seed: int, bars: 
 
 @contextmanager
 def _start_workers() -> Iterator[Executor | None]:
-    """Start processes of one thread each, unless one is enough; after Ctrl-C the waiting shifts are dropped."""
+    """Start the processes that rehearse, with one thread each, unless one is enough. Ctrl-C drops waiting shifts."""
     if WORKERS == 1:
         yield None
         return

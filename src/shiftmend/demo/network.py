@@ -51,7 +51,7 @@ class DigitReader(nn.Module):
 
 
 def _initialise(module: nn.Module) -> None:
-    """Start as the reference implementation of the paper does."""
+    """Initialise the weights as the paper's reference implementation does."""
     if isinstance(module, (nn.Conv2d, nn.Linear)):
         nn.init.xavier_uniform_(module.weight)
         assert module.bias is not None

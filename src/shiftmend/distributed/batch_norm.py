@@ -18,10 +18,10 @@ from shiftmend.distributed.collectives import all_sum, is_distributed, reduce_mo
 
 @contextmanager
 def synchronised(model: nn.Module) -> Iterator[None]:
-    """Let BatchNorm in training mode use the statistics of the batches of all processes, inside of the block.
+    """Let BatchNorm in training mode use the statistics over the batches of all processes, inside the block.
 
-    `nn.SyncBatchNorm` does this on CUDA only, and would have to be built into the model. Here each layer keeps its own
-    forward with its bookkeeping; only the call of `functional.batch_norm` inside of it is replaced.
+    `nn.SyncBatchNorm` does the same on CUDA only, and would replace modules of the model. Here each layer keeps its own
+    forward; only its call of `functional.batch_norm` is replaced.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)] if is_distributed() else []
     before = [(module, module.__dict__.get("forward")) for module in norms]

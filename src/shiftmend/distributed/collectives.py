@@ -41,10 +41,10 @@ _depth = 0
 
 @contextmanager
 def all_processes() -> Iterator[None]:
-    """Let the processes work as one inside of the block, which all of them must enter.
+    """Let the processes work as one inside the block, which all of them must enter.
 
-    Outside of it each process works by itself, so that the first may evaluate a model alone. The state is a plain
-    global rather than a context variable: the backward pass on CUDA runs in threads of its own.
+    Outside the block each process works alone, so the first process may evaluate a model without the others. The state
+    is a plain global rather than a context variable, because the backward pass on CUDA runs in other threads.
     """
     global _depth
     _depth += 1
@@ -55,7 +55,7 @@ def all_processes() -> Iterator[None]:
 
 
 def is_distributed() -> bool:
-    """Say if this process works as one with others just now."""
+    """Tell whether this process currently works as one with others."""
     return _depth > 0 and world_size() > 1
 
 
@@ -82,8 +82,8 @@ def warn_without_process_group() -> None:
     """Warn where `torchrun` has started several processes that do not know of each other."""
     if _lacks_process_group():
         logger.warning(
-            "WORLD_SIZE is %s, but there is no process group, so that each process does the whole work by itself; call "
-            "torch.distributed.init_process_group() first",
+            "WORLD_SIZE is %s, but there is no process group, so each process does all the work. Call "
+            "torch.distributed.init_process_group() first.",
             os.environ["WORLD_SIZE"],
         )
 
@@ -94,7 +94,7 @@ def _lacks_process_group() -> bool:
 
 
 def local_part(batch: Tensor) -> Tensor:
-    """Return this process's contiguous part of a batch, or of its indices; the first parts may be larger by one."""
+    """Return this process's contiguous part of a batch or of its indices. The first parts may be larger by one."""
     if not is_distributed():
         return batch
     if len(batch) < world_size():
@@ -106,7 +106,7 @@ def local_part(batch: Tensor) -> Tensor:
 
 
 def local_parts(batches: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield this process's part of each batch, or of its indices; a batch that is too small joins the one before."""
+    """Yield this process's part of each batch or of its indices. A batch that is too small joins the previous one."""
     if not is_distributed():
         yield from batches
         return
@@ -133,7 +133,7 @@ class _AllSum(torch.autograd.Function):
 
 
 def all_sum(values: Tensor) -> Tensor:
-    """Sum values over processes; the gradient of a value is the sum of the gradients that all processes ask for."""
+    """Sum values over processes. The gradient of a value is the sum of its gradients in all processes."""
     if not is_distributed():
         return values
     total: Tensor = _AllSum.apply(values)
@@ -167,8 +167,8 @@ def reduce_range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 def reduce_moments(count: int, mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute count, mean `[D]` and sum of squared deviations `[D]` over processes, in float64.
 
-    The moments of each process are merged in the order of their ranks: all processes get the same bits, and nothing
-    cancels where the mean is large.
+    Moments are merged in the order of ranks, so all processes get the same bits. Merging deviations instead of sums of
+    squares loses no digits if the mean is large.
     """
     units = len(mean)
     wide = torch.float64
@@ -180,7 +180,7 @@ def reduce_moments(count: int, mean: Tensor, squares: Tensor) -> tuple[Tensor, T
 
 
 def all_true(condition: bool, device: torch.device) -> bool:
-    """Say if a condition holds on every process."""
+    """Tell whether a condition holds in every process."""
     if not is_distributed():
         return condition
     return bool(all_gather(torch.tensor(condition, dtype=torch.uint8, device=device)).all())
@@ -196,9 +196,10 @@ def backward(loss: Tensor, parameters: Iterable[Tensor]) -> None:
 
 
 def sum_gradients(parameters: Iterable[Tensor]) -> None:
-    """Sum gradients over processes in place, all of one type and device at once.
+    """Sum gradients over processes in place, with one exchange for each type and device.
 
-    A parameter without a gradient is left out: the other processes run the same operations and have none, either.
+    Parameters without a gradient are left out. They have none in the other processes either, which run the same
+    operations.
     """
     if not is_distributed():
         return
@@ -216,9 +217,9 @@ def sum_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def check_same(digest: str, what: str, device: torch.device | None = None) -> None:
-    """Refuse, on all processes at once, to work on things that differ: they would mix without a word.
+    """Raise in all processes if `digest` differs between them, because their results would be mixed silently.
 
-    `device` is where the work will be; the process group must be able to exchange tensors there.
+    `device` is where the work will be done; the process group must be able to exchange tensors there.
     """
     with all_processes():
         if not is_distributed():

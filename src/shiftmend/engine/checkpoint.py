@@ -134,7 +134,7 @@ def data_fits(*paths: str | os.PathLike[str] | None) -> bool | None:
 
 
 def stored_batch_size(*paths: str | os.PathLike[str] | None) -> int | None:
-    """Return the batch size of the runs with these checkpoints; None if there is none yet."""
+    """Return the batch size that the runs of these checkpoints used; None if no checkpoint exists yet."""
     size = _read_fact("batch_size", paths)
     return size if type(size) is int and size > 0 else None
 
@@ -183,8 +183,8 @@ def load(path: Path, run: str) -> Checkpoint | None:
         ) from error
     if found != run:
         raise AdaptationError(
-            f"checkpoint {path} belongs to another run (other model, data, profile, method or options, or data that no "
-            "longer fits into memory); delete it to start over, or name another file"
+            f"Checkpoint {path} belongs to another run: model, data, profile, options or free memory differ. "
+            "Delete it to start over, or name another file."
         )
     for name, value in _take(tensors, "optimiser.").items():
         entry, _, parameter = name.partition(".")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CLOSE = 0.15
-"""In a schedule that ends by itself, the latest epoch is kept whose slices exceed the lowest by no more than this
+"""A schedule that ends by itself keeps the latest epoch whose slices exceed the lowest by no more than this
 share. Such a schedule stops before it harms, so a later epoch is the better one unless the slices speak against it."""
 
 TIE = 0.1
@@ -93,11 +93,11 @@ class Epoch:
 class Choice:
     """A running choice among epochs: `consider` looks at one after the other and remembers the one to keep.
 
-    Only one state is held, so an epoch that was passed over does not come back. The kept epoch never exceeds the lowest
-    slices by more than a tenth (`TIE`) or what `CLOSE` says, however long the run.
+    Only one state is stored, so a rejected epoch cannot be chosen later. The slices of the kept epoch never exceed the
+    lowest ones by more than the share `TIE`, or `CLOSE`, however long the run is.
 
-    A stage that refines makes predictions better at the price of slightly worse slices. Of its epochs the latest is
-    kept, as long as the slices do not exceed `MAX_REFINED_RATIO` times those that refining began with.
+    A stage that refines improves predictions at the price of slightly worse slices. Its latest epoch is kept, unless
+    the slices exceed `MAX_REFINED_RATIO` times those before refining.
 
     Args:
         entropy_may_decide: Whether the lower entropy decides between epochs with close slices.
@@ -112,7 +112,7 @@ class Choice:
         self._restored: float | None = None
 
     def consider(self, row: Epoch) -> bool:
-        """Return whether this epoch is now the one to keep. Without a profile there is no judge: the latest is kept."""
+        """Return whether this epoch is now the one to keep. Without a profile, the latest epoch is always kept."""
         if row.block in self.refining:
             better = self._is_harmless(row)
         else:

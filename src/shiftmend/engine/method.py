@@ -58,7 +58,7 @@ class Network:
 
     @property
     def below_head(self) -> tuple[str, ...]:
-        """Names of all parameters but those of the last layer and what it shares with others."""
+        """Names of all parameters outside the last layer, without those that the last layer shares with others."""
         every = self.model.named_parameters(remove_duplicate=False)
         of_head = {id(parameter) for name, parameter in every if name.startswith(f"{self.head}.")}
         return tuple(
@@ -95,7 +95,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of training with one set of parameters.
+    """A part of training in which the same parameters are trained.
 
     Attributes:
         name: Name of the stage in histories and messages.
@@ -278,7 +278,7 @@ def plan_stages(method: Method, network: Network, profile: Profile | None) -> li
     if not isinstance(given, list | tuple) or not all(isinstance(stage, Stage) for stage in given):
         raise AdaptationError(f"`stages` of {method.name} gave {brief(given)}, expected a list of Stage")
     if not given and method.adapts:
-        logger.warning("%s finds nothing to change in this model, which stays as it came", method.name)
+        logger.warning("%s has nothing to change in this model, which stays as it is", method.name)
     every = network.model.named_parameters(remove_duplicate=False)  # A shared parameter has several names.
     known = {name for name, parameter in every if is_trainable(parameter)}
     for stage in given:
@@ -329,7 +329,7 @@ def compute_loss(objective: Objective, activations: Activations, stage: str) -> 
     total: Tensor = functools.reduce(torch.add, terms.values())
     if not total.requires_grad:
         raise AdaptationError(
-            f"what the loss reads does not depend on the parameters of {stage!r}: the model cuts the gradient off "
-            "(no_grad, detach or a reentrant checkpoint in its forward?), or the loss does"
+            f"The parameters of {stage!r} get no gradient from the loss. Try a forward pass without no_grad, detach or "
+            "reentrant checkpoints."
         )
     return dict(terms), total

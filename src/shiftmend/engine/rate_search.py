@@ -264,7 +264,7 @@ def _own_seed(seed: int) -> int:
 
 
 def _hold_batches(feed: Feed, seed: int) -> list[Tensor]:
-    """Return the batches that every candidate steps through, in turn, at most `STEPS`."""
+    """Return the batches that every candidate rate trains on, at most `STEPS` of them."""
     held: list[Tensor] = []
     size, show, feed.on_batch = 0, feed.on_batch, lambda samples: None
     try:
@@ -280,7 +280,7 @@ def _hold_batches(feed: Feed, seed: int) -> list[Tensor]:
 
 
 def _train(steps: Steps, batches: list[Tensor], bring_back: Callable[[], None]) -> Tensor:
-    """Run all steps of a candidate and return the loss before each `[STEPS]`, on the device."""
+    """Train a candidate rate for `STEPS` steps, and return the loss before each step `[STEPS]`, on the device."""
     totals = []
     with attach_taps(steps.model, steps.taps) as recorder, torch.enable_grad():
         for batch in itertools.islice(itertools.cycle(batches), STEPS):

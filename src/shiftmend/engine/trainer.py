@@ -159,7 +159,7 @@ class Trainer:
                 self.signals.forget()
             if self._resumed is not None:
                 restore(self.model, self._resumed.model)
-                logger.info("going on from %s after epoch %d", self.path, self.epochs)
+                logger.info("resuming from %s after epoch %d", self.path, self.epochs)
             self._search_rate()
             self.bar.advance(self.epochs)
             first = self._resumed.stage if self._resumed is not None else 0
@@ -253,7 +253,7 @@ class Trainer:
         restore(self.model, self.good)
 
     def show_pass(self, what: str, limit: int | None = None) -> None:
-        """Show on the progress bar how far the next pass over the data is, which may take hours."""
+        """Show the progress of the next pass over the data, which may take hours, on the progress bar."""
         known = self.feed.known_samples
         self.feed.on_batch = PassProgress(
             self.bar, what, known if known is None or limit is None else min(known, limit)
@@ -291,7 +291,7 @@ class Trainer:
         self._add_row(number, stage.name, stage.learning_rate, losses, started, before + batches)
 
     def _read_inputs(self) -> tuple[dict[str, Tensor], int]:
-        """Let the method adapt to the inputs alone; return no losses and no steps."""
+        """Let the method adapt to the inputs without training; return no losses and no steps."""
         with all_processes(), torch.no_grad():
             self.method.adapt_to_inputs(self.model, self.feed.batches(), self.profile)
         return {}, 0
@@ -321,7 +321,7 @@ class Trainer:
         try:
             checkpoints.save(self.path, self.run, stage, epoch, *state)
         except OSError as error:  # A full disk is no reason to lose the run.
-            logger.warning("the checkpoint %s could not be written (%s); going on without", self.path, error.strerror)
+            logger.warning("the checkpoint %s could not be written (%s); training continues", self.path, error.strerror)
 
     def _make_targets(self) -> Tensor:
         """Return what the method knows of each sample, in the order of the feed."""

@@ -12,7 +12,7 @@ from shiftmend.errors import DataError
 from shiftmend.utils.devices import send, sum_dtype
 
 BY_PART = ("reliability", "iou", "quantities")
-"""What scores hold beside single figures: of each bin, of each class, of each quantity."""
+"""Fields of scores that hold several values: one for each bin, class or quantity."""
 
 
 def describe_scores(scores: Any) -> str:
@@ -22,6 +22,7 @@ def describe_scores(scores: Any) -> str:
 
 
 def format_score(name: str, value: float) -> str:
+    """Write a score for people: shares in percent, other numbers with four digits."""
     if name in ("accuracy", "ece", "mce", "mean_iou"):
         return f"{100 * value:.1f} %"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
@@ -30,8 +31,7 @@ def format_score(name: str, value: float) -> str:
 class Sums:
     """One small vector of sums, and the shape that all samples must have."""
 
-    def __init__(self, device: torch.device | str | None = None, options: str = "") -> None:
-        self._options = options
+    def __init__(self, device: torch.device | str | None = None) -> None:
         self._device = None if device is None else torch.device(device)
         self._sums: Tensor | None = None
         self._samples = 0
@@ -39,17 +39,13 @@ class Sums:
 
     def merge(self, other: Self) -> None:
         """Add everything that `other` has seen; `other` stays as it is."""
-        if type(other) is not type(self):
-            raise DataError(f"{type(self).__name__} cannot merge a {type(other).__name__}")
-        if other._options != self._options:
-            raise DataError(f"metrics with {self._options} cannot merge metrics with {other._options}")
         if other._sums is not None and other._sample_shape is not None:
             self._add(other._sums, other._samples, other._sample_shape)
 
     def _add(self, sums: Tensor, samples: int, sample_shape: torch.Size) -> None:
         if self._sample_shape is not None and self._sample_shape != sample_shape:
             raise DataError(
-                f"all samples must have one shape, got {list(sample_shape)} after {list(self._sample_shape)}"
+                f"Expected samples of one shape, got {list(sample_shape)} after {list(self._sample_shape)}."
             )
         device = self._device or sums.device
         sums = sums.to(device, sum_dtype(device))
@@ -66,20 +62,22 @@ class Sums:
     def _read(self) -> list[float]:
         """Return the sums on the host. This is the one place that waits for the device."""
         if self._sums is None or self._samples == 0:
-            raise DataError("there are no samples to score, call update with at least one batch first")
+            raise DataError("Expected at least one batch, got no samples to score.")
         values: list[float] = self._sums.tolist()
         return values
 
 
-def beside(anchor: Tensor, other: Tensor) -> Tensor:
-    """`other` on the device of `anchor`."""
+def to_device_of(anchor: Tensor, other: Tensor) -> Tensor:
+    """Return `other` on the device of `anchor`."""
     return send(other, anchor.device)
 
 
-def refuse(faults: float, samples: int, what: str) -> None:
+def refuse(faults: float, samples: int, what: str, advice: str = "Try to find them in the data") -> None:
+    """Raise if any samples have a fault; `what` names the fault."""
     if faults:
-        raise DataError(f"{round(faults)} of {samples} samples have {what}, so no score would mean anything")
+        raise DataError(f"{round(faults)} of {samples} samples have {what}. {advice}.")
 
 
 def describe(tensor: Tensor) -> str:
+    """Write type and shape of a tensor as part of a sentence: "float32 [4, 8]"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

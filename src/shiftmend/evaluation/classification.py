@@ -20,43 +20,49 @@ import torch
 from torch import Tensor
 
 from shiftmend.errors import DataError
-from shiftmend.evaluation.accumulators import Sums, beside, describe, describe_scores, format_score, refuse
+from shiftmend.evaluation.accumulators import Sums, describe, describe_scores, format_score, refuse, to_device_of
 from shiftmend.stats.histograms import as_samples
 from shiftmend.utils.checks import brief, is_whole
 from shiftmend.utils.devices import split_rows, sum_dtype
 
-_LAST_AXIS = "; if classes are on the last axis, wrap the model in a module that returns logits.movedim(-1, 1)"
+_LAST_AXIS = " Try a wrapper of the model that returns logits.movedim(-1, 1), if classes are on the last axis."
 
 
 class ClassificationMetrics(Sums):
     """Accuracy, calibration and proper scores of logits `[N, classes]` against labels `[N]`.
 
     A single output, `[N, 1]` or `[N]`, is the logit of class 1 against class 0, as binary cross-entropy trains it.
-    Of dense logits `[N, classes, ...]` against labels `[N, ...]` each position is a sample, and IoU is scored too.
-    Samples that have the `ignore_label` count in no score. Calibration uses `bins` equal-width bins of the confidence,
-    closed on the right. Sums live on `device`, by default where the first batch lies; a device other than that of the
-    logits makes every update wait.
+    For dense logits `[N, classes, ...]` and labels `[N, ...]`, each position counts as a sample, and IoU is scored too.
+
+    Args:
+        bins: Number of equal-width bins of the confidence, closed on the right, for calibration errors.
+        device: Where sums are kept, by default where the first batch lies. Any other device than that of the logits
+            makes every update wait.
+        ignore_label: Samples with this label are left out of all scores.
+
+    Raises:
+        DataError: If `ignore_label` is no whole number.
     """
 
     def __init__(
         self, bins: int = 10, device: torch.device | str | None = None, ignore_label: int | None = None
     ) -> None:
-        if bins < 1:
-            raise DataError(f"calibration needs at least 1 bin, got {bins}")
+
         if ignore_label is not None and not (is_whole(ignore_label) and -(2**63) <= ignore_label < 2**63):
-            raise DataError(f"ignore_label is {brief(ignore_label)}, expected a whole number, e.g. 255 or -1")
-        super().__init__(device, f"{bins} bins and ignore_label={ignore_label}")
+            raise DataError(f"Expected a whole number as ignore_label, e.g. 255 or -1, got {brief(ignore_label)}.")
+        super().__init__(device)
         self.bins = bins
         self.ignore_label = None if ignore_label is None else int(ignore_label)
         self._dense = False
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Add a batch of logits `[N, classes]` or `[N, classes, ...]` and labels `[N]` or `[N, ...]`."""
         dense = logits.ndim > 2 and labels.ndim > 1
         if dense:
             if labels.shape != logits.shape[:1] + logits.shape[2:]:
                 raise DataError(
-                    f"logits {list(logits.shape)}, with classes on their second axis, need labels "
-                    f"{[len(logits), *logits.shape[2:]]}, one class number for each position, got {list(labels.shape)}"
+                    f"Expected labels {[len(logits), *logits.shape[2:]]} for logits {list(logits.shape)}, whose "
+                    f"second axis is that of the classes, got {list(labels.shape)}."
                     f"{_LAST_AXIS if labels.shape == logits.shape[:-1] else ''}"
                 )
             logits, labels = as_samples(logits), labels.flatten()
@@ -65,29 +71,32 @@ class ClassificationMetrics(Sums):
             logits = torch.cat([torch.zeros_like(single), single], dim=1)
         if logits.ndim != 2 or logits.shape[1] < 2 or not logits.is_floating_point():
             raise DataError(
-                f"logits must be floating point of shape [N, classes], got {describe(logits)}; for a model that "
-                "predicts quantities the labels must be fractions"
+                f"Expected floating-point logits [N, classes], got {describe(logits)}. Try floating-point labels if "
+                "the model predicts quantities."
             )
         if labels.shape != logits.shape[:1] or labels.is_floating_point() or labels.is_complex():
             raise DataError(
-                f"labels must be {len(logits)} class numbers, one for each row of logits, got {describe(labels)}"
+                f"Expected {len(logits)} class numbers, one for each row of logits, got {describe(labels)}."
                 f"{_advice(labels)}"
             )
-        labels = beside(logits, labels).long()
-        parts = split_rows(logits)  # a few images have millions of positions
+        labels = to_device_of(logits, labels).long()
+        # A few images have millions of positions.
+        parts = split_rows(logits)
         for some, own in zip(parts, labels.split(max(1, len(parts[0]))), strict=True):
             self._add(_classification_sums(some, own, self.bins, self.ignore_label), len(some), some.shape[1:])
         self._dense |= dense
 
     def merge(self, other: Self) -> None:
+        """Add everything that `other` has seen; `other` stays as it is."""
         super().merge(other)
         self._dense |= other._dense
 
     def compute(self) -> Scores:
+        """Return the scores of all batches; raise DataError if there are none, or if a value is out of range."""
         ignored, *sums = self._read()
         samples = self._samples - round(ignored)
         if samples == 0:
-            raise DataError(f"all {self._samples} labels are the ignore_label {self.ignore_label}: nothing to score")
+            raise DataError(f"Expected labels to score, got all {self._samples} equal to ignore_label.")
         classes = math.prod(self._sample_shape or ())
         scores = _scores(sums[: -2 * classes], samples, self.bins, classes)
         return replace(scores, iou=_iou(sums[-2 * classes :], self.ignore_label)) if self._dense else scores
@@ -95,8 +104,11 @@ class ClassificationMetrics(Sums):
 
 @torch.no_grad()
 def _classification_sums(logits: Tensor, labels: Tensor, bins: int, ignore_label: int | None) -> Tensor:
-    """Ignored samples, and of the others: count, confidence and hits of every bin; nll, brier, labels out of range,
-    logits not finite; and of every class where label and prediction meet, and where one of them is.
+    """Sum everything that the scores of a batch need into one vector.
+
+    The vector holds, in this order: the number of ignored samples; count, confidence and hits of each bin; NLL and
+    Brier score; the numbers of labels out of range and of logits that are not finite; intersection and union of label
+    and prediction for each class. Everything after the first number leaves ignored samples out.
     """
     # Autocast leaves float64 alone, and keeps softmax and sums in float32 where there is no float64.
     logits = logits.to(sum_dtype(logits.device))
@@ -118,7 +130,8 @@ def _classification_sums(logits: Tensor, labels: Tensor, bins: int, ignore_label
     bin_of_sample = torch.bucketize(confidence, inner_edges)
     in_bin = bin_of_sample.unsqueeze(1) == torch.arange(bins, device=logits.device)
     columns = torch.stack([torch.ones_like(confidence), confidence, hit.to(logits.dtype)], dim=1)
-    columns = columns.masked_fill(left_out, 0)  # not a factor of 0: the output may be NaN where nothing is asked of it
+    # A factor of 0 would not do: outputs of ignored samples may be NaN.
+    columns = columns.masked_fill(left_out, 0)
     # Masked sums rather than a scatter: the order of additions, and so the last digit, never varies on a GPU.
     table = (in_bin.unsqueeze(2) * columns.unsqueeze(1)).sum(dim=0)
 
@@ -142,8 +155,8 @@ def _scores(sums: list[float], samples: int, bins: int, classes: int) -> Scores:
     refuse(
         out_of_range,
         samples,
-        f"a label that is no class number (0 to {classes - 1}; a quantity is given as floating-point numbers, and what "
-        "has no class is left out, or its label named by ignore_label)",
+        f"a label that is no class number from 0 to {classes - 1}",
+        "Try ignore_label for samples without a class, or floating-point labels for quantities",
     )
     counts, confidences, hits = sums[0 : 3 * bins : 3], sums[1 : 3 * bins : 3], sums[2 : 3 * bins : 3]
     gaps = [abs(hit - confidence) for hit, confidence in zip(hits, confidences, strict=True)]
@@ -170,14 +183,14 @@ def _scores(sums: list[float], samples: int, bins: int, classes: int) -> Scores:
 
 def _advice(labels: Tensor) -> str:
     if labels.ndim == 2 and labels.shape[1] == 1:
-        return "; pass labels[:, 0]"
-    several = "; of one-hot labels pass labels.argmax(1), several classes a sample are not scored"
-    return several if labels.ndim == 2 else ""
+        return " Try labels[:, 0]."
+    one_hot = " Try labels.argmax(1) if they are one-hot; several classes a sample cannot be scored."
+    return one_hot if labels.ndim == 2 else ""
 
 
 @dataclass(frozen=True)
 class ReliabilityBin:
-    """The samples whose confidence lies in `(lower, upper]`; both means are None where there are none."""
+    """The samples whose confidence lies in `(lower, upper]`; `confidence` and `accuracy` are None if there are none."""
 
     lower: float
     upper: float
@@ -190,25 +203,39 @@ class ReliabilityBin:
 class Scores:
     """Scores of a classifier, as fractions rather than percent: the paper's ECE of 4.8 is 0.048 here.
 
-    `ece` and `mce` are the expected and the maximum calibration error: the gap between accuracy and mean
-    confidence within a bin, averaged over samples and at its largest. `nll` is the mean negative
-    log-likelihood in nats; `brier` the mean squared error of the probabilities, summed over classes (0 to 2). With a
-    label for each position, `iou` has the intersection over union of each class over all samples, None for a class that
-    is neither there nor predicted; the Dice score of a class is `2 * iou / (1 + iou)`.
+    Example:
+        >>> import torch, shiftmend
+        >>> inputs, labels = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0])
+        >>> scores = shiftmend.evaluate(torch.nn.Identity(), (inputs, labels))
+        >>> scores.accuracy
+        0.5
+        >>> print(scores)
+        samples 2, accuracy 50.0 %, ece 42.5 %, mce 73.1 %, nll 0.7201, brier 0.5487
     """
 
     samples: int
+    """Number of labels that were scored: of samples, or of positions such as pixels."""
     accuracy: float
+    """Share of correct predictions."""
     ece: float
+    """Expected calibration error: the gap between accuracy and mean confidence in a bin, averaged over samples."""
     mce: float
+    """Maximum calibration error: the largest of these gaps."""
     nll: float
+    """Mean negative log-likelihood, in nats."""
     brier: float
+    """Mean squared error of the probabilities, summed over classes (0 to 2)."""
     reliability: tuple[ReliabilityBin, ...]
+    """Accuracy and confidence of each bin."""
     iou: tuple[float | None, ...] = ()
+    """Intersection over union of each class, if positions were scored; None for a class that never occurs.
+
+    The Dice score of a class is `2 * iou / (1 + iou)`.
+    """
 
     @property
     def mean_iou(self) -> float | None:
-        """Over the classes that have one; None where labels are not by position."""
+        """The mean of `iou` over the classes that occur; None if no positions were scored."""
         known = [one for one in self.iou if one is not None]
         return sum(known) / len(known) if known else None
 

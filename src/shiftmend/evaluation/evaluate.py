@@ -15,7 +15,7 @@ from shiftmend.accelerate.cuda_graphs import list_tensors
 from shiftmend.errors import DataError
 from shiftmend.evaluation.accumulators import describe
 from shiftmend.evaluation.classification import ClassificationMetrics, Scores
-from shiftmend.evaluation.regression import RegressionMetrics, RegressionScores, in_one_shape
+from shiftmend.evaluation.regression import RegressionMetrics, RegressionScores, match_shapes
 from shiftmend.inputs.feed import Feed, Preprocess
 from shiftmend.introspection.model_state import is_writable, on_device
 from shiftmend.introspection.outputs import Entry, pick
@@ -226,7 +226,7 @@ class _Scores:
         if self.metrics is None:
             self.metrics = metrics_for(labels, device=self.device, ignore_label=self.ignore_label)
         if isinstance(self.metrics, RegressionMetrics):
-            result, labels = in_one_shape(result, labels)
+            result, labels = match_shapes(result, labels)
         self.metrics.update(result, labels)
         if self.classes is not None and isinstance(self.metrics, ClassificationMetrics):
             check_classes(self.classes, max(2, result.shape[1:2].numel()))

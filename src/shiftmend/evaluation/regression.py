@@ -10,24 +10,36 @@ import torch
 from torch import Tensor
 
 from shiftmend.errors import DataError
-from shiftmend.evaluation.accumulators import Sums, beside, describe, describe_scores, refuse
+from shiftmend.evaluation.accumulators import Sums, describe, describe_scores, refuse, to_device_of
 from shiftmend.stats.histograms import as_samples
 from shiftmend.utils.devices import split_rows, sum_dtype
 
 
 @dataclass(frozen=True)
 class RegressionScores:
-    """Scores of a model that predicts quantities; `r2` is None where all targets are equal.
+    """Scores of a model that predicts quantities, in the units of the targets.
 
-    Of several, `quantities` has the scores of each, and the figures are means over them: `root_mean_square_error` the
-    root of the mean square, `r2` over those that have one.
+    For several quantities, each figure is the mean over them.
+
+    Example:
+        >>> import torch, shiftmend
+        >>> inputs = torch.tensor([[1.0], [2.0], [4.0]])
+        >>> scores = shiftmend.evaluate(torch.nn.Identity(), (inputs, inputs + 0.5))
+        >>> scores.mean_absolute_error
+        0.5
+        >>> print(scores)
+        samples 3, mean_absolute_error 0.5, root_mean_square_error 0.5, r2 0.8393
     """
 
     samples: int
+    """Number of samples, or of positions in a map."""
     mean_absolute_error: float
     root_mean_square_error: float
+    """For several quantities, the root of the mean over all squared errors."""
     r2: float | None
+    """Coefficient of determination; None if all targets are equal."""
     quantities: tuple[RegressionScores, ...] = ()
+    """The scores of each quantity, if there are several."""
 
     def __str__(self) -> str:
         return describe_scores(self)
@@ -39,24 +51,25 @@ logger = logging.getLogger(__name__)
 class RegressionMetrics(Sums):
     """Errors of predictions `[N]`, `[N, quantities]` or `[N, quantities, ...]` against targets of the same shape.
 
-    Of several quantities each is scored by itself as well. Of maps each position is a sample.
+    Several quantities are also scored one by one. Each position of a map counts as a sample.
     """
 
     def update(self, predictions: Tensor, targets: Tensor) -> None:
+        """Add a batch of predictions and targets, both `[N]`, `[N, quantities]` or `[N, quantities, ...]`."""
         if predictions.shape != targets.shape or predictions.ndim == 0 or 0 in predictions.shape[1:]:
             raise DataError(
-                "predictions and targets must be of one shape, [N], [N, quantities] or [N, quantities, ...], got "
-                f"{describe(predictions)} and {describe(targets)}; labels of a classifier must be whole numbers, one "
-                "class a sample"
+                "Expected predictions and targets of one shape [N, quantities, ...], got "
+                f"{describe(predictions)} and {describe(targets)}. Try whole numbers as labels of a classifier."
             )
         if predictions.is_complex() or targets.is_complex():
             raise DataError(
-                f"complex numbers are not scored, got {describe(predictions)} and {describe(targets)}; give their "
-                "parts as quantities, e.g. torch.view_as_real(...)"
+                f"Expected real numbers, got {describe(predictions)} and {describe(targets)}. "
+                "Try torch.view_as_real, which makes two quantities of each."
             )
-        rows, theirs = as_samples(predictions), as_samples(beside(predictions, targets))
+        rows, theirs = as_samples(predictions), as_samples(to_device_of(predictions, targets))
         if len(rows):
-            parts = split_rows(rows)  # a few images have millions of positions
+            # A few images have millions of positions.
+            parts = split_rows(rows)
             for some, own in zip(parts, theirs.split(max(1, len(parts[0]))), strict=True):
                 self._add(_sums(some, own), len(some), some.shape[1:])
 
@@ -72,6 +85,7 @@ class RegressionMetrics(Sums):
         return torch.cat([total[: 3 + 2 * len(mean)], mean + step * share, spread])
 
     def compute(self) -> RegressionScores:
+        """Return the scores of all batches; raise DataError if there are none, or if a value is not finite."""
         count, not_finite, fractions, *sums = self._read()
         refuse(not_finite, self._samples, "predictions or targets that are not finite")
         number = math.prod(self._sample_shape or ())
@@ -79,7 +93,7 @@ class RegressionMetrics(Sums):
         found = tuple(_regression_scores(self._samples, count, *one) for one in by_quantity)
         explained = [one.r2 for one in found if one.r2 is not None]
         if explained and not fractions:
-            self._say_what_zeros_and_ones_are(number)
+            self._warn_about_zeros_and_ones(number)
         if number == 1:
             return found[0]
         squared = sum(one.root_mean_square_error**2 for one in found) / number
@@ -92,22 +106,22 @@ class RegressionMetrics(Sums):
         )
 
     @staticmethod
-    def _say_what_zeros_and_ones_are(number: int) -> None:
+    def _warn_about_zeros_and_ones(number: int) -> None:
         if number > 1:
             raise DataError(
-                "all labels are 0 or 1, several a sample: expected quantities, or for a classifier one class number a "
-                "sample (of one-hot labels labels.argmax(1)); several classes a sample are not scored"
+                "Expected quantities, got only 0 and 1. Try labels.argmax(1) if they are one-hot; several classes a "
+                "sample cannot be scored."
             )
         logger.warning(
-            "all labels are 0 or 1, and as floating-point numbers they were scored as quantities; those of a "
-            "classifier are whole numbers, e.g. labels.long()"
+            "Labels are floating-point numbers, all 0 or 1, and were scored as quantities. Try labels.long() for a "
+            "classifier."
         )
 
 
-def in_one_shape(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Bring predictions and targets to one shape: the one that lacks axes of size 1 gets them.
+def match_shapes(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Bring predictions and targets to one shape by adding axes of size 1 to one of them.
 
-    Of a lone sample a model that squeezes its output takes away the axis of samples too.
+    A model that squeezes its output also removes the axis of samples if the batch holds a single sample.
     """
     if targets.shape[:1] == (1,) and predictions.shape == targets.squeeze().shape:
         return predictions.reshape(targets.shape), targets
@@ -119,8 +133,11 @@ def in_one_shape(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _sums(predictions: Tensor, targets: Tensor) -> Tensor:
-    """Count, rows with faults, targets that are neither 0 nor 1; and of each quantity in turn: absolute errors, squared
-    errors, mean targets, squared deviations from these.
+    """Sum everything that the scores of a batch need into one vector.
+
+    The vector holds, in this order: the number of rows, the number of rows that are not finite, the number of targets
+    other than 0 and 1; then, of every quantity, the sum of absolute errors, the sum of squared errors, the mean target
+    and the sum of squared deviations from this mean.
     """
     dtype = sum_dtype(predictions.device)
     predictions, targets = predictions.to(dtype), targets.to(dtype)

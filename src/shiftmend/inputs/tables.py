@@ -77,7 +77,7 @@ def read_table(
     where: Mapping[str, str] | None = None,
     columns: Sequence[str] = (),
 ) -> Table:
-    """Read a table from a CSV, Parquet or MATLAB file.
+    r"""Read a table from a CSV, Parquet or MATLAB file.
 
     The first line of a CSV file names its columns. Commas, semicolons and tabs separate cells; beside semicolons and
     tabs, numbers may have decimal commas. Of a MATLAB file (up to version 7), the one matrix is the inputs, and
@@ -102,7 +102,7 @@ def read_table(
         >>> import tempfile
         >>> folder = tempfile.TemporaryDirectory()
         >>> file = Path(folder.name, "home.csv")
-        >>> _ = file.write_text("site,1100,1102,assay\\nA,0.5,0.25,190\\nB,0.5,0.75,200\\nA,0.25,0.5,210\\n")
+        >>> _ = file.write_text("site,1100,1102,assay\nA,0.5,0.25,190\nB,0.5,0.75,200\nA,0.25,0.5,210\n")
         >>> table = read_table(file, quantities=["assay"], where={"site": "A"})
         >>> table
         2 rows, columns 1100, 1102, labels [2]

@@ -34,17 +34,17 @@ class Block:
 
 
 def split_blocks(model: nn.Module, trace: Trace, names: BlockNames | None = None) -> tuple[Block, ...]:
-    """Split what lies below the features into blocks, first to run first; the head is in none of them.
+    """Split the modules below the features into blocks, in the order in which they run. The head is in no block.
 
     `names`, or the model's attribute `shiftmend_blocks`, gives the modules of each block. Otherwise blocks follow the
-    order in which modules first run. What runs before the repeated stages is the stem, each stage or layer of the
-    container that holds them is a block, and normalisation belongs to the layer before it.
+    order in which modules first run: the modules before the repeated stages are the stem, each stage or layer of their
+    container is a block, and normalisation belongs to the layer before it.
     """
     below = _find_parameters_below(model, trace)
     if trace.uncalled:
         logger.warning(
-            "the parameters of %s are used without calling the module that holds them, so it is not known where they "
-            "run, and they stay fixed: call that module in the model's forward, or hold them in the one that uses them",
+            "Parameters of %s stay fixed, because the model never calls the module that holds them. Call it in forward "
+            "or move the parameters to the module that uses them.",
             " and ".join(map(repr, trace.uncalled)),
         )
     if not below:
@@ -123,10 +123,10 @@ def _is_inside(name: str, ancestor: str) -> bool:
 
 
 def _group_by_stages(model: nn.Module, running: list[str], level: str = "") -> list[list[str]]:
-    """Cut between the children of `level`, and go down where one child holds all the repetition.
+    """Cut between the children of `level`; go down a level if one child holds all the repetition.
 
-    A child with at least two layers is a stage. Layers before the first stage are the stem, a layer behind a stage is
-    a block of its own, and a module without a kernel (normalisation, tokens) goes with the layer before it.
+    A child with at least two layers is a stage. Layers before the first stage are the stem. A layer after a stage is a
+    block. A module without a kernel, such as normalisation or tokens, joins the layer before it.
     """
     modules = dict(model.named_modules())
     children: dict[str, list[str]] = {}
@@ -152,7 +152,7 @@ def _group_by_stages(model: nn.Module, running: list[str], level: str = "") -> l
 
 
 def _child(owner: str, level: str) -> str:
-    """Return the direct child of `level` that an owner lies in, or `level` itself for parameters of its own."""
+    """Return the direct child of `level` that holds the owner of a parameter, or `level` itself if it is the owner."""
     if owner == level:
         return level
     rest = owner[len(level) + 1 :] if level else owner

@@ -89,7 +89,7 @@ def restore(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model's `state_dict`, and those that a `state_dict` of its own leaves out."""
+    """Return the tensors of a model's `state_dict`, and those that the model's own `state_dict` leaves out."""
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     missing = {
         name: tensor.detach()
@@ -103,7 +103,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Move a model to a device for the length of the block; at its end all buffers are as before, too."""
+    """Move a model to a device during the block; afterwards all buffers have their former values."""
     home = device_of(model)
     owned = [(module._buffers, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     kept = [buffer.detach().clone() if buffer is not None and is_writable(buffer) else None for _, _, buffer in owned]
@@ -143,13 +143,13 @@ def check_types(tensors: dict[str, Tensor]) -> None:
             safetensors.torch.save(_pack({name: tensors[name]}))
         except KeyError as error:
             raise ShiftmendError(
-                f"{name!r} holds numbers of the type {str(dtype).removeprefix('torch.')}, which a safetensors file "
-                "cannot; convert them before the model is adapted, e.g. complex128 to complex64, or by dequantize()"
+                f"{name!r} is of type {str(dtype).removeprefix('torch.')}, which safetensors cannot store. Convert it "
+                "before adapting, e.g. to complex64, or by dequantize()."
             ) from error
 
 
 def _pack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy the tensors that share memory, or lie in it otherwise than a safetensors file can hold."""
+    """Copy tensors that share memory, or whose memory layout a safetensors file cannot hold."""
     seen: set[int] = set()
     result = {}
     for name, given in tensors.items():

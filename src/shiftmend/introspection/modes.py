@@ -30,7 +30,7 @@ def enter_eval(model: nn.Module) -> None:
 def preserve_modes(model: nn.Module) -> Iterator[None]:
     """Restore the train or eval mode of every module at the end of the block.
 
-    A module with a `train` of its own is asked to switch back: some merge their weights for inference.
+    A module that overrides `train` is switched back by calling it, because some merge their weights for inference.
     """
     before = [(module, module.training) for module in model.modules()]
     try:
@@ -45,10 +45,10 @@ def preserve_modes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def force_eager(model: nn.Module) -> Iterator[None]:
-    """Run a compiled model eagerly inside the block: compiled code would not see hooks that came later.
+    """Run a compiled model eagerly inside the block, because compiled code would not see hooks added later.
 
-    Nested tensors are off as well. `nn.TransformerEncoder` uses them for padded sequences where no gradient is needed,
-    and then writes zeros at padded positions, which have other values where a gradient is needed.
+    Nested tensors are switched off as well. Without gradients, `nn.TransformerEncoder` uses them for padded sequences
+    and writes zeros at padded positions; with gradients it writes other values there.
     """
     changed = [(module, "_compiled_call_impl") for module in model.modules() if module._compiled_call_impl]
     encoders = (module for module in model.modules() if isinstance(module, nn.TransformerEncoder))

@@ -12,7 +12,7 @@ from shiftmend.errors import TapError
 from shiftmend.utils.checks import counted, kind
 
 Entry = int | str | None
-"""Which tensor of a tuple, a dict or a dataclass is meant: an index, a key, or the name of a field."""
+"""Names one tensor of a tuple, a dict or a dataclass: an index, a key, or the name of a field."""
 
 
 def pick(value: Any, entry: Entry, what: str, example: str = "output={!r}") -> Tensor:

@@ -91,7 +91,7 @@ class Tap:
 
 
 class Recorder:
-    """The activations at some taps in the last forward pass, until they are read."""
+    """Store of the activations at the taps in the last forward pass. Reading them empties the store."""
 
     def __init__(self, taps: Mapping[str, Tap]) -> None:
         self._taps = taps

@@ -35,7 +35,7 @@ class Trace:
     uncalled: tuple[str, ...] = ()
     """Modules whose parameters the features depend on although the modules were not called: their place is unknown."""
     returned: Any = field(default=None, repr=False, compare=False)
-    """What the model returned for the batch."""
+    """The model's output for the batch."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class _Events:
         return min((call.began_at if features.side == "input" else call.ended_at for call in calls), default=None)
 
     def check_taps(self, taps: Mapping[str, Tap]) -> None:
-        """Raise if a tap would not see one tensor of real numbers in each forward pass."""
+        """Raise if a tap does not give one tensor of real numbers in each forward pass."""
         recorder = Recorder(taps)
         for name, tap in taps.items():
             for call in self.calls:
@@ -90,8 +90,8 @@ def trace(
 
     A model may declare its taps in an attribute `shiftmend_taps`. Otherwise the head is the last module with
     parameters whose output is the model's output; `features` is what the head reads and `logits` what it returns.
-    `taps` come in addition to these two, or in their place. `original` is the model that `model` is a copy of, which
-    must not run in its place.
+    `taps` add to these two, or replace them. `original` is the model that `model` was copied from; an error is raised
+    if the copy calls it.
     """
     if taps is not None and not isinstance(taps, Mapping):
         raise TapError(f"taps is {brief(taps)}, expected names with where to tap, e.g. taps={{'early': 'layer1'}}")
@@ -135,7 +135,7 @@ def trace(
 def _record_events(model: nn.Module, owners: list[str], tapped: set[str]) -> Iterator[_Events]:
     """Record the calls of all modules inside the block.
 
-    Scripted modules and wrappers of `torch.compile` take hooks only where they must: if they own parameters or a tap.
+    Scripted modules and wrappers of `torch.compile` get hooks only if they own parameters or a tap.
     """
     events, of_owners = _Events(), set(owners)
     begun: dict[str, list[tuple[Any, int]]] = {}
@@ -169,8 +169,8 @@ def _record_events(model: nn.Module, owners: list[str], tapped: set[str]) -> Ite
 def _find_used_parameters(model: nn.Module, sample: Tensor, features: Tap) -> tuple[set[Tensor], set[Tensor]]:
     """Find the parameters that the features depend on, and those that the returned tensors depend on.
 
-    Frozen layers count as others do, since what is trained is up to the method. Parameters that no graph shows, as
-    inside reentrant checkpoints, are left out.
+    Frozen layers count too, because the method decides what is trained. Parameters that no autograd graph shows, such
+    as those inside reentrant checkpoints, are left out.
     """
     frozen = [parameter for parameter in model.parameters() if is_trainable(parameter) and not parameter.requires_grad]
     try:
@@ -238,13 +238,13 @@ def _check_same_head(events: _Events, returned: Any, output: Entry, tap: Tap) ->
         return
     if any(tap.module in _find_writers(events, entry) for entry in find_tensors(returned)):
         raise TapError(
-            f"output={output!r} is not what the tap 'logits' sees: {tap.module!r} writes another entry of what the "
-            f"model returns; name that one, or make the profile with output={output!r}"
+            f"output={output!r} does not belong to the tap 'logits' at {tap.module!r}. Name the entry that this module "
+            f"writes, or make the profile with output={output!r}."
         )
 
 
 def _is_same(written: Tensor, result: Tensor) -> bool:
-    """Tell whether a tensor is the output or a view of it, as behind `x.squeeze(-1)`."""
+    """Tell whether a tensor is the model's output, or whether the output is a view of it, as after `x.squeeze(-1)`."""
     if written is result:
         return True
     return written.numel() == result.numel() and (

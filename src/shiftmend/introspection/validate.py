@@ -29,7 +29,7 @@ from shiftmend.utils.checks import kind
 _FORWARD_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
 )  # fmt: skip
-"""What models raise for inputs that they do not take: they assert, look up, index and compute as they like."""
+"""Exceptions that models raise for inputs that they do not take."""
 
 _PLAIN_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
 """Errors whose text says enough without their type."""
@@ -43,7 +43,7 @@ class Problem:
     error: type[ShiftmendError]
     """The class that `check_model` raises."""
     cause: BaseException | None = None
-    """What the model itself raised."""
+    """The exception that the model raised."""
 
 
 def validate(
@@ -93,7 +93,7 @@ def check_model(model: nn.Module, samples: Sequence[Tensor] = (), **options: Any
 
 
 def run_checked(model: nn.Module, sample: Tensor, *, output: Entry = None, original: nn.Module | None = None) -> Any:
-    """Run a model on a batch as `validate` does, raise what is wrong with it, and return what the model returned."""
+    """Run a model on a batch, raise the first problem that `validate` finds, and return the model's output."""
     returned = _try_forward(model, sample, original)
     for problem in [returned] if isinstance(returned, Problem) else _check_entry(returned, output):
         raise problem.error(problem.message) from problem.cause
@@ -232,9 +232,8 @@ def _watch_original(original: nn.Module | None, copied: nn.Module) -> Iterator[N
                 if threading.get_ident() != thread:
                     return
                 raise _OriginalCalled(
-                    f"a copy of the model still runs {name or type(module).__name__!r} of the caller's own, which is "
-                    "never changed: a function that the model holds, such as a lambda or a hook, refers to it; make "
-                    "that a method, or a module"
+                    f"The copied model still runs {name or type(module).__name__!r} of the caller's model, through a "
+                    "lambda or hook. Try a method or a module instead."
                 )
 
             stack.callback(module.register_forward_pre_hook(stop).remove)

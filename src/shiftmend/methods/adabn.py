@@ -16,10 +16,10 @@ from shiftmend.profiles.profile import Profile
 
 @dataclass(frozen=True, kw_only=True)
 class AdaBN(Method):
-    """Forget BatchNorm's running statistics, then average those of all target batches over `passes` passes.
+    """BatchNorm with statistics of the target, averaged from scratch over `passes` passes of all batches.
 
-    As in the reference implementation: batch variances are averaged as they are, so the variance between batch means is
-    not counted. A model without BatchNorm stays as it is.
+    As in the reference implementation, batch variances are averaged, which leaves out the variance between batch means.
+    A model without BatchNorm stays as it is.
     """
 
     name: ClassVar[str] = "adabn"

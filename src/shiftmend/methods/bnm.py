@@ -16,10 +16,10 @@ from shiftmend.stats.gaussians import FullGaussian
 
 @dataclass(frozen=True, kw_only=True)
 class BNM(Prediction):
-    """The paper's "Marg. Gauss.": each feature as a Gaussian, KL(source || batch).
+    """Matching of a Gaussian for each feature, KL(source || batch): the paper's "Marg. Gauss.".
 
-    The reference implementation takes the source's moments from the running statistics of the BatchNorm behind the
-    features, which saw dropout; the profile's were measured in eval mode, and need no BatchNorm.
+    The reference implementation takes the source's moments from the running statistics of the BatchNorm after the
+    features, which were measured with dropout. The profile's moments were measured in eval mode, and need no BatchNorm.
     """
 
     name: ClassVar[str] = "bnm"

@@ -83,7 +83,7 @@ class NEO(Method):
     def find_map(
         self, found: CovarianceTracker | RangeTracker, samples: float, profile: Profile
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what is added to the features, and the matrix that they are multiplied by, if any."""
+        """Return the offset that is added to the features, and the matrix that multiplies them, if any."""
         return profile.gaussian.mean.to(found.mean) - found.mean, None
 
 

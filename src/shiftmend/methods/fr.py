@@ -73,10 +73,10 @@ class Alignment(Method):
     def make_stage(
         self, network: Network, name: str, epochs: Epochs, rate: float, parameters: tuple[str, ...]
     ) -> Stage:
-        """Return a stage of so many epochs, or one that ends by itself.
+        """Return a stage of a number of epochs, or one that decides by itself when to end.
 
-        A stage that ends by itself searches for its learning rate, unless the rate was given, or published for this
-        network or for ResNets.
+        The latter also searches for its learning rate, unless a rate is given, or published for this network or for
+        ResNets.
         """
         if epochs != AUTO:
             return Stage(name, epochs, rate, parameters)
@@ -107,12 +107,12 @@ class Alignment(Method):
         return losses
 
     def rate(self, network: Network, profile: Profile | None) -> float:
-        """Return the learning rate given, or the default for such a network, translated to the profile's preset.
+        """Return the learning rate that was given, or the default for such a network, scaled to the profile's preset.
 
-        The default is the one published for this network; for others of stages with BatchNorm what was published for
-        ResNets. The rest was measured on small networks (`benchmarks/default_rates.py`): the largest that restored
-        nearly all of those with one layer a block, since a small one may not get there in few steps, and one that
-        scrambled none of those with stages without BatchNorm, where large steps are not forgiven.
+        The default is the rate published for this network. Other networks of stages with BatchNorm get the rate
+        published for ResNets. The two remaining rates were measured on small networks (`benchmarks/default_rates.py`).
+        With one layer a block, it is the largest rate that restored nearly all networks, since small rates need many
+        steps. For stages without BatchNorm, where large steps do lasting harm, it is a rate that harmed none.
         """
         if self.learning_rate is not None:
             return self.learning_rate
@@ -144,7 +144,7 @@ def _loss_scale(chosen: Preset, profile: Profile) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class FR(Alignment):
-    """Training of all blocks at once.
+    """Feature restoration: training of all blocks at once.
 
     By default, `epochs="auto"`, the run ends when the loss no longer falls or the verification slices get worse, at the
     latest after the published 150 epochs. Published rates: 1.0 for the CNN, 0.001 for ResNets.

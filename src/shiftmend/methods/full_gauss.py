@@ -18,11 +18,11 @@ from shiftmend.utils.checks import is_real
 
 @dataclass(frozen=True, kw_only=True)
 class FullGauss(Prediction):
-    """KL(batch || source) between Gaussians over all features, with the covariance of the profile.
+    """Alignment of a Gaussian over all features, with full covariance: KL(batch || source).
 
-    A batch must hold more samples than there are features, as in the reference implementation, or `shrinkage` between
-    0 and 1 must take the covariances of both sides back towards none. The profile must have been made with
-    `gaussian="full"`. Higher rates than the published 0.001 diverge.
+    As in the reference implementation, a batch must hold more samples than there are features. Otherwise set
+    `shrinkage` between 0 and 1, which shrinks the correlations of batch and source. The profile needs
+    `gaussian="full"`. Learning rates above the published 0.001 diverge.
     """
 
     name: ClassVar[str] = "full-gauss"

@@ -48,14 +48,14 @@ class MatchMean(Method):
         return [Stage("inputs", 1)]
 
     def begin(self, model: nn.Module, sample: Tensor, profile: Profile | None) -> None:
-        """Attach a map that changes nothing yet, after a look at whether inputs can be matched at all."""
+        """Attach an identity map, and raise if the inputs cannot be matched to the profile."""
         shape = _check_units(sample, len(_find_moments(profile).mean), self.name)
         dtype = torch.promote_types(sample.dtype, torch.float32)
         ones = torch.ones(shape, dtype=dtype, device=sample.device)
         attach_input_map(model, ones, torch.zeros_like(ones))
 
     def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Tensor], profile: Profile | None) -> None:
-        """Read all inputs once and set the map."""
+        """Compute the statistics of all inputs in one pass, and attach the map that matches them to the source."""
         tracker = MomentTracker()
         for batch in batches:
             tracker.update(batch)
@@ -103,7 +103,7 @@ class MatchHistogram(Method):
         return [Stage("inputs", 1)]
 
     def begin(self, model: nn.Module, sample: Tensor, profile: Profile | None) -> None:
-        """Attach curves that change nothing yet, after a look at whether inputs can be matched at all."""
+        """Attach identity curves, and raise if the inputs cannot be matched to the profile."""
         home = _find_quantiles(profile, sample)
         _check_units(sample, len(home.values), self.name)
         dtype = torch.promote_types(sample.dtype, torch.float32)
@@ -111,7 +111,7 @@ class MatchHistogram(Method):
         attach_input_curve(model, knots, torch.zeros_like(knots))
 
     def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Tensor], profile: Profile | None) -> None:
-        """Read all inputs once and set the curves."""
+        """Compute the quantiles of all inputs in one pass, and attach the curves that match them to the source."""
         tracker, sample = QuantileTracker(), torch.empty(0)
         for batch in batches:
             tracker.update(batch)

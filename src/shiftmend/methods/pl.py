@@ -16,9 +16,9 @@ from shiftmend.profiles.profile import Profile
 
 @dataclass(frozen=True, kw_only=True)
 class PL(Prediction):
-    """Cross-entropy to the argmax of the same batch's predictions: no threshold, no memory.
+    """Pseudo-labelling: cross-entropy to the argmax of the same batch's predictions, without threshold or memory.
 
-    As in the reference implementation all parameters are trained, the classifier included, unlike in the other methods.
+    As in the reference implementation, all parameters are trained. Unlike in the other methods, so is the classifier.
     """
 
     name: ClassVar[str] = "pl"

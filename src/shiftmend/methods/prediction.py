@@ -50,6 +50,7 @@ class Prediction(Method):
         return ("logits",)
 
     def rate(self, network: Network) -> float:
+        """Return the learning rate: that of the method, else the one published for the network, else the default."""
         return self.learning_rate or network.published(self.name) or self.default_rate
 
     def logits(self, activations: Activations) -> Tensor:

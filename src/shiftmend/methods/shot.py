@@ -41,11 +41,13 @@ def _nearest(points: Tensor, weights: Tensor, allowed: Tensor) -> Tensor:
 class SHOT(Prediction):
     """Information maximisation plus `weight` times the cross-entropy to centroid pseudo-labels.
 
-    The labels are made anew before each epoch, in eval mode, and each batch gets those of its own samples (in the
-    reference implementation MNIST's are mixed up). Everything but the head is trained, also the BatchNorm in front of
-    it. As in the reference implementation the rate is constant, without Nesterov momentum or weight decay, and the
-    weight is 0.1; the original has that for digits and 0.3 for photographs, and a decaying rate. SHOT expects a source
-    model of its own, trained with label smoothing 0.1 and a weight-normalised head; it takes any.
+    Pseudo-labels are computed before each epoch, in eval mode, and each batch gets those of its own samples (the
+    reference implementation mixes up those of MNIST). Everything except the head is trained, including the BatchNorm
+    before it.
+
+    As in the reference implementation, the rate is constant, without Nesterov momentum or weight decay, and the weight
+    is 0.1. The original SHOT uses 0.1 for digits and 0.3 for photographs, and a decaying rate. It also expects a source
+    model trained with label smoothing 0.1 and a weight-normalised head; here any model will do.
     """
 
     name: ClassVar[str] = "shot"

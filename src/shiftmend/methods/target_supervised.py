@@ -35,10 +35,10 @@ def _class_numbers(given: Any) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TargetSupervised(Prediction):
-    """Cross-entropy to the labels of the target, all parameters trained, dropout on.
+    """Supervised training of all parameters on labelled target data, with dropout on: an upper bound for other methods.
 
-    The only method that takes labels. They belong to the samples in their order; benchmarks give it 80 % of the target
-    and score it on another 10 %.
+    This is the only method that takes labels: one for each sample, in the order of the data. Benchmarks train it on 80
+    % of the target and score it on another 10 %.
     """
 
     name: ClassVar[str] = "target-supervised"
@@ -71,8 +71,8 @@ class TargetSupervised(Prediction):
                 raise AdaptationError(f"there is a label {highest}, but the model knows {logits.shape[1]} classes")
             if len(logits) != len(activations["targets"]):
                 raise AdaptationError(
-                    f"target-supervised takes a model of one answer a sample; this one gives {len(logits)} for "
-                    f"{len(activations['targets'])}: train it in a loop of your own, or use fr or bufr"
+                    f"target-supervised needs one answer a sample; this model gives {len(logits)} for "
+                    f"{len(activations['targets'])}. Try fr or bufr, or your own training loop."
                 )
             return {"labels": functional.cross_entropy(logits, activations["targets"])}
 

@@ -49,9 +49,9 @@ def find_tracking(model: nn.Module) -> list[_BatchNorm]:
 
 @contextmanager
 def average_from_scratch(model: nn.Module) -> Iterator[None]:
-    """Forget all running statistics, and average those of every batch inside the block, each with the same weight.
+    """Reset all running statistics, and average those of every batch inside the block with equal weights.
 
-    Batch variances are averaged as they are, so the variance between batch means is not counted.
+    Batch variances are averaged, which leaves out the variance between batch means.
     """
     tracking = find_tracking(model)
     before = [norm.momentum for norm in tracking]
@@ -128,9 +128,7 @@ def refresh_batchnorm(
     if (feed.epoch_batch_size or 2) < 2:
         raise ProfileError("expected batches of at least 2 samples for BatchNorm, got 1; use larger batches")
     if feed.never_shuffles:
-        logger.warning(
-            "the source data streams in a fixed order: if it is sorted, batches are one-sided; use shuffle=True"
-        )
+        logger.warning("The source data comes in a fixed order. If it is sorted, batches are biased. Try shuffle=True.")
     refreshed = copy_model(model).to(place)
     with (
         isolate_rng(place, lambda: check_model(refreshed, feed.examples(2), original=model)),
@@ -157,8 +155,8 @@ def warn_if_stale(model: nn.Module, feed: Feed, profile: Profile) -> None:
     limit = STALE_DIVERGENCE + STALE_PER_SAMPLE / found["samples"]
     if min(found["slices"], found["marginals"]) > limit:
         logger.warning(
-            "the running statistics of BatchNorm are stale: with those of the source data, features differ (slices "
-            "%.3f, expected at most %.3f). Try model = shiftmend.refresh_batchnorm(model, source), and profile that",
+            "The running statistics of BatchNorm are stale: they do not match the source data (divergence of slices "
+            "%.3f, expected at most %.3f). Try model = shiftmend.refresh_batchnorm(model, source) before profiling.",
             found["slices"],
             limit,
         )

@@ -64,7 +64,7 @@ Gaussian = Literal["marginal", "full"]
 
 
 LEAST_SAMPLES = 10
-"""Of fewer, a profile tells nearly what they were: the mean of one sample is that sample."""
+"""Fewest samples of a profile. Fewer would nearly be revealed by it: the mean of one sample is that sample."""
 
 
 MOST_CORRELATED = 4096
@@ -294,8 +294,8 @@ def _ranges(passes: _Passes, specs: Mapping[str, Tap], like: Profile | None) -> 
             finite &= torch.isfinite(tracker.gaussian().variance).to(finite.device)
         if not bool(finite.all()):
             raise ProfileError(
-                f"tap {name!r} gave values that are NaN, infinite or too large (beyond 1e19) in {int((~finite).sum())} "
-                "units on the source data; look at the weights of the model and at preprocess"
+                f"Tap {name!r} gave values that are NaN, infinite or beyond 1e19 in {int((~finite).sum())} units. "
+                "Check the weights of the model and preprocess."
             )
         if like is None and not bool(usable_units(tracker.low, tracker.high).any()):
             raise ProfileError(
@@ -355,11 +355,11 @@ def _counts(
 
 
 def _remark(made: Profile) -> None:
-    """Log what whoever made a profile should know of it."""
+    """Log warnings about a profile for the person who made it."""
     if made.inputs_seen < LEAST_SAMPLES:
         logger.warning(
-            "a profile of so few samples (%d) nearly tells their inputs; do not let it leave if those are secret",
-            made.inputs_seen,
+            "A profile of only %s nearly reveals the inputs. Do not pass it on if they are confidential.",
+            counted(made.inputs_seen, "sample"),
         )
     for name, count in made.unusable.items():
         if count:
@@ -368,7 +368,7 @@ def _remark(made: Profile) -> None:
 
 
 def _check_agreement(model: nn.Module, feed: Feed, settings: tuple[Any, ...], like: Profile | None) -> None:
-    """Raise if processes were given different things; of streamed data only the first samples are compared."""
+    """Raise if processes were given different arguments. Of streamed data only the first samples are compared."""
     if world_size() == 1:  # digests of everything are not for free
         return
     first = fingerprints.digest(feed.first(64))

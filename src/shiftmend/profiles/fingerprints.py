@@ -70,8 +70,8 @@ def digest(values: Tensor) -> str:
 def start_digest(values: Tensor) -> Callable[[], str]:
     """Start to compute `digest` in a thread, and return a function that waits for the result.
 
-    Hashing needs no interpreter lock, so the caller's work goes on meanwhile. Large data is hashed when asked for: a
-    thread that nobody waits for, after an error, would keep the data alive. So is the data of threads that share a GPU.
+    Hashing releases the interpreter lock, so the caller can go on meanwhile. Large data, and data of threads that share
+    a GPU, are hashed only when the result is asked for: after an error, a forgotten thread would keep the data alive.
     """
     if values.nbytes > MAX_BACKGROUND_BYTES or is_sharing_gpu():
         return functools.partial(digest, values)

@@ -36,15 +36,15 @@ logger.addFilter(of_first_process)
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Statistics of a source by name, and what they belong to. Make one with `shiftmend.profile`.
+    """Statistics of a source by name, with the model and the inputs that they belong to. Made by `shiftmend.profile`.
 
-    `statistics` holds `tap.NAME`, the histogram of each tap; `gaussian`, that of the features; `slices.NAME`, sets of
-    slices of the features; `inputs`, the moments of the inputs; and `inputs.quantiles`. The properties `taps`,
-    `gaussian` and `slices` give access to them by type.
-    `slices["verification"]` judges and is never aligned; `slices["alignment"]` is there for the preset `sliced` alone.
+    `statistics` holds `tap.NAME`, the histograms of each tap; `gaussian`, the Gaussian of the features; `slices.NAME`,
+    sets of slices of the features; `inputs`, the moments of the inputs; and `inputs.quantiles`. The properties `taps`,
+    `gaussian` and `slices` give access to them by type. `slices["verification"]` is for judging and never aligned;
+    `slices["alignment"]` exists only for the preset `sliced`.
 
-    `mean` and `deviation` `[D]` standardise the features before they are sliced. They stay the same when profiles are
-    merged; the moments of all samples are those of `gaussian`.
+    `mean` and `deviation` `[D]` standardise the features before they are sliced. Merging profiles does not change
+    them; the moments of all samples are those of `gaussian`.
 
     Example:
         >>> import shiftmend
@@ -60,7 +60,7 @@ class Profile:
     mean: Tensor
     deviation: Tensor
     specs: dict[str, Tap]
-    """Where each tap lies in the model."""
+    """The place of each tap in the model."""
     preset: str
     architecture: str
     """Fingerprint of the model's layers."""
@@ -73,7 +73,7 @@ class Profile:
     """Shares of the parts of a mixture, in their order; empty for any other profile."""
     library: str = __version__
     rehearsal: Rehearsal | None = None
-    """What shifts simulated at home taught; None before `shiftmend.rehearse`."""
+    """The record of shifts simulated at home; None before `shiftmend.rehearse`."""
 
     @cached_property
     def taps(self) -> dict[str, Histogram]:
@@ -272,14 +272,16 @@ class Profile:
         """
         if fingerprints.architecture(unwrap(model)) != self.architecture:
             raise ProfileError(
-                "the profile was made for a model with other layers (names or shapes of parameters differ); profile "
-                "this model at its source, or load the model that the profile belongs to"
+                "The profile belongs to a model with other layers: names or shapes of parameters differ. Profile this "
+                "model, or load the model of the profile."
             )
 
     def check_weights(self, model: nn.Module) -> None:
         """Log a warning if a model has other weights than the one that was profiled."""
         if fingerprints.weights(unwrap(model)) != self.weights:
-            logger.warning("the model's weights are not those the profile was made with; alignment may mislead")
+            logger.warning(
+                "The weights of the model are not those that the profile was made with; results may mislead."
+            )
 
     def check_inputs(self, target: InputSummary) -> None:
         """Log a warning if the target seems to be preprocessed differently from the source."""
@@ -366,7 +368,7 @@ def _mix(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
 
 
 def _identity(profile: Profile) -> tuple[object, ...]:
-    """Collect what profiles must have in common to be mixed. Older files lack statistics of inputs and answers."""
+    """Collect the settings that profiles must share to be mixed. Older files lack statistics of inputs and answers."""
     every = profile.statistics.items()
     kinds = {name: statistic.kind for name, statistic in every if name.partition(".")[0] not in ("inputs", "answers")}
     return profile.preset, profile.specs, profile.architecture, profile.weights, kinds

@@ -321,7 +321,7 @@ class Rehearsal:
 
 
 def round_signals(values: Tensor) -> Tensor:
-    """Round signals to what a file holds, three digits: they are most of a rehearsal, and chance moves them by more."""
+    """Round signals to the three digits that a file stores. Signals are most of its size, and vary more by chance."""
     largest = torch.finfo(torch.float16).max
     return values.clamp(-largest, largest).half().float()
 
@@ -334,7 +334,7 @@ def empty_estimates(record: Rehearsal) -> Rehearsal:
 
 
 def name_candidate(name: str) -> str:
-    """Return what people call a candidate."""
+    """Return the name of a candidate for people: `source-only` is called untouched."""
     return "untouched" if name == UNTOUCHED else name
 
 

@@ -1,7 +1,12 @@
 """Reports: one self-contained page on what happened to a model at a new site, and on whether mending helped.
 
->>> found = shiftmend.report.gather(model, target, profile, adaptation)  # doctest: +SKIP
->>> shiftmend.report.write(found, "report.html")  # doctest: +SKIP
+Example:
+    >>> import torch, shiftmend
+    >>> layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)
+    >>> model, source = torch.nn.Sequential(*layers).eval(), torch.randn(500, 4)
+    >>> facts = shiftmend.report.gather(model, source + 2, shiftmend.profile(model, source))
+    >>> facts.samples
+    500
 """
 
 from __future__ import annotations

@@ -51,10 +51,10 @@ ADVICE: dict[Choice, str] = {
 }
 
 PLAIN_REASONS = {
-    "outside of what was rehearsed": "the data look like nothing that was rehearsed at home",
-    "other classes than": "the answers fall into other classes than they ever did at home",
-    "leave too much open": "what can be seen without labels fits good and bad accuracy alike",
-    "contradict each other": "the signs contradict each other more than they ever did at home",
+    "outside of what was rehearsed": "no device that was simulated at home gave such data",
+    "other classes than": "some classes are far more or far less frequent among the answers than ever at home",
+    "leave too much open": "without labels, a good and a bad model would look alike here",
+    "contradict each other": "the label-free signs contradict each other more than they ever did at home",
 }
 """Plain words for reasons that name signals, by a part of the reason."""
 
@@ -65,7 +65,7 @@ class Answer:
 
     Attributes:
         level: Colour of the answer.
-        headline: Estimated score before and after, or that nobody can know it, and why.
+        headline: Estimated score before and after, or that it is unknown, and why.
         truth: Score by labels; empty if there are none, or if the headline has it.
         choice: The recommendation as one word.
         advice: The recommendation as a sentence.
@@ -214,7 +214,7 @@ def _was_at_home(facts: Facts) -> bool:
 
 
 def _is_poor(facts: Facts, value: float) -> bool:
-    """Return whether more than half of what the model can do at home is lost."""
+    """Return whether the model has lost more than half of its skill at home."""
     home = facts.rehearsal
     if home is None:
         return False
@@ -238,8 +238,8 @@ def _write_headline(facts: Facts) -> tuple[str, str]:
         return headline, f"{metric} by the labels: {truths}." if truths else ""
     why = join_reasons(facts)
     if truths:
-        return f"{metric} {truths}, by the labels. Without labels nobody could know: {why}.", ""
-    return f"Nobody can know how accurate the model is here: {why}.", ""
+        return f"{metric} {truths}, by the labels. Without labels it would be unknown: {why}.", ""
+    return f"It is unknown how accurate the model is here: {why}.", ""
 
 
 def _list_held(facts: Facts) -> list[Estimate]:
@@ -250,7 +250,7 @@ def _list_held(facts: Facts) -> list[Estimate]:
 
 
 def _write_values(facts: Facts, told: list[Estimate]) -> str:
-    """Write the estimates that hold, the last one with its interval."""
+    """Write the reliable estimates; only the last one has its interval."""
     if has_one_model(facts):
         return write_estimate(told[-1] if told[-1].reliable else told[0])
     before, after = told[0], told[-1]
@@ -266,19 +266,19 @@ def _write_values(facts: Facts, told: list[Estimate]) -> str:
 
 
 def _write_untold(facts: Facts) -> str:
-    """Say which of both models cannot be told; empty if both can."""
+    """Say for which of both models there is no estimate; return nothing if there are two."""
     estimates = facts.estimates
     if has_one_model(facts) or estimates is None or estimates.before is None or estimates.after is None:
         return ""
     if not estimates.after.reliable:
-        return " How accurate the mended model is cannot be told without labels."
-    return "" if estimates.before.reliable else " How accurate the model was before cannot be told without labels."
+        return " The accuracy of the mended model is unknown without labels."
+    return "" if estimates.before.reliable else " The accuracy before is unknown without labels."
 
 
 def write_estimate(estimate: Estimate, digits: int | None = None, *, interval: bool = True) -> str:
-    """Write an estimate with its interval, e.g. `85 % (82 to 87)`; without a value, that it cannot be told."""
+    """Write an estimate with its interval, e.g. `85 % (82 to 87)`; "unknown" if there is none."""
     if estimate.value is None:
-        return "cannot be told"
+        return "unknown"
     if digits is None:
         digits = 1 if estimate.value > 0.99 else 0
     text = write_score(estimate.value, estimate.task, digits)
@@ -319,7 +319,7 @@ def explain_reason(reason: str) -> str:
 
     Example:
         >>> explain_reason("slices 0.31 lies outside of what was rehearsed (0.01 to 0.2)")
-        'the data look like nothing that was rehearsed at home'
+        'no device that was simulated at home gave such data'
     """
     for part, plain in PLAIN_REASONS.items():
         if part in reason:
@@ -339,26 +339,26 @@ def _list_remarks(facts: Facts, known: _Known, choice: Choice, doubt: Literal[""
         remarks.append(f"At home the {name} is {write_score(home.score, home.task)}.")
     if doubt == "poor":
         helped = "Mending helped, but " if known.is_better() and not has_one_model(facts) else ""
-        words = f"{helped}more than half of what the model can do at home is lost here."
+        words = f"{helped}the model has lost more than half of its skill at home."
         remarks.append(words[0].upper() + words[1:])
     elif doubt == "doubtful" and choice == "neither":
-        remarks.append("The estimate is so uncertain that the model may be of little use here.")
+        remarks.append("The estimate is uncertain: the model may be of little use here.")
     elif _was_at_home(facts):
-        remarks.append("The data are as at home.")
+        remarks.append("The data look as at home.")
     elif facts.mending is not None and facts.mending.changed == "patients":
-        remarks.append("Other classes are frequent here than at home; the device did not change.")
+        remarks.append("Other classes are frequent here than at home. The device did not change.")
     elif choice == "untouched" and facts.mending is not None and not facts.mending.left_alone:
         remarks.append(
             "The mended model is not known to be better." if known.after is None else "Mending did not help."
         )
     elif choice == "untouched" and known.before is None:
-        remarks.append("No shift of the device can be seen in the model’s features.")
+        remarks.append("Inside the model, the data look as at home.")
     elif choice == "mend":
-        remarks.append("The device has shifted: the model does not see here what it was trained on.")
+        remarks.append("The device has shifted: the data differ from those that the model was trained on.")
     if choice == "mended" and facts.mending is not None and facts.mending.same_data is False:
         remarks.append("The estimate is for the inputs of this report, which were not adapted to.")
     if any(each.low is None for each in _list_held(facts)):
-        remarks.append("Too little was rehearsed to say how far the estimate may be off.")
+        remarks.append("Too few devices were simulated at home to say how far the estimate may be off.")
     if missed := _describe_miss(facts):
         remarks.append(missed)
     return remarks
@@ -389,8 +389,8 @@ def _list_next_steps(facts: Facts, choice: Choice) -> list[str]:
         steps.append(f"Run the mended model from now on. {place}")
     if choice == "mend":
         steps.append(
-            "Rule out a simple cause first: another normalisation, channel order, resolution or file format. Such a "
-            "cause is to be put right, not adapted to."
+            "First rule out a simple cause: another normalisation, channel order, resolution or file format. Correct "
+            "such a cause instead of adapting to it."
         )
         steps.append(
             "Then run `shiftmend adapt` with the same model, data and profile, and make this report again with "
@@ -398,16 +398,16 @@ def _list_next_steps(facts: Facts, choice: Choice) -> list[str]:
         )
     if choice == "neither" and facts.inputs:
         steps.append(
-            "Look at the sample inputs below. A wrong normalisation or channel order is to be put right, not adapted "
-            "to."
+            "Look at the sample inputs below. Correct a wrong normalisation or channel order instead of adapting to it."
         )
     if facts.scores_before is None or choice == "neither":
         steps.append(_advise_labels(facts, choice))
     if choice == "neither" and mending is None and facts.rehearsal is not None:
-        steps.append("Or run `shiftmend adapt`: the accuracy of a mended model can perhaps be told.")
+        steps.append("Or run `shiftmend adapt`: perhaps the accuracy of a mended model can be estimated.")
     if facts.rehearsal is None and not _list_held(facts):
         steps.append(
-            f"At home, rehearse the profile once, so that sites can tell their accuracy without labels: `{REHEARSE}`."
+            "At home, rehearse once: simulate other devices, and store in the profile how the model copes with them. "
+            f"Every site can then estimate its accuracy without labels: `{REHEARSE}`."
         )
     return steps
 
@@ -416,7 +416,7 @@ def _advise_labels(facts: Facts, choice: Choice) -> str:
     file = None if facts.mending is None or has_one_model(facts) else facts.mending.file
     weights = file or (facts.original if has_one_model(facts) else "mended/model.safetensors") or "model.safetensors"
     why = "To be surer, label" if choice != "neither" else "Label"
-    what = f"{why} about fifty samples of this site, one folder per class, and keep them out of adapting."
+    what = f"{why} about fifty samples of this site, one folder per class, and do not adapt to them."
     by_class = facts.rehearsal is not None and facts.rehearsal.metric == "accuracy"
     if by_class:
         return (

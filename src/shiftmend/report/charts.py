@@ -91,8 +91,8 @@ def draw_scores(rows: Sequence[ScoreRow], home: float | None, label: str) -> Mar
         parts.append(_text(NAMES_WIDTH - 10, y + 4, _shorten(row.name), "label" if row.chosen else "tick", "end"))
         value = None if row.estimate is None else row.estimate.value
         if row.estimate is None or value is None:
-            parts.append(_text(place(0) + 6, y + 4, "cannot be told", anchor="start"))
-            words.append(f"{row.name} cannot be told")
+            parts.append(_text(place(0) + 6, y + 4, "unknown", anchor="start"))
+            words.append(f"{row.name} unknown")
         else:
             if row.estimate.low is not None and row.estimate.high is not None:
                 low, high = place(row.estimate.low), place(row.estimate.high)
@@ -116,7 +116,7 @@ def _write_tick(value: float, percent: bool) -> str:
 
 
 def draw_rehearsal(points: Sequence[Point], *, percent: bool) -> Markup:
-    """Draw true scores (across) against what was estimated (upwards); a perfect estimate lies on the diagonal."""
+    """Draw estimated scores (upwards) against true scores (across). A perfect estimate lies on the diagonal."""
     height = 250
     floor, breadth = height - BOTTOM, WIDTH - LEFT - RIGHT
     limit = 1.0 if percent else 1.1 * max(max(point) for point in points)
@@ -166,7 +166,9 @@ def draw_gauge(before: Verification, after: Verification | None) -> Markup:
     parts += [_text((x1 + x2) / 2, y + thick + 15, word) for x1, x2, _, word in zones if x2 - x1 > 6.2 * len(word)]
     words = {"before": "here" if after is None else "before", "after": "after"}
     places = [place(value) for _, value in marks]
-    apart = len(places) < 2 or abs(places[0] - places[1]) > 90
+    # A label at an edge lies wholly on one side of its mark, and so reaches farther than others.
+    edges = any(x < 60 or x > WIDTH - 60 for x in places)
+    apart = len(places) < 2 or abs(places[0] - places[1]) > (115 if edges else 90)
     for row, ((kind, value), x) in enumerate(zip(marks, places, strict=True)):
         level = y - 9 - (0 if apart else 15 * row)
         anchor = "start" if x < 60 else "end" if x > WIDTH - 60 else "middle"
@@ -211,7 +213,7 @@ def draw_distribution(unit: Unit, name: str) -> Markup:
 
 
 def draw_ranks(before: Sequence[float], after: Sequence[float] | None, floor: float, label: str) -> Markup:
-    """Draw the distance of every unit, worst first, each curve sorted by itself; infinite ones leave a gap."""
+    """Draw the distances of all units in descending order, one curve for each model; infinite values leave a gap."""
     height = 190
     curves = {"before": before} | ({"after": after} if after is not None else {})
     axis = _Axis([floor, *(value for values in curves.values() for value in values)], height)

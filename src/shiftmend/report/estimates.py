@@ -86,5 +86,8 @@ def _estimate(
     if name == UNTOUCHED:
         return Estimates(before, before)
     reasons = record.find_differences(manifest["method"])
-    after = estimator.estimate(name, signals[name], samples, chosen="chosen" in manifest, reasons=reasons)
+    apart = readings[name].measure_distance(record)
+    after = estimator.estimate(
+        name, signals[name], samples, chosen="chosen" in manifest, reasons=reasons, distance=apart
+    )
     return Estimates(before, after)

@@ -21,7 +21,7 @@ from shiftmend.engine.method import Method
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.evaluation.classification import ClassificationMetrics, Scores
 from shiftmend.evaluation.evaluate import metrics_for
-from shiftmend.evaluation.regression import RegressionMetrics, RegressionScores, in_one_shape
+from shiftmend.evaluation.regression import RegressionMetrics, RegressionScores, match_shapes
 from shiftmend.inputs.feed import Feed, Preprocess
 from shiftmend.inputs.sources import as_tensor
 from shiftmend.introspection.model_state import on_device
@@ -146,7 +146,7 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Sample:
-    """One input as it came, with the class and its probability under each model."""
+    """One input before preprocessing, with predicted class and probability of each model."""
 
     number: int
     values: NDArray[np.generic]
@@ -417,9 +417,9 @@ def _list_cautions(
     result: Adaptation | None,
     predictions: Predictions | None,
 ) -> list[str]:
-    """List what a reader must know before believing anything else, each as a whole sentence."""
+    """List, as whole sentences, the cautions that a reader must know first."""
     cautions = [
-        f"Look at the preprocessing of the inputs: {difference}{'' if difference.endswith('?') else '.'}"
+        f"Check the preprocessing of the inputs: {difference}{'' if difference.endswith('?') else '.'}"
         for difference in profile.inputs.differences(summary)
     ]
     weights = fingerprints.weights(model)
@@ -429,7 +429,7 @@ def _list_cautions(
         )
     made = [] if predictions is None else [predictions.before, predictions.after]
     if any(each is not None and math.isnan(each.confidence) for each in made):
-        cautions.append("Some outputs are NaN or infinite: the class that they count for below means nothing.")
+        cautions.append("Some outputs are NaN or infinite: ignore the class that they are counted for below.")
     if result is None:
         return cautions
     manifest = result.manifest
@@ -532,7 +532,7 @@ class _Observer:
         if self.metrics is None:
             self.metrics = metrics_for(labels, ignore_label=self.ignore_label)
         if isinstance(self.metrics, RegressionMetrics):
-            result, labels = in_one_shape(result, labels)
+            result, labels = match_shapes(result, labels)
         elif result.ndim > 2:
             logits = self._logits(returned)
             if logits is not None and labels.shape == logits.shape[:1] + logits.shape[2:]:
@@ -540,7 +540,7 @@ class _Observer:
         self.metrics.update(result, labels)
 
     def compare(self, before: _Observer) -> None:
-        """Count how the predictions on the last batch differ from those of the other model."""
+        """Count how predictions on the last batch differ between this model and the other one."""
         if self.chosen is None or before.chosen is None:
             return
         _add(self.sums, "changed", (self.chosen != before.chosen).sum())
@@ -665,7 +665,7 @@ def _pick_samples(
     output: Entry,
     count: int,
 ) -> tuple[Sample, ...]:
-    """Pick inputs from all over the target, as they came; from a stream, the first ones as the model gets them."""
+    """Pick evenly spaced inputs of the target, before preprocessing; from a stream, the first ones after it."""
     if count == 0:
         return ()
     if feed.inputs is None:
@@ -696,7 +696,7 @@ def _pick_samples(
 
 
 def _classify(returned: Any, output: Entry, axis: int | None, count: int) -> list[tuple[int, float] | None]:
-    """Return class and probability of each sample; None where a sample has many predictions, or no class."""
+    """Return class and probability of each sample; None for a sample with many predictions or no class."""
     logits = None if axis is None else class_logits(returned, output, axis)
     if logits is None or logits.ndim != 2:
         return [None] * count

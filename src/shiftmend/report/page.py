@@ -29,14 +29,19 @@ def write(facts: Facts, path: str | os.PathLike[str]) -> None:
     """Write a report to one HTML file, in one step.
 
     Args:
-        facts: the result of `shiftmend.report.gather`.
-        path: the file to write; a file of that name is replaced.
+        facts: The result of `shiftmend.report.gather`.
+        path: The file to write. An existing file is replaced.
 
     Raises:
-        ShiftmendError: if `facts` is something else, or the file cannot be written.
+        ShiftmendError: If `facts` is something else, or the file cannot be written.
 
     Example:
-        >>> shiftmend.report.write(found, "report.html")  # doctest: +SKIP
+        >>> import tempfile, torch, shiftmend
+        >>> layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)
+        >>> model, source = torch.nn.Sequential(*layers).eval(), torch.randn(500, 4)
+        >>> facts = shiftmend.report.gather(model, source + 2, shiftmend.profile(model, source))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     shiftmend.report.write(facts, f"{folder}/report.html")
     """
     target = as_path(path, "the file to write")
     if not isinstance(facts, Facts):

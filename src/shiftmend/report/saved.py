@@ -93,7 +93,7 @@ def _read_change(manifest: dict[str, Any]) -> tuple[Shares | None, Change | None
 
 
 def _read_estimates(manifest: dict[str, Any]) -> tuple[Estimates | None, tuple[Candidate, ...], str]:
-    """Read what was estimated, what was tried and why it was chosen; results of older versions have none of it."""
+    """Read the estimates, the candidates and the reason for the choice; results of older versions have none of them."""
     told = manifest.get("estimate")
     estimates = None if told is None else Estimates(_read_estimate(told.get("before")), _read_estimate(told["after"]))
     candidates = tuple(

@@ -60,16 +60,16 @@ SHOWN_CLASSES = 20
 
 EXPLAINED_CANDIDATES = {
     "source-only": "the model as it came",
-    "match-mean": "inputs are moved until their mean is that of home",
-    "match-moments": "inputs are moved and stretched until mean and spread are those of home",
-    "match-histogram": "inputs are moved along a curve until all of their quantiles are those of home",
-    "neo": "what the last layer reads is moved until its mean is that of home",
-    "coral": "what the last layer reads is moved and stretched until mean and covariance are those of home",
-    "adabn": "mean and spread inside the network are measured anew",
-    "fr-shares": "scales inside the network are trained until features are as at home, for any class shares",
-    "fr": "the network is trained until its features are as at home, all layers at once",
-    "bufr": "the network is trained until its features are as at home, lowest layers first",
-    "bufr-im": "bufr, and then training towards clear answers",
+    "match-mean": "shifts the inputs to the mean at home",
+    "match-moments": "shifts and scales the inputs to the mean and the spread at home",
+    "match-histogram": "maps the values of the inputs so that each is as frequent as at home",
+    "neo": "shifts what the last layer reads to the mean at home",
+    "coral": "shifts, scales and mixes what the last layer reads, to the mean and the correlations at home",
+    "adabn": "measures mean and spread inside the network again, on these inputs",
+    "fr-shares": "trains scales inside the network until features are as at home, for any class shares",
+    "fr": "trains the network until its features are as at home, all layers at once",
+    "bufr": "trains the network until its features are as at home, lowest layers first",
+    "bufr-im": "trains like bufr, and then for clear answers",
 }
 
 
@@ -120,7 +120,7 @@ def _write_both(before: str, after: str | None) -> str:
 
 
 def tried(facts: Facts) -> Context | None:
-    """List what `auto` tried, at what estimate, and why it chose what it chose."""
+    """List the candidates of `auto` with their estimates, and the reason for the choice."""
     mending = facts.mending
     if mending is None or not mending.candidates:
         return None
@@ -129,7 +129,7 @@ def tried(facts: Facts) -> Context | None:
             "name": name_candidate(one.name),
             "explained": EXPLAINED_CANDIDATES.get(one.name, ""),
             "estimate": _describe_candidate(one),
-            "seconds": f"{one.seconds:,.{0 if one.seconds >= 100 else 1 if one.seconds >= 1 else 2}f}\u00a0s",
+            "seconds": _write_seconds(one.seconds),
             "chosen": one.name == mending.method,
         }
         for one in mending.candidates
@@ -149,10 +149,16 @@ def tried(facts: Facts) -> Context | None:
     }
 
 
+def _write_seconds(seconds: float) -> str:
+    # A saved result holds three digits. Rounding to them first gives the same text for the result in memory.
+    seconds = round(seconds, 3)
+    return f"{seconds:,.{0 if seconds >= 100 else 1 if seconds >= 1 else 2}f}\u00a0s"
+
+
 def _describe_candidate(one: Candidate) -> str:
     if one.failure is not None:
-        return "did not work here"
-    return "cannot be told" if one.estimate is None else write_estimate(one.estimate, 1)
+        return "failed here"
+    return "unknown" if one.estimate is None else write_estimate(one.estimate, 1)
 
 
 def changed(facts: Facts) -> Context | None:
@@ -223,19 +229,19 @@ def inputs(facts: Facts) -> Context:
         return {"kind": "table", "remark": "", "columns": shape[0]}
     remarks = []
     if np.iscomplexobj(values[0]):
-        remarks.append("Shown is how large their complex numbers are.")
+        remarks.append("The picture shows the magnitude of complex numbers.")
         values = [np.abs(each) for each in values]
     if len(shape) == 3:
         if facts.inputs[0].values.dtype != np.uint8:
-            remarks.append("Their values were scaled together to what a screen can show.")
+            remarks.append("All values were scaled alike to the range of the screen.")
         if shape[0] not in (1, 3):
-            remarks.append(f"Shown is the first of {shape[0]} channels.")
+            remarks.append(f"Only the first of {shape[0]} channels is shown.")
         return {"kind": "images", "remark": " ".join(remarks), "pictures": charts.encode_images(values)}
     if len(shape) not in (1, 2):
         return {"kind": "others", "remark": " ".join(remarks), "sizes": " × ".join(map(str, shape)) or "one number"}
     many = len(shape) == 2 and shape[0] > MAX_CHANNELS
     remarks.append(
-        f"All share one scale; shown are the first {MAX_CHANNELS} of {shape[0]} channels."
+        f"All share one scale. Only the first {MAX_CHANNELS} of {shape[0]} channels are shown."
         if many
         else "All share one scale."
     )
@@ -249,7 +255,7 @@ def inputs(facts: Facts) -> Context:
 
 
 def features(facts: Facts) -> Context:
-    """Say how far the features are from home, and why estimates do not hold, in the words of a specialist."""
+    """Say how far the features are from home, and why there is no estimate, for the specialist."""
     tap = facts.taps[0]
     after = None if facts.after is None else format_number(facts.after.divergence)
     clear = None if tap.clear_after is None else str(tap.clear_after)
@@ -293,7 +299,7 @@ def shift(facts: Facts) -> Context:
 
 
 def _pick_taps(taps: Sequence[TapShift]) -> list[TapShift]:
-    """Pick all taps; where there are many, the model's own two and those of the others that are farthest from home."""
+    """Pick all taps, or, if there are many, `features`, `logits` and the others that are farthest from home."""
     own = [tap for tap in taps if tap.name in EXPLAINED_TAPS]
     others = [tap for tap in taps if tap.name not in EXPLAINED_TAPS]
 
@@ -305,7 +311,7 @@ def _pick_taps(taps: Sequence[TapShift]) -> list[TapShift]:
 
 
 def _pick_units(tap: TapShift, mended: bool) -> list[Unit]:
-    """Pick the units that are worst by any of the orders of the page, worst before mending first."""
+    """Pick the units that come first in any sorting order of the page, sorted by distance before mending."""
     orders = ["before", "after", "gain"] if mended else ["before"]
     keys = {unit.number: _sort_keys(unit) for unit in tap.worst}
     chosen = {
@@ -342,13 +348,13 @@ def _describe_unit(unit: Unit) -> str:
 
 def _describe_change(values: Distribution) -> str:
     if not math.isfinite(values.divergence):
-        return "some values are no finite numbers"
+        return "some values are not finite"
     ways = []
     if abs(values.moved) > 0.05:
         ways.append("higher" if values.moved > 0 else "lower")
     if not 0.8 < values.spread < 1.25:
         ways.append("spread wider" if values.spread > 1 else "bunched together")
-    way = f"values are {' and '.join(ways)}" if ways else "values are about where they were, in another shape"
+    way = f"values are {' and '.join(ways)}" if ways else "mean and spread are as at home, the shape is not"
     return way + (f", {format_percent(values.outside)} beyond the range at home" if values.outside >= 0.01 else "")
 
 
@@ -438,11 +444,11 @@ def _list_estimates(facts: Facts, columns: int) -> list[tuple[str, list[str]]]:
 def _list_scores(found: Scores | RegressionScores) -> dict[str, str]:
     """Return each score by what it measures, in words."""
     if isinstance(found, Scores):
-        areas = {} if found.mean_iou is None else {"mean IoU: how far true and predicted areas meet": found.mean_iou}
+        areas = {} if found.mean_iou is None else {"mean IoU: overlap of true and predicted areas": found.mean_iou}
         shares = {
             "accuracy: right answers": found.accuracy,
-            "calibration error: how far stated confidence is from accuracy, on average": found.ece,
-            "the same at its worst": found.mce,
+            "calibration error: mean gap between confidence and accuracy": found.ece,
+            "largest such gap": found.mce,
             **areas,
         }
         return {name: format_percent(value, 1) for name, value in shares.items()}
@@ -468,9 +474,9 @@ def stored(facts: Facts) -> Context:
         "rows": {
             "samples at home": f"{home.samples:,}",
             **taps,
-            "of every unit": f"its lowest and highest value, and how many values fell into each bin ({home.bins})",
-            "of the features": f"their {home.moments}, and the same counts for random mixtures of them: {slices}",
-            "of the inputs": f"{home.inputs}, and their mean and spread by channel",
+            "each unit": f"lowest and highest value, and the number of values in each bin ({home.bins})",
+            "features": f"{home.moments}, and the same counts for random mixtures of them: {slices}",
+            "inputs": f"{home.inputs}, and mean and spread of each channel",
             "preset": home.preset,
             "made with": f"shiftmend {home.library}",
             "belongs to weights": home.weights,
@@ -500,9 +506,9 @@ def run(facts: Facts) -> Context:
         "ended": manifest["status"],
         "adapted to": counted(target["samples"], "input") if is_whole(target.get("samples")) else None,
         "judged on": {
-            True: "the very inputs that were adapted to, which the verdict allows for",
+            True: "the same inputs that were adapted to, which the verdict takes into account",
             False: "other inputs than those that were adapted to",
-            None: "it is not known whether these inputs were adapted to",
+            None: "inputs that may or may not have been adapted to",
         }[mending.same_data],
         "batch size": manifest.get("batch_size"),
         "seed": manifest.get("seed"),
@@ -521,7 +527,7 @@ def _describe_calibration(calibration: Any) -> str | None:
         return None
     if "refused" in calibration:
         return f"not adjusted: {calibration['refused']}"
-    return f"adjusted to the estimate by a temperature of {_format_option(calibration.get('temperature'))}"
+    return f"calibrated to the estimate by a temperature of {_format_option(calibration.get('temperature'))}"
 
 
 def _format_option(value: Any) -> str:
@@ -538,7 +544,7 @@ def undo(facts: Facts) -> Context:
 Section = Callable[[Facts], Context | None]
 
 SECTIONS: tuple[Section, ...] = (answer, changed, tried, rehearsed, scores, inputs, predictions, undo)
-"""What every reader sees."""
+"""Sections for every reader."""
 
 SPECIALIST: tuple[Section, ...] = (features, shift, training, stored, run)
-"""What is folded away, for those who know the method."""
+"""Sections for readers who know the methods, folded away."""

@@ -52,9 +52,9 @@ def _state_mending(facts: Facts, after: Verification) -> Statement:
     chance = "chance may leave up to" if after.adapted else "chance alone would give"
     remains = f"{format_number(after.divergence)} remains, where {chance} {format_number(after.floor)}"
     if before.excess == 0:
-        change = f"as near as chance allows, and after {method} they lie at {format_number(after.divergence)}"
+        change = f"as near as chance allows; after {method} they lie at {format_number(after.divergence)}"
     elif not math.isfinite(after.excess):
-        change = f"and {method} left features that are no finite numbers"
+        change = f"after {method}, some features are no finite numbers"
     elif after.excess > before.excess:
         change = f"{method} made it worse, and they now lie at {format_number(after.divergence)}"
     elif not math.isfinite(before.excess):
@@ -62,7 +62,7 @@ def _state_mending(facts: Facts, after: Verification) -> Statement:
     else:
         part = 1 - after.excess / before.excess
         taken = "more than 99\u00a0%" if 0.995 <= part < 1 else format_percent(part)
-        change = f"{method} took away {taken} of what chance does not explain, and {remains}"
+        change = f"{method} removed {taken} of what chance does not explain, and {remains}"
     sentence = f"{start}; {change}."
     if but := _explain_straying(after):
         sentence += f" {but[0].upper()}{but[1:]}"
@@ -70,7 +70,7 @@ def _state_mending(facts: Facts, after: Verification) -> Statement:
 
 
 def _explain_straying(found: Verification) -> str:
-    """Explain that mixtures of features are as at home and single features are not; empty where that is not so."""
+    """Explain that mixtures of features are as at home and single features are not; return nothing otherwise."""
     if not found.strayed:
         return ""
     assert found.marginals is not None
@@ -83,4 +83,5 @@ def _explain_straying(found: Verification) -> str:
 def _ask_for_samples(facts: Facts) -> str:
     if facts.samples_needed is None:
         return "The profile was made from too few samples to be sure: make it again, at home, with more of them."
-    return f"Collect at least {facts.samples_needed:,} samples at this site (here are {facts.samples:,}) and ask again."
+    need, have = facts.samples_needed, facts.samples
+    return f"Collect at least {need:,} samples at this site (these are {have:,}) and try again."

@@ -1,9 +1,13 @@
 """Shifts: named, seeded transformations that turn source images into target images.
 
-    from shiftmend import shifts
-    foggy = shifts.apply("emnist-da/fog", images, seed=1)
+Images are uint8 `[N, C, H, W]`, on the CPU or a GPU, and so is the result. `SHIFTS` holds all shifts by name.
 
-`images` are uint8 `[N, C, H, W]`, on the CPU or a GPU, and so is the result. `SHIFTS` lists what there is.
+Example:
+    >>> import torch
+    >>> from shiftmend import shifts
+    >>> images = torch.zeros(2, 1, 28, 28, dtype=torch.uint8)
+    >>> shifts.apply("emnist-da/fog", images, seed=1).shape
+    torch.Size([2, 1, 28, 28])
 """
 
 from __future__ import annotations
@@ -31,14 +35,28 @@ SHIFTS: dict[str, Shift] = {
     **sensor.SHIFTS,
 }
 
-# A shift can need 50 bytes a value, so large sets go through in portions. Random numbers depend on the portions: those
-# of images up to the size of CIFAR's have to stay as they are.
+# A shift can need 50 bytes for each value, so large sets are shifted in portions. Random numbers depend on the size of
+# the portions, which therefore has to stay the same for images up to the size of CIFAR's.
 MAX_IMAGES = 2000
 MAX_VALUES = MAX_IMAGES * 3 * 32 * 32
 
 
 def find(name: str) -> Shift:
-    """Find a shift by name; an unknown name gets the nearest ones as a suggestion."""
+    """Find a shift by name.
+
+    Args:
+        name: A name from `SHIFTS`, e.g. "emnist-da/fog".
+
+    Returns:
+        The shift.
+
+    Raises:
+        DataError: If there is no such shift. The message suggests similar names.
+
+    Example:
+        >>> find("emnist-da/fog").name
+        'emnist-da/fog'
+    """
     if name in SHIFTS:
         return SHIFTS[name]
     same_end = [known for known in SHIFTS if known.rpartition("/")[2] == name.rpartition("/")[2]]
@@ -76,8 +94,9 @@ def apply(
     Raises:
         DataError: If the shift, a parameter or the images are not what the shift takes.
 
-    >>> apply("emnist-da/inverse", torch.zeros(2, 1, 28, 28, dtype=torch.uint8)).unique()
-    tensor([255], dtype=torch.uint8)
+    Example:
+        >>> apply("emnist-da/inverse", torch.zeros(2, 1, 28, 28, dtype=torch.uint8)).unique()
+        tensor([255], dtype=torch.uint8)
     """
     options: dict[str, Any] = {"severity": severity, "seed": seed, "textures": textures}
     return torch.cat(list(apply_in_portions(name, images, **options, **overrides)))
@@ -92,7 +111,27 @@ def apply_in_portions(
     textures: Folder = None,
     **overrides: Any,
 ) -> Iterator[Tensor]:
-    """Give the result of `apply` a portion at a time, in order, for sets that are too large to be held twice."""
+    """Yield the result of `apply` in portions, in order, for sets too large to fit into memory twice.
+
+    Args:
+        name: A name from `SHIFTS`.
+        images: uint8 `[N, C, H, W]`, or signals `[N, C, L]`.
+        severity: From 1; by default that of the published set.
+        seed: Seed of the random draws.
+        textures: Folder of pictures for shifts that need some.
+        overrides: Single parameters that replace those of the severity.
+
+    Yields:
+        The next images, shifted.
+
+    Raises:
+        DataError: As for `apply`.
+
+    Example:
+        >>> images = torch.zeros(2500, 1, 28, 28, dtype=torch.uint8)
+        >>> [len(portion) for portion in apply_in_portions("emnist-da/inverse", images)]
+        [2000, 500]
+    """
     shift = find(name)
     (check_signals if shift.domain == "signal" else check_images)(images)
     if len(images) == 0:

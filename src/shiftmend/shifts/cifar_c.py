@@ -79,11 +79,11 @@ def gaussian_blur(images: Tensor, *, generator: torch.Generator | None = None, s
 
 
 def glass_blur(images: Tensor, *, generator: torch.Generator, sigma: float, passes: int) -> Tensor:
-    """Blur, let every pixel take the value of itself or its left, upper or upper left neighbour, blur again.
+    """Blur, copy to each pixel its own value or that of its left, upper or upper left neighbour, and blur again.
 
-    The published generator means to swap two pixels but copies one over the other, only ever from the upper
-    left, and never writes to the first two rows and columns. Each copy reads what its pass has not written
-    yet, so a pass is one choice per pixel among four shifted pictures.
+    The published generator means to swap two pixels, but copies one over the other, always from the upper left, and
+    never writes to the first two rows and columns. Each copy reads a pixel that the pass has not written yet. So a pass
+    is a choice among four shifted pictures for every pixel.
     """
     check_images(images)
     pixels = gaussian_blur(images, sigma=sigma)
@@ -276,10 +276,10 @@ def shine(drops: Tensor) -> Tensor:
 
 
 def canny(levels: Tensor) -> Tensor:
-    """Find the edges of integer pictures `[N, H, W]` with values 0 to 255 as OpenCV does, boolean.
+    """Find the edges of integer pictures `[N, H, W]` with values 0 to 255 as OpenCV does; return booleans.
 
-    Whole-number gradients (3 x 3, edge repeated), their length as |x| + |y|, thinned across the edge in one
-    of four directions, then traced from strong pixels through weak ones.
+    Gradients are whole numbers (3 x 3, edge repeated) of length |x| + |y|. They are thinned across the edge in one of
+    four directions. Edges are then traced from strong pixels through weak ones.
     """
     padded = pad(pad(levels.to(torch.int32), 1, -2, "nearest"), 1, -1, "nearest")
     sideways = padded[..., 2:] - padded[..., :-2]

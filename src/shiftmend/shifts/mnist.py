@@ -36,7 +36,7 @@ WEAK_EDGE, STRONG_EDGE = 0.1, 0.2
 
 @on_grey
 def brightness(images: Tensor, *, generator: torch.Generator | None = None, shift: float) -> Tensor:
-    """Add to the brightness. The published generator goes by way of HSV, which on grey images does the same."""
+    """Add a constant to the brightness. The published generator does the same by way of HSV."""
     return to_levels(to_unit(images, torch.float64) + shift)
 
 
@@ -192,10 +192,10 @@ def translate(images: Tensor, *, generator: torch.Generator, pixels: int) -> Ten
 
 
 def warp(images: Tensor, matrices: Tensor, offset: Tensor | None = None) -> Tensor:
-    """Read uint8 images at positions given by an affine map about their centre, bilinear, black outside.
+    """Resample uint8 images by an affine map about their centre, bilinear, black outside.
 
-    `matrices` `[N, 2, 2]` take an output position (column, row), counted from the centre of the image, to the input
-    position that is read there; `offset` `[N, 2]` is added. For 28 x 28 images the centre is (13.5, 13.5).
+    `matrices` `[N, 2, 2]` map an output position (column, row), relative to the centre, to the input position to read;
+    `offset` `[N, 2]` is added. The centre of 28 x 28 images is (13.5, 13.5).
     """
     height, width = images.shape[-2:]
     centre = torch.tensor([(width - 1) / 2, (height - 1) / 2], dtype=torch.float64, device=images.device)

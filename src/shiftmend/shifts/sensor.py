@@ -72,7 +72,7 @@ def motion_blur(images: Tensor, *, generator: torch.Generator | None = None, str
 
 
 def noise(images: Tensor, *, generator: torch.Generator, strength: float) -> Tensor:
-    """Count fewer photons (1,000 down to 20 at full scale) and more read noise (up to 5 % of full scale)."""
+    """Simulate fewer photons (1,000 down to 20 at full scale) and more read noise (up to 5 % of full scale)."""
     return _levels(count_photons(_unit(images), 1000.0 * 0.02**strength, 0.05 * strength, generator))
 
 
@@ -85,12 +85,12 @@ def dead_pixels(images: Tensor, *, generator: torch.Generator, strength: float) 
 
 
 def jpeg(images: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """Store as JPEG: quality 90 down to 10."""
+    """Compress images as JPEG, at quality 90 down to 10."""
     return jpeg_compression(images, quality=round(90 - 80 * strength))
 
 
 def resolution(images: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """Coarsen the sensor: down to a quarter of the pixels a side, averaged, then enlarged again."""
+    """Lower the resolution, down to a quarter of the pixels a side: average, then enlarge again."""
     return _levels(coarsen(_unit(images), 1 - 0.75 * strength))
 
 
@@ -104,7 +104,7 @@ def _levels(unit: Tensor) -> Tensor:
 
 
 def gain(signals: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """Amplify as a more sensitive probe: up to twice the amplitude."""
+    """Amplify signals like a more sensitive probe, up to twice the amplitude."""
     return signals * (1 + strength)
 
 
@@ -129,7 +129,7 @@ def resampling(signals: Tensor, *, generator: torch.Generator | None = None, str
 
 
 def saturation(signals: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """Clip as an amplifier does: what swings beyond 100 % down to 30 % of the largest swing from the mean is cut."""
+    """Clip signals as an amplifier does, at 100 % down to 30 % of their largest deviation from the mean."""
     mean = signals.mean(-1, keepdim=True)
     limit = (1 - 0.7 * strength) * (signals - mean).abs().amax(-1, keepdim=True)
     return mean + (signals - mean).clamp(-limit, limit)

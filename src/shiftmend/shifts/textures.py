@@ -57,14 +57,14 @@ def frost(folder: Folder = None) -> list[Tensor]:
 def photographs(folder: Folder = None) -> list[Tensor]:
     """Load all photographs of the folder in the order of their names, uint8 `[3, H, W]` each.
 
-    The stand-ins are the five textures in all six orders of their colour channels: many colours, little variety.
+    Without a folder, the five built-in textures stand in, in all six orders of their colour channels.
     """
     return [picture for _, picture in _photographs(folder)]
 
 
 def photograph_files(folder: str | os.PathLike[str]) -> list[Path]:
     """List the files that `photographs` reads; hidden files are passed over."""
-    place = _photograph_folder(_named(folder))
+    place = _photograph_folder(_resolve_folder(folder))
     return sorted(path for path in place.iterdir() if path.suffix.lower() in SUFFIXES and not path.name.startswith("."))
 
 
@@ -81,7 +81,7 @@ def digest(name: str, folder: Folder = None) -> dict[str, dict[str, str]]:
     """
     pictures = _load(name, folder)
     if name == "photographs":
-        origin = "procedural" if folder is None else str(_photograph_folder(_named(folder)))
+        origin = "procedural" if folder is None else str(_photograph_folder(_resolve_folder(folder)))
         return {name: {"sha256": _sha256([picture for _, picture in pictures]), "origin": origin}}
     keys = [f"frost{i}" for i in range(1, FROST_COUNT + 1)] if name == "frost" else [name]
     return {
@@ -130,18 +130,18 @@ def _texture(name: str, folder: Folder) -> tuple[str, Tensor]:
     if name not in NAMES:
         raise DataError(f"unknown texture {name!r}, expected one of {', '.join(NAMES)}")
     if folder is None:
-        return "procedural", _drawn(name)
-    path = _find(name, [_named(folder)])
+        return "procedural", _draw_procedural(name)
+    path = _find(name, [_resolve_folder(folder)])
     return str(path), _read(path)
 
 
 def _frost(folder: Folder) -> list[tuple[str, Tensor]]:
     names = [f"frost{i}" for i in range(1, FROST_COUNT + 1)]
     if folder is None:
-        return [("procedural", _drawn(name)) for name in names]
+        return [("procedural", _draw_procedural(name)) for name in names]
     pictures = []
     for name in names:
-        path = _find(name, [_named(folder) / "frost", _named(folder)])
+        path = _find(name, [_resolve_folder(folder) / "frost", _resolve_folder(folder)])
         picture = _read(path)
         if min(picture.shape[1:]) >= FROST_UNREDUCED:
             picture = picture[:, 2::5, 2::5].contiguous()
@@ -152,15 +152,15 @@ def _frost(folder: Folder) -> list[tuple[str, Tensor]]:
 def _photographs(folder: Folder) -> list[tuple[str, Tensor]]:
     if folder is None:
         orders = list(itertools.permutations(range(3)))
-        return [("procedural", _drawn(name)[list(order)]) for name in NAMES for order in orders]
+        return [("procedural", _draw_procedural(name)[list(order)]) for name in NAMES for order in orders]
     paths = photograph_files(folder)
     if not paths:
-        place = _photograph_folder(_named(folder))
+        place = _photograph_folder(_resolve_folder(folder))
         raise DataError(f"no photographs in {place}, expected files ending in {', '.join(SUFFIXES)} there")
     return [(str(path), _read(path)) for path in paths]
 
 
-def _named(folder: str | os.PathLike[str]) -> Path:
+def _resolve_folder(folder: str | os.PathLike[str]) -> Path:
     return as_path(folder, "the folder of textures", DataError)
 
 
@@ -194,7 +194,7 @@ def _read(path: Path) -> Tensor:
     return torch.from_numpy(decode_image(path, None, 3).copy())
 
 
-def _drawn(name: str) -> Tensor:
+def _draw_procedural(name: str) -> Tensor:
     return torch.from_numpy(draw_texture(name).copy())
 
 

@@ -208,7 +208,7 @@ class Comparison:
 
     @staticmethod
     def to_source(source: FullGaussian, shrinkage: float = 0.0) -> Comparison:
-        """Invert the covariance of the source, once for all batches."""
+        """Prepare comparisons with the source: its covariance is inverted once for all batches."""
         device = source.mean.device
         dtype = sum_dtype(device)
         if dtype != torch.float64:
@@ -281,7 +281,7 @@ class CovarianceTracker:
         self.samples += count
 
     def reduce_over_processes(self) -> CovarianceTracker:
-        """Return the tracker of the samples of all processes; itself where there is one process."""
+        """Return the tracker of the samples of all processes; in a single process, this tracker."""
         if not is_distributed():
             return self
         reduced = CovarianceTracker()

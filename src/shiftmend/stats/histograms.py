@@ -72,16 +72,16 @@ _COUNT_TOLERANCE = 1e-3
 
 
 _outside_inference_mode = torch.inference_mode(False)
-"""For cached tensors: a loss cannot be differentiated with tensors that were made in the caller's inference mode."""
+"""Context for making cached tensors: a loss cannot be differentiated with tensors made in inference mode."""
 
 
 @dataclass(frozen=True)
 class Bins:
-    """Bins of a soft histogram: how many, what that number counts, and how soft their edges are.
+    """Number, layout and softness of the bins of a soft histogram.
 
-    Both layouts have equal inner bins over the source range of a unit, and one open bin at either end for the values
-    outside of it. They differ in what `count` counts: `"paper"` counts all bins (appendix A: B bins with B - 1 cuts
-    from 0 to 1, so B - 2 inner ones), `"reference"` counts the inner bins alone, so that 8 bins are 8 + 2.
+    Both layouts have equal inner bins over the source range of a unit, and one open bin at either end for values
+    outside this range. They differ in what `count` means. In `"paper"` it is the number of all bins (appendix A: B bins
+    with B - 1 cuts from 0 to 1, so B - 2 inner bins). In `"reference"` it is the number of inner bins: 8 means 8 + 2.
 
     Args:
         count: The number of bins. A layout must have from 1 to 1,024 inner bins.
@@ -225,7 +225,15 @@ def soft_histogram(values: Tensor, low: Tensor, high: Tensor, bins: Bins, *, sca
 
 
 def soft_assignment(unit_values: Tensor, bins: Bins) -> Tensor:
-    """Compute u(x) of equation (4) as the paper writes it, for values scaled to [0, 1]: a new last axis of B shares."""
+    """Compute the soft bin assignment u(x) of equation (4), exactly as the paper writes it.
+
+    Args:
+        unit_values: Values scaled to [0, 1] by the range at the source, of any shape.
+        bins: Number, layout and softness of the bins.
+
+    Returns:
+        Shares of each value in the B bins, on a new last axis. They sum to 1.
+    """
     cuts = torch.arange(bins.inner + 1, dtype=unit_values.dtype, device=unit_values.device) / bins.inner
     weights = torch.arange(1, bins.total + 1, dtype=unit_values.dtype, device=unit_values.device)
     offsets = torch.cat([cuts.new_zeros(1), -cuts.cumsum(0)])
@@ -233,7 +241,7 @@ def soft_assignment(unit_values: Tensor, bins: Bins) -> Tensor:
 
 
 class _SoftHistogram(torch.autograd.Function):
-    """The mean of all shares. It keeps its input alone for the backward pass, and computes the shares again."""
+    """Autograd function of the mean of all shares. Its backward pass recomputes the shares instead of storing them."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
@@ -281,13 +289,13 @@ def _allocate_buffers(values: Tensor, bins: Bins) -> Buffers:
 
 
 def _assign(values: Tensor, low: Tensor, scale: Tensor, bins: Bins, buffers: Buffers) -> Buffers:
-    """Compute u(x) of equation (4) and, for each bin, its steps: how many places it lies above the value's own bin.
+    """Compute the shares u(x) of equation (4), and each bin's signed distance from the bin that contains the value.
 
-    Let s be the width of a bin, and t the distance of the value from the middle of its own bin, both divided by the
-    temperature. The cuts being equally far apart, the logits of (4) grow by t - s/2, t - 3s/2, ... from the own bin
-    upwards, and by -t - s/2, ... downwards. So the bin i steps above has exp(i t - i^2 s / 2) times the weight of the
-    own bin. These exponents are small where a share counts, unlike the logits of (4), and so lose no digits in
-    float32. Means over steps lose none, either: far outside the range the gradient is as small as it should be.
+    Let s be the width of a bin, and t the distance of the value from the middle of its bin, both divided by the
+    temperature. The cuts are equally spaced, so the logits of (4) grow by t - s/2, t - 3s/2, ... from this bin upwards,
+    and by -t - s/2, ... downwards. The bin i places above therefore has exp(i t - i^2 s / 2) times its weight. Unlike
+    the logits of (4), these exponents are small wherever a share counts, so float32 loses no digits. Nor do means over
+    distances: far outside the range the gradient is as small as it should be.
     """
     width = 1 / (bins.inner * bins.temperature)
     far = 1 - MIN_LOG_WEIGHT / width
@@ -455,7 +463,7 @@ class RangeTracker:
         self.samples += count
 
     def reduce_over_processes(self) -> RangeTracker:
-        """Return the tracker of the samples of all processes; itself where there is one process."""
+        """Return the tracker of the samples of all processes; in a single process, this tracker."""
         if not is_distributed():
             return self
         reduced = RangeTracker()
@@ -485,7 +493,7 @@ class CountTracker:
         self.samples: float = 0
 
     def update(self, values: Tensor, times: float = 1) -> None:
-        """Count values `[N, D]`, each of them `times`: a value that was drawn at random stands for others."""
+        """Count values `[N, D]` with the weight `times`, because a randomly drawn value stands for several."""
         values = values.detach()
         probabilities = soft_histogram(values, self.low, self.high, self.bins, scale=self.scale)
         number = values.shape[0] * times
@@ -493,7 +501,7 @@ class CountTracker:
         self.samples += number
 
     def reduce_over_processes(self) -> CountTracker:
-        """Return the tracker of the samples of all processes; itself where there is one process."""
+        """Return the tracker of the samples of all processes; in a single process, this tracker."""
         if not is_distributed():
             return self
         reduced = CountTracker(self.low, self.high, self.bins)

@@ -27,7 +27,7 @@ LIKE_HINT = "collect the others with like= the first, or all of them with like= 
 
 
 MAX_SAMPLES = (1 << 53) - 1
-"""The largest whole number that every reader of JSON takes for the same number."""
+"""The largest whole number that every JSON reader represents exactly."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def register(statistic: type[S]) -> type[S]:
 
 
 def read_whole_number(value: Any, what: str, least: int = 1, most: int = MAX_SAMPLES) -> int:
-    """Return a whole number that a file holds, and refuse anything else: Python takes true and 3.0 for numbers, too."""
+    """Return a whole number from a file. Refuse anything else, also true and 3.0, which Python takes for numbers."""
     if type(value) is not int or not least <= value <= most:
         raise ProfileError(f"{what} is {reprlib.repr(value)}, expected a whole number from {least} to {most}")
     return value

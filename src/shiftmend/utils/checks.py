@@ -63,14 +63,13 @@ def check_classes(named: int, known: int) -> None:
     """Refuse data with more or fewer classes than the model: labels number the names, or the folders."""
     if named != known:
         raise DataError(
-            f"the data names {named} classes, and the model knows {known}; expected one name, or one folder, for each, "
-            "since labels count them: data that lacks a class goes into an .npz with its labels, or into one folder "
-            "without"
+            f"The data names {named} classes, and the model knows {known}. Try one name or folder for each, or an .npz "
+            "with labels."
         )
 
 
 def check_function(given: Any, what: str, takes: str) -> None:
-    """Refuse a callback that cannot be called; `takes` says with which arguments it will be."""
+    """Refuse a callback that is not callable; `takes` names its arguments for the message."""
     if given is not None and not callable(given):
         raise DataError(f"{what} is {brief(given)}, expected a function: {what}({takes})")
 

@@ -35,8 +35,8 @@ def device_of(model: nn.Module) -> torch.device:
 def resolve_device(device: str | torch.device | None, model: nn.Module | None = None) -> torch.device:
     """Turn the name of a device into a device.
 
-    `"auto"` and None mean the accelerator that `model` lies on, else CUDA where there is a GPU, else the CPU. Each of
-    several processes gets a GPU of its own if the machine has that many.
+    `"auto"` and None mean the accelerator that holds `model`, else CUDA if there is a GPU, else the CPU. If several
+    processes share a machine with enough GPUs, each gets a different one.
     """
     if device is None or (isinstance(device, str) and device == "auto"):
         if model is not None and device_of(model).type != "cpu":
@@ -66,7 +66,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 def supports_async_copies(device: torch.device) -> bool:
     """Tell whether a copy from the host may run in the background.
 
-    Such a copy to `mps` reads memory of the host that may be freed by then.
+    On `mps` such a copy may read host memory that has been freed.
     """
     return device.type == "cuda"
 
@@ -136,7 +136,7 @@ def _free_bytes_of_machine(root: Path) -> int | None:
 
 
 def _free_bytes_of_cgroups(root: Path) -> Iterator[int]:
-    """Yield what is left of the memory limit of this process's control group and of each group above it."""
+    """Yield the unused part of each memory limit: of this process's control group, and of each group above it."""
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
         if number == "0":  # version 2

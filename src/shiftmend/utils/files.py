@@ -15,7 +15,7 @@ from shiftmend.utils.checks import brief
 
 
 def as_path(given: Any, what: str, error: type[ShiftmendError] = ShiftmendError) -> Path:
-    """Turn a name into a path; refuse anything else, also an empty name, which Python takes for the current folder."""
+    """Turn a name into a path. Refuse anything else, and empty names, which Python takes for the current folder."""
     if not isinstance(given, str | os.PathLike) or given == "":
         raise error(f"{what} is {brief(given)}, expected a name, as text or as a Path")
     return Path(given)
@@ -27,7 +27,7 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def write_together(contents: Mapping[Path, bytes]) -> None:
-    """Write files that belong together; see `replacing`. Write into a device or a pipe, such as /dev/null."""
+    """Write files in one step, as `replacing` does. Write directly into a device or a pipe, such as /dev/null."""
     files = [path for path in contents if not is_special(path)]
     for path in contents.keys() - files:
         path.write_bytes(contents[path])
@@ -43,10 +43,10 @@ def is_special(path: Path) -> bool:
 
 @contextmanager
 def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
-    """Give temporary files to write, and put them at `paths` at the end of the block, once all are on the disk.
+    """Yield temporary files to write, and move them to `paths` at the end of the block, once all are on disk.
 
-    An existing file keeps its permissions, and is untouched if anything fails before the last step. A link stays a
-    link: the file that it leads to is replaced. Whatever writes a temporary file may replace that file in turn.
+    If anything fails before the last step, existing files are untouched. A replaced file keeps its permissions. If a
+    path is a link, the file that it leads to is replaced. A writer may itself replace the temporary file.
     """
     staged: dict[Path, Path] = {}
     try:
@@ -87,9 +87,9 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def alone_with(path: Path) -> Iterator[bool]:
-    """Lock a file; give whether no other process holds the lock, as far as the system can tell.
+    """Lock a file, and yield whether this process has the lock, as far as the system can tell.
 
-    The lock of a process that is killed goes with the process. The lock file may stay, and belong to another user.
+    A process that is killed loses its lock. The lock file may remain, and may belong to another user.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f".{path.name}.lock")
@@ -97,8 +97,8 @@ def alone_with(path: Path) -> Iterator[bool]:
         handle = lock.open("ab")
     except OSError as error:
         raise DataError(
-            f"the lock {lock}, which keeps processes apart, cannot be opened ({error.strerror}); if it is another "
-            "user's, wait for the end of that process or have the lock deleted, else choose another place"
+            f"The lock {lock} cannot be opened ({error.strerror}). Wait for the process that holds it, or choose "
+            "another place."
         ) from error
     with handle:
         alone = _lock(handle.fileno())
@@ -130,7 +130,10 @@ def _lock(descriptor: int) -> bool:
 
 @contextmanager
 def said_where(target: Path) -> Iterator[None]:
-    """Name the result that could not be written: the system's error may name a temporary file, or none at all."""
+    """Turn an OSError inside the block into a DataError that names `target`.
+
+    The system's own error may name a temporary file, or no file at all.
+    """
     try:
         yield
     except OSError as error:
@@ -138,7 +141,7 @@ def said_where(target: Path) -> Iterator[None]:
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
-    """Refuse a folder that cannot be written into, before work is spent on its contents. The folder need not exist."""
+    """Refuse a folder that cannot be written into, before any work is done. The folder need not exist yet."""
     place = as_path(folder, "the folder to write into")
     try:
         there = next(parent for parent in (place, *place.absolute().parents) if parent.exists())

@@ -31,7 +31,7 @@ def is_sharing_gpu() -> bool:
 
 @contextmanager
 def release_gpu() -> Iterator[None]:
-    """Let other threads launch work; inside the block this thread may only replay graphs and wait."""
+    """Let other threads launch work during the block, in which this thread may only replay graphs and wait."""
     lock: threading.Lock | None = getattr(_own, "lock", None)
     if lock is None:
         yield

@@ -39,7 +39,7 @@ class PassProgress:
 
 @contextmanager
 def progress_bar(show: Progress, title: str, total: int | None) -> Iterator[Bar]:
-    """Show a bar for the length of the block, unless one is shown already, and in the first process alone."""
+    """Show a progress bar during the block, in the first process only and only if no other bar is shown."""
     if show is False or rank() > 0 or _shown.get() or (show is None and not sys.stderr.isatty()):
         yield Bar()
         return

@@ -29,7 +29,7 @@ def first_on_path(folder: Path) -> Iterator[None]:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Run a file as the module of its name, or of a longer name if another module has that; forget it if it fails."""
+    """Run a file as a module of its name, or of a longer name if that is taken; after an error, forget the module."""
     held = sys.modules.get(path.stem)
     # A module of the same file was run before, and the file may have been edited since.
     ours = held is None or getattr(held, "__file__", None) == str(path.absolute())
@@ -51,7 +51,7 @@ def import_file(path: Path) -> ModuleType:
 
 @contextmanager
 def user_code(refuse: Callable[[BaseException], Exception]) -> Iterator[None]:
-    """Run a user's code inside: whatever it raises, and SystemExit, becomes the error that `refuse` makes of it."""
+    """Run a user's code inside the block; `refuse` makes the error for any exception, even SystemExit."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -71,7 +71,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """List where an error passed through, without this package and the import system."""
+    """List the frames that an error passed through, without those of this package and the import system."""
     passed = traceback.extract_tb(error.__traceback__)
     ours = (f"{Path(__file__).parents[1]}{os.sep}", importlib.__file__, "<frozen")
     return [frame for frame in passed if not frame.filename.startswith(ours)]

@@ -31,7 +31,7 @@ class DeviceGenerator:
         self._seeded = self.generator
 
     def seed(self, seed: int) -> None:
-        """Start anew from a seed of any size."""
+        """Restart from a seed, which may be any integer."""
         number = seed % (1 << 63)
         if self.device.type in ("cpu", "cuda"):
             self._seeded.manual_seed(number)
@@ -70,11 +70,11 @@ def _restore_mps() -> Iterator[None]:
 
 @contextmanager
 def isolate_rng(device: torch.device, first_pass: Callable[[], object]) -> Iterator[bool]:
-    """Let a model that draws random numbers in eval mode follow `reseed`, as Monte Carlo dropout does.
+    """Let a model that draws random numbers in eval mode, as Monte Carlo dropout does, follow `reseed`.
 
-    The global generators stay untouched if nothing is drawn, since other threads may use them. Otherwise they have
-    their states of before at the end. Threads that share a GPU share its generator too; there nothing is isolated.
-    `first_pass` runs the model and `preprocess` once, which shows whether they draw. The block is told so.
+    `first_pass` runs the model and `preprocess` once, to find out whether they draw random numbers. The block gets the
+    answer. If nothing is drawn, the global generators stay untouched, because other threads may use them. Otherwise
+    their states are restored at the end. Threads that share a GPU share its generator, and nothing is isolated there.
     """
     draws = _draws(device, first_pass)
     if not draws or is_sharing_gpu():
@@ -92,7 +92,7 @@ def isolate_rng(device: torch.device, first_pass: Callable[[], object]) -> Itera
 
 
 def reseed(seed: int) -> None:
-    """Start the generators of `isolate_rng` anew, as before each pass over the data; do nothing outside of it."""
+    """Restart the generators of `isolate_rng`, as before each pass over the data; do nothing outside of it."""
     generator: DeviceGenerator | None = getattr(_isolated, "generator", None)
     if generator is not None:
         # A model on another device may draw on the host as well.
@@ -124,7 +124,7 @@ def preserve_rng(device: torch.device) -> Iterator[list[torch.Generator]]:
 
 
 def _draws(device: torch.device, run: Callable[[], object]) -> bool:
-    """Run something, tell whether a global generator moved, and restore that generator."""
+    """Call a function, tell whether it drew from a global generator, and restore that generator."""
     with preserve_rng(device) as moved:
         run()
     return bool(moved)

@@ -64,6 +64,10 @@ class Reading:
     samples: int
     shares: Tensor | None = None
 
+    def measure_distance(self, record: Rehearsal) -> float:
+        """Return the total variation between the shares that the model was compared for and those of home."""
+        return 0.0 if self.shares is None else float((self.shares - record.label_shares).abs().sum() / 2)
+
 
 def read(
     model: nn.Module,

@@ -133,4 +133,5 @@ def _estimate(reading: Reading, record: Rehearsal, method: str | None) -> Estima
     estimator = Estimator(record)
     if method == UNTOUCHED and estimator.is_at_home(reading.signals, reading.samples):
         return estimator.estimate_at_home(reading.samples)
-    return estimator.estimate(method, reading.signals, reading.samples)
+    apart = reading.measure_distance(record)
+    return estimator.estimate(method, reading.signals, reading.samples, distance=apart)

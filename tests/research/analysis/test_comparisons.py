@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 
 from shiftmend.errors import DataError
-from shiftmend.research.analysis.comparisons import METRICS, by_place, compare, holm, leads
+from shiftmend.research.analysis.comparisons import METRICS, compare, holm, index_by_place, leads
 from shiftmend.research.bench.benchmark import Cell, Outcome, Result
 from shiftmend.research.bench.store import from_compact, to_compact
 
@@ -227,17 +227,17 @@ def test_which_outcome_is_compared() -> None:
     ]
     assert compare(results, "a", "b")[0].difference == pytest.approx(0.35)
     assert compare(results, "a", "b", which="best")[0].difference == pytest.approx(0.0)
-    with pytest.raises(DataError, match="no finished result of a and b has a selected accuracy"):
+    with pytest.raises(DataError, match=r"a and b.*selected accuracy"):
         compare(results, "a", "b", which="selected")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"second": "a"}, "cannot compare a with itself"),
-        ({"second": "c"}, "no finished result of c has a last accuracy"),
-        ({"second": "b", "metric": "epoch"}, "cannot compare by last epoch; expected"),
-        ({"second": "b", "which": "first"}, "cannot compare by first accuracy; expected"),
+        ({"second": "a"}, "with itself"),
+        ({"second": "c"}, r"of c.*last accuracy"),
+        ({"second": "b", "metric": "epoch"}, "by last epoch"),
+        ({"second": "b", "which": "first"}, "by first accuracy"),
     ],
 )
 def test_what_cannot_be_compared_is_said(arguments: dict[str, Any], message: str) -> None:
@@ -248,8 +248,8 @@ def test_what_cannot_be_compared_is_said(arguments: dict[str, Any], message: str
 def test_recipes_and_origins_are_not_mixed() -> None:
     one = result("a", "sky", 0, 0.5)
     other = replace(one, cell=replace(one.cell, recipe="newer"))
-    with pytest.raises(DataError, match=r"two recipes for a on sky, seed 0 \(of a and newer\)"):
-        by_place([one, other])
-    assert list(by_place([one, replace(other, last=None, error="failed")]).values()) == [one]
-    with pytest.raises(DataError, match="images of sky are published for some results and rebuilt for others"):
-        by_place([one, replace(result("b", "sky", 0, 0.5), origin="rebuilt")])
+    with pytest.raises(DataError, match=r"two recipes.*and newer"):
+        index_by_place([one, other])
+    assert list(index_by_place([one, replace(other, last=None, error="failed")]).values()) == [one]
+    with pytest.raises(DataError, match=r"sky.*published.*rebuilt"):
+        index_by_place([one, replace(result("b", "sky", 0, 0.5), origin="rebuilt")])

@@ -19,11 +19,11 @@ from shiftmend.research.analysis.correlations import (
     best_pair,
     best_threshold,
     correlate,
-    helped,
+    find_helped,
+    find_near_clean,
     judge,
     judge_together,
     judges,
-    near_clean,
     restoration_and_calibration,
     signals_and_accuracy,
 )
@@ -113,7 +113,7 @@ def test_signs_and_reasons(first: list[float], second: list[float], value: float
 
 
 def test_unequal_lengths_are_refused() -> None:
-    with pytest.raises(DataError, match="cannot correlate 3 values with 4"):
+    with pytest.raises(DataError, match="3 values with 4"):
         correlate([1, 2, 3], [1, 2, 3, 4])
 
 
@@ -150,7 +150,7 @@ def test_another_outcome_gives_another_ece() -> None:
     assert restoration_and_calibration(results).correlation.value == pytest.approx(1.0)
     assert restoration_and_calibration(results, which="best").correlation.value == pytest.approx(-1.0)
     assert restoration_and_calibration(results, which="selected").correlation.value is None
-    with pytest.raises(DataError, match="no 'worst' outcome; expected one of last, best, selected"):
+    with pytest.raises(DataError, match=r"'worst'.*last, best, selected"):
         restoration_and_calibration(results, which="worst")  # type: ignore[arg-type]
 
 
@@ -201,7 +201,7 @@ def test_shifts_without_a_coefficient_do_not_count() -> None:
 def test_tables_are_not_mixed() -> None:
     results = [result("a"), result("a", protocol="online")]
     for function in (signals_and_accuracy, restoration_and_calibration):
-        with pytest.raises(DataError, match=r"several tables: emnist-da \(offline\), emnist-da \(online\)"):
+        with pytest.raises(DataError, match=r"several tables.*\(online\)"):
             function(results)
 
 
@@ -365,16 +365,16 @@ def test_what_is_good() -> None:
         judged_result("target-supervised", "fog", 1, 0.95),
         Result(Cell("b", "offline", "shot", "fog", 1, "r"), "own", error="x"),
     ]
-    near = {(cell.method, cell.seed): good for cell, good in near_clean(cells, clean, 0.1).items()}
+    near = {(cell.method, cell.seed): good for cell, good in find_near_clean(cells, clean, 0.1).items()}
     assert near == {("source-only", 1): False, ("fr", 1): True, ("pl", 1): False, ("bufr", 1): False}
-    better = {(cell.method, cell.seed): good for cell, good in helped(cells).items()}
+    better = {(cell.method, cell.seed): good for cell, good in find_helped(cells).items()}
     assert better == {("fr", 1): True, ("pl", 1): False, ("bufr", 1): True}
     for accuracy, good in ((0.7, True), (0.69999, False)):  # exactly at the margin, though 0.8 - 0.1 is above 0.7
         cell = judged_result("fr", "fog", 1, accuracy)
-        assert near_clean([cell], [judged_result("source-only", "clean", 1, 0.8)], 0.1) == {
+        assert find_near_clean([cell], [judged_result("source-only", "clean", 1, 0.8)], 0.1) == {
             replace(cell.cell, recipe=""): good
         }
-    found = judges(cells, helped(cells))
+    found = judges(cells, find_helped(cells))
     assert list(found) == [*SIGNALS, "slices and marginals"]
     assert (found["slices"].good, found["slices"].bad, found["slices"].area) == (2, 1, 1.0)
     assert (found["entropy"].good, found["entropy"].bad) == (0, 0)

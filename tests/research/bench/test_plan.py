@@ -37,7 +37,7 @@ def test_clean_images_are_for_the_source_model_offline() -> None:
     assert [(cell.method, cell.seed) for cell in clean] == [("source-only", 1), ("source-only", 2)]
     for protocol in ("online", "few-shot-5"):
         assert not [cell for cell in plan(BENCHMARK, protocol) if cell.shift == "clean"]
-        with pytest.raises(DataError, match="nothing to run: clean is a shift for source-only and offline alone"):
+        with pytest.raises(DataError, match="clean is a shift"):
             plan(BENCHMARK, protocol, shifts=["clean"])
     with pytest.raises(DataError, match="nothing to run"):
         plan(BENCHMARK, methods=["fr"], shifts=["clean"])
@@ -70,11 +70,11 @@ def test_a_choice_keeps_the_benchmarks_order_and_its_recipes() -> None:
 
 def test_unknown_names_get_a_sentence_with_the_nearest() -> None:
     for wanted, message in (
-        ({"methods": ["burf"]}, r"^small, offline has no method 'burf'; expected one of source-only, .*did you mean"),
-        ({"shifts": ["inverted"]}, r"^small has no shift 'inverted'; .*; did you mean inverse\?$"),
+        ({"methods": ["burf"]}, r"'burf'.*did you mean"),
+        ({"shifts": ["inverted"]}, r"'inverted'.*mean inverse"),
         ({"shifts": ["x"]}, r"clean$"),
-        ({"protocol": "of-line"}, r"has no protocol 'of-line'; it has offline, apart, sparse, few-shot-5, online"),
-        ({"methods": []}, r"no method is named; expected some of source-only"),
+        ({"protocol": "of-line"}, r"'of-line'.*offline, apart"),
+        ({"methods": []}, r"no method.*source-only"),
         ({"shifts": []}, r"no shift is named"),
         ({"seeds": []}, r"at least one seed"),
     ):

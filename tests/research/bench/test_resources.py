@@ -527,7 +527,7 @@ def damaged(path: Path, how: str) -> None:
 def test_a_damaged_file_is_named_and_can_be_deleted(how: str, tmp_path: Path) -> None:
     model, path = got(tmp_path)
     damaged(path, how)
-    with pytest.raises(DataError, match=r"digit-cnn-[0-9a-f]{16}-7\.safetensors is damaged or foreign"):
+    with pytest.raises(DataError, match=r"digit-cnn-[0-9a-f]{16}-7\.safetensors.*damaged"):
         got(tmp_path)
     if how != "a folder":
         path.unlink()
@@ -538,7 +538,7 @@ def test_a_renamed_file_is_foreign(tmp_path: Path) -> None:
     _, path = got(tmp_path, seed=7)
     _, other = got(tmp_path, seed=8)
     path.replace(other)
-    with pytest.raises(DataError, match=r"-8\.safetensors is damaged or foreign \(it was written for something else\)"):
+    with pytest.raises(DataError, match=r"-8\.safetensors.*something else"):
         got(tmp_path, seed=8)
 
 
@@ -603,7 +603,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(DataError, match=r"sources/\S+\.safetensors cannot be written \(No space left on device\)"):
+    with pytest.raises(DataError, match=r"sources/\S+\.safetensors.*No space"):
         got(tmp_path)
     assert list((tmp_path / "sources").iterdir()) == []
 
@@ -644,7 +644,7 @@ def test_weights_are_not_taken_for_a_network_whose_code_has_changed(
     assert same(first, second)
     kept = path.read_bytes()
     monkeypatch.setitem(recipes.MODELS, "own", lambda: perceptron(nn.Tanh))
-    with pytest.raises(DataError, match="the code of its network has changed"):
+    with pytest.raises(DataError, match="network has changed"):
         got(tmp_path, recipe)
     assert path.read_bytes() == kept
 

@@ -120,10 +120,10 @@ def test_without_time_nothing_is_begun_and_nothing_lost(workers: int, home: Path
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"benchmark": "digit"}, "unknown benchmark 'digit', expected one of .* did you mean digits"),
+        ({"benchmark": "digit"}, r"'digit'.*mean digits"),
         ({"benchmark": "no.py:TINY"}, "no.py is missing"),
-        ({"protocol": "overnight"}, "has no protocol 'overnight'; it has offline, online"),
-        ({"methods": ["adabm"]}, "has no method 'adabm'.*did you mean adabn"),
+        ({"protocol": "overnight"}, r"'overnight'.*offline, online"),
+        ({"methods": ["adabm"]}, r"'adabm'.*mean adabn"),
         ({"shifts": ["darkness"]}, "has no shift 'darkness'"),
         ({"seeds": []}, "seed"),
         ({"workers": 0}, "at least 1 worker"),
@@ -133,10 +133,10 @@ def test_without_time_nothing_is_begun_and_nothing_lost(workers: int, home: Path
         ({"minutes": float("nan")}, "minutes"),
         ({"minutes": 5.0, "executor": "ray"}, "cluster"),
         ({"executor": "slurm"}, "slurm"),
-        ({"root": "/nowhere/at/all"}, "the data folder '/nowhere/at/all' does not exist"),
-        ({"root": ""}, "the data folder '' does not exist"),
-        ({"folder": FILE}, "is a file, expected a folder for results"),
-        ({"device": "cuda:99"}, "device 'cuda:99' is not available here"),
+        ({"root": "/nowhere/at/all"}, r"'/nowhere/at/all'.*exist"),
+        ({"root": ""}, r"folder ''.*exist"),
+        ({"folder": FILE}, r"file.*expected a folder"),
+        ({"device": "cuda:99"}, r"'cuda:99'.*not available"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(options: dict[str, Any], sentence: str, home: Path) -> None:

@@ -359,7 +359,7 @@ def test_text_that_cannot_be_decoded_is_damage_in_a_short_sentence(tmp_path: Pat
     content = path.read_bytes()
     assert content.count(b"x" * 500) > 1
     path.write_bytes(content.replace(b"x" * 500, b"\xff" * 500, 1))
-    with pytest.raises(DataError, match="is damaged; go back to a copy"):
+    with pytest.raises(DataError, match=r"damaged.*copy"):
         contents(path)
 
 
@@ -367,7 +367,7 @@ def test_a_damaged_row_is_named_with_its_store(tmp_path: Path) -> None:
     """Which of several stores that are merged it is in would not be known otherwise."""
     path = filled(tmp_path / "store.sqlite", replace(done(), manifest={"long": "x" * 3000}))
     path.write_bytes(path.read_bytes().replace(b"x" * 500, b"\n" * 500, 1))
-    with pytest.raises(DataError, match=r"^the store .*store\.sqlite: the row of bufr on sky, seed 123 is damaged "):
+    with pytest.raises(DataError, match=r"store\.sqlite.*bufr.*123 is damaged"):
         contents(path)
 
 
@@ -379,19 +379,19 @@ def test_another_programs_unfinished_business_is_not_finished(tmp_path: Path) ->
     owner.close()
     before = {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()}
     assert len(before["theirs-wal"]) > 0
-    with pytest.raises(DataError, match=r"no SQLite database|no store of benchmark results"):
+    with pytest.raises(DataError, match=r"SQLite database|no store"):
         Store(tmp_path / "copy" / "theirs")
     assert {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()} == before
 
 
 def test_reading_makes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no store of benchmark results at .*store yet; run a benchmark to make it"):
+    with pytest.raises(DataError, match=r"no store.*run a benchmark"):
         Store(tmp_path / "store", read_only=True)
-    with pytest.raises(DataError, match="no store of benchmark results at"):
+    with pytest.raises(DataError, match="no store"):
         Store(tmp_path / "folder" / "store", read_only=True)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "empty").touch()  # as it is while its first process starts
-    with pytest.raises(DataError, match="no store of benchmark results at"):
+    with pytest.raises(DataError, match="no store"):
         Store(tmp_path / "empty", read_only=True)
     assert (tmp_path / "empty").stat().st_size == 0
     with Store(tmp_path / "empty") as store:
@@ -411,9 +411,7 @@ def test_who_reads_cannot_write(tmp_path: Path) -> None:
 def test_a_missing_folder_is_not_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in ("missing", "file"):
-        with pytest.raises(
-            DataError, match=f"the folder .*{folder} of the store results does not exist; make it first"
-        ):
+        with pytest.raises(DataError, match=f"{folder}.*does not exist"):
             Store(tmp_path / folder / "results")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -438,7 +436,7 @@ def test_whoever_may_not_write_is_told_before_anything_is_opened(
     path = filled(tmp_path / "store", done())
     for protected in (path, tmp_path):
         monkeypatch.setattr(os, "access", lambda place, mode, protected=protected: Path(place) != protected)
-        with pytest.raises(DataError, match="write-protected; permit writing or name another place"):
+        with pytest.raises(DataError, match="write-protected"):
             Store(path)
         assert contents(path) == [done()]
 
@@ -451,7 +449,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Path, "open", refuse)
     for look in (load_results, Store):
-        with pytest.raises(DataError, match="store cannot be read: Permission denied; permit it or name another file"):
+        with pytest.raises(DataError, match=r"read.*Permission denied"):
             look(path)
 
 
@@ -470,7 +468,7 @@ def test_names_with_odd_characters(tmp_path: Path) -> None:
 def test_a_full_disk_is_said_and_takes_nothing_with_it(tmp_path: Path) -> None:
     with Store(filled(tmp_path / "store", done())) as store:
         store._connection.execute("PRAGMA max_page_count = 4")  # the only disk a test can fill
-        with pytest.raises(DataError, match="store has no room left on its disk; make some and run again"):
+        with pytest.raises(DataError, match="no room"):
             store.record(done(cell=replace(CELL, seed=1), manifest={"long": "x" * 100_000}))
         assert store.record(done(cell=replace(CELL, seed=2))) is True
         assert [result.cell.seed for result in store.results()] == [2, 123]
@@ -479,7 +477,7 @@ def test_a_full_disk_is_said_and_takes_nothing_with_it(tmp_path: Path) -> None:
 def test_a_store_that_was_taken_away_takes_no_result_with_it(tmp_path: Path) -> None:
     with Store(filled(tmp_path / "store", done())) as store:
         (tmp_path / "store").rename(tmp_path / "elsewhere")
-        with pytest.raises(DataError, match="store was moved or deleted while it was in use; put it back"):
+        with pytest.raises(DataError, match="moved or deleted"):
             store.record(done(cell=replace(CELL, seed=1)))
     assert contents(tmp_path / "elsewhere") == [done()]
 
@@ -615,7 +613,7 @@ def test_a_writer_waits_for_another_and_says_so_if_in_vain(tmp_path: Path, monke
     monkeypatch.setattr(store_module, "SECONDS_TO_WAIT", 0.1)
     with Store(path) as store:
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(DataError, match=r"held by another process for 0.1 seconds; end it or try later"):
+        with pytest.raises(DataError, match=r"process.*0.1 seconds"):
             store.record(done(cell=replace(CELL, seed=1)))
         assert store.results() == [done()]  # reading goes on
     monkeypatch.setattr(store_module, "SECONDS_TO_WAIT", 20.0)
@@ -773,7 +771,7 @@ def test_nothing_is_a_file_too() -> None:
 def test_a_damaged_file_is_named(tmp_path: Path, change: Any, message: str) -> None:
     file = tmp_path / "results.json"
     file.write_text(json.dumps(change(json.loads(to_compact([DONE])))))
-    with pytest.raises(DataError, match=rf"results\.json cannot be used as results: .*{message}"):
+    with pytest.raises(DataError, match=rf"results\.json.*{message}"):
         read_compact(file)
 
 
@@ -858,7 +856,7 @@ def test_numbers_that_are_not_finite_stay_visible() -> None:
     ("changes", "message"),
     [
         ({"manifest": {"a": [{"b": Path("x")}]}}, r"manifest\.a\[0\]\.b is a PosixPath"),
-        ({"manifest": {"rates": {0: 0.1}}}, r"manifest\.rates is a dict .* strings as keys"),
+        ({"manifest": {"rates": {0: 0.1}}}, r"manifest\.rates.*keys"),
         ({"history": ({"loss": torch.zeros(2)},)}, r"history\[0\]\.loss is a Tensor"),
     ],
 )
@@ -904,5 +902,5 @@ def test_an_error_may_quote_a_file_name_that_is_not_unicode() -> None:
     ],
 )
 def test_a_damaged_row_is_named(damage: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=f"the row of bufr on sky, seed 123 is damaged .{message}.*; delete it and run"):
+    with pytest.raises(DataError, match=f"bufr.*123 is damaged.*{message}"):
         unflatten(flatten(EXPORTED) | damage)

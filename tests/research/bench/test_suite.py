@@ -328,7 +328,7 @@ def test_every_network_can_be_built() -> None:
 
 
 def test_unknown_names_get_suggestions() -> None:
-    with pytest.raises(DataError, match=r"^unknown benchmark 'cifar-10', expected one of .*did you mean cifar-10-c"):
+    with pytest.raises(DataError, match=r"'cifar-10'.*did you mean cifar-10-c"):
         find("cifar-10")
     with pytest.raises(DataError, match=r"did you mean emnist-da"):
         find("emnist")
@@ -404,7 +404,7 @@ def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     mine = find(f"{file}:MINE")
     assert isinstance(mine, Benchmark)
     assert mine.name == "mine"
-    with pytest.raises(DataError, match=r"absent\.py is missing: expected a Python file that defines the benchmark X"):
+    with pytest.raises(DataError, match=r"absent\.py is missing"):
         find(f"{tmp_path}/absent.py:X")
 
 

@@ -20,10 +20,10 @@ from shiftmend.research.bench.suite import find
 from shiftmend.research.bench.tables import (
     across,
     add_quoted,
-    beside_both,
     drop_means,
     keep_columns,
     per_shift,
+    put_beside,
     selection,
     summary,
 )
@@ -631,7 +631,7 @@ def test_a_part_of_the_columns_keeps_its_own_count():
     assert [cell.text for cell in published.rows[-1].entries] == ["1", "", "", "1", "", "", "2 to 3", "", ""]
     differences = keep_columns(published, lambda column: column.kind == "difference")
     assert [row.label for row in differences.rows] == [*SHIFTS, "all 4 shifts"]
-    two = beside_both(
+    two = put_beside(
         *(summarise(uneven()[1], published=lambda *_, source: Figure(0.5), beside=side) for side in ("paper", "re-run"))
     )
     assert [column.kind for column in two.columns].count("seeds") == 1
@@ -674,16 +674,16 @@ def test_other_results_are_passed_over():
 
 def test_two_results_of_one_cell_are_refused():
     twice = [result(), replace(result(), cell=replace(result().cell, recipe="another"))]
-    with pytest.raises(DataError, match="two results of bufr on fog, seed 123"):
+    with pytest.raises(DataError, match=r"two results.*seed 123"):
         summarise(twice)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"metric": "f1"}, "unknown metric 'f1', expected one of accuracy"),
-        ({"which": "first"}, "unknown choice of epoch 'first'"),
-        ({"metric": "seconds", "which": "best"}, "seconds is not known for the best epoch"),
+        ({"metric": "f1"}, r"metric 'f1'.*accuracy"),
+        ({"which": "first"}, "epoch 'first'"),
+        ({"metric": "seconds", "which": "best"}, r"seconds.*best epoch"),
     ],
 )
 @pytest.mark.parametrize("make", [summarise, by_shift])
@@ -725,7 +725,7 @@ def test_rows_that_the_paper_quotes_stand_below_the_others() -> None:
     cells = [replace(result(shift=shift).cell, benchmark="cifar-10-c") for shift in shifts]
     results = [replace(result(), cell=cell) for cell in cells]
     tables = [summary(results, **names, beside=side) for side in ("paper", "re-run")]
-    both = add_quoted(beside_both(*tables), Grid(results=[], **names))
+    both = add_quoted(put_beside(*tables), Grid(results=[], **names))
     assert [row.label for row in both.rows] == ["bufr", "dann*", "uda-ss*"]
     paper = [column.title for column in both.columns].index("paper")
     for row, value in zip(both.rows[1:], (81.7, 83.3), strict=True):

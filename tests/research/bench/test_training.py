@@ -188,9 +188,7 @@ def test_fewer_images_than_a_batch_are_one_batch() -> None:
 
 
 def test_a_diverging_training_is_one_clear_error() -> None:
-    with pytest.raises(
-        ShiftmendError, match=r"digit-cnn on toy with seed 4 diverged in epoch \d.*learning rate \(1e\+30\)"
-    ):
+    with pytest.raises(ShiftmendError, match=r"seed 4 diverged.*\(1e\+30\)"):
         trained(seed=4, learning_rate=1e30, epochs=3)
 
 
@@ -256,7 +254,7 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path, monkeypatch
     monkeypatch.setattr(training, "SECONDS_BETWEEN_CHECKPOINTS", 0)
     path = tmp_path / "training.checkpoint"
     killed_after(1, path)
-    with pytest.raises(ShiftmendError, match=r"training\.checkpoint belongs to another run"):
+    with pytest.raises(ShiftmendError, match=r"training\.checkpoint.*another run"):
         train(recipe(), toy(), preprocess, seed=2, device="cpu", checkpoint=path)
 
 
@@ -268,7 +266,7 @@ def test_a_checkpoint_of_a_network_that_was_changed_since_is_refused(
     killed_after(1, path)
     make = recipes.build
     monkeypatch.setattr(recipes, "build", lambda *args, **kw: nn.Sequential(make(*args, **kw)))
-    with pytest.raises(ShiftmendError, match=r"training\.checkpoint is of a network with other layers"):
+    with pytest.raises(ShiftmendError, match=r"training\.checkpoint.*other layers"):
         train(recipe(), toy(), preprocess, seed=1, device="cpu", checkpoint=path)
 
 
@@ -351,20 +349,18 @@ def test_unusable_weights_are_refused(tmp_path: Path) -> None:
     def start(name: str) -> None:
         train(recipe(pretrained=name), toy(), preprocess, seed=0, device="cpu", root=tmp_path)
 
-    with pytest.raises(
-        DataError, match=r"absent\.safetensors is missing: expected the weights that digit-cnn starts from"
-    ):
+    with pytest.raises(DataError, match=r"absent\.safetensors.*weights"):
         start("absent.safetensors")
     (tmp_path / "text.safetensors").write_text("no weights")
-    with pytest.raises(DataError, match=r"text\.safetensors is no readable safetensors file"):
+    with pytest.raises(DataError, match=r"text\.safetensors.*readable"):
         start("text.safetensors")
     wide = DigitCNN(classes=3, width=5, image_size=12).state_dict()
     safetensors.torch.save_file(wide, tmp_path / "wide.safetensors")
-    with pytest.raises(DataError, match=r"expected conv1\.weight of shape \[4, 3, 5, 5\]"):
+    with pytest.raises(DataError, match=r"conv1\.weight.*\[4, 3, 5, 5\]"):
         start("wide.safetensors")
     few = {"conv1.weight": torch.zeros(4, 3, 5, 5)}
     safetensors.torch.save_file(few, tmp_path / "few.safetensors")
-    with pytest.raises(DataError, match=r"expected conv1\.bias of shape \[4\]"):
+    with pytest.raises(DataError, match=r"conv1\.bias.*\[4\]"):
         start("few.safetensors")
 
 
@@ -483,7 +479,7 @@ def test_nothing_waits_for_a_gpu_within_an_epoch(augmentation: str, monkeypatch:
 @pytest.mark.parametrize(
     ("last", "ready", "sentence"),
     [
-        (nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), lambda images: images, "does not take inputs of shape .* uint8"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), lambda images: images, r"inputs.*uint8"),
     ],
 )
 def test_a_network_of_ones_own_that_does_not_fit(

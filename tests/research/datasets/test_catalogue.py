@@ -102,7 +102,7 @@ def test_an_archive_is_unpacked_to_where_its_contents_are_looked_for() -> None:
 def test_names_are_found_however_they_are_written() -> None:
     for name in ("cifar-10-c", "CIFAR-10-C", "cifar10c", "cifar10_c"):
         assert find_entry(name).name == "cifar-10-c"
-    with pytest.raises(DataError, match="no dataset called 'imagenet'; expected one of mnist, emnist"):
+    with pytest.raises(DataError, match=r"'imagenet'.*mnist, emnist"):
         find_entry("imagenet")
 
 
@@ -148,7 +148,7 @@ def test_nothing_there_is_missing_everywhere(tmp_path: Path) -> None:
     assert [row.dataset for row in rows] == list(CATALOGUE)
     assert {row.state for row in rows} == {"missing"}
     assert "MNIST/raw/train-images-idx3-ubyte.gz and 3 more" in rows[0].detail
-    with pytest.raises(DataError, match=r"there is no folder .*/absent; expected the one that holds the datasets"):
+    with pytest.raises(DataError, match=r"no folder.*absent"):
         verify(tmp_path / "absent")
 
 

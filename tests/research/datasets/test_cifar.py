@@ -86,16 +86,16 @@ def test_truncation_missing_files_and_wrong_labels(tmp_path: Path) -> None:
     third = folder / "data_batch_3.bin"
     whole = third.read_bytes()
     third.write_bytes(whole[:-1])
-    with pytest.raises(DataError, match=r"data_batch_3\.bin holds .*whole records of 3,073"):
+    with pytest.raises(DataError, match=r"data_batch_3\.bin.*3,073"):
         cifar10("train", tmp_path)
     third.write_bytes(whole[: 4 * 3073])  # cut between two records
-    with pytest.raises(DataError, match=r"data_batch_3 holds 4 images where another batch holds 5"):
+    with pytest.raises(DataError, match=r"data_batch_3.*4 images.*5"):
         cifar10("train", tmp_path)
     third.write_bytes(bytes([99]) + whole[1:])
-    with pytest.raises(DataError, match="cifar-10-batches-bin holds labels from 0 to 99; expected 0 to 9"):
+    with pytest.raises(DataError, match=r"cifar-10-batches-bin.*0 to 99"):
         cifar10("train", tmp_path)
     third.unlink()
-    with pytest.raises(DataError, match=r"_3\.bin is missing: expected images of cifar-10 there; fetch .*\"cifar-10\""):
+    with pytest.raises(DataError, match=r"_3\.bin is missing.*fetch .*\"cifar-10\""):
         cifar10("train", tmp_path)
     third.write_bytes(b"")
     with pytest.raises(DataError, match="holds 0 bytes"):
@@ -105,7 +105,7 @@ def test_truncation_missing_files_and_wrong_labels(tmp_path: Path) -> None:
 def test_a_split_that_does_not_exist_is_not_taken_for_another(tmp_path: Path) -> None:
     lay_out_binary(tmp_path)
     for read, name in ((cifar10, "CIFAR-10"), (cifar100, "CIFAR-100")):
-        with pytest.raises(DataError, match=f"{name} has no split called 'valid'; expected one of train, test"):
+        with pytest.raises(DataError, match=f"{name}.*'valid'.*train, test"):
             read("valid", tmp_path)
 
 
@@ -121,7 +121,7 @@ def test_a_pickled_batch_that_would_run_code_is_refused(tmp_path: Path) -> None:
     folder = lay_out_pickled(tmp_path)
     mark = tmp_path / "was-run"
     (folder / "test_batch").write_bytes(pickle.dumps({"data": RunMe(str(mark)), "labels": []}, 2))
-    with pytest.raises(DataError, match=r"test_batch was not read .it asks to run posix\.mkdir"):
+    with pytest.raises(DataError, match=r"test_batch.*posix\.mkdir"):
         cifar10("test", tmp_path)
     assert not mark.exists()
 
@@ -138,10 +138,10 @@ LACKS = r"test_batch lacks uint8 `data` \[N, 3072\] with as many `labels`; .*fet
         ({"data": PIXELS[0], "labels": [0]}, LACKS),
         ({"data": PIXELS[:2, :100].copy(), "labels": [0, 1]}, LACKS),
         ({"data": PIXELS[:1].astype("<i4"), "labels": [0]}, LACKS),
-        ({"data": PIXELS[:2], "labels": [0, "cat"]}, "test_batch holds `labels` that are no whole numbers"),
-        ({"data": PIXELS[:1], "labels": [10]}, "cifar-10-batches-py holds labels from 10 to 10; expected 0 to 9"),
-        ({"data": PIXELS[:1], "labels": [-1]}, "cifar-10-batches-py holds labels from -1 to -1; expected 0 to 9"),
-        ({"data": PIXELS[:0], "labels": []}, "expected at least one image"),
+        ({"data": PIXELS[:2], "labels": [0, "cat"]}, r"test_batch.*`labels`.*whole"),
+        ({"data": PIXELS[:1], "labels": [10]}, r"cifar-10-batches-py.*10 to 10"),
+        ({"data": PIXELS[:1], "labels": [-1]}, r"cifar-10-batches-py.*-1 to -1"),
+        ({"data": PIXELS[:0], "labels": []}, "at least one image"),
     ],
 )
 def test_a_pickled_batch_of_another_form_is_refused(tmp_path: Path, batch: dict[str, object], sentence: str) -> None:
@@ -175,11 +175,11 @@ def test_cifar_c_reads_one_severity(tmp_path: Path, severity: int) -> None:
 
 
 def test_cifar_c_asserts_its_shape(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"CIFAR-10-C/fog\.npy is missing.*50000, 32, 32, 3.*fetch\(\"cifar-10-c\"\)"):
+    with pytest.raises(DataError, match=r"fog\.npy is missing.*50000, .*fetch\(\"cifar-10-c\"\)"):
         cifar10_c("fog", 5, tmp_path)
     images = lay_out_cifar_c(tmp_path)
     path = tmp_path / "CIFAR-10-C/fog.npy"
-    with pytest.raises(DataError, match=r"fog\.npy holds uint8 \[20, 32, 32, 3\]; expected uint8 \[50000, 32, 32, 3\]"):
+    with pytest.raises(DataError, match=r"fog\.npy.*\[20, .*\[50000, "):
         cifar10_c("fog", 5, tmp_path)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
@@ -191,9 +191,9 @@ def test_cifar_c_asserts_its_shape(tmp_path: Path) -> None:
     path.write_bytes(whole)
     for labels, found in ((np.zeros(19, np.uint8), r"uint8 \[19\]"), (np.full(20, 0.5), r"float64 \[20\]")):
         np.save(tmp_path / "CIFAR-10-C/labels.npy", labels)
-        with pytest.raises(DataError, match=rf"labels\.npy holds {found}; expected 20 integer labels"):
+        with pytest.raises(DataError, match=rf"labels\.npy.*{found}.*20"):
             cifar10_c("fog", 5, tmp_path, per_severity=4)
-    with pytest.raises(DataError, match="severities 1 to 5, got 0"):
+    with pytest.raises(DataError, match=r"severities.*got 0"):
         cifar10_c("fog", 0, tmp_path)
-    with pytest.raises(DataError, match="unknown shift of CIFAR-10-C 'rain', expected one of brightness"):
+    with pytest.raises(DataError, match=r"CIFAR-10-C.*'rain'.*brightness"):
         cifar10_c("rain", 5, tmp_path)

@@ -127,17 +127,17 @@ def test_usps_from_npz(tmp_path: Path) -> None:
     test = usps("test", tmp_path)
     assert test.labels is not None
     assert (test.name, test.labels.tolist()) == ("usps-test", [3, 1])
-    with pytest.raises(DataError, match="USPS has no split called 'valid'"):
+    with pytest.raises(DataError, match=r"USPS.*'valid'"):
         usps("valid", tmp_path)
     for wrong, labels in ((images[:, :8], LABELS), (images, LABELS[:, None])):
         np.savez(tmp_path / "USPS/usps.npz", x_train=wrong, y_train=labels)
-        with pytest.raises(DataError, match=r"expected uint8 \[N, 16, 16\] and one whole number each"):
+        with pytest.raises(DataError, match=r"uint8 \[N, 16, 16\]"):
             usps("train", tmp_path)
     np.savez(tmp_path / "USPS/usps.npz", x_train=images, y_train=LABELS + 0.5)
-    with pytest.raises(DataError, match=r"usps\.npz holds .*labels float64 .*; expected .* one whole number each"):
+    with pytest.raises(DataError, match=r"usps\.npz.*labels float64"):
         usps("train", tmp_path)
     np.savez(tmp_path / "USPS/usps.npz", x_train=images.astype(float), y_train=LABELS)
-    with pytest.raises(DataError, match=r"usps\.npz holds float64 .*expected uint8"):
+    with pytest.raises(DataError, match=r"usps\.npz.*float64.*uint8"):
         usps("train", tmp_path)
     with pytest.raises(DataError, match="no array 'x_test'"):
         usps("test", tmp_path)
@@ -148,7 +148,7 @@ def test_a_missing_file_is_named_with_what_to_do(tmp_path: Path) -> None:
         mnist("train", tmp_path)
     with pytest.raises(DataError, match=r"usps\.bz2 is missing.*usps\.npz"):
         usps("train", tmp_path)
-    with pytest.raises(DataError, match="no split called 'valid'; expected one of train, test"):
+    with pytest.raises(DataError, match=r"'valid'.*train, test"):
         mnist("valid", tmp_path)
 
 
@@ -197,8 +197,8 @@ def test_damage_is_told_in_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("3 1:1\n3 257:0.1", r"no LIBSVM file \(line 2 has pixel 257\)"),
-        ("3 0:0.1", "line 1 has pixel 0"),
+        ("3 1:1\n3 257:0.1", r"LIBSVM.*line 2.*257"),
+        ("3 0:0.1", r"line 1.*pixel 0"),
         ("3 1;0.1", "no LIBSVM file"),
         ("eleven 1:0.1", "no LIBSVM file"),
         ("99999999999999999999 1:0.1", "no LIBSVM file"),
@@ -217,7 +217,7 @@ def test_text_that_is_not_usps_is_refused(tmp_path: Path, line: str, sentence: s
     with pytest.raises(DataError, match=sentence):
         usps("train", tmp_path)
     path.write_bytes(bz2.compress(b"3 1:0.5\n" * 1000)[:-10])
-    with pytest.raises(DataError, match=r"usps\.bz2 cannot be read whole"):
+    with pytest.raises(DataError, match=r"usps\.bz2.*read whole"):
         usps("train", tmp_path)
 
 
@@ -244,15 +244,15 @@ def test_mnist_c(tmp_path: Path, channel: bool) -> None:
         mnist_c("zigzag", "test", tmp_path)
     for labels, found in ((np.arange(5), r"int64 \[5\]"), (np.full(6, 0.5), r"float64 \[6\]")):
         np.save(folder / "train_labels.npy", labels)
-        with pytest.raises(DataError, match=rf"train_labels\.npy holds {found}; expected 6 integer labels"):
+        with pytest.raises(DataError, match=rf"train_labels\.npy.*{found}.*6"):
             mnist_c("zigzag", "train", tmp_path)
     for wrong in (random_images(6, 32, 32), random_images(6, 28, 28, 3), images / np.float32(255)):
         np.save(folder / "train_images.npy", wrong)
-        with pytest.raises(DataError, match=r"train_images\.npy holds .*; expected uint8 \[N, 28, 28, 1\]"):
+        with pytest.raises(DataError, match=r"train_images\.npy.*\[N, 28, 28, 1\]"):
             mnist_c("zigzag", "train", tmp_path)
-    with pytest.raises(DataError, match="MNIST-C has no split called 'valid'"):
+    with pytest.raises(DataError, match=r"MNIST-C.*'valid'"):
         mnist_c("zigzag", "valid", tmp_path)
-    with pytest.raises(DataError, match="unknown shift of MNIST-C 'sky'"):
+    with pytest.raises(DataError, match=r"MNIST-C.*'sky'"):
         mnist_c("sky", "train", tmp_path)
 
 
@@ -274,17 +274,17 @@ def test_mnist_m_from_the_released_archive(tmp_path: Path) -> None:
         assert read.labels is not None
         assert read.labels.tolist() == [7, 2, 1, 0]
         assert (read.name, read.classes) == (f"mnist-m-{split}", tuple("0123456789"))
-    with pytest.raises(DataError, match="MNIST-M has no split called 'valid'"):
+    with pytest.raises(DataError, match=r"MNIST-M.*'valid'"):
         mnist_m("valid", tmp_path)
     lay_out_mnist_labels(tmp_path, [7, 2, 1])
-    with pytest.raises(DataError, match=r"keras_mnistm\.pkl\.gz holds 4 images.*3 labels"):
+    with pytest.raises(DataError, match=r"keras_mnistm\.pkl\.gz.*4 images.*3 labels"):
         mnist_m("test", tmp_path)
     for wrong in ({"train": images[:4]}, {"test": images.astype("<f4")}, {"test": images[:, :20].copy()}):
         path.write_bytes(gzip.compress(python2_pickle(wrong)))
-        with pytest.raises(DataError, match=r"lacks uint8 images \[N, 28, 28, 3\] under 'test'"):
+        with pytest.raises(DataError, match=r"\[N, 28, 28, 3\].*'test'"):
             mnist_m("test", tmp_path)
     path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(DataError, match=r"keras_mnistm\.pkl\.gz cannot be read whole"):
+    with pytest.raises(DataError, match=r"keras_mnistm\.pkl\.gz.*read whole"):
         mnist_m("test", tmp_path)
 
 
@@ -302,7 +302,7 @@ def test_mnist_m_from_image_folders(tmp_path: Path) -> None:
     assert split.labels.tolist() == list(range(10))
     (tmp_path / "MNISTM/test/4/0.png").unlink()
     (tmp_path / "MNISTM/test/4").rmdir()
-    with pytest.raises(DataError, match=r"9 class folders .*expected 10 class folders .*labels would be wrong"):
+    with pytest.raises(DataError, match=r"9 class folders.*10 class"):
         mnist_m("test", tmp_path)
 
 
@@ -332,13 +332,13 @@ def test_emnist_da_keeps_the_numeric_order_of_classes(tmp_path: Path) -> None:
 
 def test_emnist_da_needs_only_the_split_asked_for_and_all_its_classes(tmp_path: Path) -> None:
     lay_out_emnist_da(tmp_path)
-    with pytest.raises(DataError, match=r"12 class folders .*expected 47 class folders \(0, 1, 2, \.\.\. 46\)"):
+    with pytest.raises(DataError, match=r"12 class.*\.\.\. 46"):
         emnist_da("sky", "test", tmp_path)
     for split in ("train", "valid"):
-        with pytest.raises(DataError, match=f"EMNIST/sky/{split} is missing: expected the folders 0 to 46"):
+        with pytest.raises(DataError, match=f"EMNIST/sky/{split} is missing"):
             emnist_da("sky", split, tmp_path)
-    with pytest.raises(DataError, match="EMNIST-DA has no split called 'all'"):
+    with pytest.raises(DataError, match=r"EMNIST-DA.*'all'"):
         emnist_da("sky", "all", tmp_path)
-    with pytest.raises(DataError, match="unknown shift of EMNIST-DA 'rain'"):
+    with pytest.raises(DataError, match=r"EMNIST-DA.*'rain'"):
         emnist_da("rain", "test", tmp_path)
     assert len(EMNIST_SHIFTS) == 13

@@ -236,14 +236,12 @@ def test_a_chunked_download_without_length_that_breaks_off(site: Site, tmp_path:
 
 def test_a_wrong_checksum_is_not_put_in_place(site: Site, tmp_path: Path) -> None:
     site.files["/file.bin"] = b"<html>please log in</html>"
-    with pytest.raises(
-        DataError, match=rf"sent a file with MD5 [0-9a-f]+ instead of {MD5}.*put them at .*SET/file\.bin"
-    ):
+    with pytest.raises(DataError, match=rf"MD5 [0-9a-f]+ .*{MD5}.*SET/file\.bin"):
         get(tmp_path, one_file(f"{site.address}/file.bin"))
     assert list((tmp_path / "SET").iterdir()) == []
     assert len(site.requests) == 1  # the same again would not help
     site.files["/file.bin"] = b""
-    with pytest.raises(DataError, match="sent a file with no content"):
+    with pytest.raises(DataError, match="no content"):
         get(tmp_path, one_file(f"{site.address}/file.bin", md5=None))
     assert list((tmp_path / "SET").iterdir()) == []
 
@@ -362,7 +360,7 @@ def test_a_drive_without_locks_is_written_to_all_the_same(
 
 
 def test_what_cannot_be_fetched_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"emnist-da cannot be fetched from here; get the set from https://zenodo"):
+    with pytest.raises(DataError, match=r"emnist-da.*https://zenodo"):
         fetch("EMNIST-DA", tmp_path)
 
 
@@ -422,7 +420,7 @@ def test_an_archive_put_there_by_hand_is_used_and_kept(tmp_path: Path) -> None:
 def test_an_archive_that_lacks_a_file_is_reported(site: Site, tmp_path: Path) -> None:
     content = archive_bytes("zip", {"inner/a.bin": b"aaa"})
     site.files["/set"] = content
-    with pytest.raises(DataError, match=r"set was fetched, but is missing: no SET/b\.bin"):
+    with pytest.raises(DataError, match=r"fetched.*missing.*SET/b\.bin"):
         get(tmp_path, archive_entry(content, f"{site.address}/set", "set.zip"))
 
 
@@ -506,7 +504,7 @@ def test_names_that_lead_out_are_refused(tmp_path: Path, name: str, kind: str) -
     path = tmp_path / f"bad.{kind}"
     (make_tar if kind == "tar" else make_zip)(path, {name: b"x"})
     inside = tmp_path / "deep" / "out"
-    with pytest.raises(DataError, match="leads out of the folder"):
+    with pytest.raises(DataError, match="out of the folder"):
         unpack(path, inside)
     assert sorted(p.name for p in tmp_path.rglob("*.txt")) == []
 
@@ -521,7 +519,7 @@ def test_links_and_devices_in_tar_are_refused(tmp_path: Path, kind: bytes) -> No
         archive.addfile(info)
         inner = tarfile.TarInfo("set/link/file")
         archive.addfile(inner, io.BytesIO())
-    with pytest.raises(DataError, match="is a link or a device"):
+    with pytest.raises(DataError, match="link or a device"):
         unpack(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -532,7 +530,7 @@ def test_links_and_encryption_in_zip_are_refused(tmp_path: Path) -> None:
         info = zipfile.ZipInfo("link")
         info.external_attr = (stat.S_IFLNK | 0o777) << 16
         archive.writestr(info, "/etc/passwd")
-    with pytest.raises(DataError, match="'link' is a link or a device"):
+    with pytest.raises(DataError, match=r"'link'.*device"):
         unpack(path, tmp_path / "out")
     make_zip(path, {"secret.txt": b"x"})
     content = bytearray(path.read_bytes())
@@ -546,7 +544,7 @@ def test_links_and_encryption_in_zip_are_refused(tmp_path: Path) -> None:
 def test_a_damaged_archive(archive: Path, tmp_path: Path) -> None:
     whole = archive.read_bytes()
     archive.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"files\..* could not be unpacked"):
+    with pytest.raises(DataError, match=r"files\..*unpacked"):
         unpack(archive, tmp_path / "out")
     assert not list(tmp_path.rglob("*.partial"))
     archive.write_bytes(b"no archive at all")
@@ -560,6 +558,6 @@ def test_a_damaged_member_is_not_put_in_place(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[content.index(b"set/a.txt") + len("set/a.txt")] ^= 255
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"bad\.zip could not be unpacked"):
+    with pytest.raises(DataError, match=r"bad\.zip.*unpacked"):
         unpack(path, tmp_path / "out")
     assert list((tmp_path / "out/set").iterdir()) == []

@@ -109,7 +109,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, protocol: int
         {"data": Malicious(eval, f"__import__('os').mkdir({str(mark)!r})")},
     ):
         content = pickle.dumps(payload, protocol)
-        with pytest.raises(DataError, match=r"data_batch_1 was not read \(it (asks to run|uses the instruction)"):
+        with pytest.raises(DataError, match=r"data_batch_1.*(asks to run|instruction)"):
             read_pickled_arrays(content, PATH)
         assert not mark.exists()
         pickle.loads(content)  # the payload works where pickles are trusted
@@ -146,7 +146,7 @@ def test_keys_may_be_bytes() -> None:
 
 
 def test_arrays_of_objects_or_text_are_refused() -> None:
-    with pytest.raises(DataError, match=r"was not read \(it holds an array of type \|S3"):
+    with pytest.raises(DataError, match=r"not read.*\|S3"):
         read_pickled_arrays(python2_pickle({"data": np.array([b"abc"])}), PATH)
     with pytest.raises(DataError, match="was not read"):
         read_pickled_arrays(pickle.dumps({"data": np.array([{}, []], dtype=object)}, 2), PATH)
@@ -172,7 +172,7 @@ def test_damage_is_a_data_error(content: bytes) -> None:
 def test_an_array_with_too_few_bytes_is_damage() -> None:
     content = python2_pickle({"data": random_images(4, 100)})
     assert content.count(b"K\x04Kd") == 1
-    with pytest.raises(DataError, match="400 bytes for an array of"):
+    with pytest.raises(DataError, match="400 bytes"):
         read_pickled_arrays(content.replace(b"K\x04Kd", b"K\x05Kd"), PATH)
 
 

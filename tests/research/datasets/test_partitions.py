@@ -44,10 +44,10 @@ def test_emnist_with_nothing_to_spare_has_no_validation() -> None:
     train, validation = emnist_source(labels, train=20, validation=4)
     assert len(train) == 940
     assert validation is None
-    with pytest.raises(DataError, match="class 0 has 20 samples; expected at least 21"):
+    with pytest.raises(DataError, match=r"class 0.*20.*21"):
         emnist_source(labels, train=21)
     assert emnist_source(labels, train=10, validation=0)[1] is None
-    with pytest.raises(DataError, match="class 3 has 19 samples; expected at least 20"):
+    with pytest.raises(DataError, match=r"class 3.*19.*20"):
         emnist_source(labels[torch.arange(940) != 79], train=20)
 
 
@@ -126,7 +126,7 @@ def test_nonsense_is_refused() -> None:
         with pytest.raises(DataError, match="at least one sample"):
             function(torch.zeros(3, dtype=torch.int64), 0)
         for labels in (torch.zeros(0, dtype=torch.int64), torch.eye(3, dtype=torch.int64)):
-            with pytest.raises(DataError, match="a vector of at least one label"):
+            with pytest.raises(DataError, match=r"vector.*label"):
                 function(labels, 1)
-        with pytest.raises(DataError, match=r"there is a label -1; .* leave out samples without a class"):
+        with pytest.raises(DataError, match="label -1"):
             function(torch.tensor([0, -1, 1]), 1)

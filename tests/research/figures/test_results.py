@@ -553,7 +553,7 @@ def test_failed_cells_and_missing_methods_are_named_at_the_foot() -> None:
 
 
 def test_results_without_bins_are_refused_in_one_sentence() -> None:
-    with pytest.raises(DataError, match="1 of 5 results without them"):
+    with pytest.raises(DataError, match="1 of 5 results"):
         draw_reliability([*BINNED, result("bufr", "rain", 7)], ["bufr"])
 
 

@@ -102,7 +102,7 @@ def test_tables_on_another_device_and_of_another_size() -> None:
     counts = histograms.soft_histogram(there, low, high, Bins())  # they are brought along
     np.testing.assert_allclose(counts[1:].cpu(), histograms.soft_histogram(values, low, high, Bins())[1:], atol=1e-5)
     scale = histograms.inverse_range(low, high)
-    with pytest.raises(ShiftmendError, match=r"low is torch.float32 .7. on cpu, expected float32 .7. on cuda:0"):
+    with pytest.raises(ShiftmendError, match=r"low.*on cpu.*cuda:0"):
         kernels.divergence(there, low, scale, home, Bins())
     with pytest.raises(ShiftmendError, match="source is"):
         kernels.divergence(there, low.cuda(), scale.cuda(), home[:5].cuda(), Bins())
@@ -191,8 +191,8 @@ def test_what_the_kernels_write_into_is_float32_as_they_take_it_to_be(monkeypatc
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 1)
     values, low, scale, source = (torch.zeros(size, dtype=torch.float32) for size in ((6, 3), (3,), (3,), (3, 10)))
     kernels._counts(values, low, scale, Bins())
-    kernels._fused(values, low, scale, source, Bins(), (1.0, 1.0))
-    kernels._in_parts(values, low, scale, source, Bins(), (1.0, 1.0))
+    kernels._run_fused(values, low, scale, source, Bins(), (1.0, 1.0))
+    kernels._run_in_parts(values, low, scale, source, Bins(), (1.0, 1.0))
     assert set(seen) == {torch.float32}
 
 
@@ -210,7 +210,7 @@ def test_without_a_compiler_there_is_no_error_and_one_message(
     finally:
         kernels._can_compile.cache_clear()
     assert [record.getMessage() for record in caplog.records] == [
-        "soft histograms go without kernels of their own and take longer: the driver is too old"
+        "soft histograms run without CUDA kernels and take longer: the driver is too old"
     ]
 
 
@@ -233,5 +233,5 @@ def test_what_goes_wrong_on_the_device_is_no_reason_to_do_without_kernels(monkey
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="is about a torch without CUDA")
 def test_a_torch_without_cuda_has_no_compiler() -> None:
-    with pytest.raises(nvrtc.CompilationError, match="this torch has no CUDA compiler"):
+    with pytest.raises(nvrtc.CompilationError, match="no CUDA compiler"):
         nvrtc._library()

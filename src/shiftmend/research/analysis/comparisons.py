@@ -62,9 +62,9 @@ def compare(
 ) -> list[Comparison]:
     """Compare two methods within each benchmark and protocol: one entry a shift, then one over all shifts.
 
-    The p-values of a table's shifts are corrected together by Holm's method, and a difference counts as shown if the
-    corrected one is below `level`. Over all shifts the pairs are the means of each seed over the shifts that both
-    methods have done with it.
+    The p-values of all shifts in a table are corrected by Holm's method. A difference is significant if its corrected
+    p-value is below `level`. Over all shifts, a pair consists of the two means of one seed, over the shifts that both
+    methods have finished.
     """
     if metric not in METRICS or which not in get_args(Which):
         raise DataError(
@@ -74,7 +74,7 @@ def compare(
     if first == second:
         raise DataError(f"cannot compare {first} with itself; name two methods")
     scores: dict[str, dict[Cell, float]] = {first: {}, second: {}}
-    for cell, result in by_place(results).items():
+    for cell, result in index_by_place(results).items():
         outcome: Outcome | None = getattr(result, which)
         if cell.method in scores and outcome is not None:
             scores[cell.method][replace(cell, method="")] = getattr(outcome, metric)
@@ -104,7 +104,7 @@ def leads(compared: Iterable[Comparison], metric: str) -> tuple[int, int]:
     return sum(lead > 0 for lead in ahead), sum(lead < 0 for lead in ahead)
 
 
-def by_place(results: Iterable[Result]) -> dict[Cell, Result]:
+def index_by_place(results: Iterable[Result]) -> dict[Cell, Result]:
     """Map cells to their results but for failed ones; recipes are left empty, since methods differ in them.
 
     Two recipes for one place of the table are an error, since a mean over both would belong to neither; and so are two

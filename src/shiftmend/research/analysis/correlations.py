@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shiftmend.errors import DataError
-from shiftmend.research.analysis.comparisons import by_place
+from shiftmend.research.analysis.comparisons import index_by_place
 from shiftmend.research.bench.benchmark import CLEAN, SIGNALS, UNADAPTED, Cell, Outcome, Result, Which, sees_labels
 
 FEWEST_POINTS = 3
@@ -169,7 +169,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def _one_table(results: Iterable[Result]) -> dict[Cell, Result]:
     """Map cells to finished results, all of one benchmark and protocol: others have other scales of everything."""
-    table = by_place(results)
+    table = index_by_place(results)
     names = sorted({f"{cell.benchmark} ({cell.protocol})" for cell in table})
     if len(names) > 1:
         raise DataError(f"the results are of several tables: {', '.join(names)}; choose those of one")
@@ -192,7 +192,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Judge:
-    """The power of a signal to tell good cells from bad ones; what needs both is None where one kind is missing."""
+    """Power of a signal to separate good cells from bad ones. Fields that need both kinds are None without one."""
 
     signal: str
     good: int
@@ -207,7 +207,7 @@ class Judge:
     """Another signal and its threshold, which must accept the cell as well."""
 
 
-def near_clean(results: Iterable[Result], clean: Iterable[Result], margin: float = MARGIN) -> dict[Cell, bool]:
+def find_near_clean(results: Iterable[Result], clean: Iterable[Result], margin: float = MARGIN) -> dict[Cell, bool]:
     """Call a cell good if its accuracy is at most `margin` below that of its seed's source model on clean images.
 
     Clean images of other source models, such as `clean without pretraining`, are passed over.
@@ -220,14 +220,14 @@ def near_clean(results: Iterable[Result], clean: Iterable[Result], margin: float
     return {
         # As floats, 0.8 - 0.7 is above 0.1.
         cell: at_home[cell.seed] - result.last.accuracy <= margin + 1e-9
-        for cell, result in _judged(results).items()
+        for cell, result in _select_judged(results).items()
         if result.last is not None and cell.seed in at_home
     }
 
 
-def helped(results: Iterable[Result]) -> dict[Cell, bool]:
+def find_helped(results: Iterable[Result]) -> dict[Cell, bool]:
     """Call a cell good if it is more accurate than the model that was not adapted, on the same shift and seed."""
-    judged = _judged(results)
+    judged = _select_judged(results)
     found = {}
     for cell, result in judged.items():
         before = judged.get(replace(cell, method=UNADAPTED))
@@ -238,7 +238,7 @@ def helped(results: Iterable[Result]) -> dict[Cell, bool]:
 
 def judges(results: Iterable[Result], good: Mapping[Cell, bool]) -> dict[str, Judge]:
     """Try each signal, and two `TOGETHER`, as a judge of the cells in `good`, as far as it was measured on them."""
-    judged = _judged(results)
+    judged = _select_judged(results)
     found = {}
     for signal in SIGNALS:
         cells = sorted(cell for cell in good if signal in judged[cell].signals)
@@ -337,7 +337,7 @@ def best_pair(first: Sequence[float], second: Sequence[float], good: Sequence[bo
 
 
 def _go_half_way(values: NDArray[np.float64], index: int) -> float:
-    """Go half way to the next of the sorted values; stay where there is no such number, or no next."""
+    """Return the middle between a sorted value and the next one; the value itself if there is none between them."""
     low = float(values[index])
     if index + 1 == len(values):
         return low
@@ -349,9 +349,9 @@ def _go_half_way(values: NDArray[np.float64], index: int) -> float:
 def _hold_out(
     decide: Callable[[NDArray[np.bool_], list[bool]], NDArray[np.bool_]], good: Sequence[bool], shifts: Sequence[str]
 ) -> HeldOut | None:
-    """Judge each shift by what was learnt on the others.
+    """Judge each shift by a rule that was learnt from all other shifts.
 
-    `decide` gets which cells may be learnt from and their kinds, and returns for all cells if they are accepted.
+    `decide` gets a mask of the cells to learn from, with their kinds, and tells for each cell whether it is accepted.
     """
     chosen, where = np.asarray(good, dtype=bool), np.asarray(shifts)
     decided = np.zeros(len(chosen), dtype=bool)
@@ -372,6 +372,6 @@ def _hold_out(
     return HeldOut(1 - (bad_accepted + good_rejected) / 2, bad_accepted, good_rejected, judged)
 
 
-def _judged(results: Iterable[Result]) -> dict[Cell, Result]:
+def _select_judged(results: Iterable[Result]) -> dict[Cell, Result]:
     """Leave out methods that saw the labels and are scored on a part of the images."""
-    return {cell: result for cell, result in by_place(results).items() if not sees_labels(cell.method)}
+    return {cell: result for cell, result in index_by_place(results).items() if not sees_labels(cell.method)}

@@ -17,7 +17,7 @@ from shiftmend.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Toy:
-    """A model trained at the source, with data of both sites; the labels of the target are for judging only."""
+    """A model trained at the source, with data of source and target. Labels of the target are for scoring only."""
 
     model: nn.Module
     source_inputs: Tensor

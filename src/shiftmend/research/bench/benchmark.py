@@ -189,8 +189,8 @@ class Benchmark:
 class Cell:
     """One number of a table: a method on a shift from one seed, under one protocol.
 
-    `recipe` is a hash of everything else that decides the result (source training, options of the method, protocol,
-    origin of the data), so that a changed benchmark never passes off an old result as its own.
+    `recipe` is a hash of everything else that decides the result: source training, options of the method, protocol, and
+    origin of the data. A result of earlier settings is therefore never taken for one of a changed benchmark.
     """
 
     benchmark: str

@@ -194,12 +194,12 @@ def _run_offline(given: CellInputs, result: Result, rates: Sequence[float], tick
 
 
 def divide_target(target: Target, protocol: Offline, takes_labels: bool, seed: int) -> Target:
-    """Divide the target into what is adapted to and what is scored on, under this protocol."""
+    """Divide the target into a part to adapt to and a part to score on, as the protocol says."""
     adapt, score, clean = target.adapt, target.score, target.clean
     if takes_labels and (adapt is score) != (protocol.supervised_parts is not None):
         raise DataError(
-            "a method with labels would be scored on what it was trained with: expected supervised_parts where one set "
-            "is adapted to and scored on, and None where these are two sets"
+            "Expected supervised_parts only if one set is both adapted to and scored on. Otherwise labels of the "
+            "training data are scored."
         )
     if takes_labels and protocol.supervised_parts is not None:
         first, *_, last = fractions(len(adapt), protocol.supervised_parts, seed)
@@ -312,6 +312,7 @@ class ScoredAdaptation:
 
 
 def to_outcome(epoch: int, scores: Scores) -> Outcome:
+    """Return the scores after an epoch in the form that a result stores."""
     return Outcome(epoch, scores.accuracy, scores.ece, scores.mce, scores.nll, scores.brier)
 
 
@@ -321,10 +322,10 @@ def list_reliability(scores: Scores) -> list[dict[str, Any]]:
 
 
 def _run_online(given: CellInputs, result: Result, rates: Sequence[float], tick: Tick) -> Result:
-    """Make one pass, or one for each rate. There is no epoch to choose from.
+    """Make one pass for each learning rate. There are no epochs to choose from.
 
-    Of several rates, `last` and `selected` are of the one whose model the slices find closest to home at the end, and
-    `best` is of the one with the highest accuracy, which is how the paper chose and needs labels.
+    Among several rates, `last` and `selected` belong to the rate whose final model is closest to home by its slices.
+    `best` belongs to the rate with the highest accuracy; the paper chose so, which needs labels.
     """
     if not rates:
         return _run_stream(given, result, {}, tick)
@@ -357,9 +358,9 @@ def _order_slices(value: float) -> float:
 
 
 def _run_stream(given: CellInputs, result: Result, changes: dict[str, float], tick: Tick) -> Result:
-    """Make one pass, with `changes` of the setting's options: last, best and selected are the same.
+    """Make one pass with `changes` of the setting's options; `last`, `best` and `selected` are the same.
 
-    The scores are those of the predictions on the way; signals and distances those of the model at the end.
+    Scores are of the predictions made during the pass. Signals and distances are of the final model.
     """
     resources, protocol, target = given.resources, given.protocol, given.target
     stream = shiftmend.stream(
@@ -461,6 +462,7 @@ def _measure_restoration(given: CellInputs, adapted: nn.Module, target: Target) 
 
 
 def labels_of(images: Images) -> Tensor:
+    """Return the labels of images; raise DataError if there are none."""
     if images.labels is None:
         raise DataError(f"Expected a label for each image of {images.name}, which this protocol needs, got none.")
     return images.labels
@@ -538,6 +540,7 @@ def release_unused_memory(device: torch.device) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
+    """Start to measure the peak of used memory anew."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:

@@ -68,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Preparation:
-    """A source model and its profiles, which cells share."""
+    """The task of preparing a source model and its profiles, which several cells share."""
 
     source: str
     seed: int
@@ -117,7 +117,7 @@ def get_resources(job: Job) -> Resources:
 
 
 def do_task(job: Job, task: Task, advance: Advance, resources: Resources | None = None) -> Result | None:
-    """Run a cell, or prepare a source model and its profiles, whose files are all that comes of it."""
+    """Run a cell and return its result, or prepare a source model and its profiles, which only writes files."""
     resources = resources or get_resources(job)
     if isinstance(task, Cell):
         return run_cell(resources, task, rates=job.rates, tick=lambda done, total: advance(task, done, total))
@@ -137,7 +137,7 @@ def do_task(job: Job, task: Task, advance: Advance, resources: Resources | None 
 
 
 def fail_task(job: Job, task: Task, why: str, seconds: float = 0.0) -> Result:
-    """Make a failed result for a cell whose worker is gone. Without its source model nothing can go on."""
+    """Make a failed result for a cell whose worker is gone; raise for a source model, which other tasks need."""
     if isinstance(task, Preparation):
         raise ShiftmendError(f"{task} could not be made: {why}; run again to go on from what is done")
     origin = find(job.benchmark).origin(task.shift, Path(job.root) if job.root else None)
@@ -145,12 +145,12 @@ def fail_task(job: Job, task: Task, why: str, seconds: float = 0.0) -> Result:
 
 
 class TimeLimit:
-    """Lets tasks through as long as there is time for them, going by the slowest of their kind so far.
+    """A limit of time: it starts a task only if the slowest task of the same kind would still fit.
 
-    Cells of one method are of one kind, and so are source models of one recipe. A task under way takes at least as long
-    as it has by now. Before one of its kind is over, a task is taken to be as slow as the slowest cell, or source
-    model, of any kind; if nothing is known, it is begun. Nothing is stopped: what was begun in time is finished.
-    Earlier runs do not count: they may have been on another machine.
+    Cells of one method are of one kind, and so are source models of one recipe. A running task counts with the time it
+    has taken so far. Until a task of a kind has finished, the slowest cell or source model of any kind stands for it.
+    If nothing is known, the task is started. Started tasks are never stopped. Earlier runs do not count, because they
+    may have been on another machine.
     """
 
     def __init__(
@@ -222,9 +222,9 @@ def in_this_process(job: Job, advance: Advance) -> Iterator[Execute]:
 
 @contextmanager
 def _watch_interruptions() -> Iterator[Callable[[], bool]]:
-    """Note if Ctrl-C has been pressed, whatever became of the exception.
+    """Remember whether Ctrl-C was pressed, even if the exception was caught.
 
-    An adaptation answers Ctrl-C with what it has reached, and other libraries may make an error of it; neither is the
+    An adaptation answers Ctrl-C by returning early, and other libraries may turn it into an error. Neither is the
     result of a cell.
     """
     before = signal.getsignal(signal.SIGINT)
@@ -501,7 +501,7 @@ def in_gpu_threads(job: Job, advance: Advance, count: int) -> Iterator[Execute]:
 
 @contextmanager
 def _torch_threads(number: int) -> Iterator[None]:
-    """Give torch so many threads on the CPU; 0 leaves them as they are."""
+    """Set the number of CPU threads of torch; 0 leaves it unchanged."""
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:

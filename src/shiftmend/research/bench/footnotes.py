@@ -81,7 +81,7 @@ def about_outdated(results: Iterable[Result]) -> list[str]:
     for result in results:
         if remark := result.manifest.get("outdated"):
             rows.setdefault(remark, set()).add(result.cell.method)
-    return [f"{listed(sorted(names), 4)}: {remark}" for remark, names in rows.items()]
+    return [f"{join_names(sorted(names), 4)}: {remark}" for remark, names in rows.items()]
 
 
 def about_mixtures(results: Iterable[Result]) -> list[str]:
@@ -107,11 +107,11 @@ def about_mixtures(results: Iterable[Result]) -> list[str]:
             trained.setdefault((source.get("name", ""), cell.seed), set()).add(weights)
     shifts = sorted({shift for (shift, _), digests in inputs.items() if len(digests) > 1})
     names = sorted({name for (name, _), files in models.items() if len(files) > 1})
-    notes = [f"not every cell was run on the same images of {listed(shifts, 4)}"] if shifts else []
+    notes = [f"not every cell was run on the same images of {join_names(shifts, 4)}"] if shifts else []
     notes += [f"the source model {name} was not trained on the same images for every cell" for name in names]
     retrained = sorted(key for key, weights in trained.items() if len(weights) > 1)
     if again := [f"{name} of seed {seed}" for name, seed in retrained if name not in names]:
-        notes.append(f"not every cell starts from the same training of the source model {listed(again, 4)}")
+        notes.append(f"not every cell starts from the same training of the source model {join_names(again, 4)}")
     return [f"{note}; run the benchmark again in another folder" for note in notes]
 
 
@@ -130,12 +130,12 @@ def about_comparisons(compared: Sequence[Comparison], known: int, metric: str = 
             remarks.setdefault(one.remark, []).append(one.over(known))
     return [
         *([counts] if done > 1 else []),
-        *(f"{remark}: {listed(shifts, 3)}" for remark, shifts in remarks.items()),
+        *(f"{remark}: {join_names(shifts, 3)}" for remark, shifts in remarks.items()),
     ]
 
 
 def source_remarks(results: Iterable[Result]) -> list[str]:
-    """Say how the source images differ from the published ones, as the manifests have it."""
+    """Describe how the source images differ from the published ones, according to the manifests."""
     sources = [result.manifest.get("source") or {} for result in results]
     return list(dict.fromkeys(str(source["remark"]) for source in sources if source.get("remark")))
 
@@ -171,7 +171,7 @@ def _about_seeds(shown: Sequence[tuple[str, str, Entry]], line: str | None) -> l
             f"{method} {', '.join(map(str, sorted({seed for seeds in means.values() for seed in seeds})))}"
             for method, means in by_method.items()
         ]
-        return [f"{note}; not the same everywhere: {listed(which, 4, '; ')}"]
+        return [f"{note}; not the same everywhere: {join_names(which, 4, '; ')}"]
     if counts_by_set := _count_by_set(by_method):
         return [f"mean ± standard deviation over {counts_by_set}"]
     if line is None:
@@ -194,7 +194,7 @@ def _count_by_set(by_method: dict[str, dict[str, tuple[int, ...]]]) -> str:
     for name, [number] in numbers.items():
         names.setdefault(number, []).append(name)
     [usual, *others] = sorted(names, key=lambda number: -len(names[number]))
-    return ", ".join([f"{usual} seeds", *(f"{number} for {listed(names[number], 3)}" for number in others)])
+    return ", ".join([f"{usual} seeds", *(f"{number} for {join_names(names[number], 3)}" for number in others)])
 
 
 def _fewer(by_method: dict[str, dict[str, tuple[int, ...]]], most: int) -> str:
@@ -203,11 +203,11 @@ def _fewer(by_method: dict[str, dict[str, tuple[int, ...]]], most: int) -> str:
         names = {name: len(seeds) for name, seeds in means.items() if len(seeds) < most}
         if names:
             fewest, others = min(names.values()), max(names.values())
-            where = "" if len(names) == len(means) else f" ({listed(names, 3)})"
+            where = "" if len(names) == len(means) else f" ({join_names(names, 3)})"
             found.append(
                 f"{fewest} for {method}{where}" if fewest == others else f"{fewest} to {others} for {method}{where}"
             )
-    return listed(found, 4)
+    return join_names(found, 4)
 
 
 def _exceptions(by_method: dict[str, dict[str, tuple[int, ...]]]) -> list[str]:
@@ -218,8 +218,8 @@ def _exceptions(by_method: dict[str, dict[str, tuple[int, ...]]]) -> list[str]:
         [(usual, _)] = numbers.most_common(1)
         for number in sorted(set(numbers) - {usual}):
             names = [name for name, seeds in means.items() if len(seeds) == number]
-            found.append(f"{method} has {number} for {listed(names, 3)}")
-    return [listed(found, 4)] if found else []
+            found.append(f"{method} has {number} for {join_names(names, 3)}")
+    return [join_names(found, 4)] if found else []
 
 
 def _about_unfinished(shown: Sequence[tuple[str, str, Entry]]) -> list[str]:
@@ -231,11 +231,13 @@ def _about_unfinished(shown: Sequence[tuple[str, str, Entry]]) -> list[str]:
     for method, seeds in by_method.items():
         methods.setdefault(tuple(sorted(seeds)), []).append(method)
     which = [
-        f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))} of {listed(names, 4)}"
+        f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))} of {join_names(names, 4)}"
         for seeds, names in methods.items()
     ]
     return (
-        [f"a mean is over the seeds that have all of its shifts; left out: {listed(which, 4, '; ')}"] if which else []
+        [f"a mean is over the seeds that have all of its shifts; left out: {join_names(which, 4, '; ')}"]
+        if which
+        else []
     )
 
 
@@ -310,7 +312,7 @@ def _about_clean_set(
 
 
 def clean_source(benchmark: Benchmark, clean: str = CLEAN) -> str:
-    """Name the model that is scored on clean images, with its shifts where other shifts have another model."""
+    """Name the model that is scored on clean images, with its shifts if other shifts have another source model."""
     setting = benchmark.settings.get("offline", {}).get(UNADAPTED)
     if setting is None:
         return "the source model"
@@ -331,8 +333,8 @@ def about_failures(grid: Grid) -> list[str]:
     return [f"{len(failed)} of {len(grid.cells)} cells failed{which}: {first.cell}: {error}"]
 
 
-def listed(names: Iterable[str], most: int, between: str = ", ") -> str:
-    """Join at most so many of the names, and count the others."""
+def join_names(names: Iterable[str], most: int, between: str = ", ") -> str:
+    """Join the first names with commas, and count the others."""
     names = list(names)
     rest = len(names) - most
     return between.join(names) if rest <= 0 else f"{between.join(names[:most])} and {rest} more"

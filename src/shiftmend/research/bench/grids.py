@@ -108,7 +108,7 @@ class Grid:
 
     @property
     def run(self) -> list[str]:
-        """The methods that have a result, if only a failed one."""
+        """The methods with at least one result, even a failed one."""
         there = {method for method, _, _ in self.cells}
         return [method for method in self.methods if method in there]
 

@@ -84,7 +84,7 @@ FAR_FROM_PUBLISHED = 0.1
 """A source model whose accuracy is off by more than this was trained on, or sees, something else. A fraction."""
 
 FEWEST_CELLS = 10
-"""With fewer cells than this of one kind, shares of them are no more than a hint."""
+"""Cells of one kind from which on shares of them are more than a hint."""
 
 
 def page(
@@ -109,7 +109,7 @@ def page(
         )
     main = run.get("offline") or next(iter(run.values()))
     stories: list[tuple[str, list[Block]]] = [
-        ("", [_headline(parts), *_missing(parts), *_made_by(benchmark, parts)]),
+        ("", [_headline(parts), *_list_missing(parts), *_describe_making(benchmark, parts)]),
         # Tables are long: what to make of them stands first.
         ("Notes", [notes.strip()] if notes.strip() else []),
         ("Accuracy and calibration", [ONCE, *_clean(main), *averages(main)]),
@@ -208,7 +208,7 @@ def _headline(parts: Mapping[str, Part]) -> str:
 
 
 def _images(parts: Mapping[str, Part]) -> str:
-    """Say where the target images are from, in a sentence."""
+    """Describe in a sentence where the target images come from."""
     origins: dict[str, set[str]] = {}
     for part in parts.values():
         for result in part.results:
@@ -225,7 +225,7 @@ def _images(parts: Mapping[str, Part]) -> str:
     return f"Target images: {'; '.join(said)}."
 
 
-def _missing(parts: Mapping[str, Part]) -> list[Block]:
+def _list_missing(parts: Mapping[str, Part]) -> list[Block]:
     """List the protocols that lack cells, and what has not been begun at all."""
     lines = []
     for protocol, part in parts.items():
@@ -239,9 +239,11 @@ def _missing(parts: Mapping[str, Part]) -> list[Block]:
         failed = sum(result.failed for result in reading.results)
         outdated = sum("outdated" in result.manifest for result in reading.results)
         facts = [
-            _lacking("method", reading.methods, {result.cell.method for result in reading.results}),
-            _lacking("shift", part.benchmark.shifts, set(part.shifts)),
-            _lacking("seed", sorted({cell.seed for cell in reading.cells}), {r.cell.seed for r in reading.results}),
+            _name_lacking("method", reading.methods, {result.cell.method for result in reading.results}),
+            _name_lacking("shift", part.benchmark.shifts, set(part.shifts)),
+            _name_lacking(
+                "seed", sorted({cell.seed for cell in reading.cells}), {r.cell.seed for r in reading.results}
+            ),
             f"{failed} failed" if failed else "",
             f"{outdated} more are to be run again" if outdated else "",
         ]
@@ -252,12 +254,12 @@ def _missing(parts: Mapping[str, Part]) -> list[Block]:
     return ["\n".join(lines)] if lines else []
 
 
-def _lacking(what: str, known: Iterable[Any], there: set[Any]) -> str:
+def _name_lacking(what: str, known: Iterable[Any], there: set[Any]) -> str:
     names = [str(name) for name in known if name not in there]
     return f"nothing of the {what}{'s' if len(names) > 1 else ''} {', '.join(map(_code, names))}" if names else ""
 
 
-def _made_by(benchmark: str, parts: Mapping[str, Part]) -> list[Block]:
+def _describe_making(benchmark: str, parts: Mapping[str, Part]) -> list[Block]:
     """List commands, machines, and how the source models were trained."""
     # A file of one's own may be named by its whole path.
     called = shlex.quote(Path(benchmark).name if Path(benchmark).is_absolute() else benchmark)
@@ -309,7 +311,7 @@ def _machines(results: Sequence[Result]) -> list[str]:
 
 
 def _sources(results: Sequence[Result]) -> list[str]:
-    """Say how source models were trained, by name, without what is off or empty."""
+    """Describe how each source model was trained, without settings that are off or empty."""
     recipes: dict[str, str] = {}
     for result in results:
         source = result.manifest.get("source") or {}
@@ -367,7 +369,7 @@ def averages(part: Part, metrics: Sequence[str] = ("accuracy", "ece")) -> list[B
     for metric in metrics:
         asked = part.about(groups=part.reading.groups, metric=metric)
         paper, rerun = (tables.summary(part.results, **asked, beside=side) for side in ("paper", "re-run"))
-        both = tables.beside_both(paper, rerun)
+        both = tables.put_beside(paper, rerun)
         everything, groups = _over(both, of_all=True), _over(both, of_all=False)
         blocks.append(tables.add_quoted(everything, Grid(results=[], **part.about(metric=metric))))
         if groups.columns:
@@ -471,11 +473,11 @@ def few_shot(parts: Mapping[str, Part]) -> list[Block]:
     }
     results = [result for part in run.values() for result in part.results]
     paper, rerun = (tables.across(results, **asked, beside=side) for side in ("paper", "re-run"))
-    return [tables.keep_columns(tables.beside_both(paper, rerun), lambda column: column.kind != "difference")]
+    return [tables.keep_columns(tables.put_beside(paper, rerun), lambda column: column.kind != "difference")]
 
 
 def few_verdicts(parts: Mapping[str, Part]) -> list[Block]:
-    """Count the verdicts on methods that restore features from few samples: what they adapted to is judged."""
+    """Count the verdicts on methods that restore features from few samples, judged on the samples adapted to."""
     few = {protocol: part for protocol, part in parts.items() if protocol.startswith("few-shot-") and part.results}
     # No other protocol has clean images.
     clean = parts["offline"].reading.clean if "offline" in parts else []
@@ -484,9 +486,9 @@ def few_verdicts(parts: Mapping[str, Part]) -> list[Block]:
     restoring_methods = [name for name in restoring_methods if name in there]
     counts, left_out = [], 0
     for part in few.values():
-        restoring = [result for result in _with_the_clean_source(part) if _method(result) in restoring_methods]
+        restoring = [result for result in _add_clean_source(part) if _method(result) in restoring_methods]
         left_out += sum(_method(result) in restoring_methods for result in part.unsupervised) - len(restoring)
-        counts.append(_count_verdicts(restoring, correlations.near_clean(restoring, clean)))
+        counts.append(_count_verdicts(restoring, correlations.find_near_clean(restoring, clean)))
     if not any(counts):
         return []
     names = [f"{protocol.removeprefix('few-shot-')} a class" for protocol in few]
@@ -495,7 +497,7 @@ def few_verdicts(parts: Mapping[str, Part]) -> list[Block]:
     title = (
         f"{first.benchmark.name}, few-shot: the library's own verdict on {' and '.join(restoring_methods)}, in cells"
     )
-    return [Table(title, "verdict", columns, _rows(counts), (f"good: {_near_clean(first, left_out)}",))]
+    return [Table(title, "verdict", columns, _rows(counts), (f"good: {_describe_near_clean(first, left_out)}",))]
 
 
 def _online(run: Mapping[str, Part]) -> list[Block]:
@@ -509,7 +511,7 @@ def _online(run: Mapping[str, Part]) -> list[Block]:
 
 
 def variants(part: Part) -> list[Block]:
-    """Compare rows that are a method with other options with the method as it is: what the option is worth."""
+    """Compare a method with variants of its options, to show what each option is worth."""
     bases = variants_of(part.benchmark, part.protocol)
     found = {name: compared for name, base in bases.items() if (compared := _compare(part, name, base))}
     rows = [_variant(part, name, bases[name], compared) for name, compared in found.items()]
@@ -684,7 +686,7 @@ def _coefficient(correlation: correlations.Correlation) -> str:
 
 
 def signals(part: Part) -> list[Block]:
-    """Show how the label-free signals go with accuracy, and how well each tells good adaptations from bad ones."""
+    """Show how label-free signals correlate with accuracy, and how well each separates good from bad adaptations."""
     found = correlations.signals_and_accuracy(part.unsupervised)
     rows = [
         Row(
@@ -706,18 +708,18 @@ def signals(part: Part) -> list[Block]:
     remarks = [f"{name}: {value.overall.remark}" for name, value in found.items() if value.overall.remark]
     title = f"{part.benchmark.name}, {part.protocol}: signals and accuracy"
     blocks: list[Block] = [Table(title, "signal", columns, tuple(rows), (note, *remarks))]
-    at_home = _with_the_clean_source(part)
-    near = correlations.near_clean(at_home, part.reading.clean)
-    meaning = _near_clean(part, len(part.unsupervised) - len(at_home))
+    at_home = _add_clean_source(part)
+    near = correlations.find_near_clean(at_home, part.reading.clean)
+    meaning = _describe_near_clean(part, len(part.unsupervised) - len(at_home))
     blocks += _judges(part, at_home, near, "near clean", meaning)
-    better = correlations.helped(part.unsupervised)
+    better = correlations.find_helped(part.unsupervised)
     blocks += _judges(
         part, part.unsupervised, better, "has helped", "more accurate than source-only on the same shift and seed"
     )
     return blocks + _verdicts(part, near, meaning)
 
 
-def _near_clean(part: Part, left_out: int) -> str:
+def _describe_near_clean(part: Part, left_out: int) -> str:
     """Say what a good cell is, and how many cells cannot be judged by it."""
     meaning = (
         f"accuracy at most {100 * correlations.MARGIN:g} points below that of {footnotes.clean_source(part.benchmark)}"
@@ -726,7 +728,7 @@ def _near_clean(part: Part, left_out: int) -> str:
     return f"{meaning} on clean images{others}"
 
 
-def _with_the_clean_source(part: Part) -> list[Result]:
+def _add_clean_source(part: Part) -> list[Result]:
     """Keep results from the model whose accuracy on clean images is known: shifts and methods may have another."""
     nothing_done = part.benchmark.settings.get("offline", {}).get(UNADAPTED)
     if nothing_done is None:
@@ -794,7 +796,7 @@ def _list_judge(judge: correlations.Judge) -> tuple[Entry, ...]:
 
 
 def _verdicts(part: Part, good: Mapping[Cell, bool], meaning: str) -> list[Block]:
-    """Count the library's own verdicts, by limits that are the same everywhere."""
+    """Count the verdicts of the library, whose limits are the same for all benchmarks."""
     counts = _count_verdicts(part.unsupervised, good)
     if not counts:
         return []
@@ -821,7 +823,7 @@ def _method(result: Result) -> str | None:
 
 def _count_verdicts(results: Sequence[Result], good: Mapping[Cell, bool]) -> dict[str, Counter[bool]]:
     counts: dict[str, Counter[bool]] = {}
-    for cell, result in comparisons.by_place(results).items():
+    for cell, result in comparisons.index_by_place(results).items():
         judged = verification(result)
         if judged is not None and cell in good:
             counts.setdefault(judged.verdict, Counter())[good[cell]] += 1

@@ -136,7 +136,7 @@ def rates_for(setting: Setting, rates: Sequence[float] | None) -> tuple[float, .
 
 
 def origin_of(benchmark: Benchmark, shift: str, root: Path | None = None) -> Origin:
-    """Say where the images of a shift come from; refuse a word that no table could explain before anything is run."""
+    """Tell where the images of a shift come from; raise if the answer is no known origin, before anything runs."""
     origin = benchmark.origin(shift, root)
     if origin not in get_args(Origin):
         known = ", ".join(get_args(Origin))
@@ -209,7 +209,7 @@ def describe(benchmark: Benchmark, root: Root = None) -> dict[str, Any]:
 
 
 def _list_defaults(setting: Setting, protocol: Protocol) -> Mapping[str, Any]:
-    """List the method's options that the setting leaves as they are; options without a fixed value are absent."""
+    """List the method's options that the setting does not change, if they have a fixed value."""
     unused = UNUSED_ONLINE if isinstance(protocol, Online) else ()
     return {
         field.name: field.default

@@ -53,7 +53,7 @@ FILES = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes in bytes; None where the data set, or one that lies in memory, is not at hand."""
+    """Sizes in bytes; None if the data set, or a copy of it in memory, is not available."""
 
     benchmark: str
     counts: int
@@ -137,7 +137,7 @@ def make_table(sizes: Sequence[Sizes]) -> Table:
 
 
 def write_page(sizes: Sequence[Sizes]) -> str:
-    """Write the table as a page of its own."""
+    """Write the table of sizes as a Markdown page."""
     largest = max((one for one in sizes if one.benchmark not in QUOTED_NETWORKS), key=lambda one: one.profile)
     said = (
         "What has to be kept of the source data to adapt without them, beside the data and the model (the paper's "

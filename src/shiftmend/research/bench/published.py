@@ -58,7 +58,7 @@ def figure(benchmark: str, protocol: str, metric: str, method: str, shift: str, 
     return Figure(mean, deviation)
 
 
-def quoted(benchmark: str, protocol: str, metric: str) -> dict[str, Figure]:
+def find_quoted(benchmark: str, protocol: str, metric: str) -> dict[str, Figure]:
     """Find the rows that the paper quotes from other work: methods that need the source data, mean over all shifts."""
     found = {name: figure(benchmark, protocol, metric, name, "all") for name in QUOTED}
     return {name: value for name, value in found.items() if value is not None}

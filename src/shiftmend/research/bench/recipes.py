@@ -22,7 +22,7 @@ Augmentation = Callable[[Tensor, Generator], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The training of a source model: momentum SGD on cross-entropy, and the weights after the last epoch."""
+    """Settings for training a source model by momentum SGD on cross-entropy; the weights of the last epoch are used."""
 
     network: str
     """A name that `shiftmend.research.networks.build` knows."""

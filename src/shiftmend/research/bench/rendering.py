@@ -115,7 +115,7 @@ def _span_headings(table: Table, part: Iterable[int]) -> list[tuple[str, list[in
 
 
 def _divide(table: Table, fits: Callable[[Sequence[int]], bool]) -> list[list[int]]:
-    """Divide columns into as few parts as fit; a heading is only torn apart where it does not fit by itself."""
+    """Divide columns into as few tables as fit. A group of columns is split only if it does not fit alone."""
     parts: list[list[int]] = []
     for heading, columns in _span_headings(table, range(len(table.columns))):
         pieces = [columns] if heading and fits(columns) else [[column] for column in columns]
@@ -128,7 +128,7 @@ def _divide(table: Table, fits: Callable[[Sequence[int]], bool]) -> list[list[in
 
 
 def _bodies(table: Table) -> list[list[Row]]:
-    """Separate the rows from those that sum them up."""
+    """Separate ordinary rows from summary rows, such as means."""
     return [list(rows) for _, rows in groupby(table.rows, key=lambda row: row.summary)]
 
 
@@ -210,7 +210,7 @@ def _measure_spans(table: Table, part: Sequence[int]) -> list[_Span]:
 
 
 def _star_title(table: Table, index: int) -> str:
-    """Leave room for a star in columns that have one, so that numbers stay one below the other."""
+    """Pad the title of a column with stars, so that its numbers stay aligned."""
     return table.columns[index].title + (" " if any(row.entries[index].best for row in table.rows) else "")
 
 
@@ -253,6 +253,7 @@ _MARKDOWN = _Markup(lambda text: text.replace("|", r"\|"), "-", "**%s**")
 
 
 def escape_markdown(text: str) -> str:
+    """Escape everything that Markdown would format, and put the text on one line."""
     return re.sub(r"([\\`*_{}\[\]<>|#~$&])", r"\\\1", _put_on_one_line(text))
 
 

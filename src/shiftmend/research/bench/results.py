@@ -63,13 +63,20 @@ def read(
 ) -> Reading:
     """Read the results in `folder/results.sqlite`, or in a file that `bench export --format compact` wrote.
 
-    The data sets need not be there: if a store has results on published images of a shift, those count, whatever images
-    a run here would have to make do with. Where it has several, those that a run here would go on with.
+    The data sets are not needed. Results on published images of a shift take precedence. Otherwise the results count
+    that a run on this machine would continue.
 
     Args:
         benchmark: A name, or `file.py:NAME`.
         folder: The folder of a store, a store, or a compact file.
-        protocol, methods, seeds, rates, root: As for `shiftmend.research.bench.run.run`.
+        protocol: Protocol of the results, "offline" or "online".
+        methods: Only these methods; by default all of the benchmark.
+        seeds: Only these seeds; by default those of the benchmark and all others in the store.
+        rates: Learning rates, if they differ from the benchmark's.
+        root: Folder of the data sets, as for `shiftmend.research.bench.run.run`.
+
+    Returns:
+        The results that belong to the benchmark as it is defined now, and how many others there are.
     """
     chosen, place = find(benchmark), None if root is None else Path(root)
     everything = load_results(folder, chosen.name)
@@ -95,11 +102,11 @@ def read(
 
 
 def _take_current(results: Sequence[Result], before: Mapping[Cell, Cell]) -> list[Result]:
-    """Take the results of the cells as they are now, else those from before with a remark in the manifest.
+    """Take the result of each cell under its present recipe, else under its former one with a remark.
 
     Args:
         results: Results of any cells.
-        before: The cells as they are now, by the cells as they were; most are the same.
+        before: Maps each cell with its former recipe to the cell with its present one; most are equal.
     """
     wanted = set(before.values())
     current = {result.cell: result for result in results if result.cell in wanted}
@@ -119,9 +126,9 @@ def _find_clean(benchmark: Benchmark, results: Sequence[Result], seeds: set[int]
 
 
 def _with_stored_origins(benchmark: Benchmark, results: Sequence[Result]) -> Benchmark:
-    """Take the origin of data, which is part of a cell's recipe, from the results; see `read`.
+    """Take the origin of the data, which is part of a cell's recipe, from the results; see `read`.
 
-    Failures count only for shifts on which nothing is done: one that failed here must not hide what was done elsewhere.
+    Failed results count only for shifts without any finished one: a failure here must not hide a result from elsewhere.
     """
     done = {result.cell.shift for result in results if not result.failed}
     found: dict[str, list[Origin]] = {}

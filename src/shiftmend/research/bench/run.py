@@ -40,15 +40,15 @@ Executor = Literal["local", "ray"]
 
 @dataclass(frozen=True)
 class Report:
-    """The numbers of cells of a run."""
+    """Counts of the cells of a run: done, failed, and left over."""
 
     cells: int
-    """Asked for."""
+    """Cells that were asked for."""
     already: int
     done: int
     failed: tuple[Result, ...]
     left: int
-    """Not begun, for lack of time."""
+    """Cells that were not started, for lack of time."""
     seconds: float
 
 
@@ -245,7 +245,7 @@ class Display:
                 self._bars.update(self._whole, note=self._note())
 
     def end(self, task: Task, result: Result | None) -> None:
-        """Show that a task has ended; a cell has a result, if only that it failed."""
+        """Show that a task has ended. A cell has a result, even if it failed."""
         with self._lock:
             self._parts.pop(task, None)
             if isinstance(task, Cell):
@@ -278,6 +278,7 @@ class Display:
 
 
 def format_left(seconds: float) -> str:
+    """Write how long a run will still take, as part of a sentence; NaN means unknown."""
     if seconds != seconds:
         return "time left unknown"
     if seconds < 90:

@@ -189,10 +189,10 @@ class Store:
             return self._connection.execute(_PUT, row).rowcount == 1
 
     def merge(self, results: Iterable[Result]) -> int:
-        """Take over results from elsewhere and return how many came in.
+        """Add results of other stores, and return how many were added.
 
-        As with `record`, finished cells stay as they are, so where a cell was finished in both places the row of this
-        store stays. A failure is replaced by a success, whenever that was, and by a later failure.
+        A finished cell of this store stays, as with `record`. A failure is replaced by any success, and by a later
+        failure.
         """
         rows = [_to_row(result) for result in results]
         with self._transaction():
@@ -292,7 +292,7 @@ def _refuse_damaged(path: Path) -> DataError:
 
 @contextmanager
 def _explain_errors(path: Path) -> Iterator[None]:
-    """Turn the errors of the database into sentences; errors of wrong use, such as after `close`, stay as they are."""
+    """Turn errors of the database into sentences. Errors of wrong use, such as after `close`, pass unchanged."""
     try:
         yield
     except sqlite3.ProgrammingError:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from shiftmend.research.bench import footnotes
 from shiftmend.research.bench.benchmark import Result, sees_labels
 from shiftmend.research.bench.grids import Comparison, Grid
-from shiftmend.research.bench.published import quoted
+from shiftmend.research.bench.published import find_quoted
 from shiftmend.research.bench.rendering import Column, Entry, Row, Table
 
 TITLES = {"last": "ours", "best": "best (oracle)", "selected": "selected"}
@@ -90,9 +90,9 @@ def across(results: Sequence[Result], *, protocols: Mapping[str, str], **about: 
 
 
 def selection(results: Sequence[Result], **about: Any) -> Table:
-    """Show what it is worth to choose the epoch without labels: accuracy of `last`, `selected` and `best`.
+    """Show what choosing the epoch without labels is worth: the accuracy of `last`, `selected` and `best`.
 
-    The deviations of the differences are over seeds too, of pairs from the same run.
+    Deviations of the differences are over seeds, each difference being within one run.
     """
     grid = Grid(results=results, **about)
     shifts = grid.shifts
@@ -150,9 +150,9 @@ def _contrast(last: int, selected: int, best: int) -> Callable[[Result], float |
 def add_quoted(table: Table, grid: Grid) -> Table:
     """Add the rows that the paper quotes from other work to a table of means over all shifts.
 
-    Their figures stand in the paper's column of the first heading, which is that of all shifts.
+    Their figures go into the paper's column of the first heading, which is that of all shifts.
     """
-    found = quoted(grid.benchmark, grid.protocol, grid.metric) if len(grid.shifts) > 1 else {}
+    found = find_quoted(grid.benchmark, grid.protocol, grid.metric) if len(grid.shifts) > 1 else {}
     places = [
         index for index, column in enumerate(table.columns) if (column.kind, column.title) == ("published", "paper")
     ]
@@ -167,7 +167,7 @@ def add_quoted(table: Table, grid: Grid) -> Table:
     return replace(table, rows=(*table.rows, *rows), notes=(*table.notes, footnotes.QUOTED))
 
 
-def beside_both(paper: Table, rerun: Table) -> Table:
+def put_beside(paper: Table, rerun: Table) -> Table:
     """Join two tables that differ in whose figures stand beside ours; each difference is named after its side."""
     kinds = [{column.kind for column in table.columns} for table in (paper, rerun)]
     if "published" not in kinds[0] or "published" not in kinds[1]:

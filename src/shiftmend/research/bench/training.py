@@ -299,7 +299,7 @@ def _is_finite(total: Tensor, model: nn.Module) -> bool:
 
 
 def _resume(path: Path, run: str, model: nn.Module, optimiser: SGD) -> int:
-    """Go back to the state in the checkpoint, if there is one, and return the number of epochs that are done."""
+    """Restore the state in the checkpoint, if there is one, and return the number of finished epochs."""
     check_place(path)
     kept = load(path, run)
     if kept is None:
@@ -309,7 +309,7 @@ def _resume(path: Path, run: str, model: nn.Module, optimiser: SGD) -> int:
         raise ShiftmendError(f"checkpoint {path} is of a network with other layers. Delete it to start over.")
     restore(model, kept.model)
     restore_optimiser(optimiser, model, kept.optimiser)
-    logger.info("going on from %s after epoch %d", path, kept.epoch)
+    logger.info("resuming from %s after epoch %d", path, kept.epoch)
     return kept.epoch
 
 
@@ -318,4 +318,4 @@ def _save(path: Path, run: str, epoch: int, model: nn.Module, optimiser: SGD) ->
         save(path, run, 0, epoch, [], model, optimiser)
     except OSError as error:
         # A full disk is no reason to lose the training.
-        logger.warning("the checkpoint %s could not be written (%s); going on without", path, error.strerror)
+        logger.warning("the checkpoint %s could not be written (%s); training continues", path, error.strerror)

@@ -25,22 +25,26 @@ if TYPE_CHECKING:
     from shiftmend.research.bench.results import Reading
 
 Name = Annotated[str, typer.Argument(metavar="BENCHMARK", help="A name from `shiftmend bench list`, or file.py:NAME.")]
-Folder = Annotated[Path, typer.Option("--folder", "-f", help="Results, source models and profiles lie here.")]
-Results = Annotated[Path, typer.Option("--folder", "-f", help="Results lie here; also a compact export.")]
+Folder = Annotated[Path, typer.Option("--folder", "-f", help="Folder of results, source models and profiles.")]
+Results = Annotated[Path, typer.Option("--folder", "-f", help="Folder of results, or a compact export.")]
 Protocol = Annotated[str, typer.Option(help="offline, online, few-shot-5, ...; see `shiftmend bench show`.")]
 Methods = Annotated[str | None, typer.Option(help="Only these, with commas.")]
 Seeds = Annotated[str | None, typer.Option(help="These instead of the benchmark's own, with commas.")]
-Rates = Annotated[str | None, typer.Option("--learning-rates", help="Choose among these without labels; with commas.")]
+Rates = Annotated[
+    str | None, typer.Option("--learning-rates", help="Choose among these rates without labels; with commas.")
+]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Write to this file instead of printing.")]
 Which = Annotated[str, typer.Option(help="Which epoch: last, selected (without labels) or best (an oracle).")]
 NOTES = "Markdown to include; default notes/BENCHMARK.md beside the file of --out, if there is one."
 EXPORTS = "csv, json (with histories and manifests), or compact: small, and read back by --folder."
 PER_SHIFT = "A row for each shift, a column for each method."
-BESIDE = "Whose figures to set beside: paper, re-run (the authors') or none."
+BESIDE = "Published figures to compare with: paper, re-run (by the authors) or none."
 OTHERS = "of other settings, data or learning rates, and not counted here"
 HOME = Path("bench")
 LARGEST_SEED = 2**32 - 1
-bench = typer.Typer(help="Benchmarks: run them, stop, go on, and compare with the paper.", rich_markup_mode=None)
+bench = typer.Typer(
+    help="Run benchmarks, interrupt and resume them, and compare with the paper.", rich_markup_mode=None
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -52,6 +56,7 @@ def register(app: typer.Typer) -> None:
 
 @bench.callback(invoke_without_command=True)
 def show_help(context: typer.Context) -> None:
+    """Print the help if no command is named."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -61,7 +66,7 @@ def show_help(context: typer.Context) -> None:
 
 @bench.command("list")
 def list_benchmarks(as_json: Json = False) -> None:
-    """Every benchmark in a line."""
+    """List all benchmarks, one in a line."""
     from shiftmend.research.bench.suite import BENCHMARKS, find
 
     found = [find(name) for name in BENCHMARKS]
@@ -89,7 +94,7 @@ def list_benchmarks(as_json: Json = False) -> None:
 
 @bench.command("show")
 def show_benchmark(benchmark: Name, data_root: Root = None, as_json: Json = False) -> None:
-    """One benchmark in full: source training, protocols, methods with their hyper-parameters, origin of the data."""
+    """Show one benchmark in full: source training, protocols, methods with hyper-parameters, origin of the data."""
     from shiftmend.research.bench.footnotes import ORIGINS
     from shiftmend.research.bench.plan import describe
     from shiftmend.research.bench.suite import find
@@ -175,14 +180,14 @@ def run(
     folder: Folder = HOME,
     protocol: Protocol = "offline",
     methods: Methods = None,
-    shifts: Annotated[str | None, typer.Option(help="Only these, with commas; `clean` is none at all.")] = None,
+    shifts: Annotated[str | None, typer.Option(help="Only these, with commas; `clean` means unshifted.")] = None,
     seeds: Seeds = None,
     learning_rates: Rates = None,
     data_root: Root = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
-    workers: Annotated[int | None, typer.Option(help="Processes; default one a GPU, or one a core if small.")] = None,
-    compile: Annotated[bool, typer.Option(help="On a GPU, compile steps: pays for many cells of a ResNet.")] = False,
-    minutes: Annotated[float | None, typer.Option(help="Begin nothing that would likely not be over by then.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; default: one per GPU, or per core if small.")] = None,
+    compile: Annotated[bool, typer.Option(help="Compile steps on a GPU; pays off for many ResNet cells.")] = False,
+    minutes: Annotated[float | None, typer.Option(help="Start nothing that would probably take longer.")] = None,
     executor: Annotated[str, typer.Option(help="local, or ray for a cluster.")] = "local",
     as_json: Json = False,
 ) -> None:
@@ -288,7 +293,7 @@ def table(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Mean and deviation over seeds beside the paper's figures, and what choosing without labels costs."""
+    """Show mean and deviation over seeds beside the paper's figures, and what choosing without labels costs."""
     from shiftmend.research.bench.rendering import render, render_terminal
 
     if beside not in ("paper", "re-run", "none"):
@@ -350,7 +355,7 @@ def _tables(
 def compare(
     benchmark: Name,
     first: Annotated[str, typer.Argument(metavar="FIRST", help="A method.")],
-    second: Annotated[str, typer.Argument(metavar="SECOND", help="Another.")],
+    second: Annotated[str, typer.Argument(metavar="SECOND", help="Another method.")],
     folder: Results = HOME,
     protocol: Protocol = "offline",
     seeds: Seeds = None,
@@ -400,7 +405,7 @@ def correlate(
     data_root: Root = None,
     as_json: Json = False,
 ) -> None:
-    """Rank correlations: restoration distance with calibration, and each label-free signal with accuracy."""
+    """Show rank correlations: restoration distance with calibration, and each label-free signal with accuracy."""
     from shiftmend.research.analysis.correlations import restoration_and_calibration, signals_and_accuracy
     from shiftmend.research.bench.benchmark import labelled_methods, sees_labels
     from shiftmend.research.bench.plan import variants_of, with_another_source
@@ -490,7 +495,7 @@ def export(
     format: Annotated[str, typer.Option(help=EXPORTS)] = "csv",
     out: Out = None,
 ) -> None:
-    """Everything in the store, for other programs, or as a small file that `--folder` takes in place of a store."""
+    """Write everything in the store for other programs, or as a small file that `--folder` takes instead of a store."""
     from shiftmend.research.bench.store import load_results, to_compact, to_csv, to_json
     from shiftmend.research.bench.suite import find
 
@@ -510,7 +515,7 @@ def page(
     data_root: Root = None,
     out: Out = None,
 ) -> None:
-    """Everything that has come of a benchmark as a page in Markdown, with how it was made and what is missing."""
+    """Write all results of a benchmark as a page in Markdown, with how they were made and what is missing."""
     from shiftmend.research.bench.pages import page as write_page
     from shiftmend.research.bench.suite import find
 
@@ -556,7 +561,7 @@ def merge(
     folder: Folder = HOME,
     as_json: Json = False,
 ) -> None:
-    """Take over the results of other machines. What is done here stays as it is."""
+    """Add the results of other machines to the store. Results that are here already stay."""
     from shiftmend.research.bench.store import STORE, Store, load_results
 
     places = {other / STORE if other.is_dir() else other: other for other in others}
@@ -582,10 +587,12 @@ def merge(
 
 
 def print_json(value: Any, out: Path | None = None) -> None:
+    """Print a value as JSON, or write it to a file."""
     write_out(dumps(value) + "\n", out)
 
 
 def write_out(text: str, out: Path | None) -> None:
+    """Print a text, or write it to a file."""
     if out is None:
         print(text, end="" if text.endswith("\n") else "\n")
         return
@@ -595,10 +602,12 @@ def write_out(text: str, out: Path | None) -> None:
 
 
 def names(text: str | None) -> list[str] | None:
+    """Split names at their commas; None stays None."""
     return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
 
 
 def parse_seeds(text: str | None) -> list[int] | None:
+    """Parse seeds with commas; None stays None."""
     try:
         found = None if text is None else [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -609,6 +618,7 @@ def parse_seeds(text: str | None) -> list[int] | None:
 
 
 def parse_rates(text: str | None) -> list[float] | None:
+    """Parse learning rates with commas; None stays None."""
     try:
         found = None if text is None else [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -619,6 +629,7 @@ def parse_rates(text: str | None) -> list[float] | None:
 
 
 def root_of(data_root: Path | None) -> Path | None:
+    """Return the folder of the data sets; refuse one that does not exist."""
     if data_root is not None and not data_root.expanduser().is_dir():
         raise DataError(f"the data folder {data_root} does not exist; name the folder that the data sets lie in")
     return None if data_root is None else data_root.expanduser()

@@ -12,7 +12,7 @@ from rich.text import Text
 from shiftmend.cli.options import Json, Root, columns, show
 from shiftmend.utils.json import dumps
 
-data = typer.Typer(help="Data sets: what there is, get it, make it, check it.", rich_markup_mode=None)
+data = typer.Typer(help="List, fetch, make and check data sets.", rich_markup_mode=None)
 
 
 def register(app: typer.Typer) -> None:
@@ -22,13 +22,14 @@ def register(app: typer.Typer) -> None:
 
 @data.callback(invoke_without_command=True)
 def show_help(context: typer.Context) -> None:
+    """Print the help if no command is named."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
 @data.command("list")
 def list_sets(as_json: Json = False) -> None:
-    """Every data set shiftmend reads, its size, and whether it can be fetched."""
+    """List all data sets that shiftmend reads, with their sizes and whether they can be fetched."""
     from shiftmend.research.datasets.catalogue import listing
 
     rows = listing()
@@ -64,7 +65,7 @@ def make(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="A folder, laid out like the data root; may be the same.")],
     shifts: Annotated[str | None, typer.Option(help="Only these, with commas.")] = None,
-    splits: Annotated[str | None, typer.Option(help="Of train, valid and test only these, with commas.")] = None,
+    splits: Annotated[str | None, typer.Option(help="Only these of train, valid and test, with commas.")] = None,
     data_root: Root = None,
     as_json: Json = False,
 ) -> None:
@@ -96,7 +97,7 @@ def verify(
     checksums: Annotated[bool, typer.Option(help="Also compare published checksums.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Check what lies in the data root against what was published; exit code 1 if anything is damaged."""
+    """Check the files in the data root against the published ones; exit code 1 if any is damaged."""
     from shiftmend.research.datasets.catalogue import verify as verify_sets
 
     rows = verify_sets(data_root, names or None, checksums=checksums)

@@ -11,10 +11,11 @@ from shiftmend.cli.options import Root, columns, say, show
 from shiftmend.research.cli.bench import HOME, Methods, Name, Protocol, Results, names, root_of
 from shiftmend.utils.files import said_where
 
-NAME = typer.Argument(metavar="NAME", help="Which one; `list` names them.")
+NAME = typer.Argument(metavar="NAME", help="Name of a figure; `list` shows all.")
 
 
 def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
     app.command()(figure)
 
 
@@ -27,12 +28,12 @@ def figure(
     methods: Methods = None,
     shifts: Annotated[str | None, typer.Option(help="Only these, with commas; some figures show the first.")] = None,
     seed: Annotated[int | None, typer.Option(help="Only this one.")] = None,
-    layer: Annotated[str | None, typer.Option(help="Of `patches`: a convolution; default the first.")] = None,
-    unit: Annotated[int, typer.Option(help="Of `patches`: a filter of it.")] = 0,
+    layer: Annotated[str | None, typer.Option(help="For `patches`: a convolution; default: the first.")] = None,
+    unit: Annotated[int, typer.Option(help="For `patches`: a filter of the convolution.")] = 0,
     data_root: Root = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
 ) -> None:
-    """Draw a figure from the folder of a run; `shiftmend figure list` says which there are.
+    """Draw a figure from the folder of a run; `shiftmend figure list` lists the figures.
 
     Figures of results alone (dots, shots, restoration) can be drawn from a compact export as well.
     """

@@ -33,7 +33,7 @@ class Unpack:
 
 @dataclass(frozen=True)
 class Download:
-    """A file to fetch: where it goes under the data root, where it can be had, how it is known to be whole."""
+    """A file to fetch: its place under the data root, its address, and how to check that it is whole."""
 
     path: str
     urls: tuple[str, ...]
@@ -51,10 +51,10 @@ class Content:
     path: str
     md5: str | None = None
     md5_unpacked: str | None = None
-    """Of the content of a .gz file: a file compressed anew is as good."""
+    """MD5 of the content of a .gz file. The file itself may have been compressed again."""
     size: int | None = None
     shape: tuple[int, ...] | None = None
-    """Of an idx or .npy array."""
+    """Shape of an idx or .npy array."""
     images: int | None = None
     """Number of image files in a folder."""
     exact_count: bool = True
@@ -63,7 +63,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Entry:
-    """A dataset. Each of `layouts` is a list of contents that is enough on its own."""
+    """A data set of the catalogue. Any one of its `layouts` is complete."""
 
     name: str
     summary: str
@@ -72,7 +72,7 @@ class Entry:
     downloads: tuple[Download, ...] = ()
     licence: str | None = None
     arrangement: str = ""
-    """How the files are laid out, in words."""
+    """Layout of the files, in words."""
 
     def by_hand(self, root: Path) -> str:
         """Say what to do where nothing can be fetched."""

@@ -117,9 +117,8 @@ def usps(split: str = "train", root: PathLike | None = None) -> Split:
         whole = labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer)
         if images.dtype != np.uint8 or images.shape[1:] != (USPS_SIDE, USPS_SIDE) or not whole:
             raise DataError(
-                f"{path} holds {images.dtype} images {list(images.shape)} under x_{split} and labels {labels.dtype} "
-                f"{list(labels.shape)} under y_{split}; expected uint8 [N, {USPS_SIDE}, {USPS_SIDE}] and one whole "
-                "number each: replace the file"
+                f"{path} holds x_{split} {images.dtype} {list(images.shape)} and labels {labels.dtype} "
+                f"{list(labels.shape)}; expected uint8 [N, {USPS_SIDE}, {USPS_SIDE}] and one whole number each."
             )
     else:
         images, labels = _read_libsvm(path)
@@ -213,7 +212,7 @@ def read_idx(path: PathLike) -> NDArray[np.uint8]:
 
 
 def idx_places(folder: Path, name: str) -> list[Path]:
-    """List where an idx file may lie: compressed or not, in `raw/` as published tools leave it, or in the folder."""
+    """List the paths where an idx file may be: compressed or not, in the folder or in `raw/` below it."""
     return [base / file for base in (folder / "raw", folder) for file in (f"{name}.gz", name)]
 
 

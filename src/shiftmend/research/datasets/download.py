@@ -50,9 +50,9 @@ def unpack(
 ) -> int:
     """Unpack a zip or tar archive and return the number of files.
 
-    Members whose name begins with `only` are taken, less their first `drop` folders. Each file is put in place in one
-    step, so an interruption leaves whole files, and unpacking again completes the set. A link, a device, or a name that
-    leads out of `destination` is an error: a dataset has none. `report` gets the number of files so far.
+    Only members whose name begins with `only` are unpacked, without their first `drop` folders. Each file is moved into
+    place in one step, so after an interruption all files are whole, and unpacking again completes the set. Links,
+    devices and names that lead out of `destination` raise an error. `report` gets the number of files so far.
     """
     count = 0
     members = _zip_members(archive) if zipfile.is_zipfile(archive) else _tar_members(archive)
@@ -68,8 +68,8 @@ def unpack(
                 report(count)
     except _DAMAGE as error:
         raise DataError(
-            f"{archive} could not be unpacked into {destination} ({error}): expected a whole zip or tar "
-            "archive and room for it; delete the archive and fetch it again, or make room"
+            f"{archive} could not be unpacked into {destination} ({error}). Delete the archive and fetch it again, "
+            "or free disk space."
         ) from error
     if count == 0:
         raise DataError(f"{archive} holds no file {only + '*' if only else 'at all'}: it is not the expected archive")
@@ -202,7 +202,7 @@ def fetch(
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A file on its way: what it is, where it goes, whom to tell, how long to try."""
+    """A file that is being fetched: its source, its destination, the progress callback and the time limit."""
 
     entry: Entry
     download: Download
@@ -235,7 +235,7 @@ class _Interrupted(Exception):
 
 
 class _Refused(Exception):
-    """A mirror that does not have the file."""
+    """Error for a mirror that does not have the file."""
 
 
 def _provide(transfer: _Transfer, keep_archive: bool) -> None:
@@ -288,7 +288,7 @@ def _obtain(transfer: _Transfer) -> None:
 
 
 def _transfer_from(url: str, transfer: _Transfer) -> bool:
-    """Receive what is missing; return whether it was added to what was there before."""
+    """Receive the missing part of a file; return whether the part was appended to an earlier one."""
     if urlsplit(url).scheme not in ("http", "https"):
         raise _Refused("is no http address")
     start = transfer.received()

@@ -32,7 +32,7 @@ def data_root(argument: PathLike | None = None) -> Path:
 
 
 def first_existing(candidates: Iterable[Path], expected: str, remedy: str) -> Path:
-    """Return the first path that exists; where none does, the error names the first candidate."""
+    """Return the first path that exists. If none does, raise an error that names the first candidate."""
     places = list(candidates)
     for place in places:
         if place.exists():
@@ -41,7 +41,7 @@ def first_existing(candidates: Iterable[Path], expected: str, remedy: str) -> Pa
 
 
 def read_whole(path: Path, expected: str, remedy: str) -> bytes:
-    """Read a file, decompressed if its name ends in .gz or .bz2."""
+    """Read a file, decompressed if its name ends in .gz or .bz2. Raise DataError with `remedy` if it is damaged."""
     try:
         if path.suffix == ".gz":
             with gzip.open(path, "rb") as handle:

@@ -59,7 +59,7 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Part:
-    """A step of the work, which is done or not: some files, or a folder of images."""
+    """A unit of the work of making a set: some files, or a folder of images."""
 
     name: str
     origin: MadeOrigin
@@ -146,7 +146,7 @@ def find_origin(root: PathLike | None, name: str, part: str) -> MadeOrigin | Non
 
 
 def check_made(root: Path, name: str, *, checksums: bool = True) -> tuple[int, list[str]]:
-    """Count the parts of a made set under the data root, and list those that are not what the manifest says.
+    """Count the parts of a generated set under the data root, and list those that differ from its manifest.
 
     A set without a manifest has no parts.
     """
@@ -425,9 +425,9 @@ def _write_mnist_m(sets: Mapping[str, Tensor], pictures: Path | None, places: Se
 
 
 def write_pickled_arrays(handle: BinaryIO | gzip.GzipFile, arrays: Mapping[str, NDArray[np.uint8]]) -> None:
-    """Write a pickle of a dictionary of uint8 arrays, as the release of MNIST-M is one, a row at a time.
+    """Write a pickle of a dictionary of uint8 arrays, row by row, in the format of the MNIST-M release.
 
-    The instructions are those of protocol 3 that make an array and nothing else; `read_pickled_arrays` reads them.
+    Only instructions of protocol 3 that make arrays are used; `read_pickled_arrays` accepts no others.
     """
     handle.write(b"\x80\x03}(")
     for name, array in arrays.items():

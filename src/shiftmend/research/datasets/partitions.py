@@ -26,9 +26,9 @@ def held_out(count: int, validation: int = MNIST_VALIDATION, seed: int = MNIST_S
 
 
 def emnist_source(labels: Tensor, train: int = 2_000, validation: int = 400) -> tuple[Tensor, Tensor | None]:
-    """Take the first `train` and the last `validation` of each class, in file order; None if too few are left.
+    """Take the first `train` and the last `validation` samples of each class, in file order; None if too few are left.
 
-    EMNIST Balanced has 2,400 a class: 2,000 train the source model and 400 validate it.
+    EMNIST Balanced has 2,400 samples a class: 2,000 to train the source model and 400 to validate it.
     """
     groups = _by_class(labels)
     smallest = min(groups, key=len)
@@ -44,7 +44,7 @@ def emnist_source(labels: Tensor, train: int = 2_000, validation: int = 400) -> 
 
 
 def fractions(count: int, parts: Sequence[float] = (0.8, 0.1, 0.1), seed: int = 0) -> tuple[Tensor, ...]:
-    """Draw random disjoint parts that cover everything; what rounding leaves over goes to the last."""
+    """Draw random disjoint parts that cover all samples; the last part takes the rest left by rounding."""
     if min(parts, default=0.0) <= 0 or abs(sum(parts) - 1) > 1e-9:
         raise DataError(f"cannot split by {list(parts)}; expected positive fractions that add up to 1")
     sizes = [int(count * part + 1e-9) for part in parts[:-1]]

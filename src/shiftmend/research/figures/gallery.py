@@ -115,7 +115,7 @@ class Rerun:
         )
 
     def adapt_at_one_rate(self, methods: Sequence[str]) -> dict[str, Adaptation]:
-        """Adapt with one constant learning rate for all methods that have one: the smallest of the benchmark's own."""
+        """Adapt with the same constant learning rate for all methods that have one: the benchmark's smallest."""
         settings = settings_of(self.resources.benchmark, self.protocol)
         known = {name: {field.name for field in fields(METHODS[settings[name].method])} for name in methods}
         rates = [rate for name in methods if (rate := settings[name].options.get("learning_rate")) is not None]
@@ -162,7 +162,7 @@ def rerun(
     device: str = "auto",
     protocol: str = "offline",
 ) -> Rerun:
-    """Take the source model and its profile from the folder of a run (or make them), and adapt with each method."""
+    """Load the source model and its profile from the folder of a run, or make them, and adapt with each method."""
     found = find(benchmark)
     (name,) = choose([shift], found.shifts, "shift", found.name)
     settings = settings_of(found, protocol)
@@ -352,7 +352,7 @@ def _curves(request: Request) -> Figure:
 
 
 def _name_line(method: str, shift: str, methods: Sequence[str], shifts: Sequence[str]) -> str:
-    """Name a line by what tells it from the others."""
+    """Name a line by what distinguishes it from the others."""
     if len(shifts) == 1:
         return method
     return shift if len(methods) == 1 else f"{method}, {shift}"

@@ -16,7 +16,7 @@ from shiftmend.errors import DataError
 from shiftmend.methods import METHODS
 from shiftmend.methods.shot import SHOT
 from shiftmend.methods.source_only import SourceOnly
-from shiftmend.research.analysis.comparisons import by_place
+from shiftmend.research.analysis.comparisons import index_by_place
 from shiftmend.research.analysis.correlations import restoration_and_calibration
 from shiftmend.research.bench import footnotes
 from shiftmend.research.bench.benchmark import CLEAN, Result, Which, is_clean, sees_labels
@@ -59,7 +59,7 @@ def select(
         if (methods is None or result.cell.method in methods)
         and (not is_clean(result.cell.shift) if shifts is None else result.cell.shift in shifts)
     ]
-    finished = by_place(wanted)
+    finished = index_by_place(wanted)
     if not finished:
         chosen = [f"of {', '.join(methods)}"] if methods is not None else []
         chosen += [f"on {', '.join(shifts)}"] if shifts is not None else []
@@ -495,8 +495,8 @@ def pool_bins(results: Sequence[Result]) -> ReliabilityBins:
     without = [result for result in results if not result.manifest.get("reliability")]
     if without:
         raise DataError(
-            f"expected reliability bins, got {len(without)} of {len(results)} results without them (the first is "
-            f"{without[0].cell}). Compact exports have none. Try a seed or methods that were run here"
+            f"Expected reliability bins, got {len(without)} of {len(results)} results without them, such as "
+            f"{without[0].cell}. Try results that were run here, not compact exports."
         )
     tables = [result.manifest["reliability"] for result in results]
     edges = {(*(part["lower"] for part in table), table[-1]["upper"]) for table in tables}

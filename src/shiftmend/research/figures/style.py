@@ -66,7 +66,7 @@ _DIRECTIONS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, 
 
 
 def colour_of(method: str) -> str:
-    """Return the colour of a method in every figure; an unknown method may share its colour with another."""
+    """Return the colour of a method, the same in every figure. Unknown methods may share a colour with others."""
     return METHODS[method][0] if method in METHODS else COLOURS[_number(method) % len(COLOURS)]
 
 
@@ -138,7 +138,7 @@ def add_title(figure: Figure, text: str) -> None:
 
 
 def add_legend(figure: Figure, text: str, entries: tuple[Sequence[Any], Sequence[str]], columns: int) -> None:
-    """Write a title and a legend below it; as two artists they would get the same place in the layout."""
+    """Write a title with a legend below it, as one artist: the layout would put two artists at the same place."""
     found = figure.legend(
         *entries,
         loc="outside upper left",

@@ -75,7 +75,7 @@ def draw_moved(
 
 
 def group_by_layer(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return every layer with a weight matrix or kernel as a group of its own, in the order of definition."""
+    """Return each layer with a weight matrix or kernel as a separate group, in the order of definition."""
     plain = unwrap(model)
     modules = dict(plain.named_modules())
     found: dict[str, tuple[str, ...]] = {name: (name,) for name in find_owners(plain) if _has_kernel(modules[name])}

@@ -97,7 +97,7 @@ def _can_compile(device: torch.device) -> bool:
     try:
         _compile(3, 1, 1, 1, 1, torch.float32, device)
     except CompilationError as error:
-        logger.warning("soft histograms go without kernels of their own and take longer: %s", error)
+        logger.warning("soft histograms run without CUDA kernels and take longer: %s", error)
         return False
     return True
 
@@ -158,7 +158,7 @@ def _check_tables(values: Tensor, bins: Bins, **tables: Tensor) -> None:
 
 
 class _Divergence(torch.autograd.Function):
-    """The divergence of each unit; the fused kernel computes its gradient on the way."""
+    """Autograd function of the divergence of each unit. The fused kernel computes the gradient in the forward pass."""
 
     @staticmethod
     def forward(
@@ -166,11 +166,11 @@ class _Divergence(torch.autograd.Function):
     ) -> Tensor:
         values, low, scale, source = (given.contiguous() for given in (values, low, scale, source))
         if values.shape[0] <= MAX_FUSED_SAMPLES:
-            result, by_value = _fused(values, low, scale, source, bins, weights)
+            result, by_value = _run_fused(values, low, scale, source, bins, weights)
             ctx.save_for_backward(by_value)
             ctx.bins = None
             return result
-        result, by_count = _in_parts(values, low, scale, source, bins, weights)
+        result, by_count = _run_in_parts(values, low, scale, source, bins, weights)
         ctx.save_for_backward(values, low, scale, by_count)
         ctx.bins = bins
         return result
@@ -207,9 +207,9 @@ class _Histogram(torch.autograd.Function):
 
 
 def window(bins: Bins) -> int:
-    """Count the bins on either side of the cut next to a value that get a share worth counting.
+    """Return how many bins, on either side of the cut nearest to a value, get a share that is not negligible.
 
-    In the worst place, the middle of a bin, the first bin outside of a window w has a logit s w^2 / 2 below the
+    In the worst case, a value in the middle of a bin, the first bin outside a window w has a logit s w^2 / 2 below the
     highest, where s is the width of a bin in temperatures.
     """
     reach = math.sqrt(2 * NEGLIGIBLE_LOGIT * bins.inner * min(bins.temperature, 1e6))
@@ -268,7 +268,7 @@ class _Grid:
         module.launch(name, (self.blocks, parts), (WARP_SIZE, self.warps), *arguments)
 
 
-def _fused(
+def _run_fused(
     values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, weights: KLWeights
 ) -> tuple[Tensor, Tensor]:
     """Compute the divergence of each unit `[D]` and its derivative by each value `[N, D]` in one kernel."""
@@ -282,7 +282,7 @@ def _fused(
 
 
 def _partial_counts(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
-    """Sum the shares over each part of the samples `[parts, B, D]`."""
+    """Compute a soft histogram `[B, D]` of each part of the samples, stacked to `[parts, B, D]`."""
     grid = _Grid.of(values, bins)
     parts, size = grid.split_samples(2 * VALUES_AHEAD)
     partial = torch.empty(parts, bins.total, values.shape[1], dtype=torch.float32, device=values.device)
@@ -300,7 +300,7 @@ def _counts(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
     return result
 
 
-def _in_parts(
+def _run_in_parts(
     values: Tensor, low: Tensor, scale: Tensor, source: Tensor, bins: Bins, weights: KLWeights
 ) -> tuple[Tensor, Tensor]:
     """Compute the divergence of each unit `[D]` and its derivative by the target's normalised counts `[D, B]`."""

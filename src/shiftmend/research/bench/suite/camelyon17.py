@@ -29,12 +29,14 @@ SETTINGS = {
 
 
 def load_source(source: str, root: Root) -> Source:
+    """Load the patches of the source hospital: parts for training and testing."""
     whole = camelyon17(SOURCE_HOSPITAL, root)
     train, _, test = fractions(len(whole), seed=SPLIT_SEED)
     return Source(whole.take(train, f"{whole.name}-train"), whole, whole.take(test, f"{whole.name}-test"))
 
 
 def load_target(shift: str, root: Root) -> Target:
+    """Load all patches of another hospital."""
     if shift == CLEAN:
         test = load_source("plain", root).test
         return Target(test, test, test)
@@ -43,6 +45,7 @@ def load_target(shift: str, root: Root) -> Target:
 
 
 def origin(shift: str, root: Root) -> Origin:
+    """Tell where images come from: the set is the published one."""
     return "published"
 
 

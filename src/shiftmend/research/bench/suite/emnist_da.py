@@ -42,6 +42,7 @@ FEW_SHOT = ("adabn", "bnm", "full-gauss", "pl", "bnm-im", "shot-im", "fr", "bufr
 
 
 def load_source(source: str, root: Root) -> Source:
+    """Load EMNIST: the part that the source model is trained on, and the test set."""
     whole = emnist("train", root)
     assert whole.labels is not None
     train, _ = emnist_source(whole.labels)
@@ -50,6 +51,7 @@ def load_source(source: str, root: Root) -> Source:
 
 
 def load_target(shift: str, root: Root) -> Target:
+    """Load the images of a shift: published ones if they are there, otherwise made here."""
     clean = emnist("test", root)
     if shift == CLEAN:
         return Target(clean, clean, clean)
@@ -62,6 +64,7 @@ def load_target(shift: str, root: Root) -> Target:
 
 
 def origin(shift: str, root: Root) -> Origin:
+    """Tell where the images of a shift come from."""
     if shift == CLEAN:
         return "published"
     return origin_of(f"emnist-da/{shift}", _published(shift, root), root, ("emnist-da", f"{shift}/test"))

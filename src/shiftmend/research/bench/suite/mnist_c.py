@@ -43,6 +43,7 @@ OFFLINE = Offline(supervised_parts=None, score_every=5, autocast=True)
 
 
 def load_source(source: str, root: Root) -> Source:
+    """Load MNIST: the part that the source model is trained on, and the test set."""
     train = source_part(mnist("train", root))
     return Source(train, train, mnist("test", root))
 
@@ -53,6 +54,7 @@ def source_part(train: Split) -> Split:
 
 
 def load_target(shift: str, root: Root) -> Target:
+    """Load the images of a shift: published ones if they are there, otherwise made here."""
     clean = mnist("test", root)
     if shift == CLEAN:
         return Target(clean, clean, clean)
@@ -63,6 +65,7 @@ def load_target(shift: str, root: Root) -> Target:
 
 
 def origin(shift: str, root: Root) -> Origin:
+    """Tell where the images of a shift come from."""
     if shift == CLEAN:
         return "published"
     return origin_of(f"mnist-c/{shift}", _published(shift, root), root, ("mnist-c", f"{shift}/test"))

@@ -25,6 +25,7 @@ FOLDER = "test"
 
 
 def load_target(shift: str, root: Root) -> Target:
+    """Load MNIST-M: the published images if they are there, otherwise made here."""
     clean = mnist("test", root)
     if shift == CLEAN:
         return Target(clean, clean, clean)
@@ -37,6 +38,7 @@ def load_target(shift: str, root: Root) -> Target:
 
 
 def origin(shift: str, root: Root) -> Origin:
+    """Tell where the images of a shift come from."""
     if shift == CLEAN:
         return "published"
     if _published(root):

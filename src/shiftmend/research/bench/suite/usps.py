@@ -37,6 +37,7 @@ SETTINGS = {
 
 
 def load_source(source: str, root: Root) -> Source:
+    """Load the set that a source model is trained on, MNIST or USPS."""
     if source.endswith("-mnist"):
         return mnist_c.load_source(source, root)
     train = enlarge(usps("train", root))
@@ -44,6 +45,7 @@ def load_source(source: str, root: Root) -> Source:
 
 
 def load_target(shift: str, root: Root) -> Target:
+    """Load the other of both sets, at the size of MNIST."""
     if shift == CLEAN:
         test = mnist("test", root)
         return Target(test, test, test)
@@ -65,11 +67,13 @@ def enlarge(split: Split) -> Split:
 
 
 def source_for(setting: Setting, shift: str) -> str:
+    """Name the source model of a direction, e.g. "mnist-to-usps"."""
     home = "mnist" if shift == CLEAN else shift.split("-to-")[0]
     return f"{setting.source}-{home}"
 
 
 def origin(shift: str, root: Root) -> Origin:
+    """Tell where images come from: both sets are the published ones."""
     return "published"
 
 

@@ -54,15 +54,17 @@ SETTINGS = {
 
 
 def source_for(setting: Setting, shift: str) -> str:
+    """Name the source model of a variant of the shift."""
     variant = next((f"-{name}" for words, name in VARIANTS.items() if shift.endswith(words)), "")
     return f"{setting.source}{variant}"
 
 
-def _even(part: ImageFiles, per_class: int) -> ImageFiles:
+def _balance(part: ImageFiles, per_class: int) -> ImageFiles:
     return part.take(balanced(part.labels, per_class), f"{part.name}, {per_class} a class")
 
 
 def origin(shift: str, root: Root) -> Origin:
+    """Tell where images come from: the set is the published one."""
     return "published"
 
 
@@ -90,7 +92,9 @@ def make_benchmark(
         parts = [whole.take(part, f"{whole.name}, {name}") for part, name in named]
         # Balanced once they are apart: what is repeated must not be on both sides.
         if source.endswith("balanced"):
-            parts = [_even(part, round(share * per_class["train"])) for part, share in zip(parts, PARTS, strict=True)]
+            parts = [
+                _balance(part, round(share * per_class["train"])) for part, share in zip(parts, PARTS, strict=True)
+            ]
         train, test = parts
         return Source(train, train, test)
 
