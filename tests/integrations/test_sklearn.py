@@ -191,5 +191,5 @@ def test_a_frozen_estimator_stays_as_it_is() -> None:
 
 
 def test_too_few_samples_to_hold_out() -> None:
-    with pytest.raises(DataError, match=r"got 40 of 120.* held_out"):
+    with pytest.raises(DataError, match="held_out"):
         ShiftMender(Ridge()).fit(X, QUANTITIES[:, 0])

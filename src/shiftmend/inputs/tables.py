@@ -184,7 +184,7 @@ def match_columns(found: Sequence[str], expected: Sequence[str], what: str) -> l
 
 
 class _Choice(NamedTuple):
-    """What each column is used for."""
+    """Uses of the columns."""
 
     label: str | None
     classes: tuple[str, ...]

@@ -107,7 +107,7 @@ def verify(
 
 
 class Adapted(NamedTuple):
-    """How a model was adapted: the method, the temperature in its head, and whether class shares were free."""
+    """Method of an adaptation, the temperature in the head of its model, and whether class shares were free."""
 
     method: str | None
     temperature: float = 1.0
