@@ -172,7 +172,6 @@ class Pictures(Uneven):
         (iter(INPUTS.split(9)), "run through only once"),
         (3, "is an int; expected a tensor, an array, a Dataset or a DataLoader$"),
         ("folder/images", r"is a str; .*image_folder\(folder\)\.images"),
-        ({"image": INPUTS, "mask": INPUTS}, "is a dict; .* pass the entry that holds the inputs"),
         (None, "is None; expected"),
         (nn.Sequential(nn.Linear(3, 3)), "is a Sequential; expected"),
         (Table(), r"is a Table; .* pass what its to_numpy\(\) gives"),
@@ -191,14 +190,7 @@ class Pictures(Uneven):
         ([np.ma.masked_less(np.arange(6.0).reshape(3, 2), 1)], r"has masked values; .*filled"),
         ((INPUTS, np.array(["cat", "dog"] * 35)), "no tensor of numbers"),
         (["a", "b"], "batches of type str"),
-        (
-            [{"image": INPUTS, "mask": INPUTS}],
-            "batches of type dict; .*: let the Dataset or collate_fn give one of its entries 'image', 'mask'",
-        ),
-        (
-            [{"image": INPUTS, "label": LABELS, "target": LABELS}],
-            "batches of type dict; .* give one of its entries 'image', 'label', 'target'",
-        ),
+        ([{"image": INPUTS, "label": LABELS, "target": LABELS}], "'label' and 'target'; leave one"),
         ([torch.tensor(1.0)], "batches of type Tensor; expected a tensor of inputs"),
         (INPUTS[:0], "is empty"),
         (np.zeros((0, 3)), "is empty"),
