@@ -322,9 +322,11 @@ def test_wrong_steps_are_one_sentence_and_the_stream_goes_on() -> None:
         with pytest.raises(DataError, match=r"step takes one batch, got a .*; go through it, e.g. for batch in loader"):
             online.step(wrong)
     part = world.target[:50]
-    for several in ([(part, world.labels[:50])] * 2, [{"inputs": part}] * 2, ((part, part), world.labels[:50])):
+    for several in ([(part, world.labels[:50])] * 2, [{"inputs": part}] * 2):
         with pytest.raises(DataError, match=r"step takes one batch, got a .* that begins with a (tuple|dict);"):
             online.step(several)
+    with pytest.raises(DataError, match="does not take inputs"):
+        online.step(((part, part), world.labels[:50]))
     with pytest.raises(TapError, match="no entry 'logits'"):
         shiftmend.stream(world.model, world.profile(), output="logits").step(world.target[:50])
     online.step(world.target[:50])
