@@ -657,7 +657,7 @@ def test_a_verdict_on_weights_that_nobody_named_is_remarked(site: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    ("entry", "option"), [("'logits'", "logits"), ("'class-logits'", "class-logits"), ("'all of it'", "'all of it'")]
+    ("entry", "option"), [("'scores'", "scores"), ("'class-logits'", "class-logits"), ("'all of it'", "'all of it'")]
 )
 def test_what_to_do_is_said_in_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], entry: str, option: str
@@ -666,7 +666,7 @@ def test_what_to_do_is_said_in_options(
         "from torch import nn\n"
         "class Named(nn.Sequential):\n"
         "    def forward(self, x):\n"
-        f"        return {{{entry}: super().forward(x)}}\n"
+        f"        return {{{entry}: super().forward(x), 'input': x}}\n"
         "def make():\n"
         "    return Named(nn.Flatten(), nn.Linear(48, 4), nn.ReLU(), nn.Linear(4, 2))\n"
     )
