@@ -83,7 +83,14 @@ def is_inputs_and_labels(source: Sequence[Any]) -> bool:
 
 def _cannot_hold_batches(source: Any) -> bool:
     """Tell whether Python can iterate over something, but not by batches, or not twice."""
-    return isinstance(source, Iterator | str | bytes | Mapping | nn.Module) or hasattr(source, "to_numpy")
+    if isinstance(source, Iterator | str | bytes | Mapping | nn.Module) or hasattr(source, "to_numpy"):
+        return True
+    return _is_hugging_face(source)
+
+
+def _is_hugging_face(source: Any) -> bool:
+    """Tell a `datasets.Dataset`, which gives its rows, without a need for the package."""
+    return hasattr(source, "column_names") and hasattr(source, "with_format")
 
 
 def _suggest(source: Any) -> str:
@@ -92,6 +99,8 @@ def _suggest(source: Any) -> str:
         return " (a generator can be run through only once: make a list of it)"
     if isinstance(source, str | os.PathLike):
         return "; read the files first, e.g. shiftmend.image_folder(folder).images"
+    if _is_hugging_face(source):
+        return "; try shiftmend.integrations.huggingface.as_dataset(rows, columns)"
     if hasattr(source, "images"):
         return "; pass its images, or (images, labels) to evaluate"
     return "; pass what its to_numpy() gives" if hasattr(source, "to_numpy") else ""
