@@ -97,7 +97,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert f"\n  {command} " in listing
     assert "fetch" in ok(capsys, "data")
-    assert ok(capsys, "--version").strip() == "0.1.0"
+    assert ok(capsys, "--version").strip() == "0.2.0"
     assert "--profile" in ok(capsys, "adapt", "--help")
 
 

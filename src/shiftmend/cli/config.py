@@ -16,7 +16,6 @@ from typer.core import TyperCommand
 
 from shiftmend.errors import DataError
 from shiftmend.utils.logs import hide_warnings
-from shiftmend.utils.progress import piped_progress
 
 SHARED = {
     "config": (
@@ -38,6 +37,9 @@ def add_command(app: typer.Typer, command: Callable[..., None]) -> None:
 def _with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(config: Path | None, print_config: bool, quiet: bool, **arguments: Any) -> None:
+        # Not earlier, since this imports torch, and help should not wait for that.
+        from shiftmend.utils.progress import piped_progress
+
         # `ConfiguredCommand` has dealt with the file already.
         with piped_progress("off" if quiet else "lines"):
             if quiet:
