@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import captured_without_a_gpu
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -259,13 +260,25 @@ def test_an_entry_that_forward_does_not_take_is_named() -> None:
         shiftmend.profile(trained(), inputs["sensors"], progress=False)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_steps_of_several_inputs_are_captured_with_equal_results() -> None:
+def run_captured_and_eagerly(device: str) -> None:
     inputs, _ = draw(300, 2, offset=3.0)
-    options: dict[str, Any] = {"method": "bufr", "epochs_per_block": 3, "progress": False, "device": "cuda"}
+    options: dict[str, Any] = {"method": "bufr", "epochs_per_block": 3, "progress": False, "device": device}
     captured, eager = (
         shiftmend.adapt(trained(), inputs, profiled(), capture=capture, **options) for capture in (True, False)
     )
     for name, value in eager.model.state_dict().items():
         assert torch.allclose(captured.model.state_dict()[name].float(), value.float(), atol=1e-4), name
+
+
+def test_captured_steps_of_several_inputs_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    captured_without_a_gpu(monkeypatch)
+    run_captured_and_eagerly("cpu")
+    assert "not captured" not in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captured_steps_give_the_same_on_a_gpu() -> None:
+    run_captured_and_eagerly("cuda")
