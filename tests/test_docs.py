@@ -61,6 +61,16 @@ def test_the_readme_runs_as_written(
     assert world.accuracy(after["mended"]) > 0.95 > world.accuracy(world.model)
 
 
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 2)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        mask = attention_mask.unsqueeze(-1)
+        return self.head((self.embed(input_ids) * mask).sum(1) / mask.sum(1))
+
+
 class ImageAndAge(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -72,10 +82,11 @@ class ImageAndAge(nn.Module):
 
 def test_the_profile_page_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    joining, refreshing, merging, mixing, by_hand = code_blocks(ROOT / "docs/profiles.md")[-5:]
-    given = {"nn": nn, "torch": torch, "shiftmend": shiftmend, "net": ImageAndAge()}
-    exec(joining, found := given | {"images": torch.randn(20, 3, 32, 32), "ages": torch.rand(20, 1)})
-    assert str(found["profile"].specs["logits"]) == "net.head"
+    refreshing, several, merging, mixing, by_hand = code_blocks(ROOT / "docs/profiles.md")[-5:]
+    given = {"shiftmend": shiftmend, "model": Words(), "ids": torch.randint(0, 50, (20, 7)), "mask": torch.ones(20, 7)}
+    given |= {"fusion": ImageAndAge(), "images": torch.randn(20, 3, 32, 32), "ages": torch.rand(20, 1)}
+    exec(several, found := given | {"labels": torch.arange(20) % 2})
+    assert found["profile"].inputs.sizes == ("0 [3, 32, 32]", "1 [1]")
     world = sensors()
     names: dict[str, Any] = {"shiftmend": shiftmend, "model": world.model}
     names |= {"hospital_a": world.source, "hospital_b": world.target}

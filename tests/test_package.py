@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,13 @@ def test_help_does_not_wait_for_torch() -> None:
     code = "import shiftmend.cli, sys; print([name for name in ('torch', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_changelog_and_citation_are_of_this_version() -> None:
+    root = Path(__file__).parents[1]
+    assert f"\nversion: {shiftmend.__version__}\n" in (root / "CITATION.cff").read_text()
+    assert f"\n## {shiftmend.__version__}\n" in (root / "CHANGELOG.md").read_text()
+    assert (root / "src/shiftmend/py.typed").exists()
 
 
 def test_everything_exported_exists() -> None:

@@ -323,9 +323,11 @@ def test_wrong_steps_are_one_sentence_and_the_stream_goes_on() -> None:
         with pytest.raises(DataError, match=r"one batch.*for batch in"):
             online.step(wrong)
     part = world.target[:50]
-    for several in ([(part, world.labels[:50])] * 2, [{"inputs": part}] * 2, ((part, part), world.labels[:50])):
+    for several in ([(part, world.labels[:50])] * 2, [{"inputs": part}] * 2):
         with pytest.raises(DataError, match=r"one batch.*begins.*(tuple|dict)"):
             online.step(several)
+    with pytest.raises(DataError, match="does not take inputs"):
+        online.step(((part, part), world.labels[:50]))
     with pytest.raises(TapError, match="no entry 'logits'"):
         shiftmend.stream(world.model, world.profile(), output="logits").step(world.target[:50])
     online.step(world.target[:50])

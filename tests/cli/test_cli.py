@@ -97,7 +97,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert f"\n  {command} " in listing
     assert "fetch" in ok(capsys, "data")
-    assert ok(capsys, "--version").strip() == "0.1.0"
+    assert ok(capsys, "--version").strip() == "0.2.0"
     assert "--profile" in ok(capsys, "adapt", "--help")
 
 
@@ -684,7 +684,7 @@ def test_a_verdict_on_weights_that_nobody_named_is_remarked(site: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    ("entry", "option"), [("'logits'", "logits"), ("'class-logits'", "class-logits"), ("'all of it'", "'all of it'")]
+    ("entry", "option"), [("'scores'", "scores"), ("'class-logits'", "class-logits"), ("'all of it'", "'all of it'")]
 )
 def test_what_to_do_is_said_in_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], entry: str, option: str
@@ -693,7 +693,7 @@ def test_what_to_do_is_said_in_options(
         "from torch import nn\n"
         "class Named(nn.Sequential):\n"
         "    def forward(self, x):\n"
-        f"        return {{{entry}: super().forward(x)}}\n"
+        f"        return {{{entry}: super().forward(x), 'input': x}}\n"
         "def make():\n"
         "    return Named(nn.Flatten(), nn.Linear(48, 4), nn.ReLU(), nn.Linear(4, 2))\n"
     )

@@ -21,6 +21,7 @@ import shiftmend
 from shiftmend.inputs.feed import Feed
 from shiftmend.inputs.prefetch import DEPTH, THREAD_NAME, Batch, Rows, make_copier, prefetch
 from shiftmend.methods.fr import FR
+from shiftmend.utils.tensor_tree import TensorTree
 
 HERE = Path(__file__).parents[1] / "helpers"
 WHOLE = torch.arange(90 * 4, dtype=torch.float32).reshape(90, 4)
@@ -492,3 +493,18 @@ def test_a_pass_given_up_on_a_gpu_leaves_nothing_behind() -> None:
             break
         assert not threads()
     assert len(list(an_epoch(feed, 0, 0))) == 330 // 16
+
+
+@both
+def test_several_inputs_arrive_together(background: bool) -> None:
+    device = AsLateAsPossible()
+    tree = TensorTree({"wide": WHOLE, "narrow": torch.arange(90)})
+    parts = torch.randperm(90, generator=torch.Generator().manual_seed(1)).split(8)
+    streamed: list[Batch] = [(tree[index], None) for index in parts]
+    for batches in ([(Rows(tree, index), index) for index in parts], streamed):
+        arrived = list(prefetch(batches, device, background))
+        device.finish()
+        for (inputs, _), index in zip(arrived, parts, strict=True):
+            assert isinstance(inputs, TensorTree)
+            assert torch.equal(inputs.value["wide"], WHOLE[index])  # type: ignore[call-overload]
+            assert torch.equal(inputs.value["narrow"], index)  # type: ignore[call-overload]

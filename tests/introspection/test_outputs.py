@@ -36,8 +36,8 @@ class Keyed(OrderedDict[str, Any]):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"loss": None, "logits": ONE}, "output='logits'$"),
-        ((None, ONE), "output=1$"),
+        ({"loss": ONE, "scores": ONE}, "output='loss'$"),
+        ((None, ONE, ONE), "output=1$"),
         ([ONE, ONE], "output=0$"),
         ({"loss": 1.5}, "entries 'loss'"),
         ({}, "an empty dict"),
@@ -48,6 +48,12 @@ class Keyed(OrderedDict[str, Any]):
 def test_what_is_no_tensor_gets_advice_that_works(value: Any, words: str) -> None:
     with pytest.raises(TapError, match=words):
         pick(value, None, "the model")
+
+
+def test_the_only_tensor_or_the_logits_need_no_entry() -> None:
+    named = [{"logits": ONE}, {"anything": ONE}, {"hidden": -ONE, "logits": ONE}, Keyed(loss=-ONE, logits=ONE)]
+    for value in (*named, (None, ONE), Outputs(None, ONE), Pair(ONE, -ONE)):
+        assert pick(value, None, "the model") is ONE
 
 
 @pytest.mark.parametrize("entry", [0, -1, 7, "logits"])
@@ -78,8 +84,6 @@ def test_parts_with_names_are_picked_by_name(make: Callable[[torch.Tensor], Any]
     assert pick(value, "logits", "the model") is logits
     with pytest.raises(TapError, match="no entry 'scores'"):
         pick(value, "scores", "the model")
-    with pytest.raises(TapError, match="output='logits'"):
-        pick(value, None, "the model")
 
 
 def test_what_cannot_be_picked_from_a_dataclass() -> None:

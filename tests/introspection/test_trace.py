@@ -74,8 +74,12 @@ def test_a_model_without_a_head_is_one_sentence() -> None:
 
 @pytest.mark.parametrize("kind", [tuple, dict])
 def test_tuples_and_dicts_ask_which_entry(kind: type) -> None:
-    with pytest.raises(TapError, match="output="):
-        trace(Wrapped(kind), torch.randn(2, 6))
+    if kind is tuple:
+        with pytest.raises(TapError, match="output="):
+            trace(Wrapped(kind), torch.randn(2, 6))
+    else:
+        # Its entry is called logits.
+        assert trace(Wrapped(kind), torch.randn(2, 6)).taps["logits"].entry is None
     with pytest.raises(TapError, match="no entry"):
         trace(Wrapped(kind), torch.randn(2, 6), output="nothing" if kind is dict else 7)
 

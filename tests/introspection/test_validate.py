@@ -117,11 +117,11 @@ class Siamese(nn.Linear):
 
 
 def test_a_model_of_two_inputs_is_told_what_is_called() -> None:
-    with pytest.raises(DataError, match=r"'right'.*one tensor"):
+    with pytest.raises(DataError, match=r"'right'.*takes several"):
         check_model(Siamese(4, 2), [torch.zeros(2, 4)])
     with pytest.raises(DataError, match="mat1 and mat2") as caught:
         check_model(nn.Linear(4, 2), [torch.zeros(2, 3)])
-    assert "one tensor" not in str(caught.value)
+    assert "several" not in str(caught.value)
 
 
 class Bound(nn.Module):

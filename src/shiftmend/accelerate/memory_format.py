@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shiftmend.introspection.call import call_model
 from shiftmend.introspection.modes import force_eager, preserve_modes
 from shiftmend.introspection.outputs import Entry, pick
 from shiftmend.utils.devices import preferred_memory_format, sum_dtype
+from shiftmend.utils.tensor_tree import Inputs
 
 MAX_RELATIVE_DIFFERENCE = 0.01
 """Difference allowed between both formats, relative to the largest output. Rounding of TF32 stays far below."""
 
 
-def channels_last(model: nn.Module, sample: Tensor, output: Entry = None, returned: Any = None) -> bool:
+def channels_last(model: nn.Module, sample: Inputs, output: Entry = None, returned: Any = None) -> bool:
     """Convert the weights of 2-D convolutions to channels last, if the model computes the same with them.
 
     A copy is tried first: in eval mode against the model as it is, and in a training step.
@@ -75,10 +77,10 @@ def _lay_out(model: nn.Module) -> None:
         weight.data = weight.data.contiguous(memory_format=torch.channels_last)
 
 
-def _run(model: nn.Module, sample: Tensor, output: Entry) -> Tensor:
+def _run(model: nn.Module, sample: Inputs, output: Entry) -> Tensor:
     with torch.no_grad(), preserve_modes(model), force_eager(model):
         model.eval()
-        return pick(model(sample.clone()), output, "the model")
+        return pick(call_model(model, sample.clone()), output, "the model")
 
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:
@@ -87,7 +89,7 @@ def _is_close(found: Tensor, expected: Tensor) -> bool:
     return bool(difference.abs().max() <= MAX_RELATIVE_DIFFERENCE * expected.to(wide).abs().max())
 
 
-def _step(trial: nn.Module, sample: Tensor, output: Entry) -> None:
+def _step(trial: nn.Module, sample: Inputs, output: Entry) -> None:
     """Run a training step as in an adaptation: BatchNorm on batch statistics, and a gradient for every weight."""
     trial.eval()
     for module in trial.modules():
@@ -97,6 +99,6 @@ def _step(trial: nn.Module, sample: Tensor, output: Entry) -> None:
         if parameter.is_floating_point():
             parameter.requires_grad_()
     with torch.inference_mode(False), torch.enable_grad(), force_eager(trial):
-        result = pick(trial(sample.clone()), output, "the model")
+        result = pick(call_model(trial, sample.clone()), output, "the model")
         if result.requires_grad:
             result.float().sum().backward()

@@ -26,6 +26,7 @@ from shiftmend.introspection.validate import copy_model
 from shiftmend.methods import METHODS
 from shiftmend.methods import method as make_method
 from shiftmend.profiles import fingerprints
+from shiftmend.profiles.fingerprints import TreeSummary
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal, name_candidate
 from shiftmend.utils.checks import brief
@@ -83,7 +84,7 @@ def list_candidates(given: CandidateNames | None, profile: Profile) -> dict[str,
     if given is None:
         rehearsed = profile.rehearsal.candidates if profile.rehearsal is not None else ()
         # A method of one's own cannot be made from its name.
-        given = tuple(name for name in rehearsed if name in METHODS) or CANDIDATES
+        given = tuple(name for name in rehearsed if name in METHODS) or choose_usual(CANDIDATES, profile)
     elif isinstance(given, str | Method | type) or not isinstance(given, Iterable):
         raise AdaptationError(f"candidates is {brief(given)}, expected a list of methods, e.g. ['adabn', 'bufr']")
     methods = {UNTOUCHED: make_method(UNTOUCHED)}
@@ -95,6 +96,12 @@ def list_candidates(given: CandidateNames | None, profile: Profile) -> dict[str,
             raise AdaptationError(f"the candidate {made.name} is named twice; name each method once")
         methods[made.name] = made
     return methods
+
+
+def choose_usual(names: Sequence[str], profile: Profile) -> tuple[str, ...]:
+    """Return the candidates that a model can have: several inputs are not mapped."""
+    several = isinstance(profile.inputs, TreeSummary)
+    return tuple(name for name in names if not (several and METHODS[name].maps_inputs))
 
 
 def try_candidates(task: Task, settings: Settings, methods: Mapping[str, Method]) -> list[Trial]:

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from shiftmend.engine.method import check_positive
+from shiftmend.introspection.call import call_model
 from shiftmend.introspection.model_state import is_trainable, is_writable
 from shiftmend.introspection.modes import enter_eval, force_eager, preserve_modes
 from shiftmend.introspection.outputs import Entry, pick
 from shiftmend.introspection.taps import Tap, module_of
 from shiftmend.utils.devices import device_of, sum_dtype
 from shiftmend.utils.rng import preserve_rng
+from shiftmend.utils.tensor_tree import Inputs
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.05, 50.0
 """Temperatures between which one is searched."""
@@ -66,7 +68,7 @@ def fold_temperature(
     model: nn.Module,
     head: Tap | str,
     temperature: float,
-    sample: Tensor | None = None,
+    sample: Inputs | None = None,
     output: Entry = None,
 ) -> str | None:
     """Divide weight and bias of a model's head by a temperature, in place, so that its logits are divided.
@@ -138,13 +140,13 @@ def _find_obstacle(model: nn.Module, tap: Tap) -> str | None:
     return None
 
 
-def _run(model: nn.Module, sample: Tensor, output: Entry) -> Tensor:
+def _run(model: nn.Module, sample: Inputs, output: Entry) -> Tensor:
     """Run a model in eval mode; a model that draws random numbers draws the same ones each time."""
     place = device_of(model)
     with torch.no_grad(), preserve_modes(model), force_eager(model), preserve_rng(place):
         torch.manual_seed(0)
         enter_eval(model)
-        return pick(model(sample.to(place)), output, "the model").detach().clone()
+        return pick(call_model(model, sample.to(place)), output, "the model").detach().clone()
 
 
 def _is_divided(after: Tensor, before: Tensor, temperature: float) -> bool:

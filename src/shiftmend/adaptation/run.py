@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shiftmend.accelerate.memory_format import channels_last
 from shiftmend.accelerate.precision import Precision, cast_at_once
@@ -46,7 +46,7 @@ from shiftmend.introspection.trace import Trace, trace
 from shiftmend.introspection.validate import check_model, copy_model, unwrap
 from shiftmend.methods import METHODS
 from shiftmend.profiles import fingerprints
-from shiftmend.profiles.fingerprints import InputSummary
+from shiftmend.profiles.fingerprints import Summary
 from shiftmend.profiles.profile import Profile, as_profile
 from shiftmend.utils.checks import brief, check_function, counted, is_whole
 from shiftmend.utils.devices import max_resident_bytes, resolve_device
@@ -54,6 +54,7 @@ from shiftmend.utils.files import as_path
 from shiftmend.utils.processes import of_first_process, world_size
 from shiftmend.utils.progress import Progress, progress_bar
 from shiftmend.utils.rng import isolate_rng
+from shiftmend.utils.tensor_tree import Inputs
 from shiftmend.verification.signals import SignalReader, observe
 from shiftmend.verification.verdict import Verification
 
@@ -120,9 +121,9 @@ class Task:
     """Returns the fingerprint of the target's inputs, None of a stream; it is computed in the background."""
 
     @functools.cached_property
-    def summary(self) -> InputSummary:
+    def summary(self) -> Summary:
         """Summary of the target's inputs; its first use warns if they differ from the source's."""
-        found = InputSummary.from_batches(self.feed.batches(self.feed.inference_batch_size))
+        found = fingerprints.summarise(self.feed.batches(self.feed.inference_batch_size))
         if self.profile is not None:
             self.profile.check_inputs(found)
         return found
@@ -238,7 +239,7 @@ def _train(
     taps: dict[str, Tap],
     method: Method,
     settings: Settings,
-    summary: InputSummary,
+    summary: Summary,
     before: Verification | None,
 ) -> Adaptation:
     adapted, feed, place = network.model, task.feed, task.feed.device
@@ -381,7 +382,7 @@ def _begin_manifest(
     settings: Settings,
     network: Network,
     stages: list[Stage],
-    summary: InputSummary,
+    summary: Summary,
 ) -> dict[str, Any]:
     """Return the part of the manifest that is known before training."""
     feed, profile = task.feed, task.profile
@@ -452,7 +453,7 @@ def _refuse_unfit(method: Method, feed: Feed, normalises: bool, profile: Profile
 
 
 def examine(
-    model: nn.Module, sample: Tensor, profile: Profile | None, method: Method, blocks: BlockNames | None, output: Entry
+    model: nn.Module, sample: Inputs, profile: Profile | None, method: Method, blocks: BlockNames | None, output: Entry
 ) -> tuple[Network, dict[str, Tap]]:
     """Find blocks and taps of a model, if the method trains something; other methods take any model."""
     if not method.trains:

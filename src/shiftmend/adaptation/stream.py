@@ -28,6 +28,8 @@ from shiftmend.engine.modes import (
 )
 from shiftmend.errors import AdaptationError, DataError, ShiftmendError
 from shiftmend.inputs.feed import Feed, Preprocess
+from shiftmend.inputs.sources import is_inputs_and_labels
+from shiftmend.introspection.call import call_model
 from shiftmend.introspection.model_state import restore, snapshot
 from shiftmend.introspection.modes import find_batch_norms
 from shiftmend.introspection.outputs import Entry, pick
@@ -36,6 +38,7 @@ from shiftmend.introspection.validate import check_model, copy_model, unwrap
 from shiftmend.methods import METHODS
 from shiftmend.methods import method as make_method
 from shiftmend.profiles import fingerprints
+from shiftmend.profiles.fingerprints import InputSummary
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import UNTOUCHED
 from shiftmend.stats.histograms import CountTracker
@@ -43,6 +46,7 @@ from shiftmend.stats.slices import Slices
 from shiftmend.utils.checks import brief, check_function, counted, is_whole, kind
 from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.processes import world_size
+from shiftmend.utils.tensor_tree import Inputs
 from shiftmend.verification.class_watch import ClassWatch, Doubt, Glimpse
 from shiftmend.verification.estimate import OTHER_WEIGHTS, Estimate, Estimator
 from shiftmend.verification.harm import OTHER_SHARES, answers_other_classes, describe_harm, find_answers, find_harm
@@ -173,7 +177,8 @@ class Stream:
 
     def _step(self, batch: Any) -> Tensor:
         inputs = self._inputs(batch)
-        if self.profile is not None and self.profile.inputs.has_shape(inputs.shape):
+        home = None if self.profile is None else self.profile.inputs
+        if isinstance(inputs, Tensor) and isinstance(home, InputSummary) and home.has_shape(inputs.shape):
             raise DataError(
                 f"the batch has the shape {list(inputs.shape)} of a single sample; give a batch of one: "
                 "inputs.unsqueeze(0)"
@@ -201,7 +206,7 @@ class Stream:
                 attach_taps(self._model, self._taps) as recorder,
                 torch.set_grad_enabled(trains),
             ):
-                result = pick(self._model(inputs), self.output, "the model")
+                result = pick(call_model(self._model, inputs), self.output, "the model")
                 activations = recorder.read()
                 if trains:
                     losses = self._differentiate(activations)
@@ -230,15 +235,15 @@ class Stream:
             self._pause(doubt)
         return result.detach()
 
-    def _inputs(self, batch: Any) -> Tensor:
+    def _inputs(self, batch: Any) -> Inputs:
         """Return the inputs of a batch, checked and moved to the device as data for `adapt` is."""
         if isinstance(batch, tuple | list) and batch:
-            if isinstance(batch[0], tuple | list | Mapping):
+            if isinstance(batch[0], tuple | list | Mapping) and not is_inputs_and_labels(batch):
                 raise DataError(
                     f"step takes one batch, got {kind(batch)} that begins with {kind(batch[0])}; expected inputs, or "
                     "(inputs, anything): give several batches one after the other"
                 )
-            batch = batch[0]
+            batch = (batch[0], None)
         if isinstance(batch, Dataset | DataLoader):
             raise DataError(f"step takes one batch, got {kind(batch)}; go through it, e.g. for batch in loader")
         feed = Feed(
@@ -252,7 +257,7 @@ class Stream:
         )
         return next(feed.batches())
 
-    def _prepare(self, inputs: Tensor) -> None:
+    def _prepare(self, inputs: Inputs) -> None:
         """Find taps and trained parameters with the first batch."""
         # A copy of the inputs, since the model may work in place.
         check_model(self._model, [inputs[:2].clone()], output=self.output, original=self._source)
@@ -272,7 +277,7 @@ class Stream:
             taps = {**{name: self.profile.specs[name] for name in VERIFIED}, **taps}
         self._taps = taps
 
-    def _look(self, inputs: Tensor) -> _Seen | None:
+    def _look(self, inputs: Inputs) -> _Seen | None:
         """Show the batch to the untouched model, which classes are told and estimates are made by."""
         if self._untouched is None or self._home is None:
             return None
@@ -280,7 +285,7 @@ class Stream:
         try:
             with torch.no_grad(), attach_taps(self._untouched, taps) as recorder:
                 # A copy of the inputs, since the model may work in place.
-                self._untouched(inputs.clone())
+                call_model(self._untouched, inputs.clone())
                 return _Seen.of(recorder.read(), len(inputs), self._home)
         except BaseException as error:
             if isinstance(error, Exception) and not isinstance(error, ShiftmendError):
@@ -495,7 +500,7 @@ def stream(
     """Make an online adapter for a stream of batches.
 
     Args:
-        model: Any `nn.Module` that is called with one tensor. It is not touched.
+        model: Any `nn.Module`. It is not touched.
         profile: The source's profile, or the name of its file. A softer temperature learns quicker on a stream (the
             paper uses 0.05: `profile(..., bins=Bins(temperature=0.05))`).
         method: Name, class or instance of a method that can learn from a stream.

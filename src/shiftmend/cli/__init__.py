@@ -15,6 +15,7 @@ from rich.console import Console
 
 from shiftmend.__about__ import __version__
 from shiftmend.cli import adapt, profile, rehearse, report, shift, verify
+from shiftmend.cli.config import add_command
 from shiftmend.errors import ShiftmendError, TapError
 
 app = typer.Typer(
@@ -38,16 +39,12 @@ def load_research_commands() -> None:
         import_module(f"shiftmend.research.cli.{name}").register(app)
 
 
-for command in (
-    adapt.demo,
-    profile.profile,
-    rehearse.rehearse,
-    profile.inspect,
-    profile.mix,
-    adapt.blocks,
-    adapt.adapt,
-):
+app.command()(adapt.demo)
+add_command(app, profile.profile)
+add_command(app, rehearse.rehearse)
+for command in (profile.inspect, profile.mix, adapt.blocks):
     app.command()(command)
+add_command(app, adapt.adapt)
 for module in (verify, shift, report):
     module.register(app)
 load_research_commands()

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from shiftmend.cli.config import add_command
 from shiftmend.cli.options import (
     Batch,
     Channels,
@@ -40,7 +41,7 @@ from shiftmend.utils.json import dumps
 
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
-    app.command()(report)
+    add_command(app, report)
 
 
 def report(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from shiftmend.cli import options as opt
+from shiftmend.cli.config import add_command
 from shiftmend.cli.options import choose_columns, entry, gather, say
 from shiftmend.errors import DataError
 from shiftmend.utils.json import dumps
@@ -34,7 +35,7 @@ EXIT_CODES: dict[Answer, int] = {"yes": 0, "no": 3, "unknown": 4}
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     for command in (verify, shares, evaluate):
-        app.command()(command)
+        add_command(app, command)
 
 
 def verify(

@@ -16,7 +16,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shiftmend.errors import AdaptationError
 from shiftmend.utils.processes import rank, world_size
+from shiftmend.utils.tensor_tree import Inputs, concatenate, sample_shape
 
 if dist.is_available():
     # Optimisers import this module, and the defaults of its functions hold the process group of that moment. Imported
@@ -93,7 +94,11 @@ def _lacks_process_group() -> bool:
     return several and dist.is_available() and not dist.is_initialized()
 
 
-def local_part(batch: Tensor) -> Tensor:
+@overload
+def local_part(batch: Tensor) -> Tensor: ...
+@overload
+def local_part(batch: Inputs) -> Inputs: ...
+def local_part(batch: Inputs) -> Inputs:
     """Return this process's contiguous part of a batch or of its indices. The first parts may be larger by one."""
     if not is_distributed():
         return batch
@@ -105,16 +110,20 @@ def local_part(batch: Tensor) -> Tensor:
     return batch.tensor_split(world_size())[rank()]
 
 
-def local_parts(batches: Iterable[Tensor]) -> Iterator[Tensor]:
+@overload
+def local_parts(batches: Iterable[Tensor]) -> Iterator[Tensor]: ...
+@overload
+def local_parts(batches: Iterable[Inputs]) -> Iterator[Inputs]: ...
+def local_parts(batches: Iterable[Inputs]) -> Iterator[Inputs]:
     """Yield this process's part of each batch or of its indices. A batch that is too small joins the previous one."""
     if not is_distributed():
         yield from batches
         return
-    previous: Tensor | None = None
+    previous: Inputs | None = None
     for batch in batches:
-        small = previous is not None and len(batch) < world_size() and previous.shape[1:] == batch.shape[1:]
+        small = previous is not None and len(batch) < world_size() and sample_shape(previous) == sample_shape(batch)
         if previous is not None:
-            yield local_part(torch.cat([previous, batch]) if small else previous)
+            yield local_part(concatenate([previous, batch]) if small else previous)
         previous = None if small else batch
     if previous is not None:
         yield local_part(previous)

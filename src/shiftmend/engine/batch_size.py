@@ -12,23 +12,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shiftmend.accelerate.precision import Precision
 from shiftmend.engine.method import Method, Stage, compute_loss
 from shiftmend.engine.modes import enter_adapting_modes, hold_layer_options, unfreeze
 from shiftmend.errors import AdaptationError
 from shiftmend.inputs.feed import Feed
+from shiftmend.introspection.call import call_model
 from shiftmend.introspection.model_state import restore, snapshot
 from shiftmend.introspection.modes import preserve_modes
 from shiftmend.introspection.taps import Tap, attach_taps
 from shiftmend.profiles.profile import Profile
 from shiftmend.utils.processes import of_first_process, world_size
+from shiftmend.utils.tensor_tree import Inputs
 
 logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
 
-Step = Callable[[Tensor], None]
+Step = Callable[[Inputs], None]
 """A training step on one batch, which leaves no trace in the model."""
 
 MAX_RESERVED_SHARE = 0.25
@@ -99,7 +101,7 @@ def make_trial_step(
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
     largest = max(stages, key=lambda stage: sum(sizes[name] for name in stage.parameters))
 
-    def step(batch: Tensor) -> None:
+    def step(batch: Inputs) -> None:
         trains = bool(largest.parameters)
         with (
             torch.inference_mode(False),
@@ -111,7 +113,7 @@ def make_trial_step(
             trained = unfreeze(model, largest)
             enter_adapting_modes(model, method.dropout)
             with precision():
-                model(batch)
+                call_model(model, batch)
             activations = recorder.read()
             if not trains:
                 return

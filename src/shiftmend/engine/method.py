@@ -26,6 +26,7 @@ from shiftmend.profiles.profile import Profile
 from shiftmend.utils.checks import brief, is_real, kind
 from shiftmend.utils.json import dumps
 from shiftmend.utils.processes import of_first_process
+from shiftmend.utils.tensor_tree import Inputs
 
 logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
@@ -142,6 +143,8 @@ class Method:
     frees_shares: ClassVar[bool] = False
     """Whether classes may have other shares at the target. The result is then compared with home as home would be with
     the shares that the model finds there."""
+    maps_inputs: ClassVar[bool] = False
+    """Whether the method maps the inputs themselves, which have to be one tensor."""
     dropout: ClassVar[bool] = False
     """Whether dropout is on during training; on a stream it is always off."""
     minimises_entropy: ClassVar[bool] = False
@@ -185,10 +188,10 @@ class Method:
         """Return one entry a sample, made anew before each epoch; only for methods that are `by_sample`."""
         raise NotImplementedError
 
-    def begin(self, model: nn.Module, sample: Tensor, profile: Profile | None) -> None:
+    def begin(self, model: nn.Module, sample: Inputs, profile: Profile | None) -> None:
         """Add to the model what `adapt_to_inputs` will fill, without an effect yet; `sample` is a small batch."""
 
-    def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Tensor], profile: Profile | None) -> None:
+    def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Inputs], profile: Profile | None) -> None:
         """Change the model in place after a pass over all inputs; only for methods with `reads_inputs`."""
         raise NotImplementedError
 

@@ -35,6 +35,7 @@ from shiftmend.introspection.model_state import restore, snapshot
 from shiftmend.introspection.modes import find_batch_norms, preserve_modes
 from shiftmend.introspection.taps import Tap, attach_taps
 from shiftmend.utils.rng import DeviceGenerator, preserve_rng, reseed
+from shiftmend.utils.tensor_tree import Inputs
 
 FACTORS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Candidates, as multiples of the default rate."""
@@ -263,9 +264,9 @@ def _own_seed(seed: int) -> int:
     return seed * 1_000_003
 
 
-def _hold_batches(feed: Feed, seed: int) -> list[Tensor]:
+def _hold_batches(feed: Feed, seed: int) -> list[Inputs]:
     """Return the batches that every candidate rate trains on, at most `STEPS` of them."""
-    held: list[Tensor] = []
+    held: list[Inputs] = []
     size, show, feed.on_batch = 0, feed.on_batch, lambda samples: None
     try:
         # Training counts its epochs from 1.
@@ -279,7 +280,7 @@ def _hold_batches(feed: Feed, seed: int) -> list[Tensor]:
     return held
 
 
-def _train(steps: Steps, batches: list[Tensor], bring_back: Callable[[], None]) -> Tensor:
+def _train(steps: Steps, batches: list[Inputs], bring_back: Callable[[], None]) -> Tensor:
     """Train a candidate rate for `STEPS` steps, and return the loss before each step `[STEPS]`, on the device."""
     totals = []
     with attach_taps(steps.model, steps.taps) as recorder, torch.enable_grad():

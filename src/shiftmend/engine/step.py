@@ -15,8 +15,10 @@ from shiftmend.distributed.batch_norm import synchronised
 from shiftmend.distributed.collectives import all_processes, backward, is_distributed
 from shiftmend.engine.method import Objective, compute_loss
 from shiftmend.inputs.feed import Feed
+from shiftmend.introspection.call import call_model
 from shiftmend.introspection.taps import Recorder, Tap, attach_taps
 from shiftmend.utils.rng import DeviceGenerator, reseed
+from shiftmend.utils.tensor_tree import Inputs
 
 
 class Steps:
@@ -135,10 +137,10 @@ class Steps:
                 steps += 1
         return sums, steps
 
-    def step(self, recorder: Recorder, batch: Tensor, targets: Tensor | None) -> Sums:
+    def step(self, recorder: Recorder, batch: Inputs, targets: Tensor | None) -> Sums:
         """Run forward, loss, backward and update on one batch; return the terms of the loss."""
         with self.precision():
-            self.model(batch)
+            call_model(self.model, batch)
         activations = recorder.read()
         if self.optimiser is None or self.objective is None:
             return {}

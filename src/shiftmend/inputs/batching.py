@@ -18,6 +18,8 @@ from torch.utils.data import (
     default_collate,
 )
 
+from shiftmend.utils.tensor_tree import Inputs, TensorTree, concatenate, sample_shape
+
 BLOCK_BYTES = 1 << 26
 """Size of joined batches: freed memory of less than 32 MiB may stay with the process."""
 
@@ -67,20 +69,20 @@ def batch_bounds(samples: int, size: int) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
-def merge_lone_samples(stream: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+def merge_lone_samples(stream: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
     """Join a lone sample, as the last one may be, to the batch before it if their shapes allow."""
-    held: tuple[Tensor, ...] | None = None
+    held: tuple[Inputs, ...] | None = None
     for batch in stream:
         pairs = [] if held is None else list(zip(held, batch, strict=True))
         lone = held is not None and len(batch[0]) == 1 < len(held[0]) and all(map(_have_same_shape, pairs))
         if held is not None:
-            yield tuple(map(torch.cat, pairs)) if lone else held
+            yield tuple(map(concatenate, pairs)) if lone else held
         held = None if lone else batch
     if held is not None:
         yield held
 
 
-def drop_small_batches(stream: Iterable[tuple[Tensor, Any]], size: int | None) -> Iterator[Tensor]:
+def drop_small_batches(stream: Iterable[tuple[Inputs, Any]], size: int | None) -> Iterator[Inputs]:
     """Leave out a last batch of less than half the first one's size, and lone samples unless the `size` of all is 1.
 
     Only the last batch can be a rest. A sampler that fills batches up to a number of tokens gives small batches of
@@ -103,15 +105,15 @@ class BatchCollector:
     """
 
     def __init__(self) -> None:
-        self.inputs: list[Tensor] = []
+        self.inputs: list[Inputs] = []
         self.labels: list[Tensor] = []
         self.sizes: list[int] = []
         self.bytes = 0
-        self.other: Tensor | None = None
+        self.other: Inputs | None = None
         """Some samples of a batch that has another shape than the first."""
         self._blocks = self._loose_bytes = 0
 
-    def add(self, inputs: Tensor, labels: Tensor | None) -> None:
+    def add(self, inputs: Inputs, labels: Tensor | None) -> None:
         """Append a batch."""
         self.sizes.append(len(inputs))
         self.bytes += inputs.nbytes
@@ -125,28 +127,38 @@ class BatchCollector:
             self.labels.append(labels)
         self._loose_bytes += inputs.nbytes
         if self._loose_bytes >= BLOCK_BYTES:
-            self.inputs[self._blocks :] = [torch.cat(self.inputs[self._blocks :])]
+            self.inputs[self._blocks :] = [concatenate(self.inputs[self._blocks :])]
             self._blocks, self._loose_bytes = len(self.inputs), 0
 
-    def concatenate(self) -> tuple[Tensor, Tensor | None]:
+    def concatenate(self) -> tuple[Inputs, Tensor | None]:
         """Return all inputs, which are dropped here, and all labels if there is one for each sample."""
         one_each = [len(part) for part in self.labels] == self.sizes and _have_same_shape(self.labels)
-        return self._concatenate_inputs(), torch.cat(self.labels) if one_each else None
+        labels = torch.cat(self.labels) if one_each else None
+        first = self.inputs[0]
+        if not isinstance(first, TensorTree):
+            return _join(self.inputs, sum(self.sizes)), labels
+        columns = [list(column) for column in zip(*(part.leaves for part in self._take_trees()), strict=True)]
+        return first.with_leaves(_join(column, sum(self.sizes)) for column in columns), labels
 
-    def _concatenate_inputs(self) -> Tensor:
-        """Copy the blocks into one tensor, in the memory format of the first, and free each after its copy."""
-        parts = self.inputs
-        end = sum(self.sizes)
-        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
-        sample = torch.empty_like(parts[0][:1])
-        strides = (sample.numel(), *sample.stride()[1:])
-        whole = parts[0].new_empty_strided((end, *sample.shape[1:]), strides, dtype=dtype)
-        while parts:
-            part = parts.pop()
-            whole[end - len(part) : end] = part
-            end -= len(part)
-        return whole
+    def _take_trees(self) -> Iterator[TensorTree]:
+        while self.inputs:
+            part = self.inputs.pop(0)
+            assert isinstance(part, TensorTree)
+            yield part
 
 
-def _have_same_shape(batches: Iterable[Tensor]) -> bool:
-    return len({batch.shape[1:] for batch in batches}) == 1
+def _join(parts: list[Any], end: int) -> Tensor:
+    """Copy the blocks into one tensor, in the memory format of the first, and free each after its copy."""
+    dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+    sample = torch.empty_like(parts[0][:1])
+    strides = (sample.numel(), *sample.stride()[1:])
+    whole: Tensor = parts[0].new_empty_strided((end, *sample.shape[1:]), strides, dtype=dtype)
+    while parts:
+        part = parts.pop()
+        whole[end - len(part) : end] = part
+        end -= len(part)
+    return whole
+
+
+def _have_same_shape(batches: Iterable[Inputs]) -> bool:
+    return len({sample_shape(batch) for batch in batches}) == 1

@@ -32,8 +32,10 @@ from shiftmend.inputs.sources import (
 from shiftmend.utils.checks import check_function
 from shiftmend.utils.devices import max_resident_bytes, narrow_float64, send
 from shiftmend.utils.gpu_sharing import is_sharing_gpu
+from shiftmend.utils.tensor_tree import Inputs, list_leaves, unwrap_inputs
 
-Preprocess = Callable[[Tensor], Tensor]
+Preprocess = Callable[[Any], Any]
+"""Takes a batch of inputs, a tensor, dict or tuple, and returns one."""
 
 MAX_INFERENCE_VALUES = 1 << 23
 """Numbers in a batch of inputs that a GPU runs through a network where nothing is trained."""
@@ -76,13 +78,13 @@ class Feed:
         self.batch_size = batch_size or own or DEFAULT_BATCH_SIZE
         self.reduced_from: int | None = None
         """Batch size before `resize`."""
-        self._inputs: Tensor | None = None
+        self._inputs: Inputs | None = None
         self._labels: Tensor | None = None
         self._samples: int | None = None
         self._size: int | None = None
         self._checked = False
-        self._first: Tensor | None = None
-        self._other: Tensor | None = None
+        self._first: Inputs | None = None
+        self._other: Inputs | None = None
         self.on_batch: Callable[[int], None] = lambda samples: None
         """Called with the number of samples of each batch, to show how far a pass has come."""
         limit = 0 if not resident else max_resident_bytes(self.device) if limit is None else limit
@@ -105,7 +107,7 @@ class Feed:
         return self._inputs is not None
 
     @property
-    def inputs(self) -> Tensor | None:
+    def inputs(self) -> Inputs | None:
         """All inputs as they came, if they are resident."""
         return self._inputs
 
@@ -167,7 +169,7 @@ class Feed:
         """True if every epoch has the order of a loader, so that batches of sorted data are of one kind each."""
         return not self.resident and isinstance(self._shuffled, DataLoader) and batching.keeps_order(self._shuffled)
 
-    def first(self, count: int) -> Tensor:
+    def first(self, count: int) -> Inputs:
         """Return the first inputs, preprocessed and on the device."""
         if self._inputs is not None:
             return self.prepare(self._inputs[:count].clone())
@@ -175,11 +177,11 @@ class Feed:
             self._first = next(self._stream())[0][: max(count, REMEMBERED_SAMPLES)].clone()
         return self.prepare(self._first[:count].clone())
 
-    def examples(self, count: int) -> list[Tensor]:
+    def examples(self, count: int) -> list[Inputs]:
         """Return the first inputs and, where batches are known to differ in size, some inputs of another size."""
         return [self.first(count)] + ([] if self._other is None else [self.prepare(self._other[:count].clone())])
 
-    def batches(self, at_least: int = 0) -> Iterator[Tensor]:
+    def batches(self, at_least: int = 0) -> Iterator[Inputs]:
         """Yield every sample once, in the order of the source; resident data in batches of at least so many samples."""
         if self._inputs is None:
             yield from self._send_inputs(local_parts(_merge_inputs(inputs for inputs, _ in self._stream())))
@@ -190,7 +192,7 @@ class Feed:
         parts = local_parts(torch.arange(start, end, device="cpu") for start, end in bounds)
         yield from self._send_inputs(Rows(whole, slice(int(part[0]), int(part[-1]) + 1)) for part in parts)
 
-    def labelled_batches(self, at_least: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def labelled_batches(self, at_least: int = 0) -> Iterator[tuple[Inputs, Tensor]]:
         """Yield every sample with its label, for evaluation only; resident data in batches of at least so many."""
         for inputs, labels in self._send(self._with_labels(at_least)):
             assert labels is not None
@@ -206,7 +208,7 @@ class Feed:
             for start, end in batching.batch_bounds(len(self._inputs), max(self.batch_size, at_least)):
                 yield Rows(self._inputs, slice(start, end)), labels[start:end]
 
-    def subset(self, count: int, seed: int, at_least: int = 0) -> Iterator[Tensor]:
+    def subset(self, count: int, seed: int, at_least: int = 0) -> Iterator[Inputs]:
         """Yield at most `count` samples, the same ones each time; resident data in batches of at least so many."""
         if self._inputs is None:
             yield from self._send_inputs(local_parts(_merge_inputs(self._stream_beginning(count, seed))))
@@ -224,7 +226,7 @@ class Feed:
         bounds = batching.batch_bounds(len(chosen), max(self.batch_size, at_least))
         return [chosen[start:end] for start, end in bounds]
 
-    def _stream_beginning(self, count: int, seed: int) -> Iterator[Tensor]:
+    def _stream_beginning(self, count: int, seed: int) -> Iterator[Inputs]:
         for inputs, _ in self._stream(seed, shuffled=True):
             yield inputs[:count]
             count -= len(inputs)
@@ -244,7 +246,7 @@ class Feed:
         known = self.known_samples
         return None if known is None or batching.keeps_order(self._shuffled) else max(1, known // self.batch_size)
 
-    def epoch(self, seed: int, number: int, steps: int | None = None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def epoch(self, seed: int, number: int, steps: int | None = None) -> Iterator[tuple[Inputs, Tensor | None]]:
         """Yield batches of equal size in a random order that depends on `seed` and `number` alone.
 
         With `steps`, there are so many batches: the beginning of an epoch, or several epochs one after the other. With
@@ -263,7 +265,7 @@ class Feed:
         indices = (local_part(order[start : start + size]) for start in range(0, len(order) - size + 1, size))
         yield from self._send((Rows(whole, index), index) for index in indices)
 
-    def _stream_epochs(self, seed: int, steps: int | None) -> Iterator[Tensor]:
+    def _stream_epochs(self, seed: int, steps: int | None) -> Iterator[Inputs]:
         """Yield the batches of one pass over a stream, or so many batches of as many passes as it takes."""
         taken = again = 0
         while True:
@@ -294,16 +296,14 @@ class Feed:
             order = torch.cat([part[:each] for part in parts])[:wanted]
         return send(order, whole.device)
 
-    def prepare(self, inputs: Tensor) -> Tensor:
+    def prepare(self, inputs: Inputs) -> Inputs:
         """Bring inputs to the device and preprocess them there."""
         inputs = send(inputs, self.device)
         if self.preprocess is None:
             return inputs
-        prepared = self.preprocess(inputs)
-        check_preprocessed(prepared, inputs)
-        return prepared
+        return check_preprocessed(self.preprocess(unwrap_inputs(inputs)), inputs)
 
-    def _send(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def _send(self, batches: Iterable[Batch]) -> Iterator[tuple[Inputs, Tensor | None]]:
         """Bring batches to the device, ahead of time where they come from the host, and preprocess them there."""
         on_host = self._inputs is None or self._inputs.device.type == "cpu"
         copier = make_copier(self.device) if on_host else None
@@ -317,13 +317,13 @@ class Feed:
                 self.on_batch(len(inputs))
                 yield self.prepare(inputs), None if beside is None else send(beside, self.device)
 
-    def _send_inputs(self, batches: Iterable[Tensor | Rows]) -> Iterator[Tensor]:
+    def _send_inputs(self, batches: Iterable[Inputs | Rows]) -> Iterator[Inputs]:
         for inputs, _ in self._send((batch, None) for batch in batches):
             yield inputs
 
     def _stream(
         self, seed: int = 0, copy: bool = True, shuffled: bool = False
-    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+    ) -> Iterator[tuple[Inputs, Tensor | None]]:
         """Yield the batches of the loader; a loader that shuffles gives the order of the seed."""
         assert not isinstance(self._loader, tuple)
         # A list gives its own batches, and a loader that does not collate may give the same memory again.
@@ -359,20 +359,20 @@ class Feed:
             looks_labelled = listed and len(collector.sizes) == 2 and len(set(collector.sizes)) == 1
             check_shapes(collector.inputs[0], self._other, looks_labelled, self.what)
 
-    def _keep(self, inputs: Tensor, labels: Tensor | None, limit: int) -> None:
+    def _keep(self, inputs: Inputs, labels: Tensor | None, limit: int) -> None:
         check_not_empty(len(inputs), self.what)
         if not self._checked:
             check_finite(inputs, self.what)
         self._samples = len(inputs)
-        if inputs.is_inference() and not torch.is_inference_mode_enabled():
+        if any(leaf.is_inference() for _, leaf in list_leaves(inputs)) and not torch.is_inference_mode_enabled():
             # Nothing can be trained on tensors that were made in inference mode.
             inputs = inputs.clone()
-        fits = inputs.numel() * inputs.element_size() <= limit
+        fits = inputs.nbytes <= limit
         self._inputs = narrow_float64(inputs.detach(), self.device).to(self.device) if fits else inputs.detach()
         self._labels = None if labels is None else narrow_float64(labels, self.device).to(self.device)
 
 
-def _merge_inputs(stream: Iterable[Tensor]) -> Iterator[Tensor]:
+def _merge_inputs(stream: Iterable[Inputs]) -> Iterator[Inputs]:
     return (inputs for (inputs,) in batching.merge_lone_samples((inputs,) for inputs in stream))
 
 

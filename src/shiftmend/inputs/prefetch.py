@@ -18,6 +18,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from shiftmend.utils.tensor_tree import Inputs, TensorTree
+
 DEPTH = 3
 """Batches in pinned memory, and on the device beside those that the consumer keeps: one in use, the others ahead."""
 
@@ -25,21 +27,24 @@ THREAD_NAME = "shiftmend-prefetch"
 
 
 class Rows(NamedTuple):
-    """Some samples of a tensor in memory: those of an index, in its order, or those of a slice."""
+    """Some samples of inputs in memory: those of an index, in its order, or those of a slice."""
 
-    whole: Tensor
+    whole: Inputs
     where: Tensor | slice
 
-    def read(self) -> Tensor:
+    def read(self) -> Inputs:
         """Copy the samples, so that work in place never changes the caller's data."""
         rows = self.whole[self.where]
         return rows.clone() if isinstance(self.where, slice) else rows
 
 
-Batch: TypeAlias = "tuple[Tensor | Rows, Tensor | None]"
+Batch: TypeAlias = "tuple[Inputs | Rows, Tensor | None]"
 """Inputs, and what belongs to them: labels, or the index of the samples."""
 
-Arrived: TypeAlias = "tuple[Tensor, Tensor | None]"
+Arrived: TypeAlias = "tuple[Inputs, Tensor | None]"
+
+Part: TypeAlias = "Tensor | Rows | None"
+"""One tensor of a batch, or some samples of one tensor."""
 
 
 def read_batch(batch: Batch) -> Arrived:
@@ -162,7 +167,7 @@ def _prefetch_in_turn(batches: Iterable[Batch], copier: Copier, depth: int) -> G
 class _Transfer(NamedTuple):
     """A batch on its way."""
 
-    inputs: Tensor
+    inputs: Inputs
     beside: Tensor | None
     moved: list[Tensor]
     copied: Event
@@ -177,7 +182,7 @@ class _Slot:
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
-        self._memory: list[Tensor] = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
+        self._memory: list[Tensor] = []
         # Tensors that a loader has pinned must live until they have been copied, too.
         self._staged: list[Tensor] = []
         self._copied: Event | None = None
@@ -187,26 +192,28 @@ class _Slot:
         if self._copied is not None:
             self._copied.synchronize()
         with torch.inference_mode(False), torch.no_grad():
-            self._staged = [self._stage(place, part) for place, part in enumerate(batch) if _is_on_host(part)]
+            parts = [*_split_inputs(batch[0]), batch[1]]
+            self._staged = [self._stage(place, part) for place, part in enumerate(parts) if _is_on_host(part)]
             if room is not None:
                 room.synchronize()
             moved, self._copied = self._copier.send(self._staged)
         arrived = iter(moved)
-        inputs, beside = (next(arrived) if _is_on_host(part) else part for part in batch)
-        assert isinstance(inputs, Tensor)
+        *leaves, beside = (next(arrived) if _is_on_host(part) else part for part in parts)
         assert isinstance(beside, Tensor | None)
-        return _Transfer(inputs, beside, moved, self._copied)
+        return _Transfer(_join_inputs(batch[0], leaves), beside, moved, self._copied)
 
-    def _stage(self, place: int, part: Tensor | Rows | None) -> Tensor:
+    def _stage(self, place: int, part: Part) -> Tensor:
         """Put a part of a batch into memory that the device reads, with the strides of a plain copy."""
         assert part is not None
         if isinstance(part, Tensor) and part.is_pinned() and part.is_contiguous():
             # A loader with pin_memory=True made it.
             return part
         values = part.whole[part.where] if isinstance(part, Rows) and isinstance(part.where, slice) else part
+        assert not isinstance(values, TensorTree)
         if isinstance(values, Tensor):
             return self._reserve(place, torch.empty_like(values, device="meta"), len(values)).copy_(values)
         assert isinstance(values.where, Tensor)
+        assert isinstance(values.whole, Tensor)
         staged = self._reserve(place, values.whole[values.where[:1]], len(values.where))
         # Several times faster than whole[index].
         return torch.index_select(values.whole, 0, values.where, out=staged)
@@ -215,12 +222,29 @@ class _Slot:
         """Return a part of the memory with the type and strides of `like`, but for so many samples."""
         shape = (samples, *like.shape[1:])
         size = math.prod(shape) * like.element_size()
+        while len(self._memory) <= place:
+            self._memory.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
         if len(self._memory[place]) < size:
             self._memory[place] = self._copier.allocate(size)
         return self._memory[place][:size].view(like.dtype).as_strided(shape, like.stride())
 
 
-def _is_on_host(part: Tensor | Rows | None) -> bool:
+def _split_inputs(inputs: Inputs | Rows) -> list[Tensor | Rows]:
+    """List the parts of inputs: one for each tensor."""
+    if isinstance(inputs, Rows) and isinstance(inputs.whole, TensorTree):
+        return [Rows(leaf, inputs.where) for leaf in inputs.whole.leaves]
+    return [*inputs.leaves] if isinstance(inputs, TensorTree) else [inputs]
+
+
+def _join_inputs(inputs: Inputs | Rows, leaves: list[Part]) -> Inputs:
+    """Put what has arrived into the form of the inputs."""
+    there = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    assert len(there) == len(leaves)
+    like = inputs.whole if isinstance(inputs, Rows) else inputs
+    return like.with_leaves(there) if isinstance(like, TensorTree) else there[0]
+
+
+def _is_on_host(part: Part) -> bool:
     """Tell whether a part of a batch has to be copied; a tensor on a device stays as it is."""
     tensor = part.whole if isinstance(part, Rows) else part
-    return tensor is not None and tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return isinstance(tensor, Tensor) and tensor.device.type == "cpu" and tensor.layout == torch.strided

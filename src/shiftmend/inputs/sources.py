@@ -1,5 +1,6 @@
 """Sources of data: tensors, arrays, tables, a `Dataset`, a `DataLoader`, batches. The one place that refuses data.
 
+Inputs are a tensor, or several in a dict or a tuple. A tuple at the outside is inputs and labels.
 Reading a source gives the same order and the same augmentation for the same seed, whatever else draws random numbers.
 """
 
@@ -20,11 +21,12 @@ from shiftmend.errors import DataError
 from shiftmend.inputs.tables import Table, from_frame, is_frame
 from shiftmend.utils.checks import brief, counted, is_whole, kind
 from shiftmend.utils.devices import split_rows
+from shiftmend.utils.tensor_tree import Inputs, TensorTree, list_leaves
 
 DEFAULT_BATCH_SIZE = 256
 
 LABEL_NAMES = ("label", "labels", "target", "targets")
-"""Keys under which a dict may hold labels; any other key may hold the inputs."""
+"""Keys under which a dict may hold labels; any other key may hold inputs."""
 
 
 def find_table(source: Any, columns: Sequence[str], what: str) -> tuple[Any, tuple[str, ...]]:
@@ -49,13 +51,13 @@ def open_source(source: Any, batch_size: int | None, what: str) -> tuple[Any, in
     Error messages call the data `what`, e.g. "target data".
     """
     if isinstance(source, Mapping):
-        source = _pick_by_name(source)
-    if isinstance(source, Tensor | np.ndarray):
+        source = _split_by_name(source, what)
+    if isinstance(source, Tensor | np.ndarray | TensorTree):
         return (_as_inputs(source, what), None), None
     # A subclass of TensorDataset may give other samples than the tensors that it holds.
     if type(source) is TensorDataset:
         return (_as_inputs(source.tensors[0], what), source.tensors[1] if len(source.tensors) > 1 else None), None
-    if isinstance(source, tuple) and source and isinstance(source[0], Tensor | np.ndarray):
+    if isinstance(source, tuple) and is_inputs_and_labels(source):
         inputs = _as_inputs(source[0], what)
         labels = as_tensor(source[1], what) if len(source) > 1 and source[1] is not None else None
         if labels is not None and (labels.ndim == 0 or len(inputs) != len(labels)):
@@ -88,9 +90,24 @@ def open_source(source: Any, batch_size: int | None, what: str) -> tuple[Any, in
     )
 
 
+def is_inputs_and_labels(source: Sequence[Any]) -> bool:
+    """Tell inputs with labels (or None) from a tuple of batches, each of which may be a pair itself."""
+    if not source or isinstance(source[0], Tensor | np.ndarray | TensorTree):
+        return bool(source)
+    several = isinstance(source[0], Mapping | tuple | list)
+    return several and len(source) == 2 and isinstance(source[1], Tensor | np.ndarray | None)
+
+
 def _cannot_hold_batches(source: Any) -> bool:
     """Tell whether Python can iterate over something, but not by batches, or not twice."""
-    return isinstance(source, Iterator | str | bytes | Mapping | nn.Module) or hasattr(source, "to_numpy")
+    if isinstance(source, Iterator | str | bytes | Mapping | nn.Module) or hasattr(source, "to_numpy"):
+        return True
+    return _is_hugging_face(source)
+
+
+def _is_hugging_face(source: Any) -> bool:
+    """Tell a `datasets.Dataset`, which gives its rows, without a need for the package."""
+    return hasattr(source, "column_names") and hasattr(source, "with_format")
 
 
 def _suggest(source: Any) -> str:
@@ -99,19 +116,54 @@ def _suggest(source: Any) -> str:
         return " (a generator can be run through only once: make a list of it)"
     if isinstance(source, str | os.PathLike):
         return "; read the files first, e.g. shiftmend.image_folder(folder).images"
-    if isinstance(source, Mapping):
-        return "; pass the entry that holds the inputs"
+    if _is_hugging_face(source):
+        return "; try shiftmend.integrations.huggingface.as_dataset(rows, columns)"
     if hasattr(source, "images"):
         return "; pass its images, or (images, labels) to evaluate"
     return "; pass what its to_numpy() gives" if hasattr(source, "to_numpy") else ""
 
 
-def _pick_by_name(named: Mapping[Any, Any]) -> Any:
-    """Return (inputs, labels) of a dict such as {"image": ..., "label": ...}; the dict itself where there is doubt."""
-    arrays = {name: value for name, value in named.items() if isinstance(value, Tensor | np.ndarray) and value.ndim}
-    labels = [arrays[name] for name in LABEL_NAMES if name in arrays]
-    inputs = [value for name, value in arrays.items() if name not in LABEL_NAMES and value.ndim > 1]
-    return (*inputs, *labels) if len(inputs) == 1 and len(labels) < 2 else named
+def _split_by_name(named: Mapping[Any, Any], what: str) -> tuple[Any, Any]:
+    """Return inputs and labels (or None) of a dict such as {"image": ..., "label": ...}.
+
+    One entry with more than one axis is the inputs, and columns of numbers beside it, such as an index, are left out.
+    Otherwise all entries that hold numbers are inputs.
+    """
+    found = [name for name in LABEL_NAMES if _is_array(named.get(name))]
+    if len(found) > 1:
+        raise DataError(f"the {what} may hold labels under {' and '.join(map(repr, found))}; leave one of them out")
+    others = {name: value for name, value in named.items() if name not in LABEL_NAMES}
+    inputs = {name: value for name, value in others.items() if _holds_numbers(value, f"entry {name!r}", what)}
+    if not inputs:
+        raise DataError(
+            f"the {what} is a dict of {', '.join(map(repr, named)) or 'nothing'}; expected tensors or arrays of inputs "
+            "by name"
+        )
+    large = [value for value in inputs.values() if not _is_array(value) or value.ndim > 1]
+    alone = large if len(large) == 1 and _is_array(large[0]) else [*inputs.values()] if len(inputs) == 1 else []
+    return alone[0] if alone else inputs, named[found[0]] if found else None
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor | np.ndarray) and value.ndim > 0
+
+
+def _holds_numbers(value: Any, where: str, what: str) -> bool:
+    """Tell inputs from names, files and other things beside them; refuse a list of tensors or numbers."""
+    if isinstance(value, Mapping):
+        return any(_holds_numbers(part, f"{where}[{name!r}]", what) for name, part in value.items())
+    if isinstance(value, tuple):
+        return bool(value) and all(_holds_numbers(part, where, what) for part in value)
+    if isinstance(value, list) and value and not isinstance(value[0], str | bytes | None):
+        raise DataError(
+            f"{where} of the {what} is a list of {counted(len(value), _name_of_part(value[0]))}; expected one tensor "
+            "with a row for each sample: pad and stack them first"
+        )
+    return _is_array(value) and (isinstance(value, Tensor) or value.dtype.kind in "biufc")
+
+
+def _name_of_part(part: Any) -> str:
+    return "tensor" if isinstance(part, Tensor | np.ndarray) else type(part).__name__
 
 
 def as_tensor(values: Any, what: str) -> Tensor:
@@ -137,7 +189,11 @@ def as_tensor(values: Any, what: str) -> Tensor:
         raise DataError(f"the {what} holds {held}, which is no tensor of numbers; convert it first") from error
 
 
-def _as_inputs(values: Any, what: str) -> Tensor:
+def _as_inputs(values: Any, what: str) -> Inputs:
+    if isinstance(values, Mapping | tuple | list):
+        return _as_tree(values, what)
+    if isinstance(values, TensorTree):
+        return values
     inputs = as_tensor(values, what)
     if inputs.ndim == 0:
         raise DataError(f"the {what} is a single number; expected samples along the first axis")
@@ -147,11 +203,39 @@ def _as_inputs(values: Any, what: str) -> Tensor:
     return inputs
 
 
-def split_batch(batch: Any, what: str) -> tuple[Tensor, Tensor | None]:
+def _as_tree(values: Any, what: str) -> Inputs:
+    """Turn a dict or tuple of inputs into one object, after a look at whether all have as many samples."""
+    if isinstance(values, Mapping):
+        values = _split_by_name(values, what)[0]
+    if _is_array(values):
+        return _as_inputs(values, what)
+    tree = TensorTree(_convert(values, what))
+    if len(tree.leaves) == 1 and not isinstance(tree.value, Mapping):
+        return tree.leaves[0]
+    sizes = {name: len(leaf) for name, leaf in tree.named_leaves}
+    if len(set(sizes.values())) > 1:
+        found = ", ".join(f"{size} in {name!r}" for name, size in sizes.items())
+        raise DataError(
+            f"the inputs of the {what} differ in their number of samples: {found}; expected one row a sample in each"
+        )
+    return tree
+
+
+def _convert(value: Any, what: str) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _convert(part, what) for name, part in value.items() if _holds_numbers(part, repr(name), what)}
+    if isinstance(value, tuple | list):
+        return tuple(_convert(part, what) for part in value)
+    if not _is_array(value):
+        raise DataError(f"the {what} holds {kind(value)} among its inputs; expected tensors with one row a sample")
+    return _as_inputs(value, what)
+
+
+def split_batch(batch: Any, what: str) -> tuple[Inputs, Tensor | None]:
     """Return the inputs and, if there are any, the labels of a batch; drop what else a loader gives."""
     labels = None
     if isinstance(batch, Mapping):
-        batch = _pick_by_name(batch)
+        batch = _split_by_name(batch, what)
     if isinstance(batch, tuple | list) and batch:
         labels = batch[1] if len(batch) > 1 and isinstance(batch[1], Tensor | np.ndarray) else None
         batch = batch[0]
@@ -162,17 +246,27 @@ def split_batch(batch: Any, what: str) -> tuple[Tensor, Tensor | None]:
         labels = None
     if isinstance(batch, np.ndarray) and batch.ndim:
         batch = _as_inputs(batch, what)
-    if not isinstance(batch, Tensor) or batch.ndim == 0:
-        advice = ""
-        if isinstance(batch, Mapping):
-            advice = f": let the Dataset or collate_fn give one of its entries {', '.join(map(repr, batch))}"
-        elif isinstance(batch, int | float | list):
-            advice = ": a list is one of batches, make a tensor of numbers"
+    if _is_nested(batch):
+        batch = _as_tree(batch, what)
+        if labels is not None and len(labels) != len(batch):
+            raise DataError(
+                f"the {what} gives {counted(len(labels), 'label')} with inputs of {counted(len(batch), 'sample')}; a "
+                "list of samples has to be padded and stacked first, e.g. in collate_fn"
+            )
+    if not isinstance(batch, Tensor | TensorTree) or (isinstance(batch, Tensor) and batch.ndim == 0):
+        advice = ": a list is one of batches, make a tensor of numbers" if isinstance(batch, int | float | list) else ""
         raise DataError(
             f"the {what} gives batches of type {type(batch).__name__}; expected a tensor of inputs, or (inputs, ...)"
             f"{advice}"
         )
     return batch.detach(), labels
+
+
+def _is_nested(batch: Any) -> bool:
+    """Tell whether a batch holds several inputs: a loader makes lists of tuples."""
+    if isinstance(batch, tuple | list):
+        return bool(batch) and isinstance(batch[0], Tensor | np.ndarray | Mapping | tuple)
+    return isinstance(batch, Mapping)
 
 
 def check_batch_size(batch_size: Any) -> None:
@@ -192,11 +286,16 @@ def check_not_empty(samples: int, what: str, again: bool = False) -> None:
         raise DataError(f"the {what} is empty: expected at least one sample")
 
 
-def check_finite(inputs: Tensor, what: str, before: int | None = 0) -> None:
+def check_finite(inputs: Inputs, what: str, before: int | None = 0) -> None:
     """Refuse NaN and infinite inputs; looks at a part at a time, since they may be a file that is mapped into memory.
 
     `before` is how many samples came before these, None if their order is not that of the source.
     """
+    for name, leaf in list_leaves(inputs):
+        _check_finite(leaf, f"{what}, in {name!r}," if name else what, before)
+
+
+def _check_finite(inputs: Tensor, what: str, before: int | None) -> None:
     if not (inputs.is_floating_point() or inputs.is_complex()):
         return
     parts = split_rows(inputs)
@@ -209,12 +308,16 @@ def check_finite(inputs: Tensor, what: str, before: int | None = 0) -> None:
         raise DataError(f"the {what} has NaN or infinite values{place}; remove or repair such samples first")
 
 
-def check_shapes(first: Tensor, other: Tensor, looks_labelled: bool, what: str) -> None:
+def check_shapes(first: Inputs, other: Inputs, looks_labelled: bool, what: str) -> None:
     """Refuse batches that differ otherwise than in size, and a list of two that may be inputs and labels."""
     if looks_labelled:
         raise DataError(f"the batches of the {what} differ in shape; pass inputs with labels as a tuple, not as a list")
-    if first.ndim != other.ndim:
+    if _list_axes(first) != _list_axes(other):
         raise DataError(f"the batches of the {what} differ in shape; bring all to one shape")
+
+
+def _list_axes(inputs: Inputs) -> list[tuple[str, int]]:
+    return [(name, leaf.ndim) for name, leaf in list_leaves(inputs)]
 
 
 def check_labels(labels: Tensor | None, what: str) -> Tensor:
@@ -227,14 +330,20 @@ def check_labels(labels: Tensor | None, what: str) -> Tensor:
     return labels
 
 
-def check_preprocessed(result: Any, inputs: Tensor) -> None:
-    """Refuse what `preprocess` made of a batch unless it is a tensor of as many samples."""
-    if not isinstance(result, Tensor) or result.shape[:1] != inputs.shape[:1]:
-        gave = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else kind(result)
-        raise DataError(
-            f"preprocess made {gave} of inputs {list(inputs.shape)}; expected a tensor of as many samples: it gets "
-            "a whole batch and must return one"
-        )
+def check_preprocessed(result: Any, inputs: Inputs) -> Inputs:
+    """Return what `preprocess` made of a batch; refuse anything but inputs of as many samples."""
+    if isinstance(result, Tensor) and result.shape[:1] == (len(inputs),):
+        return result
+    if isinstance(result, Mapping | tuple):
+        made = _as_tree(result, "result of preprocess")
+        if len(made) == len(inputs):
+            return made
+    gave = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else kind(result)
+    given = f"{list(inputs.shape)}" if isinstance(inputs, Tensor) else f"of {counted(len(inputs), 'sample')}"
+    raise DataError(
+        f"preprocess made {gave} of inputs {given}; expected a tensor of as many samples: it gets "
+        "a whole batch and must return one"
+    )
 
 
 def iterate_seeded(loader: Iterable[Any], seed: int, what: str = "data") -> Iterator[Any]:

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.errors import TapError
+from shiftmend.introspection.call import call_model
 from shiftmend.introspection.modes import preserve_modes
 from shiftmend.introspection.outputs import find_tensors
 from shiftmend.introspection.taps import Tap, module_of
+from shiftmend.utils.tensor_tree import Inputs
 
 Side = Literal["input", "output"]
 
@@ -83,7 +85,7 @@ def attach_stored_feature_maps(model: nn.Module, state: Mapping[str, Any]) -> No
                 attach_feature_map(module, side, offset.to(place), None if matrix is None else matrix.to(place))
 
 
-def find_features(model: nn.Module, sample: Tensor, tap: Tap) -> Tensor:
+def find_features(model: nn.Module, sample: Inputs, tap: Tap) -> Tensor:
     """Return the features of a batch as the module of a tap has them, in eval mode and without an earlier map.
 
     Raises:
@@ -103,7 +105,7 @@ def find_features(model: nn.Module, sample: Tensor, tap: Tap) -> Tensor:
     try:
         with torch.no_grad(), preserve_modes(model):
             model.eval()
-            model(sample)
+            call_model(model, sample)
     finally:
         handle.remove()
     if len(seen) != 1 or not isinstance(seen[0], Tensor) or not seen[0].is_floating_point() or seen[0].ndim < 2:

@@ -163,7 +163,12 @@ def _follow_curves(inputs: Tensor, knots: Tensor, shifts: Tensor) -> Tensor:
     values = (inputs.movedim(1, 0) if by_unit else inputs).to(torch.promote_types(inputs.dtype, knots.dtype))
     rows = values.reshape(len(knots), -1)
     # Inputs that equal several knots belong behind the last of them, so neighbours below are never equal.
-    above = torch.searchsorted(knots, rows.detach().to(knots.dtype).contiguous(), right=True)
+    found = rows.detach().to(knots.dtype).contiguous()
+    if torch.compiler.is_exporting():
+        # ONNX has no search, and counting gives the same.
+        above = (found.unsqueeze(-1) >= knots.unsqueeze(1)).sum(-1)
+    else:
+        above = torch.searchsorted(knots, found, right=True)
     inside = (above > 0) & (above < knots.shape[1])
     low, high = (above - 1).clamp_min(0), above.clamp_max(knots.shape[1] - 1)
     first, last = torch.zeros_like(low), torch.full_like(low, knots.shape[1] - 1)

@@ -16,14 +16,23 @@ Entry = int | str | None
 
 
 def pick(value: Any, entry: Entry, what: str, example: str = "output={!r}") -> Tensor:
-    """Return the tensor that is meant in what a module returned; a tuple, a dict or a dataclass needs an entry.
+    """Return the tensor that is meant in what a module returned.
 
-    Error messages call the module `what`, and suggest an entry in the form of `example`.
+    A tuple, a dict or a dataclass needs an entry, unless it holds one tensor only, or one called `logits`. Error
+    messages call the module `what`, and suggest an entry in the form of `example`.
+
+    Example:
+        >>> import torch
+        >>> pick({"loss": torch.tensor(0.5), "logits": torch.zeros(3)}, None, "the model")
+        tensor([0., 0., 0.])
     """
     if entry is None:
         if isinstance(value, Tensor):
             return value
-        first = _first_entry(value)
+        tensors = {key: part for key, part in _list_entries(value) if isinstance(part, Tensor)}
+        if "logits" in tensors or len(tensors) == 1:
+            return tensors["logits"] if "logits" in tensors else next(iter(tensors.values()))
+        first = next((key for key in tensors if isinstance(key, int | str)), None)
         advice = "expected a tensor" if first is None else f"say which entry is meant, e.g. {example.format(first)}"
         raise TapError(f"{what} returned {_describe(value)}; {advice}")
     if isinstance(value, Tensor):
@@ -57,16 +66,13 @@ def find_tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def _first_entry(value: Any) -> int | str | None:
-    """Return the first entry that is a tensor, in the form that `pick` takes."""
-    entries: Iterable[tuple[Any, Any]] = ()
+def _list_entries(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the entries of what a module returned, with keys in the form that `pick` takes."""
     if isinstance(value, Mapping):
-        entries = value.items()
-    elif names := _field_names(value):
-        entries = ((name, getattr(value, name, None)) for name in names)
-    elif isinstance(value, tuple | list):
-        entries = enumerate(value)
-    return next((key for key, part in entries if isinstance(part, Tensor) and isinstance(key, int | str)), None)
+        return value.items()
+    if names := _field_names(value):
+        return ((name, getattr(value, name, None)) for name in names)
+    return enumerate(value) if isinstance(value, tuple | list) else ()
 
 
 def _field_names(value: Any) -> tuple[str, ...]:

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.errors import TapError
+from shiftmend.introspection.call import call_model
 from shiftmend.introspection.model_state import find_owners, is_trainable
 from shiftmend.introspection.modes import preserve_modes
 from shiftmend.introspection.outputs import Entry, find_tensors, pick
 from shiftmend.introspection.taps import Recorder, Tap, attach_taps, module_of
 from shiftmend.introspection.validate import check_model, run_checked
 from shiftmend.utils.checks import brief
+from shiftmend.utils.tensor_tree import Inputs
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class _Events:
 
 def trace(
     model: nn.Module,
-    sample: Tensor,
+    sample: Inputs,
     *,
     head: str | None = None,
     taps: Mapping[str, str | Tap] | None = None,
@@ -166,7 +168,7 @@ def _record_events(model: nn.Module, owners: list[str], tapped: set[str]) -> Ite
         yield events
 
 
-def _find_used_parameters(model: nn.Module, sample: Tensor, features: Tap) -> tuple[set[Tensor], set[Tensor]]:
+def _find_used_parameters(model: nn.Module, sample: Inputs, features: Tap) -> tuple[set[Tensor], set[Tensor]]:
     """Find the parameters that the features depend on, and those that the returned tensors depend on.
 
     Frozen layers count too, because the method decides what is trained. Parameters that no autograd graph shows, such
@@ -179,7 +181,7 @@ def _find_used_parameters(model: nn.Module, sample: Tensor, features: Tap) -> tu
                 parameter.requires_grad_(True)
             recorder = stack.enter_context(attach_taps(model, {"features": features}))
             model.eval()
-            returned = model(sample)
+            returned = call_model(model, sample)
             return _find_leaves(recorder.read()["features"]), _find_leaves(returned)
     except RuntimeError:
         # The model runs, but not with gradients: its weights were made in inference mode.

@@ -17,14 +17,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shiftmend.errors import AdaptationError, DataError, ShiftmendError, TapError
+from shiftmend.introspection.call import accepts, call_model
 from shiftmend.introspection.model_state import find_owners, is_trainable
 from shiftmend.introspection.modes import enter_eval, find_batch_norms, force_eager, is_exported, preserve_modes
 from shiftmend.introspection.outputs import Entry, find_tensors, pick
 from shiftmend.utils.checks import kind
+from shiftmend.utils.tensor_tree import Inputs, TensorTree, describe_samples
 
 _FORWARD_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
@@ -48,7 +50,7 @@ class Problem:
 
 def validate(
     model: Any,
-    samples: Sequence[Tensor] = (),
+    samples: Sequence[Inputs] = (),
     *,
     output: Entry = None,
     tapped: bool = True,
@@ -86,13 +88,13 @@ def validate(
     return problems or [*_check_forward(model, samples, output, original)]
 
 
-def check_model(model: nn.Module, samples: Sequence[Tensor] = (), **options: Any) -> None:
+def check_model(model: nn.Module, samples: Sequence[Inputs] = (), **options: Any) -> None:
     """Raise the first problem that `validate` finds, with the same arguments."""
     for problem in validate(model, samples, **options):
         raise problem.error(problem.message) from problem.cause
 
 
-def run_checked(model: nn.Module, sample: Tensor, *, output: Entry = None, original: nn.Module | None = None) -> Any:
+def run_checked(model: nn.Module, sample: Inputs, *, output: Entry = None, original: nn.Module | None = None) -> Any:
     """Run a model on a batch, raise the first problem that `validate` finds, and return the model's output."""
     returned = _try_forward(model, sample, original)
     for problem in [returned] if isinstance(returned, Problem) else _check_entry(returned, output):
@@ -173,7 +175,7 @@ def _check_weights(model: nn.Module) -> Iterator[Problem]:
 
 
 def _check_forward(
-    model: nn.Module, samples: Sequence[Tensor], output: Entry, original: nn.Module | None
+    model: nn.Module, samples: Sequence[Inputs], output: Entry, original: nn.Module | None
 ) -> Iterator[Problem]:
     """Run the model on each batch; batches differ in size where each is padded by itself."""
     for number, sample in enumerate(samples):
@@ -188,12 +190,12 @@ def _check_forward(
             yield from _check_entry(returned, output)
 
 
-def _try_forward(model: nn.Module, sample: Tensor, original: nn.Module | None) -> Any:
+def _try_forward(model: nn.Module, sample: Inputs, original: nn.Module | None) -> Any:
     """Run the model in eval mode, without gradients; return what the model returned, or the problem that it has."""
     try:
         with torch.no_grad(), preserve_modes(model), force_eager(model), _watch_original(original, model):
             enter_eval(model)
-            return model(sample)
+            return call_model(model, sample)
     except torch.OutOfMemoryError:
         raise
     except _OriginalCalled as error:
@@ -240,19 +242,20 @@ def _watch_original(original: nn.Module | None, copied: nn.Module) -> Iterator[N
         yield
 
 
-def _explain(model: nn.Module, sample: Tensor, error: Exception) -> str:
+def _explain(model: nn.Module, sample: Inputs, error: Exception) -> str:
     """Say in one sentence that a model does not take some inputs, and what to do."""
     lines = str(error).strip().splitlines()
     reason = lines[0] if lines and isinstance(error, _PLAIN_ERRORS) else " ".join([type(error).__name__, *lines[:1]])
-    dtype = str(sample.dtype).removeprefix("torch.")
     advice = _advise(model, sample)
-    return f"the model does not take inputs of shape {list(sample.shape[1:])} and type {dtype}: {reason}{advice}"
+    return f"the model does not take inputs of {describe_samples(sample)}: {reason}{advice}"
 
 
-def _advise(model: nn.Module, sample: Tensor) -> str:
+def _advise(model: nn.Module, sample: Inputs) -> str:
     """Suggest what to do about inputs of another type than the weights, too few of them, or without a batch axis."""
-    if not _takes_one_tensor(model):
-        return "; expected a model that is called with one tensor: wrap it in a module that takes one and passes it on"
+    if isinstance(sample, TensorTree):
+        return _advise_several(model, sample)
+    if not accepts(model, None):
+        return "; expected all inputs of a model that takes several: pass a dict by name, or ((a, b), labels) in order"
     if len(sample) == 1 and any(norm.running_mean is None for norm in find_batch_norms(model)):
         return "; it normalises by the batch, so give it at least two samples at once"
     if sample.ndim == 1:
@@ -270,12 +273,13 @@ def _advise(model: nn.Module, sample: Tensor) -> str:
     return f"; convert them as in training, e.g. preprocess=lambda inputs: inputs.to({wanted}){scale}"
 
 
-def _takes_one_tensor(model: nn.Module) -> bool:
-    """Tell whether `forward` can be called with one argument, as far as its signature shows."""
-    try:
-        # Some functions have no signature.
-        with suppress(ValueError):
-            inspect.signature(model.forward).bind(None)
-    except TypeError:
-        return False
-    return True
+def _advise_several(model: nn.Module, sample: TensorTree) -> str:
+    """Suggest which entries to leave out of inputs that are passed by name."""
+    if not isinstance(sample.value, Mapping) or accepts(model, **sample.value):
+        return ""
+    with suppress(ValueError):
+        taken = inspect.signature(model.forward).parameters
+        unknown = [name for name in sample.value if name not in taken]
+        if unknown:
+            return f"; leave out {', '.join(map(repr, unknown))}, which its forward does not take"
+    return ""

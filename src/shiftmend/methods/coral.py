@@ -22,6 +22,7 @@ from shiftmend.stats.gaussians import CovarianceTracker, FullGaussian
 from shiftmend.stats.histograms import RangeTracker
 from shiftmend.utils.checks import is_real
 from shiftmend.utils.devices import sum_dtype
+from shiftmend.utils.tensor_tree import Inputs
 
 RIDGE = 1e-6
 """Variance added to every unit on both sides, as a share of the mean variance at home: silent units stay so."""
@@ -46,7 +47,7 @@ class NEO(Method):
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         return [Stage("features", 1)]
 
-    def begin(self, model: nn.Module, sample: Tensor, profile: Profile | None) -> None:
+    def begin(self, model: nn.Module, sample: Inputs, profile: Profile | None) -> None:
         """Attach a map that changes nothing yet."""
         assert profile is not None
         tap = profile.specs["features"]
@@ -59,7 +60,7 @@ class NEO(Method):
         matrix = torch.eye(len(offset), dtype=dtype, device=features.device) if self.recolours else None
         attach_feature_map(module_of(model, tap), tap.side, offset, matrix)
 
-    def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Tensor], profile: Profile | None) -> None:
+    def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Inputs], profile: Profile | None) -> None:
         """Read the features of all inputs once and set the map."""
         assert profile is not None
         tap = profile.specs["features"]
@@ -107,7 +108,7 @@ class CORAL(NEO):
         if self.shrinkage is not None and not (is_real(self.shrinkage) and 0 <= self.shrinkage <= 1):
             raise AdaptationError(f"the shrinkage must lie between 0 (none) and 1, got {self.shrinkage!r}")
 
-    def begin(self, model: nn.Module, sample: Tensor, profile: Profile | None) -> None:
+    def begin(self, model: nn.Module, sample: Inputs, profile: Profile | None) -> None:
         """Attach a map that changes nothing yet, if the profile holds what it needs."""
         if profile is None or not isinstance(profile.gaussian, FullGaussian):
             raise AdaptationError(

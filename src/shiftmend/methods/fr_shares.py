@@ -20,11 +20,13 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from shiftmend.engine.method import Method, Network, Stage, check_epochs, check_positive
 from shiftmend.errors import AdaptationError, ProfileError
+from shiftmend.introspection.call import call_model
 from shiftmend.introspection.taps import attach_taps
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.shares import bin_weights, find_classes
 from shiftmend.stats.divergences import divergence
 from shiftmend.stats.histograms import Histogram
+from shiftmend.utils.tensor_tree import Inputs, concatenate
 
 NORMS = (_BatchNorm, _InstanceNorm, nn.LayerNorm, nn.GroupNorm)
 """Layers whose scale and offset are trained."""
@@ -64,7 +66,7 @@ class FRShares(Method):
     def smallest_batch(self, profile: Profile | None) -> int:
         return 2
 
-    def begin(self, model: nn.Module, sample: Tensor, profile: Profile | None) -> None:
+    def begin(self, model: nn.Module, sample: Inputs, profile: Profile | None) -> None:
         """Check that the profile holds histograms of its classes."""
         assert profile is not None
         try:
@@ -72,7 +74,7 @@ class FRShares(Method):
         except ProfileError as error:
             raise AdaptationError(f"{self.name}: {error}") from error
 
-    def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Tensor], profile: Profile | None) -> None:
+    def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Inputs], profile: Profile | None) -> None:
         """Train the normalisation layers and the class shares together."""
         assert profile is not None
         inputs = _collect(batches)
@@ -83,7 +85,7 @@ class FRShares(Method):
             optimiser.add_param_group({"params": [mixture.scores], "lr": self.share_rate})
             rng = torch.Generator().manual_seed(0)
             for rows in _draw_batches(len(inputs), self.steps, rng):
-                model(inputs[rows.to(inputs.device)])
+                call_model(model, inputs[rows.to(inputs.device)])
                 loss = mixture.divergence(tapped.read())
                 optimiser.zero_grad()
                 loss.backward()
@@ -132,16 +134,16 @@ def _trainable(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
             parameter.grad = None
 
 
-def _collect(batches: Iterable[Tensor]) -> Tensor:
+def _collect(batches: Iterable[Inputs]) -> Inputs:
     """Return the inputs of all batches, or evenly thinned out if they are too many to keep."""
-    kept: list[Tensor] = []
+    kept: list[Inputs] = []
     step, seen = 1, 0
     for batch in batches:
         kept.append(batch[-seen % step :: step])
         seen += len(batch)
         if sum(part.numel() for part in kept) > MAX_KEPT_VALUES:
-            kept, step = [torch.cat(kept)[::2]], 2 * step
-    return torch.cat(kept)
+            kept, step = [concatenate(kept)[::2]], 2 * step
+    return concatenate(kept)
 
 
 def _draw_batches(samples: int, number: int, rng: torch.Generator) -> Iterator[Tensor]:

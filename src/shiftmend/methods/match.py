@@ -20,6 +20,7 @@ from shiftmend.introspection.input_map import (
 from shiftmend.profiles.profile import Profile
 from shiftmend.stats.moments import Moments, MomentTracker, unit_shape
 from shiftmend.stats.quantiles import LEVELS, MAX_UNITS, Quantiles, QuantileTracker
+from shiftmend.utils.tensor_tree import Inputs, TensorTree
 
 MIN_PER_SEGMENT = 8
 """Values of the target between two knots of a curve, on average: of few values, only every other knot is used, or fewer
@@ -41,24 +42,26 @@ class MatchMean(Method):
     online: ClassVar[bool] = False
     several_processes: ClassVar[bool] = True
     reads_inputs: ClassVar[bool] = True
+    maps_inputs: ClassVar[bool] = True
     scales: ClassVar[bool] = False
     """Whether deviations are matched, too."""
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         return [Stage("inputs", 1)]
 
-    def begin(self, model: nn.Module, sample: Tensor, profile: Profile | None) -> None:
+    def begin(self, model: nn.Module, sample: Inputs, profile: Profile | None) -> None:
         """Attach an identity map, and raise if the inputs cannot be matched to the profile."""
+        sample = _one_tensor(sample, self.name)
         shape = _check_units(sample, len(_find_moments(profile).mean), self.name)
         dtype = torch.promote_types(sample.dtype, torch.float32)
         ones = torch.ones(shape, dtype=dtype, device=sample.device)
         attach_input_map(model, ones, torch.zeros_like(ones))
 
-    def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Tensor], profile: Profile | None) -> None:
+    def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Inputs], profile: Profile | None) -> None:
         """Compute the statistics of all inputs in one pass, and attach the map that matches them to the source."""
         tracker = MomentTracker()
         for batch in batches:
-            tracker.update(batch)
+            tracker.update(_one_tensor(batch, self.name))
         found, home = tracker.reduce_over_processes().exact(), _find_moments(profile)
         if found is None:
             raise _not_finite(self.name)
@@ -98,24 +101,26 @@ class MatchHistogram(Method):
     online: ClassVar[bool] = False
     several_processes: ClassVar[bool] = True
     reads_inputs: ClassVar[bool] = True
+    maps_inputs: ClassVar[bool] = True
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         return [Stage("inputs", 1)]
 
-    def begin(self, model: nn.Module, sample: Tensor, profile: Profile | None) -> None:
+    def begin(self, model: nn.Module, sample: Inputs, profile: Profile | None) -> None:
         """Attach identity curves, and raise if the inputs cannot be matched to the profile."""
+        sample = _one_tensor(sample, self.name)
         home = _find_quantiles(profile, sample)
         _check_units(sample, len(home.values), self.name)
         dtype = torch.promote_types(sample.dtype, torch.float32)
         knots = home.values.to(dtype).to(sample.device)
         attach_input_curve(model, knots, torch.zeros_like(knots))
 
-    def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Tensor], profile: Profile | None) -> None:
+    def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Inputs], profile: Profile | None) -> None:
         """Compute the quantiles of all inputs in one pass, and attach the curves that match them to the source."""
         tracker, sample = QuantileTracker(), torch.empty(0)
         for batch in batches:
-            tracker.update(batch)
-            sample = batch
+            sample = _one_tensor(batch, self.name)
+            tracker.update(sample)
         tracker = tracker.reduce_over_processes()
         found, home = tracker.exact(), _find_quantiles(profile, sample).values
         if found is None or len(found) != len(home):
@@ -154,6 +159,12 @@ def find_curves(target: Tensor, home: Tensor, samples: int) -> tuple[Tensor, Ten
     share = share - below
     filled = [torch.lerp(part[:, below], part[:, below + 1], share) for part in (knots, shifts)]
     return filled[0].cummax(1).values, filled[1]
+
+
+def _one_tensor(inputs: Inputs, name: str) -> Tensor:
+    if isinstance(inputs, TensorTree):
+        raise AdaptationError(f"{name} expected inputs of one tensor, got {len(inputs.names)}; try another method")
+    return inputs
 
 
 def _check_units(sample: Tensor, units: int, name: str) -> tuple[int, ...]:

@@ -19,9 +19,11 @@ from shiftmend.accelerate.precision import Precision
 from shiftmend.distributed.batch_norm import synchronised
 from shiftmend.distributed.collectives import all_processes, is_distributed
 from shiftmend.inputs.feed import Feed
+from shiftmend.introspection.call import call_model
 from shiftmend.introspection.modes import enter_eval, preserve_modes
 from shiftmend.introspection.taps import Tap, attach_taps
 from shiftmend.utils.rng import reseed
+from shiftmend.utils.tensor_tree import Inputs
 
 MAX_CAPTURED_VALUES = 1 << 14
 """Values of one sample, above which a pass is not captured: a graph keeps its memory, and large samples gain little."""
@@ -41,7 +43,7 @@ class Observation:
         labels: Labels of the batch, if the pass is over labelled data.
     """
 
-    inputs: Tensor
+    inputs: Inputs
     output: Any
     activations: dict[str, Tensor] = field(default_factory=dict)
     labels: Tensor | None = None
@@ -57,7 +59,7 @@ class Observer(Protocol[R]):
 
 def run_pass(
     model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor | None]],
+    batches: Iterable[tuple[Inputs, Tensor | None]],
     update: Callable[[Observation], None],
     *,
     taps: Mapping[str, Tap] | None = None,
@@ -80,16 +82,16 @@ def run_pass(
         enter_modes(model)
         for inputs, labels in batches:
             with precision():
-                output = model(inputs)
+                output = call_model(model, inputs)
             update(Observation(inputs, output, recorder.read() if recorder else {}, labels))
 
 
-def without_labels(batches: Iterable[Tensor]) -> Iterator[tuple[Tensor, None]]:
+def without_labels(batches: Iterable[Inputs]) -> Iterator[tuple[Inputs, None]]:
     """Pair each batch of inputs with None, as `run_pass` takes them."""
     return ((inputs, None) for inputs in batches)
 
 
-def worth_capturing(inputs: Tensor) -> bool:
+def worth_capturing(inputs: Inputs) -> bool:
     """Return whether a pass over these inputs consists of small kernels on a GPU."""
     return inputs.is_cuda and inputs[0].numel() <= MAX_CAPTURED_VALUES
 
@@ -149,20 +151,20 @@ class RepeatedPass(Generic[T]):
         """Drop the captured graph: the model has changed otherwise than in the values of its tensors."""
         self._replay = None
 
-    def _run(self, batches: Iterable[tuple[Tensor, Tensor | None]]) -> T:
+    def _run(self, batches: Iterable[tuple[Inputs, Tensor | None]]) -> T:
         observer = self.make_observer()
         run_pass(self.model, batches, observer.update, taps=self.taps, precision=self.precision)
         with torch.no_grad():
             return observer.result()
 
-    def _batches(self) -> Iterable[tuple[Tensor, Tensor | None]]:
+    def _batches(self) -> Iterable[tuple[Inputs, Tensor | None]]:
         if self.labelled:
             return self.feed.labelled_batches(self.feed.inference_batch_size)
         if self.limit is None:
             return without_labels(self.feed.batches(self.feed.inference_batch_size))
         return without_labels(self.feed.subset(self.limit, 0, self.feed.inference_batch_size))
 
-    def _captured_batches(self) -> Iterable[tuple[Tensor, Tensor | None]]:
+    def _captured_batches(self) -> Iterable[tuple[Inputs, Tensor | None]]:
         """Return the batches that a graph can read again: indices of a limited pass stay where they are."""
         feed, inputs = self.feed, self.feed.inputs
         if self.labelled or self.limit is None or inputs is None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shiftmend.distributed.batch_norm import synchronised
@@ -25,6 +25,7 @@ from shiftmend.utils.devices import device_of, resolve_device
 from shiftmend.utils.processes import of_first_process
 from shiftmend.utils.progress import PassProgress, Progress, progress_bar
 from shiftmend.utils.rng import isolate_rng
+from shiftmend.utils.tensor_tree import Inputs
 
 logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
@@ -65,7 +66,7 @@ def average_from_scratch(model: nn.Module) -> Iterator[None]:
             norm.momentum = momentum
 
 
-def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
+def estimate_statistics(model: nn.Module, batches: Iterable[Inputs]) -> None:
     """Replace the running statistics of a model by those of batches, in place; dropout is off."""
     with force_eager(model), average_from_scratch(model):
         run_pass(model, without_labels(batches), lambda seen: None, enter_modes=_enter_tracking)
@@ -97,7 +98,7 @@ def refresh_batchnorm(
     In a process group every process calls this with the same model and the same data and gets the same result.
 
     Args:
-        model: Any `nn.Module` that is called with one tensor. It is not changed.
+        model: Any `nn.Module`. It is not changed.
         source: A tensor, an array, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
         batch_size: Samples in a batch; at least 2.
         preprocess: Called with each batch on the device, before the model.

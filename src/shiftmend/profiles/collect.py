@@ -24,7 +24,6 @@ from shiftmend.introspection.validate import check_model, unwrap
 from shiftmend.passes.evaluation_pass import Observation, run_pass, without_labels
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.batchnorm import warn_if_stale
-from shiftmend.profiles.fingerprints import InputSummary
 from shiftmend.profiles.presets import Preset
 from shiftmend.profiles.presets import preset as find_preset
 from shiftmend.profiles.profile import Profile, as_profile
@@ -99,9 +98,9 @@ def profile(
     runs its share of every batch.
 
     Args:
-        model: Any `nn.Module` that is called with one tensor.
-        source: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
-            The names of a data frame's columns are remembered.
+        model: Any `nn.Module`. Inputs in a dict are passed by name, and those in a tuple in order.
+        source: A tensor, an array, a data frame, a dict of arrays, a `Dataset` or a `DataLoader`, of inputs or of
+            (inputs, anything). The names of a data frame's columns are remembered.
         preset: Bins and loss: `"reference"` (the default), `"paper"` or `"sliced"`.
         bins: Bins of your own. By default those of the preset, softer (temperature 0.05) without BatchNorm.
         head: Name of the module that classifies, if it is not found by itself.
@@ -156,7 +155,9 @@ def profile(
         progress_bar(progress, "profiling", None) as bar,
     ):
         model.eval()
-        summary = replace(InputSummary.from_batches(feed.batches()), columns=feed.columns)
+        summary = fingerprints.summarise(feed.batches())
+        if isinstance(summary, fingerprints.InputSummary):
+            summary = replace(summary, columns=feed.columns)
         specs = trace(model, feed.first(2), head=head, taps=like.specs if like else taps, output=output).taps
         _check_agreement(model, feed, (specs, chosen.name, cut, full, keep_bytes), like)
         with all_processes(), synchronised(model):
@@ -268,8 +269,9 @@ class _Passes:
             if kept is not None:
                 kept.append(samples)
             if self.number == 1:
-                self.input_moments.update(seen.inputs)
                 self.answers.update(samples["logits"])
+            if self.number == 1 and isinstance(seen.inputs, Tensor):
+                self.input_moments.update(seen.inputs)
                 self.input_quantiles.update(seen.inputs)
             advance(len(seen.inputs))
             update(samples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from shiftmend.stats.histograms import RangeTracker
 from shiftmend.stats.moments import MAX_CHANNELS
 from shiftmend.utils.devices import split_rows
 from shiftmend.utils.gpu_sharing import is_sharing_gpu
+from shiftmend.utils.tensor_tree import Inputs, TensorTree
 
 MAX_SUMMARISED_INPUTS = 4096
 """Samples that describe the inputs: enough for a mean, and cheap."""
@@ -59,15 +61,18 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-def digest(values: Tensor) -> str:
+def digest(values: Inputs) -> str:
     """Compute the SHA-256 over shape, type and values, a part at a time, so that nothing large is copied."""
+    if isinstance(values, TensorTree):
+        lines = (f"{name}:{digest(leaf)}" for name, leaf in values.named_leaves)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
     result = hashlib.sha256(f"{tuple(values.shape)} {values.dtype}".encode())
     for part in split_rows(values):
         result.update(tensor_bytes(part))
     return result.hexdigest()
 
 
-def start_digest(values: Tensor) -> Callable[[], str]:
+def start_digest(values: Inputs) -> Callable[[], str]:
     """Start to compute `digest` in a thread, and return a function that waits for the result.
 
     Hashing releases the interpreter lock, so the caller can go on meanwhile. Large data, and data of threads that share
@@ -112,42 +117,21 @@ class InputSummary:
         Infinite values, and values beyond float32, count as the largest float32: a file holds no infinities. NaN is
         refused: the data had none, so preprocessing must have made it.
         """
-        # One tracker for each number of channels: of sequences it may differ between batches.
-        trackers: dict[int, RangeTracker] = {}
-        seen, shape, dtype, nans = 0, None, "", []
+        summing = _Summing(most)
         for batch in batches:
-            sizes = tuple(batch.shape[1:])
-            shape = sizes if shape is None or len(shape) != len(sizes) else _common_shape(shape, sizes)
-            dtype = dtype or str(batch.dtype).removeprefix("torch.")
-            for part in split_rows(batch[: most - seen]):
-                values = (torch.view_as_real(part) if part.is_complex() else part).float()
-                nans.append(values.isnan().any())
-                values = values.nan_to_num()
-                by_channel = values.ndim > 2 and values.shape[1] <= MAX_CHANNELS
-                rows = values.movedim(1, -1).flatten(0, -2) if by_channel else values.reshape(-1, 1)
-                trackers.setdefault(rows.shape[1], RangeTracker()).update(rows)
-            seen += len(batch)
-            if seen >= most:
+            summing.add(batch)
+            if summing.seen >= most:
                 break
-        assert shape is not None, "feeds refuse empty data"
-        if bool(torch.stack(nans).any()):
-            raise DataError(
-                "the inputs are finite before preprocess and NaN behind it; expected numbers: look at it first"
-            )
-        mean, deviation = _combine_moments([*trackers.values()])
-        return InputSummary(
-            shape,
-            dtype,
-            min(float(tracker.low.min()) for tracker in trackers.values()),
-            max(float(tracker.high.max()) for tracker in trackers.values()),
-            tuple(round(value, 6) for value in mean.tolist()),
-            tuple(round(value, 6) for value in deviation.tolist()),
-        )
+        return summing.finish()
 
     @property
     def sizes(self) -> tuple[str, ...]:
         """The shape as text, with "any" for sizes that differ."""
         return tuple(str(size) if size else "any" for size in self.shape)
+
+    def describe(self) -> str:
+        """Describe shape, type and range in one line."""
+        return f"{_as_list(self.sizes)} {self.dtype} in [{self.low:.3g}, {self.high:.3g}]"
 
     def has_shape(self, shape: Sequence[int]) -> bool:
         """Say if samples may have this shape."""
@@ -214,11 +198,13 @@ class InputSummary:
             tuple(columns),
         )
 
-    def differences(self, target: InputSummary) -> list[str]:
+    def differences(self, target: Summary) -> list[str]:
         """List hints that the target is preprocessed differently from the source, in words.
 
         A new device changes the inputs as well, so none of these is certain: they are reasons to look.
         """
+        if not isinstance(target, InputSummary):
+            return [f"they are {_name_parts(target)}, at the source they were {_name_parts(self)}"]
         found = []
         if target.dtype != self.dtype:
             found.append(f"they are {target.dtype}, at the source they were {self.dtype}")
@@ -242,6 +228,132 @@ class InputSummary:
             if as_is > 0.05 * span and flipped < 0.25 * as_is:
                 found.append("their channels fit the source better in reverse order: BGR instead of RGB?")
         return found
+
+
+class _Summing:
+    """What a summary needs of the first samples of one tensor."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.seen = most, 0
+        # One tracker for each number of channels: of sequences it may differ between batches.
+        self._trackers: dict[int, RangeTracker] = {}
+        self._shape: tuple[int, ...] | None = None
+        self._dtype = ""
+        self._nans: list[Tensor] = []
+
+    def add(self, batch: Tensor) -> None:
+        sizes, shape = tuple(batch.shape[1:]), self._shape
+        self._shape = sizes if shape is None or len(shape) != len(sizes) else _common_shape(shape, sizes)
+        self._dtype = self._dtype or str(batch.dtype).removeprefix("torch.")
+        for part in split_rows(batch[: self.most - self.seen]):
+            values = (torch.view_as_real(part) if part.is_complex() else part).float()
+            self._nans.append(values.isnan().any())
+            values = values.nan_to_num()
+            by_channel = values.ndim > 2 and values.shape[1] <= MAX_CHANNELS
+            rows = values.movedim(1, -1).flatten(0, -2) if by_channel else values.reshape(-1, 1)
+            self._trackers.setdefault(rows.shape[1], RangeTracker()).update(rows)
+        self.seen += len(batch)
+
+    def finish(self) -> InputSummary:
+        assert self._shape is not None, "feeds refuse empty data"
+        if bool(torch.stack(self._nans).any()):
+            raise DataError(
+                "the inputs are finite before preprocess and NaN behind it; expected numbers: look at it first"
+            )
+        trackers = [*self._trackers.values()]
+        mean, deviation = _combine_moments(trackers)
+        return InputSummary(
+            self._shape,
+            self._dtype,
+            min(float(tracker.low.min()) for tracker in trackers),
+            max(float(tracker.high.max()) for tracker in trackers),
+            tuple(round(value, 6) for value in mean.tolist()),
+            tuple(round(value, 6) for value in deviation.tolist()),
+        )
+
+
+@dataclass(frozen=True)
+class TreeSummary:
+    """The summaries of several inputs, by name."""
+
+    parts: dict[str, InputSummary]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns: several inputs have none."""
+        return ()
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """The shape of each part as text."""
+        return tuple(f"{name} {_as_list(part.sizes)}" for name, part in self.parts.items())
+
+    def describe(self) -> str:
+        """Describe all parts in one line."""
+        return ", ".join(f"{name} {part.describe()}" for name, part in self.parts.items())
+
+    def differences(self, target: Summary) -> list[str]:
+        """List hints that the target is preprocessed differently from the source, in words."""
+        if not isinstance(target, TreeSummary) or sorted(target.parts) != sorted(self.parts):
+            return [f"they are {_name_parts(target)}, at the source they were {_name_parts(self)}"]
+        return [
+            f"in {name!r} {difference}"
+            for name, part in self.parts.items()
+            for difference in part.differences(target.parts[name])
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the summaries as JSON."""
+        return {"parts": {name: part.to_json() for name, part in self.parts.items()}}
+
+
+Summary = InputSummary | TreeSummary
+"""A summary of inputs of either kind."""
+
+
+def summarise(batches: Iterable[Inputs], most: int = MAX_SUMMARISED_INPUTS) -> Summary:
+    """Summarise the first `most` samples of batches; of several inputs each by itself."""
+    batches = iter(batches)
+    first = next(batches)
+    if not isinstance(first, TensorTree):
+        return InputSummary.from_batches(itertools.chain([first], batches), most)  # type: ignore[arg-type]
+    parts = {name: _Summing(most) for name in first.names}
+    seen = 0
+    for batch in itertools.chain([first], batches):
+        assert isinstance(batch, TensorTree)
+        for name, leaf in batch.named_leaves:
+            parts[name].add(leaf)
+        seen += len(batch)
+        if seen >= most:
+            break
+    return TreeSummary({name: part.finish() for name, part in parts.items()})
+
+
+def mix_summaries(parts: Sequence[Summary], sizes: Sequence[float]) -> Summary:
+    """Summarise several sets of inputs of these sizes together; return the first where their kinds differ."""
+    first = parts[0]
+    single = [part for part in parts if isinstance(part, InputSummary)]
+    if len(single) == len(parts):
+        return InputSummary.mix(single, sizes)
+    several = [part for part in parts if isinstance(part, TreeSummary) and isinstance(first, TreeSummary)]
+    if len(several) < len(parts) or len({tuple(part.parts) for part in several}) > 1:
+        return first
+    names = several[0].parts
+    return TreeSummary({name: InputSummary.mix([part.parts[name] for part in several], sizes) for name in names})
+
+
+def read_summary(data: Any) -> Summary:
+    """Undo `to_json` of either kind; refuse anything that does not fit, since the data may come from any file."""
+    if not isinstance(data, dict) or set(data) != {"parts"}:
+        return InputSummary.from_json(data)
+    parts = data["parts"]
+    if not isinstance(parts, dict) or not parts:
+        raise ShiftmendError("the description of its inputs has entries of the wrong kind")
+    return TreeSummary({name: InputSummary.from_json(part) for name, part in parts.items()})
+
+
+def _name_parts(summary: Summary) -> str:
+    return ", ".join(map(repr, summary.parts)) if isinstance(summary, TreeSummary) else "one tensor"
 
 
 def _common_shape(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from shiftmend.errors import ProfileError
 from shiftmend.introspection.taps import Tap
 from shiftmend.introspection.validate import unwrap
 from shiftmend.profiles import fingerprints
-from shiftmend.profiles.fingerprints import InputSummary
+from shiftmend.profiles.fingerprints import Summary, mix_summaries
 from shiftmend.profiles.rehearsal import Rehearsal
 from shiftmend.stats.gaussians import FullGaussian, MarginalGaussian
 from shiftmend.stats.histograms import Bins, Histogram
@@ -66,7 +66,7 @@ class Profile:
     """Fingerprint of the model's layers."""
     weights: str
     """Fingerprint of the model's weights."""
-    inputs: InputSummary
+    inputs: Summary
     inputs_seen: int
     """The number of source inputs."""
     shares: tuple[float, ...] = ()
@@ -283,7 +283,7 @@ class Profile:
                 "The weights of the model are not those that the profile was made with; results may mislead."
             )
 
-    def check_inputs(self, target: InputSummary) -> None:
+    def check_inputs(self, target: Summary) -> None:
         """Log a warning if the target seems to be preprocessed differently from the source."""
         for difference in self.inputs.differences(target):
             logger.warning("look at the preprocessing of the target inputs: %s", difference)
@@ -292,8 +292,7 @@ class Profile:
         lines = [
             f"Profile of {counted(self.samples, 'source sample')}, preset {self.preset!r}, shiftmend {self.library}",
             f"  bins        {self.bins.inner} inner + 2 outer, temperature {self.bins.temperature:g}",
-            f"  inputs      [{', '.join(self.inputs.sizes)}] {self.inputs.dtype} in "
-            f"[{self.inputs.low:.3g}, {self.inputs.high:.3g}]",
+            f"  inputs      {self.inputs.describe()}",
         ]
         if columns := self.inputs.columns:
             lines.append(f"  columns     {len(columns)}, from {columns[0]!r} to {columns[-1]!r}")
@@ -355,7 +354,7 @@ def _mix(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
     sizes = [part.inputs_seen * number for part, number in zip(parts, times, strict=True)]
     return replace(
         first,
-        inputs=InputSummary.mix([part.inputs for part in parts], sizes),
+        inputs=mix_summaries([part.inputs for part in parts], sizes),
         inputs_seen=round(sum(sizes)),
         shares=(),
         rehearsal=None,  # It belongs to the profile that was rehearsed with.

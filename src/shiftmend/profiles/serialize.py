@@ -28,7 +28,7 @@ from shiftmend.introspection.taps import Tap
 
 # Collecting imports the module of every statistic, which registers its kind.
 from shiftmend.profiles import collect  # noqa: F401
-from shiftmend.profiles.fingerprints import InputSummary
+from shiftmend.profiles.fingerprints import read_summary
 from shiftmend.profiles.presets import PRESETS
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import Rehearsal
@@ -228,7 +228,7 @@ def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
         preset=preset,
         architecture=_read_text(facts["architecture"], "architecture", _SHA256),
         weights=_read_text(facts["weights"], "weights", _SHA256),
-        inputs=InputSummary.from_json(facts["inputs"]),
+        inputs=read_summary(facts["inputs"]),
         inputs_seen=read_whole_number(facts["inputs_seen"], "the number of inputs"),
         shares=_read_shares(facts.get("shares", [])),
         library=_read_text(facts["library"], "library", "[ -~]{1,64}"),

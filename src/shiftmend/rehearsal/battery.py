@@ -26,6 +26,7 @@ from shiftmend.rehearsal import devices as simulated
 from shiftmend.utils.checks import check_function
 from shiftmend.utils.checks import kind as kind_of
 from shiftmend.utils.devices import split_rows
+from shiftmend.utils.tensor_tree import Inputs, TensorTree, list_leaves, unwrap_inputs, wrap_inputs
 
 Kind = Literal["image", "signal", "table"]
 
@@ -57,7 +58,7 @@ class SimulatedDevice:
 
     name: str
     family: str
-    apply: Callable[[Tensor, float, int], Tensor]
+    apply: Callable[[Any, float, int], Any]
     mendable: bool = True
 
 
@@ -78,9 +79,10 @@ class PlannedShift:
         """The family of the device."""
         return self.device.family
 
-    def __call__(self, inputs: Tensor, seed: int = 0) -> Tensor:
+    def __call__(self, inputs: Inputs, seed: int = 0) -> Inputs:
         """Send inputs through the device."""
-        return self.device.apply(inputs, self.strength, seed)
+        shifted: Inputs = self.device.apply(inputs, self.strength, seed)
+        return shifted
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,21 +121,26 @@ class _OwnFunction:
     """A function of the user in the form of a device; strength and seed are ignored."""
 
     name: str
-    function: Callable[[Tensor], Tensor]
+    function: Callable[[Any], Any]
 
-    def __call__(self, inputs: Tensor, strength: float, seed: int) -> Tensor:
+    def __call__(self, inputs: Inputs, strength: float, seed: int) -> Inputs:
         # A function that works in place must not change the data at home.
-        shifted = self.function(inputs.clone())
-        if not isinstance(shifted, Tensor) or (shifted.shape, shifted.dtype) != (inputs.shape, inputs.dtype):
-            got = _describe(shifted) if isinstance(shifted, Tensor) else kind_of(shifted)
-            raise DataError(
-                f"Expected {_describe(inputs)} from {self.name!r} of the battery, got {got}. "
-                "Try to keep shape and dtype of the inputs."
-            )
-        return shifted
+        shifted = self.function(unwrap_inputs(inputs.clone()))
+        if isinstance(shifted, Tensor | tuple | Mapping):
+            wrapped = wrap_inputs(shifted)
+            if _list_kinds(wrapped) == _list_kinds(inputs):
+                return wrapped
+        raise DataError(
+            f"Expected {_describe(inputs)} from {self.name!r} of the battery, got {_describe(shifted)}. "
+            "Try to keep shape and dtype of the inputs."
+        )
 
 
-def list_devices(inputs: Tensor, kind: Kind | None = None) -> list[SimulatedDevice]:
+def _list_kinds(inputs: Inputs) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    return sorted((name, tuple(leaf.shape), leaf.dtype) for name, leaf in list_leaves(inputs))
+
+
+def list_devices(inputs: Inputs, kind: Kind | None = None) -> list[SimulatedDevice]:
     """List the simulated devices for a kind of input, adjusted to its range at home.
 
     Args:
@@ -151,6 +158,10 @@ def list_devices(inputs: Tensor, kind: Kind | None = None) -> list[SimulatedDevi
     >>> sorted({device.family for device in list_devices(torch.rand(8, 5))})[:4]
     ['baseline', 'cross-talk', 'defects', 'gain']
     """
+    if isinstance(inputs, TensorTree):
+        raise DataError(
+            f"Expected inputs of one tensor, got {', '.join(inputs.names)}. Try battery= with functions of your own."
+        )
     found, shape = _recognise(inputs, kind)
     values = inputs.reshape(-1, *shape)
     measures: dict[str, Callable[[Tensor], Any]] = {
@@ -187,13 +198,16 @@ def _recognise(inputs: Tensor, kind: Kind | None) -> tuple[Kind, tuple[int, ...]
     return found, sample
 
 
-def _describe(inputs: Tensor) -> str:
+def _describe(inputs: Any) -> str:
+    if isinstance(inputs, TensorTree):
+        return ", ".join(f"{name} {_describe(leaf)}" for name, leaf in inputs.named_leaves)
+    if not isinstance(inputs, Tensor):
+        return kind_of(inputs)
     return f"{str(inputs.dtype).removeprefix('torch.')} {list(inputs.shape)}"
 
 
 def from_functions(
-    functions: Sequence[Callable[[Tensor], Tensor] | tuple[str, Callable[[Tensor], Tensor]]]
-    | Mapping[str, Callable[[Tensor], Tensor]],
+    functions: Sequence[Callable[[Any], Any] | tuple[str, Callable[[Any], Any]]] | Mapping[str, Callable[[Any], Any]],
 ) -> list[PlannedShift]:
     """Make a battery of functions that turn inputs into inputs of the same shape and dtype.
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shiftmend.engine.method import Method, describe_method
 from shiftmend.errors import DataError
 from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal, RehearsedShift, empty_estimates, format_score
 from shiftmend.rehearsal.battery import PlannedShift, from_functions, list_devices
 from shiftmend.utils.json import dumps
+from shiftmend.utils.tensor_tree import Inputs
 
 SAME_SCORE = 0.02
 """Difference between scores of the untouched model on one shift that rounding on another machine may bring: in
@@ -38,7 +38,7 @@ def find_missing(record: Rehearsal, methods: Mapping[str, Method]) -> dict[str, 
     return {name: method for name, method in methods.items() if name not in record.candidates}
 
 
-def plan_again(record: Rehearsal, inputs: Tensor, battery: Any) -> list[PlannedShift]:
+def plan_again(record: Rehearsal, inputs: Inputs, battery: Any) -> list[PlannedShift]:
     """Return the shifts of the stored rehearsal, at their strengths."""
     if battery is None:
         devices = {(one.name, one.family): one for one in list_devices(inputs)}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.accelerate.precision import nothing_cached
-from shiftmend.adaptation.auto import CANDIDATES, CandidateNames, list_candidates, try_candidates
+from shiftmend.adaptation.auto import CANDIDATES, CandidateNames, choose_usual, list_candidates, try_candidates
 from shiftmend.adaptation.run import Settings, prepare
 from shiftmend.engine.method import Method, describe_method
 from shiftmend.errors import DataError, ShiftmendError
@@ -53,6 +53,7 @@ from shiftmend.utils.json import dumps
 from shiftmend.utils.logs import hide_warnings
 from shiftmend.utils.progress import Bar, Progress, progress_bar
 from shiftmend.utils.rng import isolate_rng
+from shiftmend.utils.tensor_tree import Inputs
 from shiftmend.verification import predictions
 from shiftmend.verification.estimate import MIN_CELLS, cross_fit
 from shiftmend.verification.predictions import as_class_logits
@@ -185,7 +186,7 @@ def rehearse(
         raise DataError(f"shifts must be a whole number of at least 1, got {brief(shifts)}")
     world = _Home.open(model, home, profile, settings, ignore_label)
     if candidates is None:
-        candidates = QUICK_CANDIDATES if quick else CANDIDATES
+        candidates = choose_usual(QUICK_CANDIDATES if quick else CANDIDATES, profile)
         by_class = per_class and world.task == "classes"
         candidates = tuple(name for name in candidates if by_class or not METHODS[name].frees_shares)
     methods = list_candidates(candidates, profile)
@@ -262,7 +263,7 @@ class _Home:
 
     model: nn.Module
     profile: Profile
-    inputs: Tensor
+    inputs: Inputs
     labels: Tensor
     labelled: bool
     task: Task
@@ -301,7 +302,7 @@ class _Home:
         task: Task = "quantities" if labels.is_floating_point() else "classes"
         return _Home(model, profile, inputs, labels, labelled, task, settings, ignore_label)
 
-    def feed(self, inputs: Tensor) -> Feed:
+    def feed(self, inputs: Inputs) -> Feed:
         """Return inputs as a feed with the options of the rehearsal."""
         own = self.settings
         return Feed(inputs, batch_size=own.batch_size, device=resolve_device(own.device), preprocess=own.preprocess)
@@ -312,7 +313,7 @@ class _Home:
             return torch.arange(self.samples)
         return random_order(self.samples, self.settings.seed + 7919 * (number + 1))[:size].sort().values
 
-    def score(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
+    def score(self, model: nn.Module, inputs: Inputs, labels: Tensor) -> float:
         """Return the accuracy of a model, or its root mean square error."""
         own = self.settings
         found = Evaluator(
@@ -410,7 +411,7 @@ class _Home:
                     trackers[name][number].update(values)
                 trackers["slices"][number].update(slices.projector(own["features"]))
 
-        def pairs() -> Iterator[tuple[Tensor, Tensor | None]]:
+        def pairs() -> Iterator[tuple[Inputs, Tensor | None]]:
             labels, done = self.labels.flatten().long().cpu(), 0
             for batch in self.feed(self.inputs).batches():
                 yield batch, labels[done : done + len(batch)]
@@ -473,13 +474,15 @@ class _Home:
             return from_functions(battery)
         some = self.draw(min(PLANNING_SAMPLES, self.samples), 1)
         inputs, labels = self.inputs[some.to(self.inputs.device)], self.labels[some.to(self.labels.device)]
+        devices = list_devices(self.inputs)
+        assert isinstance(inputs, Tensor), "`list_devices` refuses several inputs"
         sign, ruined = 1.0, None
         if self.task == "quantities":
             # A model that always gives the mean is of no use; errors beyond count as ruin.
             sign, ruined = -1.0, -float(labels.double().std())
         return plan_battery(
             inputs,
-            list_devices(self.inputs),
+            devices,
             lambda shifted: sign * self.score(self.model, shifted, labels),
             size=number,
             seed=self.settings.seed,
@@ -513,7 +516,7 @@ class _Job:
     home: _Home
     record: Rehearsal
     methods: Mapping[str, Method]
-    inputs: Tensor
+    inputs: Inputs
     labels: Tensor
 
 

@@ -24,6 +24,7 @@ from shiftmend.evaluation.evaluate import metrics_for
 from shiftmend.evaluation.regression import RegressionMetrics, RegressionScores, match_shapes
 from shiftmend.inputs.feed import Feed, Preprocess
 from shiftmend.inputs.sources import as_tensor
+from shiftmend.introspection.call import call_model
 from shiftmend.introspection.model_state import on_device
 from shiftmend.introspection.modes import enter_eval, preserve_modes
 from shiftmend.introspection.outputs import Entry, pick
@@ -32,7 +33,7 @@ from shiftmend.introspection.validate import check_model, unwrap
 from shiftmend.methods import METHODS
 from shiftmend.passes.evaluation_pass import Observation, run_pass
 from shiftmend.profiles import fingerprints
-from shiftmend.profiles.fingerprints import InputSummary
+from shiftmend.profiles.fingerprints import InputSummary, Summary, summarise
 from shiftmend.profiles.profile import Profile, as_profile
 from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal
 from shiftmend.report.estimates import find_estimates, is_made_with
@@ -42,6 +43,7 @@ from shiftmend.stats.histograms import Bins, Histogram
 from shiftmend.utils.checks import brief, check_classes, is_whole, kind
 from shiftmend.utils.devices import resolve_device, send, split_rows, sum_dtype
 from shiftmend.utils.rng import isolate_rng
+from shiftmend.utils.tensor_tree import Inputs, TensorTree, wrap_inputs
 from shiftmend.verification.class_shares import Shares
 from shiftmend.verification.signals import Tally, class_logits
 from shiftmend.verification.verdict import FAILED, RESTORED, Verification, chance_of
@@ -328,7 +330,7 @@ def gather(
         stack.enter_context(isolate_rng(place, check))
         temperature = 1.0 if result is None else read_temperature(result.manifest)
         observers = _observe(models, feed, profile, targets, output, ignore_label, temperature)
-        summary = InputSummary.from_batches(feed.batches())
+        summary = summarise(feed.batches())
         shown = _pick_samples(models, feed, profile, targets, output, samples)
         mending = None if result is None else _describe_mending(result, file, feed, profile)
         same_data = None if mending is None else mending.same_data
@@ -413,7 +415,7 @@ def _name_classes(classes: Sequence[str] | None, count: int) -> tuple[str, ...]:
 def _list_cautions(
     model: nn.Module,
     profile: Profile,
-    summary: InputSummary,
+    summary: Summary,
     result: Adaptation | None,
     predictions: Predictions | None,
 ) -> list[str]:
@@ -470,7 +472,10 @@ def _describe_mending(result: Adaptation, file: str | None, feed: Feed, profile:
 
 def _describe_home(profile: Profile) -> Home:
     inputs = profile.inputs
-    shape = " × ".join(inputs.sizes) or "single numbers"
+    if isinstance(inputs, InputSummary):
+        described = _describe_inputs(inputs)
+    else:
+        described = "; ".join(f"{name}: {_describe_inputs(part)}" for name, part in inputs.parts.items())
     return Home(
         samples=profile.samples,
         taps={
@@ -479,12 +484,17 @@ def _describe_home(profile: Profile) -> Home:
         bins=f"{profile.bins.inner} between the lowest and the highest value, and one on either side",
         moments="mean and covariance" if "full" in profile.gaussian.kind else "mean and variance",
         slices={name: part.histogram.units for name, part in profile.slices.items()},
-        inputs=f"{shape}, {inputs.dtype}, values from {inputs.low:.3g} to {inputs.high:.3g}",
+        inputs=described,
         preset=profile.preset,
         library=profile.library,
         weights=profile.weights,
         size=len(profile.to_bytes()),
     )
+
+
+def _describe_inputs(inputs: InputSummary) -> str:
+    shape = " × ".join(inputs.sizes) or "single numbers"
+    return f"{shape}, {inputs.dtype}, values from {inputs.low:.3g} to {inputs.high:.3g}"
 
 
 # ---- one pass over the target
@@ -589,7 +599,7 @@ def _observe(
     observers = {state: _Observer(here, output, ignore_label) for state in models}
     pair = _SideBySide(models)
 
-    def pair_with_labels() -> Iterator[tuple[Tensor, Tensor | None]]:
+    def pair_with_labels() -> Iterator[tuple[Inputs, Tensor | None]]:
         position = 0
         for batch in feed.batches():
             yield batch, None if labels is None else send(labels[position : position + len(batch)], feed.device)
@@ -615,9 +625,9 @@ class _SideBySide(nn.Module):
         super().__init__()
         self.models = nn.ModuleDict(models)
 
-    def forward(self, inputs: Tensor) -> dict[str, Any]:
+    def forward(self, inputs: Any, /) -> dict[str, Any]:
         # The copy keeps a model that works in place from changing the input of the other model.
-        return {state: model(inputs.clone()) for state, model in self.models.items()}
+        return {state: call_model(model, wrap_inputs(inputs).clone()) for state, model in self.models.items()}
 
     def train(self, mode: bool = True) -> _SideBySide:
         return self
@@ -666,11 +676,13 @@ def _pick_samples(
     count: int,
 ) -> tuple[Sample, ...]:
     """Pick evenly spaced inputs of the target, before preprocessing; from a stream, the first ones after it."""
-    if count == 0:
+    if count == 0 or isinstance(feed.inputs, TensorTree):
         return ()
     if feed.inputs is None:
         # One pass only: another pass over a stream may give other inputs.
         ready = feed.first(count)
+        if isinstance(ready, TensorTree):
+            return ()
         raw = ready.cpu()
         places = list(range(len(raw)))
     else:
@@ -681,7 +693,9 @@ def _pick_samples(
         return ()
     quantities = labels is not None and labels.is_floating_point()
     axis = None if quantities else profile.specs["logits"].channel_axis
-    guesses = {state: _classify(each(ready.clone()), output, axis, len(raw)) for state, each in models.items()}
+    guesses = {
+        state: _classify(call_model(each, ready.clone()), output, axis, len(raw)) for state, each in models.items()
+    }
     values = raw.float().numpy() if raw.dtype == torch.bfloat16 else raw.numpy()
     return tuple(
         Sample(

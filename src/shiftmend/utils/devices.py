@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from shiftmend.errors import ShiftmendError
 from shiftmend.utils.checks import brief
 from shiftmend.utils.processes import world_size
+from shiftmend.utils.tensor_tree import Inputs, TensorTree
 
 WITHOUT_FLOAT64 = {"mps"}
 """Types of devices that have no float64."""
@@ -76,12 +78,22 @@ def preferred_memory_format(device: torch.device) -> torch.memory_format:
     return torch.contiguous_format if device.type == "mps" else torch.channels_last
 
 
-def narrow_float64(values: Tensor, device: torch.device) -> Tensor:
+@overload
+def narrow_float64(values: Tensor, device: torch.device) -> Tensor: ...
+@overload
+def narrow_float64(values: Inputs, device: torch.device) -> Inputs: ...
+def narrow_float64(values: Inputs, device: torch.device) -> Inputs:
     """Convert float64, the default of numpy, to float32 where the device has no float64."""
+    if isinstance(values, TensorTree):
+        return values.map(lambda leaf: narrow_float64(leaf, device))
     return values.to(sum_dtype(device)) if values.dtype == torch.float64 else values
 
 
-def send(values: Tensor, device: torch.device) -> Tensor:
+@overload
+def send(values: Tensor, device: torch.device) -> Tensor: ...
+@overload
+def send(values: Inputs, device: torch.device) -> Inputs: ...
+def send(values: Inputs, device: torch.device) -> Inputs:
     """Move a batch to a device, in the background where that is safe."""
     return narrow_float64(values, device).to(device, non_blocking=supports_async_copies(device))
 

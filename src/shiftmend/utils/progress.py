@@ -1,11 +1,13 @@
-"""Progress bars: one on the terminal if there is a terminal, silence otherwise."""
+"""Progress: a bar on the terminal if there is a terminal; lines or silence otherwise."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Literal
 
 from shiftmend.utils.processes import rank, world_size
 
@@ -15,6 +17,25 @@ Progress = bool | None
 
 _shown = ContextVar("shown", default=False)
 """True while a bar is on the terminal."""
+
+
+SECONDS_BETWEEN_LINES = 5.0
+"""Time between two lines of progress in a log file."""
+
+Piped = Literal["silent", "lines", "off"]
+"""Progress by default: silent without a terminal, lines without one, or none at all."""
+
+_piped: ContextVar[Piped] = ContextVar("piped", default="silent")
+
+
+@contextmanager
+def piped_progress(how: Piped) -> Iterator[None]:
+    """Decide for the length of the block what is shown where nothing else was asked for; the command line does so."""
+    before = _piped.set(how)
+    try:
+        yield
+    finally:
+        _piped.reset(before)
 
 
 class Bar:
@@ -40,8 +61,13 @@ class PassProgress:
 @contextmanager
 def progress_bar(show: Progress, title: str, total: int | None) -> Iterator[Bar]:
     """Show a progress bar during the block, in the first process only and only if no other bar is shown."""
-    if show is False or rank() > 0 or _shown.get() or (show is None and not sys.stderr.isatty()):
+    how, terminal = _piped.get() if show is None else None, sys.stderr.isatty()
+    if show is False or rank() > 0 or _shown.get() or how == "off" or (how == "silent" and not terminal):
         yield Bar()
+        return
+    if how == "lines" and not terminal:
+        with _mark_shown():
+            yield _Lines(title, total)
         return
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -57,8 +83,32 @@ def progress_bar(show: Progress, title: str, total: int | None) -> Iterator[Bar]
             def advance(self, steps: int = 1, note: str = "") -> None:
                 shown.update(task, advance=steps, note=note)
 
-        before = _shown.set(True)
-        try:
+        with _mark_shown():
             yield RichBar()
-        finally:
-            _shown.reset(before)
+
+
+class _Lines(Bar):
+    """A line on standard error every few seconds, for logs."""
+
+    def __init__(self, title: str, total: int | None) -> None:
+        self.title, self.total, self.done = title, total, 0
+        self._started = self._last = time.monotonic()
+
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        self.done += steps
+        now = time.monotonic()
+        if now - self._last < SECONDS_BETWEEN_LINES:
+            return
+        self._last = now
+        counts = [] if self.total is None else [f"{self.done} of {self.total}"]
+        parts = [*counts, *([note] if note else []), f"{now - self._started:.0f} s"]
+        print(f"{self.title}: {', '.join(parts)}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _mark_shown() -> Iterator[None]:
+    before = _shown.set(True)
+    try:
+        yield
+    finally:
+        _shown.reset(before)

@@ -19,7 +19,7 @@ from shiftmend.introspection.model_state import on_device
 from shiftmend.introspection.outputs import Entry
 from shiftmend.introspection.validate import check_model, unwrap
 from shiftmend.profiles import fingerprints
-from shiftmend.profiles.fingerprints import InputSummary
+from shiftmend.profiles.fingerprints import summarise
 from shiftmend.profiles.profile import Profile, as_profile
 from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal
 from shiftmend.utils.devices import resolve_device
@@ -89,7 +89,7 @@ def verify(
         isolate_rng(place, lambda: check_model(model, feed.examples(2))),
         progress_bar(progress, "verify", feed.known_samples) as bar,
     ):
-        profile.check_inputs(InputSummary.from_batches(feed.batches()))
+        profile.check_inputs(summarise(feed.batches()))
         feed.on_batch = bar.advance
         how = find_adaptation(model, profile, adaptation)
         reading = read(model, feed, profile, profile.rehearsal, how.temperature, free_shares=how.free_shares)

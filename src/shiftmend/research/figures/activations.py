@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shiftmend.errors import DataError, ProfileError, TapError
 from shiftmend.inputs.feed import Feed, Preprocess
+from shiftmend.introspection.call import call_model
 from shiftmend.introspection.model_state import on_device
 from shiftmend.introspection.modes import force_eager, preserve_modes
 from shiftmend.introspection.taps import Tap
@@ -23,6 +24,7 @@ from shiftmend.profiles.profile import Profile
 from shiftmend.research.figures import style
 from shiftmend.stats.histograms import Histogram
 from shiftmend.utils.devices import resolve_device
+from shiftmend.utils.tensor_tree import Inputs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -139,13 +141,13 @@ def layer_taps(
     return taps
 
 
-def running_order(model: nn.Module, sample: Tensor, taps: Mapping[str, Tap]) -> list[str]:
+def running_order(model: nn.Module, sample: Inputs, taps: Mapping[str, Tap]) -> list[str]:
     """Return the names of the taps in the order in which a forward pass reaches them."""
     events = _run_order(unwrap(model), sample, {name: (tap.module, tap.side) for name, tap in taps.items()})
     return list(dict.fromkeys(events))
 
 
-def _run_order(model: nn.Module, sample: Tensor, places: Mapping[str, tuple[str, str]]) -> list[str]:
+def _run_order(model: nn.Module, sample: Inputs, places: Mapping[str, tuple[str, str]]) -> list[str]:
     """Run the model once and return which places (module, side) were reached, each time they were."""
     modules = dict(model.named_modules())
     events: list[str] = []
@@ -158,7 +160,7 @@ def _run_order(model: nn.Module, sample: Tensor, places: Mapping[str, tuple[str,
             if side == "input":
                 register = modules[module].register_forward_pre_hook
             stack.callback(register(lambda *_, name=name: events.append(name)).remove)
-        model(sample)
+        call_model(model, sample)
     return events
 
 

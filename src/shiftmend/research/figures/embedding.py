@@ -19,6 +19,7 @@ from shiftmend.profiles.profile import Profile
 from shiftmend.research.figures import style
 from shiftmend.utils.checks import require
 from shiftmend.utils.devices import resolve_device
+from shiftmend.utils.tensor_tree import Inputs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -112,7 +113,7 @@ def read_features(
     hits = scored = 0
     places: list[int] | slice = slice(None)
 
-    def pick_batches() -> Iterator[tuple[Tensor, Tensor]]:
+    def pick_batches() -> Iterator[tuple[Inputs, Tensor]]:
         nonlocal places
         start = 0
         for inputs, labels in feed.labelled_batches():

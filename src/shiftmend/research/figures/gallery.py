@@ -148,7 +148,8 @@ class Rerun:
 
     def first_inputs(self, images: Images) -> Tensor:
         """Return two inputs as the model takes them, on the device."""
-        return self.preprocess(first_inputs(images, 2).to(self.device))
+        inputs: Tensor = self.preprocess(first_inputs(images, 2).to(self.device))
+        return inputs
 
 
 def rerun(

@@ -23,6 +23,7 @@ from shiftmend.passes.evaluation_pass import Observation, run_pass
 from shiftmend.research.figures import style
 from shiftmend.stats.histograms import Bins, Histogram, soft_histogram
 from shiftmend.utils.devices import resolve_device
+from shiftmend.utils.tensor_tree import Inputs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -122,7 +123,7 @@ def draw_patches(
         for data, what in ((source, "source data"), (target, "target data"))
     ]
     if layer is None:
-        sample = feeds[0].first(2)
+        sample = _images(feeds[0].first(2))
         with on_device(unwrap(model), place):
             layer = first_convolution(model, sample if preprocess is None else preprocess(sample))
     columns = [("source", model, feeds[0], style.SOURCE), ("target before adapting", model, feeds[1], style.TARGET)]
@@ -181,7 +182,7 @@ def find_strongest(
     best: list[tuple[float, NDArray[np.float64]]] = []
     values: list[Tensor] = []
     low, high = np.inf, -np.inf
-    first = feed.first(2)
+    first = _images(feed.first(2))
     ready = prepare(first)
     if ready.ndim != 4:
         raise DataError(f"expected images [N, channels, height, width], got {list(ready.shape)}")
@@ -189,12 +190,13 @@ def find_strongest(
 
     def prepare_batches() -> Iterator[tuple[Tensor, None]]:
         nonlocal raw
-        for raw in feed.subset(samples, seed):
+        for batch in feed.subset(samples, seed):
+            raw = _images(batch)
             yield prepare(raw), None
 
     def update(seen: Observation) -> None:
         nonlocal low, high, best
-        activations, inputs = seen.activations[layer], seen.inputs
+        activations, inputs = seen.activations[layer], _images(seen.inputs)
         if not 0 <= number < activations.shape[1]:
             raise DataError(f"expected one of filters 0 to {activations.shape[1] - 1} of {layer!r}, got {number}")
         maps = activations[:, number].reshape(len(inputs), *field.positions)
@@ -356,3 +358,10 @@ def _window_of(module: nn.Module) -> list[tuple[int, int, int, int]] | None:
         sides = (module.kernel_size, module.stride, module.padding, dilation)
         return list(zip(*((side, side) if isinstance(side, int) else side for side in sides), strict=True))
     return None
+
+
+def _images(inputs: Inputs) -> Tensor:
+    """Return inputs that are one tensor."""
+    if not isinstance(inputs, Tensor):
+        raise DataError(f"expected images in one tensor, got {', '.join(inputs.names)}; draw a model of images")
+    return inputs

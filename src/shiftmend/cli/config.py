@@ -1,0 +1,179 @@
+"""Options from a file: `--config site.toml`, `--print-config` and `--quiet`, which the main commands share."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from shiftmend.errors import DataError
+from shiftmend.utils.logs import hide_warnings
+
+SHARED = {
+    "config": (
+        Path | None,
+        None,
+        typer.Option("--config", help="A TOML file with options by name; those of the command line win."),
+    ),
+    "print_config": (bool, False, typer.Option("--print-config", help="Print all options as such a file, and end.")),
+    "quiet": (bool, False, typer.Option("--quiet", help="Show results and errors alone: no progress, no warnings.")),
+}
+"""Type, default and description of the options that this module adds to a command."""
+
+
+def add_command(app: typer.Typer, command: Callable[..., None]) -> None:
+    """Add a command whose options may come from a file."""
+    app.command(cls=ConfiguredCommand)(_with_shared_options(command))
+
+
+def _with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(command)
+    def run(config: Path | None, print_config: bool, quiet: bool, **arguments: Any) -> None:
+        # Not earlier, since this imports torch, and help should not wait for that.
+        from shiftmend.utils.progress import piped_progress
+
+        # `ConfiguredCommand` has dealt with the file already.
+        with piped_progress("off" if quiet else "lines"):
+            if quiet:
+                with hide_warnings():
+                    command(**arguments)
+            else:
+                command(**arguments)
+
+    # Texts are evaluated here, where the names of the command's module are known.
+    signature = inspect.signature(command, eval_str=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    annotations = {name: Annotated[kind, option] for name, (kind, _, option) in SHARED.items()}
+    added = [
+        inspect.Parameter(name, keyword, default=default, annotation=annotations[name])
+        for name, (_, default, _) in SHARED.items()
+    ]
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()} | annotations
+    return run
+
+
+class ConfiguredCommand(TyperCommand):
+    """A command that takes the options that are not on its command line from a TOML file."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # The parser alone checks nothing, so that options from the file may be required ones.
+        given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        if isinstance(path := given.get("config"), str):
+            ctx.default_map = read_config(Path(path), self, _list_commands(ctx))
+        if given.get("print_config"):
+            print(self._describe(ctx, given), end="")
+            raise typer.Exit
+        return super().parse_args(ctx, args)
+
+    def _describe(self, ctx: Any, given: Mapping[str, Any]) -> str:
+        """Write all options with their values as TOML; those without one are comments."""
+        lines = []
+        for name, parameter in list_options(self).items():
+            value, _ = parameter.consume_value(ctx, given)
+            text = _as_toml(value)
+            lines.append(f"# {name} =" if text is None else f"{name} = {text}")
+        return "\n".join([*lines, ""])
+
+
+def list_options(command: TyperCommand) -> dict[str, Any]:
+    """Return the options and arguments that a file may hold, by the name that the command line has."""
+    found = {}
+    for parameter in command.params:
+        if parameter.name in SHARED or parameter.name == "help":
+            continue
+        long = [text[2:] for text in parameter.opts if text.startswith("--")]
+        found[long[0] if long else str(parameter.name)] = parameter
+    return found
+
+
+def read_config(path: Path, command: TyperCommand, others: Iterable[TyperCommand]) -> dict[str, Any]:
+    """Read the options of a command from a TOML file.
+
+    Entries at the top belong to every command that has them, those of a table, e.g. `[adapt]`, to one.
+
+    Args:
+        path: The file.
+        command: The command that is called.
+        others: All commands that such a file may serve.
+
+    Returns:
+        Values by the names of the command's parameters, as texts.
+
+    Raises:
+        DataError: If the file is no TOML, or names an unknown option or command.
+    """
+    try:
+        content = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is no TOML file: {error}") from error
+    known = {str(one.name): list_options(one) for one in others}
+    own, anywhere = list_options(command), {name for options in known.values() for name in options}
+    values = {}
+    for key, value in content.items():
+        if isinstance(value, dict) and key in known:
+            continue
+        name = _find_name(key, anywhere | set(known), path)
+        if name in own:
+            values[str(own[name].name)] = _as_text(value, own[name])
+    for key, value in content.items():
+        for inner, part in value.items() if isinstance(value, dict) and key in known else ():
+            name = _find_name(inner, set(known[key]), path)
+            if key == command.name:
+                values[str(own[name].name)] = _as_text(part, own[name])
+    return values
+
+
+def _find_name(key: str, known: set[str], path: Path) -> str:
+    name = key.replace("_", "-")
+    if name in known:
+        return name
+    close = get_close_matches(name, known, 1)
+    hint = f"did you mean {close[0]!r}?" if close else "see --print-config"
+    raise DataError(f"{path} has an unknown option {key!r}; {hint}")
+
+
+def _as_text(value: Any, parameter: Any) -> Any:
+    """Turn a value of TOML into what the command line would hold; only texts are checked as strictly there as here."""
+    if isinstance(value, dict):
+        # Options such as `option` and `tap` are pairs of name and value.
+        value = [f"{name}={_as_text(part, None)}" for name, part in value.items()]
+    if isinstance(value, list):
+        parts = [_as_text(part, None) for part in value]
+        return parts if parameter is not None and parameter.multiple else ",".join(parts)
+    if parameter is not None and getattr(parameter, "multiple", False):
+        return [_as_text(value, None)]
+    if isinstance(value, bool):
+        return value if getattr(parameter, "is_flag", False) else str(value).lower()
+    return str(value)
+
+
+def _as_toml(value: Any) -> str | None:
+    """Write a value; None where there is none."""
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(str(_as_toml(part)) for part in value) + "]" if value else None
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, int | float | str | Path):
+        return None
+    text = str(value)
+    for kind in (int, float):
+        try:
+            if str(kind(text)) == text:
+                return text
+        except ValueError:
+            continue
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _list_commands(ctx: Any) -> list[TyperCommand]:
+    commands = getattr(ctx.find_root().command, "commands", {})
+    return [command for command in commands.values() if isinstance(command, ConfiguredCommand)]
