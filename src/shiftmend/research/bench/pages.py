@@ -109,10 +109,9 @@ def page(
         )
     main = run.get("offline") or next(iter(run.values()))
     stories: list[tuple[str, list[Block]]] = [
-        ("", [_headline(parts), *_missing(parts), *_made_by(benchmark, parts)]),
-        # Tables are long: what to make of them stands first.
-        ("Notes", [notes.strip()] if notes.strip() else []),
+        ("", [_headline(parts)]),
         ("Accuracy and calibration", [ONCE, *_clean(main), *averages(main)]),
+        ("Notes", _fold("What to make of these figures", [notes.strip()] if notes.strip() else [])),
         ("Each shift", by_shift(main)),
         ("Each class", _introduce(CLASSES, by_class(main))),
         ("Which epoch: last, selected, best", _introduce(EPOCHS, choice_of_epoch(main))),
@@ -124,7 +123,11 @@ def page(
         ("Signals that need no labels", _introduce(SIGNALS, signals(main))),
         ("Does the model without adaptation do as published?", sanity(main)),
         ("About the published figures", _published_notes(chosen.name)),
-        ("Data", _digests(main)),
+        (
+            "How this page was made",
+            _fold("Commands, machines, settings", [*_missing(parts), *_made_by(benchmark, parts)]),
+        ),
+        ("Data", _fold("Hashes of the target images", _digests(main))),
     ]
     said: set[str] = set()
     lines = [f"# {escape_markdown(chosen.title)}", ""]
@@ -137,6 +140,11 @@ def page(
 
 def _introduce(introduction: str, blocks: list[Block]) -> list[Block]:
     return [introduction, *blocks] if blocks else []
+
+
+def _fold(summary: str, blocks: list[Block]) -> list[Block]:
+    """Hide blocks behind a line to click on. They must not hold headings, which a folded part cannot contain."""
+    return [f"<details><summary>{summary}</summary>", *blocks, "</details>"] if blocks else []
 
 
 def _write(block: Block, said: set[str]) -> str:
@@ -203,7 +211,7 @@ def _headline(parts: Mapping[str, Part]) -> str:
         return f"{images} All {cells:,} cells (one method on one shift from one seed) are done."
     return (
         f"**Partial: {done:,} of {cells:,} cells (one method on one shift from one seed) are done.** {images} "
-        "What is missing:"
+        "What is missing stands at [the end](#how-this-page-was-made)."
     )
 
 
@@ -249,7 +257,7 @@ def _missing(parts: Mapping[str, Part]) -> list[Block]:
         lines.append(
             f"- {protocol}: {len(missing):,} of {len(reading.cells):,} cells" + (f"; {detail}" if detail else "")
         )
-    return ["\n".join(lines)] if lines else []
+    return ["What is missing:", "\n".join(lines)] if lines else []
 
 
 def _lacking(what: str, known: Iterable[Any], there: set[Any]) -> str:
