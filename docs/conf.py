@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -97,6 +98,8 @@ def read_source(_: Any, name: str, source: list[str]) -> None:
 
 
 def setup(app: Any) -> None:
+    # Scripts of the gallery warn of what their pages explain.
+    logging.getLogger("shiftmend").setLevel(logging.ERROR)
     # Figures on a page should come out the same everywhere.
     torch.set_num_threads(1)
     os.environ.setdefault("COLUMNS", "100")

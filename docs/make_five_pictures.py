@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import shiftmend
 from shiftmend import demo, shifts
+from shiftmend.demo.network import DigitReader
 from shiftmend.utils.files import write_atomically
 
 IMAGES = Path(__file__).parent / "images"
@@ -26,9 +27,10 @@ SHOWN_FEATURES = 4
 
 
 def read_features(model: nn.Module, images: Tensor) -> Tensor:
-    """Return what the head reads, `[N, features]`."""
+    """Return the activations at the demo's tap `features`, `[N, features]`."""
     seen: list[Tensor] = []
-    hook = model.head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))  # type: ignore[union-attr]
+    tap = model.get_submodule(DigitReader.shiftmend_taps["features"])
+    hook = tap.register_forward_hook(lambda _, inputs, output: seen.append(output))
     with torch.no_grad():
         model(demo.preprocess(images))
     hook.remove()
@@ -48,7 +50,8 @@ def draw_inputs(home: Tensor, site: Tensor) -> Figure:
 def draw_features(home: Tensor, other: Tensor, units: Sequence[int], title: str, colour: str, bins: int) -> Figure:
     figure, axes = plt.subplots(1, len(units), figsize=(9, 2.2), layout="constrained")
     for axis, unit in zip(axes, units, strict=True):
-        span = np.linspace(0, float(torch.cat([home, other])[:, unit].max()), bins + 1)
+        both = torch.cat([home, other])[:, unit]
+        span = np.linspace(float(both.min()), float(both.max()), bins + 1)
         axis.hist(home[:, unit], span, density=True, color=HOME, alpha=0.5, label="home")
         axis.hist(other[:, unit], span, density=True, histtype="step", color=colour, lw=2, label=title)
         axis.set(yticks=[], xlabel=f"feature {unit}")
@@ -63,7 +66,7 @@ def draw_counts(profile: shiftmend.Profile, site: shiftmend.Profile, units: Sequ
         for (name, counts), colour, move in zip(stored.items(), (HOME, SITE), (-0.2, 0.2), strict=True):
             shares = counts[unit] / counts[unit].sum()
             axis.bar(torch.arange(len(shares)) + move, shares, 0.4, color=colour, label=name)
-        axis.set(yticks=[], xlabel=f"feature {unit}, bin")
+        axis.set(yticks=[], xticks=range(0, len(shares), 3), xlabel=f"feature {unit}, bin")
     axes[0].legend(frameon=False, fontsize=8)
     return figure
 
@@ -103,7 +106,7 @@ def main() -> None:
     home, before, after = (
         read_features(one, images) for one, images in ((model, at_home.images), (model, site), (result.model, site))
     )
-    moved = (before.mean(0) - home.mean(0)).abs() / home.std(0).clamp(min=0.1)
+    moved = (before.mean(0) - home.mean(0)).abs() / home.std(0)
     units = sorted(moved.topk(SHOWN_FEATURES).indices.tolist())
     save(draw_inputs(at_home.images, site), 1)
     save(draw_features(home, before, units, "site", SITE, 20), 2)
