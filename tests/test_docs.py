@@ -6,6 +6,7 @@ import doctest
 import importlib
 import inspect
 import re
+import runpy
 import sqlite3
 import sys
 from collections.abc import Iterator
@@ -247,6 +248,14 @@ def test_the_benchmarks_page_runs_as_written(
     (tmp_path / "perceptron.py").write_text(own.replace("epochs=20", "epochs=2").replace('"epochs": 8', '"epochs": 1'))
     report = run("perceptron.py:PLAIN", "results", workers=1, progress=False)
     assert (report.done, report.failed) == (5, ())
+
+
+def test_the_page_of_the_command_line_is_made_from_the_commands() -> None:
+    text = runpy.run_path(str(ROOT / "docs/command_line.py"))["write_command_line"]()
+    assert "## `shiftmend adapt`" in text
+    assert "### `shiftmend bench run`" in text
+    assert "| `--out`, `-o` | required | Folder for the adapted model, history and manifest. |" in text
+    assert "shiftmend adapt MODEL [OPTIONS]" in text
 
 
 @pytest.mark.slow
