@@ -52,7 +52,9 @@ def describe(option: Any) -> str:
     else:
         names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
     default = option.default
-    shown = "required" if option.required else "" if default in (None, False, (), []) else f"`{default}`"
+    # A seed of 0 is a default to show, unlike a switch that is off.
+    unset = default is None or default is False or default in ((), [])
+    shown = "required" if option.required else "" if unset else f"`{default}`"
     return f"| {names} | {shown} | {clean(option.help).replace('|', chr(92) + '|')} |"
 
 

@@ -44,6 +44,7 @@ myst_heading_anchors = 4
 # Notes in the docstrings are written as Markdown has it: one backtick is code.
 default_role = "literal"
 
+maximum_signature_line_length = 88
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "show-inheritance": True}
@@ -59,6 +60,8 @@ sphinx_gallery_conf = {
     "download_all_examples": False,
     "show_signature": False,
     "show_memory": False,
+    # Seconds say more about the machine than about the script.
+    "min_reported_time": 3600,
     "remove_config_comments": True,
     "capture_repr": (),
 }
