@@ -71,7 +71,7 @@ GENERATED = ROOT / "docs" / "generated"
 
 INCLUDED = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
 
-OPTIONAL = {"tables": ROOT / "docs" / "tables.md", "generated/security": ROOT / "SECURITY.md"}
+OPTIONAL = {name: ROOT / "docs" / f"{name}.md" for name in ("tables", "integrations", "deploy", "generated/security")}
 """Lines of the table of contents that are left out where their file is missing."""
 
 
