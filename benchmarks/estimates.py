@@ -49,7 +49,7 @@ from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.files import write_atomically
 from shiftmend.utils.logs import hide_warnings
 from shiftmend.verification.estimate import Estimate, Estimator, cross_fit
-from shiftmend.verification.reading import as_class_logits
+from shiftmend.verification.predictions import as_class_logits
 
 KEY = ("benchmark", "case", "seed")
 TEMPERATURES = [round(float(value), 4) for value in np.geomspace(0.3, 6.0, 31)]

@@ -43,7 +43,18 @@ def source(device: str = AWAY) -> shiftmend.Profile:
     return shiftmend.profile(network(), images(1), device=device, gaussian="full")
 
 
+def rehearsed() -> shiftmend.Profile:
+    """A profile with histograms of each class."""
+    home = images(3, 120), torch.arange(120) % 4
+    battery = {"darker": lambda inputs: inputs / 2}
+    return shiftmend.rehearse(
+        network(), home, source(), battery=battery, candidates=["adabn"], quick=True, device=AWAY, progress=False
+    )
+
+
 def adapted(name: str, device: str = AWAY, **options: Any) -> shiftmend.Adaptation:
+    if METHODS[name].frees_shares:
+        return shiftmend.adapt(network(), images(2) / 2, rehearsed(), name, steps=3, device=device)
     options |= {"labels": LABELS} if METHODS[name].takes_labels else {}
     options |= {"epochs": 2} if hasattr(METHODS[name], "epochs") else {}
     options |= {"epochs_per_block": 1} if name == "bufr" else {}
@@ -104,6 +115,17 @@ def judged() -> None:
     report.gather(model, inputs, shiftmend.profile(model, inputs, device=AWAY), labels=quantities, device=AWAY)
 
 
+def chosen() -> None:
+    """A model on the CPU is adapted on another device by the default method, and comes back on the CPU."""
+    result = shiftmend.adapt(network(), images(2) / 2, rehearsed(), device=AWAY)
+    assert devices.device_of(result.model).type == "cpu"
+    assert [one.failure for one in result.candidates] == [None] * len(result.candidates)
+    few = shiftmend.verify(network(), images(2), rehearsed(), labelled=(images(2), LABELS), device=AWAY)
+    assert few.estimate is not None
+    assert shiftmend.shares(network(), images(2), rehearsed(), device=AWAY).samples == 60
+    shiftmend.adapt(network().to(AWAY), images(2) / 2, source())
+
+
 def shifted() -> None:
     pictures = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
     assert torch.equal(shifts.apply("cifar-c/fog", pictures.to(AWAY)).cpu(), shifts.apply("cifar-c/fog", pictures))
@@ -122,7 +144,7 @@ def halved() -> None:
 
 WORK: dict[str, Callable[[], object]] = {
     work.__name__: work
-    for work in (refusals, like_at_home, kept_there, taken_up, streamed, judged, shifted, layered, halved)
+    for work in (refusals, like_at_home, kept_there, taken_up, streamed, judged, chosen, shifted, layered, halved)
 } | {name: functools.partial(adapted, name) for name in METHODS}
 
 

@@ -133,6 +133,45 @@ def test_the_methods_page_runs_as_written() -> None:
     exec(history, {"result": shiftmend.adapt(world.model, world.target, made, "fr", epochs=1, progress=False)})
 
 
+def run_commands(page: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Run the commands of a page one after the other; return what each prints."""
+    printed = []
+    for line in "\n".join(code_blocks(page, "bash")).splitlines():
+        with pytest.raises(SystemExit) as stop:
+            main(line.split()[1:])
+        shown = capsys.readouterr()
+        assert stop.value.code in (0, None), f"{line}: {shown.err}"
+        printed.append(shown.out)
+    return printed
+
+
+@pytest.mark.slow
+def test_the_page_of_tables_runs_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    page, names = ROOT / "docs/tables.md", dict[str, Any]()
+    making, fitting, model, *others = code_blocks(page)
+    for block in (making, fitting, model):
+        exec(block, names)
+    (tmp_path / "pls.py").write_text(model)
+    *_, before, after = run_commands(page, capsys)
+    errors = [float(re.findall(r"root_mean_square_error (\S+),", shown)[0]) for shown in (before, after)]
+    assert errors[0] > 30
+    assert errors[1] < 3
+    for block in others:
+        exec(block, names)
+    assert shiftmend.evaluate(names["result"].model, names["site"]).r2 > 0.98
+    mender = names["mender"]
+    assert mender.score(names["site"], names["site"].labels) > 0.98 > 0 > names["before"]
+    assert mender.adaptation_.manifest["method"]["name"] == "match-moments"
+    assert mender.estimate_ is not None
+    lamp = names["site"].inputs.mean(0) - names["home"].inputs.mean(0)
+    corrected = torch.from_numpy(names["corrected"]).mean(0) - names["home"].inputs.mean(0)
+    assert corrected.abs().max() < 0.2 * lamp.abs().max()
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Compute with one thread, so that figures on a page come out the same everywhere."""
@@ -316,6 +355,8 @@ def test_no_page_names_a_folder_of_somebodys_machine(page: Path) -> None:
         "inputs.digits",
         "inputs.folders",
         "inputs.images",
+        "inputs.tables",
+        "integrations.sklearn",
         "rehearsal.battery",
         "rehearsal.rehearse",
         "research.networks",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shiftmend.evaluation.evaluate import Evaluator, evaluate
     from shiftmend.evaluation.regression import RegressionScores
     from shiftmend.inputs.folders import image_folder
+    from shiftmend.inputs.tables import read_table
     from shiftmend.introspection.taps import Tap
     from shiftmend.profiles.batchnorm import refresh_batchnorm
     from shiftmend.profiles.collect import profile
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from shiftmend.rehearsal.rehearse import rehearse
     from shiftmend.stats.histograms import Bins
     from shiftmend.stats.stats_layer import StatsLayer
+    from shiftmend.verification.class_shares import Shares
     from shiftmend.verification.estimate import Estimate
+    from shiftmend.verification.shares import shares
     from shiftmend.verification.verdict import Verification
     from shiftmend.verification.verify import verify
 
@@ -43,6 +46,7 @@ __all__ = [
     "ProfileError",
     "RegressionScores",
     "Scores",
+    "Shares",
     "ShiftmendError",
     "StatsLayer",
     "Stream",
@@ -55,9 +59,11 @@ __all__ = [
     "image_folder",
     "methods",
     "profile",
+    "read_table",
     "refresh_batchnorm",
     "rehearse",
     "report",
+    "shares",
     "shifts",
     "stream",
     "verify",
@@ -75,6 +81,7 @@ _HOMES = {
     "ProfileError": "errors",
     "RegressionScores": "evaluation.regression",
     "Scores": "evaluation.classification",
+    "Shares": "verification.class_shares",
     "ShiftmendError": "errors",
     "StatsLayer": "stats.stats_layer",
     "Stream": "adaptation.stream",
@@ -85,8 +92,10 @@ _HOMES = {
     "evaluate": "evaluation.evaluate",
     "image_folder": "inputs.folders",
     "profile": "profiles.collect",
+    "read_table": "inputs.tables",
     "refresh_batchnorm": "profiles.batchnorm",
     "rehearse": "rehearsal.rehearse",
+    "shares": "verification.shares",
     "stream": "adaptation.stream",
     "verify": "verification.verify",
 }

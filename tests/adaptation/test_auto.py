@@ -126,13 +126,20 @@ def test_other_shares_of_the_classes_do_no_harm(shares: tuple[float, ...]) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shares", [(0.5, 0.5, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0)])
-def test_of_few_classes_no_accuracy_is_told(shares: tuple[float, ...]) -> None:
-    """Few classes look like a ruined device, and mending may lose: at least nobody is promised a gain."""
-    result = adapt(draw(500, 13, shares).inputs)
+def test_few_classes_are_left_alone_and_their_accuracy_follows_from_home(shares: tuple[float, ...]) -> None:
+    site = draw(500, 13, shares)
+    result = adapt(site.inputs)
+    assert_untouched(result)
+    assert result.changed == "patients"
+    assert result.manifest["changed"] == "patients"
     assert result.estimate is not None
-    for one in (result.estimate.before, result.estimate.after):
-        assert one is not None
-        assert not one.reliable
+    after = result.estimate.after
+    assert after is not None
+    assert after.low is not None
+    assert after.high is not None
+    assert after.low <= site.accuracy(result.model) <= after.high
+    assert result.shares is not None
+    assert result.shares.values == pytest.approx(shares, abs=0.06)
 
 
 @pytest.mark.slow

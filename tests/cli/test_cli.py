@@ -375,6 +375,33 @@ def test_folders_of_images_and_tables(site: Path, tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.slow
+def test_a_site_may_order_its_columns_otherwise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "tabular.py"
+    model.write_text(
+        "import torch\nfrom torch import nn\n"
+        "def make():\n    torch.manual_seed(0)\n    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))\n"
+    )
+    values = np.random.default_rng(0).normal(size=(90, 2)).round(4)
+    rows = [(a, b, "CO" if a > b else "air") for a, b in values.tolist()]
+    home, site = tmp_path / "home.csv", tmp_path / "site.csv"
+    home.write_text("a,b,gas\n" + "".join(f"{a},{b},{gas}\n" for a, b, gas in rows))
+    site.write_text("operator,gas,b,a\n" + "".join(f"Anna,{gas},{b},{a}\n" for a, b, gas in rows))
+    labels = ["--label", "gas", "--classes", "air,CO"]
+    ok(capsys, "profile", f"{model}:make", "-d", home, "-o", tmp_path / "p", "--drop", "gas")
+    assert "2, from 'a' to 'b'" in ok(capsys, "inspect", tmp_path / "p")
+    asked = ["evaluate", f"{model}:make", *labels, "--json", "-p", tmp_path / "p"]
+    at_home, at_site = (json.loads(ok(capsys, *asked, "-d", data)) for data in (home, site))
+    assert at_home == at_site
+    assert "'operator'" in refused(capsys, "evaluate", f"{model}:make", *labels, "-d", site)
+    adapting, reporting = ["adapt", "-m", "match-mean", "-o", tmp_path / "out"], ["report", "-o", tmp_path / "r.html"]
+    for command in (["verify"], adapting, reporting):
+        given = [*command[:1], f"{model}:make", *command[1:], "-p", tmp_path / "p"]
+        ok(capsys, *given, "-d", site)
+        home.write_text("a,c\n1,2\n")
+        assert "lacks b" in refused(capsys, *given, "-d", home)
+
+
+@pytest.mark.slow
 def test_a_missing_class_does_not_renumber_the_others(
     site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,8 +14,10 @@ from safetensors.torch import save_file
 
 from shiftmend.cli import main
 from shiftmend.cli.loading import load_data, load_model, parse_normalisation, pick_telling_rows
+from shiftmend.cli.options import choose_columns
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.inputs.folders import image_folder
+from shiftmend.inputs.tables import Table
 from shiftmend.introspection.input_map import attach_input_map
 
 LINEAR = "import torch\ndef make(width=4): return torch.nn.Linear(width, 2)\n"
@@ -165,7 +167,7 @@ def test_labels_that_are_no_numbers_are_left_out_with_a_warning(
 ) -> None:
     values = np.zeros((3, 4, 4), np.uint8 if key == "images" else np.float32)
     path = stored(tmp_path / "a.npz", **{key: values, "labels": np.array(labels)})
-    inputs, found, _ = load_data(path, None)
+    inputs, found, *_ = load_data(path, None)
     assert found is None
     assert len(inputs) == 3
     assert len(caplog.messages) == 1
@@ -277,7 +279,7 @@ def test_channels_are_made_or_refused(tmp_path: Path) -> None:
 )
 def test_other_inputs_keep_whole_numbers_whole(tmp_path: Path, kind: Any, expected: torch.dtype) -> None:
     values = np.arange(6).reshape(2, 3)
-    inputs, labels, _ = load_data(stored(tmp_path / "a.npz", inputs=values.astype(kind)), None)
+    inputs, labels, *_ = load_data(stored(tmp_path / "a.npz", inputs=values.astype(kind)), None)
     assert labels is None
     assert inputs.dtype == expected
     assert inputs.tolist() == values.tolist()
@@ -340,3 +342,42 @@ def test_weights_with_matched_inputs_are_loaded(tmp_path: Path) -> None:
     again = load_model("digit-cnn", tmp_path / "w.safetensors", options)
     inputs = torch.randn(2, 1, 16, 16)
     assert torch.equal(again(inputs), model(inputs))
+
+
+def test_tables_and_single_arrays(tmp_path: Path) -> None:
+    path = tmp_path / "gas.csv"
+    path.write_text("board,s1,s2,gas\n1,0.5,2,CO\n2,1.5,3,air\n")
+    data = load_data(path, None, {"label": "gas", "classes": ("air", "CO"), "where": {"board": "1"}})
+    assert data.labels is not None
+    assert (data.labels.tolist(), data.classes, data.columns) == ([1], ("air", "CO"), ("s1", "s2"))
+    named = data.as_table()
+    assert isinstance(named, Table)
+    assert named.columns == ("s1", "s2")
+    np.save(tmp_path / "a.npy", np.arange(6.0).reshape(3, 2))
+    array = load_data(tmp_path / "a.npy", None, {"columns": ("s1", "s2")})
+    assert isinstance(array.as_table(), torch.Tensor)
+    assert (array.inputs.tolist(), array.labels) == ([[0, 1], [2, 3], [4, 5]], None)
+    with pytest.raises(DataError, match=r"--quantity is for a table"):
+        load_data(tmp_path / "a.npy", None, {"quantities": ("gas",)})
+    with pytest.raises(DataError, match=r"--size 8 .* table"):
+        load_data(path, 8)
+    np.save(tmp_path / "a.npy", np.arange(6.0))
+    with pytest.raises(DataError, match=r"expected numbers \[N"):
+        load_data(tmp_path / "a.npy", None)
+    (tmp_path / "a.xlsx").write_bytes(b"PK")
+    with pytest.raises(DataError, match=r"\.csv"):
+        load_data(tmp_path / "a.xlsx", None)
+
+
+def test_options_for_the_columns_of_a_table() -> None:
+    assert choose_columns(None, None, None, None, None) == {}
+    assert choose_columns("gas", "air, CO", None, ["note"], ["board=3", "day=a=b"]) == {
+        "label": "gas",
+        "classes": ("air", "CO"),
+        "drop": ("note",),
+        "where": {"board": "3", "day": "a=b"},
+    }
+    with pytest.raises(DataError, match="column=value"):
+        choose_columns(None, None, None, None, ["board"])
+    with pytest.raises(DataError, match="--label"):
+        choose_columns(None, "air,CO", None, None, None)

@@ -153,7 +153,7 @@ def test_quick_is_offered_before_a_long_rehearsal(
     code, out, _ = call(capsys, *given, "--site-size", 200, "--seed", 3, "--batch-size", 64)
     assert code == 130
     assert out.strip() == (
-        "12 simulated shifts x 1 size x 7 candidates on 600 samples with their labels: about as long as 5 adaptations; "
+        "12 simulated shifts x 1 size x 8 candidates on 600 samples with their labels: about as long as 5 adaptations; "
         "--quick leaves out fr, bufr-im, 3 shifts"
     )
     assert (asked["site_size"], asked["seed"], asked["batch_size"], asked["executor"]) == (200, 3, 64, None)
@@ -261,6 +261,21 @@ def test_the_manifest_describes_calibrated_weights(mended: Path) -> None:
     manifest = json.loads((mended / "manifest.json").read_text())
     assert "temperature" in manifest["calibration"]
     assert fingerprints.weights(adapted) == manifest["adapted_weights"]
+
+
+@pytest.mark.slow
+def test_shares_of_classes_are_told(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    site = rehearsed_world.draw(600, 31, (0.6, 0.4, 0.0, 0.0))
+    write(tmp_path / "few.npz", site.inputs, None)
+    given = ["shares", *common(home), "-p", home / "r", "-d", tmp_path / "few.npz"]
+    found = json.loads(ok(capsys, *given, "--json"))
+    assert found["values"] == pytest.approx([0.6, 0.4, 0, 0], abs=0.07)
+    assert found["reliable"]
+    assert "at home" in ok(capsys, *given)
+    given[given.index(home / "r")] = home / "p"
+    code, _, err = call(capsys, *given)
+    assert code == 2
+    assert "rehearse" in err
 
 
 @pytest.mark.slow

@@ -276,6 +276,7 @@ def test_methods_by_name() -> None:
         "bnm-im",
         "full-gauss",
         "fr",
+        "fr-shares",
         "bufr",
         "bufr-im",
         "target-supervised",

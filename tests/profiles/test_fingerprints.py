@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -210,7 +211,13 @@ def test_json_and_back() -> None:
     for inputs in (photographs(), torch.zeros(3, 2), torch.arange(6), (photographs() * 255).to(torch.uint8)):
         found = summary(inputs)
         assert InputSummary.from_json(json.loads(json.dumps(found.to_json()))) == found
-    for wrong in (None, [], {}, {"shape": [3]}, "text", {**json.loads(json.dumps(HOME.to_json())), "more": 1}):
+    named = replace(HOME, columns=("1100", "T/°C"))
+    stored = json.loads(json.dumps(named.to_json()))
+    assert InputSummary.from_json(stored) == named
+    # Files without names are as they were before there were names.
+    assert "columns" not in HOME.to_json()
+    bad = [stored | {"columns": names} for names in ("ab", [1], ["a", "a"], None)]
+    for wrong in (None, [], {}, {"shape": [3]}, "text", stored | {"more": 1}, *bad):
         with pytest.raises(ShiftmendError, match="description of its inputs"):
             InputSummary.from_json(wrong)
 

@@ -3,9 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+from rehearsed_world import draw, rehearsed, trained
 from worlds import sensors
 
 import shiftmend
+from shiftmend.errors import DataError
+from shiftmend.report.saved import load_adaptation
 
 
 def test_a_run_that_ended_by_itself_is_told_in_rounds_and_steps(tmp_path: Path) -> None:
@@ -20,3 +24,26 @@ def test_a_run_that_ended_by_itself_is_told_in_rounds_and_steps(tmp_path: Path) 
         text = path.read_text()
         assert f"Loss by {unit}" in text
         assert ("one run through the data" in text) == (unit == "epoch")
+
+
+def test_other_class_shares_are_told_and_drawn_also_from_a_saved_result(tmp_path: Path) -> None:
+    model, _ = trained()
+    site = draw(500, 13, (0.7, 0.3, 0.0, 0.0))
+    result = shiftmend.adapt(model, site.inputs, rehearsed(), progress=False)
+    assert result.changed == "patients"
+    result.save(tmp_path / "result")
+    for number, given in enumerate((result, load_adaptation(tmp_path / "result", model))):
+        path = tmp_path / f"{number}.html"
+        facts = shiftmend.report.gather(model, site.inputs, rehearsed(), given, classes=["oak", "elm", "ash", "fir"])
+        shiftmend.report.write(facts, path)
+        text = path.read_text()
+        assert "the class shares changed, the device did not" in text
+        assert "The data are as at home" not in text
+        part = text[text.index('id="changed"') :]
+        part = part[: part.index("</section>")]
+        assert all(name in part for name in ("oak", "elm", "ash", "fir"))
+        assert f"{100 * result.shares.values[0]:.1f}" in part  # type: ignore[union-attr]
+    manifest = tmp_path / "result" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"patients"', '"nobody"'))
+    with pytest.raises(DataError, match="damaged"):
+        load_adaptation(tmp_path / "result", model)

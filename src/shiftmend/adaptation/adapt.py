@@ -71,8 +71,8 @@ def adapt(
 
     Args:
         model: Any `nn.Module` that is called with one tensor.
-        target: A tensor, an array, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything). Nothing but the
-            inputs reaches the method.
+        target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
+            Nothing but the inputs reaches the method. Columns of a data frame are found by name.
         profile: The source's profile, or the name of its file. Some methods do without.
         method: Name, class or instance of a method. `"auto"` tries several candidates and returns the one that is
             estimated best. The untouched model is one of them.

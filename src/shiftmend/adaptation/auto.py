@@ -12,13 +12,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
 from shiftmend.adaptation.calibrate import find_temperature, fold_temperature
-from shiftmend.adaptation.result import Adaptation, Candidate, Estimates
+from shiftmend.adaptation.result import Adaptation, Candidate, Change, Estimates
 from shiftmend.adaptation.run import Settings, Task, check_compile, run_method
 from shiftmend.engine.method import Method, describe_method
 from shiftmend.errors import AdaptationError, DivergedError
+from shiftmend.introspection.model_state import on_device
 from shiftmend.introspection.outputs import Entry
 from shiftmend.introspection.validate import copy_model
 from shiftmend.methods import METHODS
@@ -31,15 +33,16 @@ from shiftmend.utils.checks import brief
 from shiftmend.utils.json import dumps
 from shiftmend.utils.processes import of_first_process, world_size
 from shiftmend.utils.progress import progress_bar
+from shiftmend.verification.class_shares import Shares, estimate_shares
 from shiftmend.verification.estimate import HOME_DEVIATIONS, MAX_OUTSIDE, Estimate, Estimator
-from shiftmend.verification.predictions import class_shares, skew, skew_by_chance
-from shiftmend.verification.reading import Reading, add_agreements, as_class_logits, read
+from shiftmend.verification.predictions import as_class_logits, class_shares, skew, skew_by_chance
+from shiftmend.verification.reading import Reading, add_agreements, read
 from shiftmend.verification.verdict import Verification
 
 logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
 
-CANDIDATES = (UNTOUCHED, "match-mean", "match-moments", "adabn", "fr", "bufr", "bufr-im")
+CANDIDATES = (UNTOUCHED, "match-mean", "match-moments", "adabn", "fr-shares", "fr", "bufr", "bufr-im")
 """Candidates of `auto`, the simplest first: of several that are as good, the simplest is kept."""
 
 MUCH_CLOSER = 0.7
@@ -55,6 +58,9 @@ SIMPLER = 1.2
 
 OTHER_SHARES = "answers are as certain as at home but fall into other classes, as where class shares differ"
 ADVICE = "try profile = shiftmend.rehearse(model, held_out_home_data, profile) at home"
+
+OTHER_PATIENTS = 0.07
+"""Total variation between class shares, beyond chance, from which on a site counts as one of other patients."""
 
 CandidateNames = Iterable[str | Method | type[Method]]
 
@@ -116,7 +122,8 @@ def try_candidates(task: Task, settings: Settings, methods: Mapping[str, Method]
             own = replace(settings, progress=False, checkpoint=_own_checkpoint(settings.checkpoint, name))
             try:
                 trial.adaptation = run_method(task, method, check_compile(own, task, method), before)
-                trial.reading = _read(task, trial.adaptation.model)
+                trial.reading = _read(task, trial.adaptation.model, method)
+                _compare_for_shares(trial.adaptation, trial.reading)
                 before = trial.adaptation.before
             except DivergedError as error:
                 trial.failure = str(error)
@@ -138,9 +145,19 @@ def try_candidates(task: Task, settings: Settings, methods: Mapping[str, Method]
     return trials
 
 
-def _read(task: Task, model: nn.Module) -> Reading:
+def _read(task: Task, model: nn.Module, method: Method) -> Reading:
     assert task.profile is not None
-    return read(model, task.feed, task.profile, task.profile.rehearsal)
+    # A result lies where the caller's model is, which may be another device.
+    with on_device(model, task.feed.device):
+        return read(model, task.feed, task.profile, task.profile.rehearsal, free_shares=method.frees_shares)
+
+
+def _compare_for_shares(result: Adaptation, reading: Reading) -> None:
+    """Let a result be verified against home for the class shares that its model finds, if they were free."""
+    if reading.shares is not None:
+        result.after = replace(reading.verification, adapted=True)
+        result.manifest["verification"]["after"] = result.after.to_json()
+        result.manifest["free_shares"] = True
 
 
 def _add_signals(task: Task, trials: Sequence[Trial]) -> None:
@@ -149,6 +166,10 @@ def _add_signals(task: Task, trials: Sequence[Trial]) -> None:
     readings = {trial.name: trial.reading for trial in trials if trial.reading is not None}
     if task.feed.resident or task.feed.keeps_order:
         joined = add_agreements(readings, task.profile.rehearsal)
+        for trial in trials:
+            if trial.method.frees_shares and trial.reading is not None:
+                # Where classes have other shares, the others go wrong, and to agree with them says nothing.
+                joined[trial.name] = dict(trial.reading.signals)
     else:
         joined = {name: dict(reading.signals) for name, reading in readings.items()}
     for trial in trials:
@@ -209,6 +230,7 @@ def _finish_at_home(untouched: Trial, estimator: Estimator) -> Adaptation:
     assert reading is not None
     estimate = estimator.estimate_at_home(reading.samples)
     tried = (Candidate(UNTOUCHED, estimate, untouched.signals, untouched.seconds),)
+    result.changed = "neither"
     return _complete(result, Estimates(estimate, estimate), tried, "the data are as at home, so nothing was changed")
 
 
@@ -218,8 +240,13 @@ def _finish_with_other_shares(untouched: Trial, estimator: Estimator) -> Adaptat
     assert result is not None
     assert reading is not None
     why = OTHER_SHARES
+    found = None
     estimate = estimator.estimate(UNTOUCHED, untouched.signals, reading.samples, reasons=[why])
+    if estimator.record.confusion.numel():
+        found = estimate_shares(reading.outputs, estimator.record)
+        estimate = estimator.estimate_with_shares(found)
     tried = (Candidate(UNTOUCHED, estimate, untouched.signals, untouched.seconds),)
+    result.shares, result.changed = found, "patients"
     return _complete(result, Estimates(estimate, estimate), tried, f"{why}, so nothing was changed")
 
 
@@ -240,7 +267,8 @@ def _finish_rehearsed(
             readings[trial.name] = trial.signals
         tried.append(Candidate(trial.name, estimate, trial.signals, trial.seconds, trial.failure))
     assert trials[0].reading is not None
-    name = estimator.choose(readings, trials[0].reading.samples)
+    strict = [trial.name for trial in trials if trial.method.frees_shares]
+    name = estimator.choose(readings, trials[0].reading.samples, strict)
     chosen = next(trial for trial in trials if trial.name == name)
     assert chosen.adaptation is not None
     assert chosen.reading is not None
@@ -255,10 +283,23 @@ def _finish_rehearsed(
     reason = "its estimate is the best"
     if name == UNTOUCHED:
         reason = "no candidate is clearly better than the untouched model"
-    result = _complete(chosen.adaptation, Estimates(before, after), tuple(tried), reason)
+    result = chosen.adaptation
+    if record.task == "classes" and record.confusion.numel() and name != UNTOUCHED:
+        result.shares = estimate_shares(chosen.reading.outputs, record)
+    result.changed = _tell_change(result.shares, record)
+    _complete(result, Estimates(before, after), tuple(tried), reason)
     if calibrate and name != UNTOUCHED:
         calibrate_result(result, chosen.reading, task, output)
     return result
+
+
+def _tell_change(shares: Shares | None, record: Rehearsal) -> Change | None:
+    """Tell whether class shares changed beside the device; None if the shares are not known."""
+    if shares is None or not shares.reliable:
+        return None
+    by_chance = HOME_DEVIATIONS * skew_by_chance(record.label_shares, shares.samples, record.samples)[1]
+    beyond = skew(torch.tensor(shares.values), record.label_shares, shares.samples, record.samples)
+    return "both" if beyond > max(OTHER_PATIENTS, by_chance) else "device"
 
 
 def find_differences(method: Method, record: Rehearsal) -> list[str]:
@@ -352,6 +393,10 @@ def _complete(result: Adaptation, estimates: Estimates, tried: tuple[Candidate, 
     result.manifest["chosen"] = {"by": "auto", "reason": reason}
     result.manifest["candidates"] = [one.to_json() for one in tried]
     result.manifest["estimate"] = estimates.to_json()
+    if result.changed is not None:
+        result.manifest["changed"] = result.changed
+    if result.shares is not None:
+        result.manifest["shares"] = result.shares.to_json()
     mark(result)
     return result
 
@@ -361,6 +406,7 @@ def mark(result: Adaptation, temperature: float = 1.0) -> None:
     result.model.shiftmend_adaptation = {  # type: ignore[assignment]
         "method": result.manifest["method"]["name"],
         "temperature": temperature,
+        "free_shares": bool(result.manifest.get("free_shares")),
     }
 
 
@@ -374,10 +420,13 @@ def estimate_one(
     record = task.profile.rehearsal
     estimator = Estimator(record)
     untouched = copy_model(task.model).to(task.feed.device).eval()
-    readings = {UNTOUCHED: _read(task, untouched)}
+    readings = {UNTOUCHED: _read(task, untouched, make_method(UNTOUCHED))}
     if method.name != UNTOUCHED:
-        readings[method.name] = _read(task, result.model)
+        readings[method.name] = _read(task, result.model, method)
+        _compare_for_shares(result, readings[method.name])
     joined = add_agreements(readings, record)
+    if method.frees_shares:
+        joined[method.name] = dict(readings[method.name].signals)
     before = estimator.estimate(UNTOUCHED, joined[UNTOUCHED], readings[UNTOUCHED].samples)
     after = before
     if method.name != UNTOUCHED:
@@ -406,7 +455,8 @@ def calibrate_result(result: Adaptation, reading: Reading, task: Task, output: E
     if after.value is not None:
         temperature, by = find_temperature(as_class_logits(reading.outputs), after.value), "estimate"
     sample = task.feed.first(2)
-    refusal = fold_temperature(result.model, profile.specs["logits"], temperature, sample, output)
+    with on_device(result.model, task.feed.device):
+        refusal = fold_temperature(result.model, profile.specs["logits"], temperature, sample, output)
     if refusal is None:
         mark(result, temperature)
         # The weights that are saved, by which a manifest is recognised.

@@ -19,8 +19,18 @@ from shiftmend.profiles.rehearsal import name_candidate
 from shiftmend.utils.checks import counted
 from shiftmend.utils.files import as_path, check_folder, replacing
 from shiftmend.utils.json import dumps
+from shiftmend.verification.class_shares import Shares
 from shiftmend.verification.estimate import Estimate
 from shiftmend.verification.verdict import Verification
+
+Change = Literal["device", "patients", "both", "neither"]
+CHANGES: dict[Change, str] = {
+    "device": "the device changed, the class shares did not",
+    "patients": "the class shares changed, the device did not",
+    "both": "the device and the class shares changed",
+    "neither": "neither the device nor the class shares changed",
+}
+"""Answers to what changed since home, in words."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,9 @@ class Adaptation:
         estimate: Estimated score before and after; None unless the profile was rehearsed, or `auto` chose.
         candidates: What `auto` tried.
         reason: Why `auto` chose this candidate, in words.
+        shares: Class shares at the target, by the returned model, if `auto` estimated them.
+        changed: What changed since home: `"device"`, `"patients"` (the class shares), `"both"` or `"neither"`; None if
+            that cannot be told.
 
     Example:
         >>> import torch, shiftmend
@@ -103,6 +116,8 @@ class Adaptation:
     estimate: Estimates | None = None
     candidates: tuple[Candidate, ...] = ()
     reason: str = ""
+    shares: Shares | None = None
+    changed: Change | None = None
 
     @property
     def kept(self) -> Epoch:
@@ -176,6 +191,8 @@ class Adaptation:
             tried = [name_candidate(one.name) for one in self.candidates]
             name = name_candidate(self.manifest["method"]["name"])
             lines.append(f"{name} was chosen of {', '.join(tried)}: {self.reason}")
+        if self.changed is not None:
+            lines.append(f"what changed: {CHANGES[self.changed]}")
         return lines
 
 

@@ -161,6 +161,7 @@ def prepare(
         preprocess=settings.preprocess,
         resident=settings.resident,
         limit=limit,
+        columns=() if profile is None else profile.inputs.columns,
         what="target data",
     )
     if feed.never_shuffles:

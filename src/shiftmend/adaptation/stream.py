@@ -188,6 +188,7 @@ class Stream:
             device=self.device,
             preprocess=self.preprocess,
             limit=1 << 62,  # Asking how much memory is free would take as long as a small step.
+            columns=() if self.profile is None else self.profile.inputs.columns,
             what="batch",
         )
         return next(feed.batches())

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shiftmend.cli import options as opt
-from shiftmend.cli.options import block_names, by_all_processes, columns, entry, gather, method_option, say, show
+from shiftmend.cli.options import (
+    block_names,
+    by_all_processes,
+    choose_columns,
+    columns,
+    entry,
+    gather,
+    method_option,
+    say,
+    show,
+)
 from shiftmend.cli.verify import LABELLED, scores_json
 from shiftmend.errors import DataError
 from shiftmend.utils.files import check_folder
@@ -121,6 +131,11 @@ def adapt(
     weights: opt.Weights = None,
     model_option: opt.Options = None,
     output_entry: opt.Output = None,
+    label: opt.Label = None,
+    classes: opt.Classes = None,
+    quantity: opt.Quantities = None,
+    drop: opt.Drop = None,
+    where: opt.Where = None,
     size: opt.Size = None,
     channels: opt.Channels = None,
     mean: opt.Mean = "0.5",
@@ -148,8 +163,10 @@ def adapt(
 
     _check_place(out, weights)
     chosen, named = load_method(method), load_candidates(candidates)
-    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
-    inputs, labels, names = given
+    home = shiftmend.Profile.load(profile)
+    choice = choose_columns(label, classes, quantity, drop, where, home)
+    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std, choice)
+    inputs, labels, names, _ = given
     options = _method_options(option)
     supervised = getattr(METHODS.get(chosen) if isinstance(chosen, str) else chosen, "takes_labels", False)
     if supervised:
@@ -170,7 +187,6 @@ def adapt(
             ignore_label=ignore_label,
         )
 
-    home = shiftmend.Profile.load(profile)
     home.check_architecture(net)
     check_types(full_state_dict(net))
     if labels is not None:

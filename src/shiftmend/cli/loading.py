@@ -18,6 +18,7 @@ import numpy as np
 import safetensors.torch
 import torch
 from numpy.lib.npyio import NpzFile
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
@@ -25,9 +26,10 @@ from torch.nn import functional
 from shiftmend.cli.options import whole_or_text
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.evaluation.evaluate import metrics_for
-from shiftmend.inputs.arrays import holds_objects, npz_file, open_npz, read_member
+from shiftmend.inputs.arrays import holds_objects, map_npy, npz_file, open_npz, read_member
 from shiftmend.inputs.folders import image_folder
 from shiftmend.inputs.images import as_labels, per_channel
+from shiftmend.inputs.tables import SUFFIXES, Table, read_table
 from shiftmend.introspection.input_map import load_adapted_state
 from shiftmend.methods import METHODS
 from shiftmend.utils.checks import counted, kind
@@ -280,16 +282,37 @@ class Data(NamedTuple):
     labels: Tensor | None
     classes: tuple[str, ...] | None = None
     """Names of the classes, where there is one folder for each."""
+    columns: tuple[str, ...] = ()
+    """Names of the columns, if the inputs are a table."""
+
+    def as_table(self) -> Table | Tensor:
+        """Return the inputs with the names of their columns, where they have any."""
+        return Table(self.inputs, self.columns) if self.columns else self.inputs
 
 
-def load_data(path: Path, size: int | None) -> Data:
-    """Read a folder of images, or an `.npz` of images or of any other inputs."""
+def load_data(path: Path, size: int | None, choice: Mapping[str, Any] | None = None) -> Data:
+    """Read a folder of images, an array or `.npz` of images or of any other inputs, or a table.
+
+    `choice` says what the columns of a table are used for, as arguments of `read_table`.
+    """
     if size is not None and size < 1:
         raise DataError(f"--size {size} should be at least 1 pixel")
+    choice = choice or {}
+    if path.suffix.lower() in SUFFIXES and not path.is_dir():
+        if size is not None:
+            raise DataError(f"--size {size} is for images, and {path} is a table: leave it out")
+        table = read_table(path, **choice)
+        return Data(table.inputs, table.labels, table.classes or None, table.columns)
+    for name in choice.keys() - {"columns"}:
+        option = {"quantities": "quantity"}.get(name, name)
+        raise DataError(f"--{option} is for a table, and {path} is none; leave it out")
     if path.is_dir():
         folder = image_folder(path, size=size)
         return Data(folder.images, folder.labels, folder.classes or None)
-    check_npz(path)
+    if path.suffix == ".npy" and path.is_file():
+        array = map_npy(path, "inputs [N, ...]", "replace the file")
+        return Data(_as_other_inputs(np.asarray(array), str(path), size), None)
+    check_npz(path, f"an .npy file or a table ({', '.join(SUFFIXES)})")
     with open_npz(path) as archive:
         if "inputs" in archive.files:
             inputs = _read_other_inputs(archive, path, size)
@@ -303,12 +326,12 @@ def load_data(path: Path, size: int | None) -> Data:
         return Data(inputs, _read_labels(archive, path, len(inputs)))
 
 
-def check_npz(path: Path) -> None:
-    """Refuse a path that is neither a folder nor an .npz file."""
+def check_npz(path: Path, others: str = "") -> None:
+    """Refuse a path that is neither a folder nor an .npz file; `others` names what else is read."""
     if not path.exists():
-        raise DataError(f"there is no {path}; expected a folder of images or an .npz file")
+        raise DataError(f"there is no {path}; expected a folder of images or an .npz file{others and f', or {others}'}")
     if path.suffix != ".npz":
-        raise DataError(f"{path} is neither a folder of images nor an .npz file")
+        raise DataError(f"{path} is neither a folder of images nor an .npz file{others and f', nor {others}'}")
 
 
 def _read_images(archive: NpzFile, path: Path, size: int | None) -> Tensor:
@@ -330,16 +353,20 @@ def scale_images(images: Tensor, size: int | None) -> Tensor:
 
 
 def _read_other_inputs(archive: NpzFile, path: Path, size: int | None) -> Tensor:
-    """Read tables, signals or tokens from the array `inputs`; whole numbers stay whole, since they may be tokens."""
+    """Read tables, signals or tokens from the array `inputs`."""
+    return _as_other_inputs(np.asarray(read_member(archive, path, "inputs")), f"array 'inputs' of {path}", size)
+
+
+def _as_other_inputs(inputs: NDArray[Any], name: str, size: int | None) -> Tensor:
+    """Convert inputs that are no images; whole numbers stay whole, since they may be tokens."""
     if size is not None:
-        raise DataError(f"--size {size} is for images, and {path} holds 'inputs', which are not scaled: leave it out")
-    inputs = np.asarray(read_member(archive, path, "inputs"))
+        raise DataError(f"--size {size} is for images, and {name} holds inputs, which are not scaled: leave it out")
     whole, real = np.issubdtype(inputs.dtype, np.integer), np.issubdtype(inputs.dtype, np.floating)
     if inputs.ndim < 2 or 0 in inputs.shape or not (whole or real):
-        raise DataError(f"{path} holds {inputs.dtype} {list(inputs.shape)} under 'inputs'; expected numbers [N, ...]")
+        raise DataError(f"{name} holds {inputs.dtype} {list(inputs.shape)}; expected numbers [N, ...]")
     if inputs.dtype == np.uint8 and inputs.ndim != 4:
         raise DataError(
-            f"{path} holds uint8 {list(inputs.shape)} under 'inputs', but 8-bit inputs are images [N, C, H, W]; store "
+            f"{name} holds uint8 {list(inputs.shape)}, but 8-bit inputs are images [N, C, H, W]; store "
             "tokens as int64 and measurements as float32"
         )
     kind = np.uint8 if inputs.dtype == np.uint8 else np.int64 if whole else np.float32

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shiftmend.cli import loading
+    from shiftmend.profiles.profile import Profile
 
 WIDTH = 100
 """Columns where there is no terminal that says how many it has."""
@@ -28,7 +29,9 @@ Model = Annotated[
 ]
 Data = Annotated[
     Path,
-    typer.Option("--data", "-d", help="A folder of images (flat, or one per class), or an .npz with images or inputs."),
+    typer.Option(
+        "--data", "-d", help="A folder of images (flat, or one per class), an .npz or .npy, a .csv, .parquet or .mat."
+    ),
 ]
 Weights = Annotated[Path | None, typer.Option("--weights", "-w", help="A safetensors file with the model's weights.")]
 Options = Annotated[list[str] | None, typer.Option("--model-option", help="name=value for the factory; repeatable.")]
@@ -59,6 +62,15 @@ Root = Annotated[Path | None, typer.Option("--data-root", help="Where the data s
 Ignore = Annotated[int | None, typer.Option("--ignore-label", help="A class number that counts in no score, e.g. 255.")]
 Candidates = Annotated[
     str | None, typer.Option(help="Methods to try, with commas: names, or file.py:Class of your own.")
+]
+Label = Annotated[str | None, typer.Option("--label", help="Of a table: the column with class numbers or names.")]
+Classes = Annotated[str | None, typer.Option(help="Names of the classes in the order of their numbers, with commas.")]
+Quantities = Annotated[
+    list[str] | None, typer.Option("--quantity", help="Of a table: a column that the model predicts; repeatable.")
+]
+Drop = Annotated[list[str] | None, typer.Option("--drop", help="Of a table: a column to leave out; repeatable.")]
+Where = Annotated[
+    list[str] | None, typer.Option("--where", help="Of a table: take only rows with column=value; repeatable.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable results.")]
 
@@ -115,13 +127,44 @@ def gather(
     channels: int | None,
     mean: str,
     std: str,
+    choice: dict[str, Any],
 ) -> tuple[nn.Module, loading.Data, loading.Normalisation]:
     """Load the model and the data that the options name, and make the function that turns images into inputs."""
     from shiftmend.cli.loading import load_data, load_model, parse_normalisation
 
     preprocess = parse_normalisation(mean, std, channels)
     net = load_model(model, weights, model_option or [], allow_pickle)
-    return net, load_data(data, size), preprocess
+    return net, load_data(data, size, choice), preprocess
+
+
+def choose_columns(
+    label: str | None,
+    classes: str | None,
+    quantity: list[str] | None,
+    drop: list[str] | None,
+    where: list[str] | None,
+    profile: Profile | None = None,
+) -> dict[str, Any]:
+    """Return what the columns of a table are used for, as arguments of `read_table`; inputs are those of a profile."""
+    if classes is not None and label is None:
+        raise DataError("--classes names the classes of a label; name its column with --label")
+    given = {
+        "label": label,
+        "classes": tuple(name.strip() for name in classes.split(",")) if classes else (),
+        "quantities": tuple(quantity or ()),
+        "drop": tuple(drop or ()),
+        "where": dict(_condition(text) for text in where or ()),
+    }
+    used = {name: value for name, value in given.items() if value}
+    return used | ({} if profile is None else {"columns": profile.inputs.columns})
+
+
+def _condition(text: str) -> tuple[str, str]:
+    """Read `--where column=value`."""
+    name, equals, value = text.partition("=")
+    if not (equals and name):
+        raise DataError(f"--where {text!r} should read column=value, e.g. board=3")
+    return name, value
 
 
 def block_names(blocks: list[str] | None) -> list[list[str]] | None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from shiftmend.cli import options as opt
-from shiftmend.cli.options import by_all_processes, entry, gather, named_tap, say
+from shiftmend.cli.options import by_all_processes, choose_columns, entry, gather, named_tap, say
 from shiftmend.errors import DataError
 from shiftmend.utils.files import check_folder
 from shiftmend.utils.json import dumps
@@ -46,6 +46,11 @@ def profile(
     head: opt.Head = None,
     tap: opt.Taps = None,
     output_entry: opt.Output = None,
+    label: opt.Label = None,
+    classes: opt.Classes = None,
+    quantity: opt.Quantities = None,
+    drop: opt.Drop = None,
+    where: opt.Where = None,
     size: opt.Size = None,
     channels: opt.Channels = None,
     mean: opt.Mean = "0.5",
@@ -64,21 +69,23 @@ def profile(
     if refresh_batchnorm is not None:
         _check_weights_place(refresh_batchnorm, out)
     usual = presets.preset("reference" if preset is None else preset).bins
-    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
+    home = None if like is None else shiftmend.Profile.load(like)
+    choice = choose_columns(label, classes, quantity, drop, where, home)
+    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std, choice)
     if refresh_batchnorm is not None:
         net = shiftmend.refresh_batchnorm(
             net, given.inputs, batch_size=batch_size, preprocess=preprocess, device=device
         )
     made = shiftmend.profile(
         net,
-        given.inputs,
+        given.as_table(),
         preset=preset,
         bins=None if temperature is None else replace(usual, temperature=temperature),
         gaussian=gaussian,  # type: ignore[arg-type]
         head=head,
         taps=dict(named_tap(text) for text in tap) if tap else None,
         output=entry(output_entry),
-        like=like,
+        like=home,
         batch_size=batch_size,
         preprocess=preprocess,
         device=device,

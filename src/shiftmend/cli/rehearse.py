@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shiftmend.cli import options as opt
-from shiftmend.cli.options import block_names, entry, gather, say
+from shiftmend.cli.options import block_names, choose_columns, entry, gather, say
 from shiftmend.cli.profile import New, check_place, summarise
 from shiftmend.cli.verify import check_labels
 from shiftmend.errors import ShiftmendError
@@ -46,6 +46,11 @@ def rehearse(
     workers: Annotated[int, typer.Option(min=1, help="Processes that share the simulated shifts.")] = 1,
     block: opt.Blocks = None,
     output_entry: opt.Output = None,
+    label: opt.Label = None,
+    classes: opt.Classes = None,
+    quantity: opt.Quantities = None,
+    drop: opt.Drop = None,
+    where: opt.Where = None,
     size: opt.Size = None,
     channels: opt.Channels = None,
     mean: opt.Mean = "0.5",
@@ -71,7 +76,8 @@ def rehearse(
     named = load_candidates(candidates)
     devices = None if battery is None else load_battery(battery)
     home = shiftmend.Profile.load(profile)
-    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
+    choice = choose_columns(label, classes, quantity, drop, where, home)
+    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std, choice)
     home.check_architecture(net)
     check_labels(net, given, preprocess, output_entry, device, ignore_label)
     if workers > 1:

@@ -10,19 +10,25 @@ import typer
 from shiftmend.cli.options import (
     Batch,
     Channels,
+    Classes,
     Data,
     Deviation,
     Device,
+    Drop,
     Ignore,
     Json,
+    Label,
     Mean,
     Model,
     Options,
     Output,
     Pickle,
     ProfileFile,
+    Quantities,
     Size,
     Weights,
+    Where,
+    choose_columns,
     entry,
     gather,
     say,
@@ -49,6 +55,11 @@ def report(
     weights: Weights = None,
     model_option: Options = None,
     output_entry: Output = None,
+    label: Label = None,
+    classes: Classes = None,
+    quantity: Quantities = None,
+    drop: Drop = None,
+    where: Where = None,
     size: Size = None,
     channels: Channels = None,
     mean: Mean = "0.5",
@@ -63,17 +74,20 @@ def report(
 
     Labels are used for scores alone, where the data has any.
     """
+    from shiftmend.profiles.profile import Profile
     from shiftmend.report.answer import give_answer
     from shiftmend.report.facts import gather as gather_facts
     from shiftmend.report.page import write
     from shiftmend.report.verdicts import state_verdict
 
     _check_target(out)
-    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
+    home = Profile.load(profile)
+    choice = choose_columns(label, classes, quantity, drop, where, home)
+    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std, choice)
     found = gather_facts(
         net,
         given.inputs,
-        profile,
+        home,
         adapted,
         labels=given.labels,
         classes=given.classes,

@@ -1,4 +1,4 @@
-"""`verify` and `evaluate`."""
+"""`verify`, `shares` and `evaluate`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from shiftmend.cli import options as opt
-from shiftmend.cli.options import entry, gather, say
+from shiftmend.cli.options import choose_columns, entry, gather, say
 from shiftmend.errors import DataError
 from shiftmend.utils.json import dumps
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shiftmend.verification.verdict import Verification
 
 logger = logging.getLogger(__name__)
-LABELLED = "expected one folder per class, or an array 'labels' in the .npz, of numbers"
+LABELLED = "expected one folder per class, an array 'labels' in the .npz, or a table with --label or --quantity"
 NOT_REHEARSED = "the profile was not rehearsed; see `shiftmend rehearse`"
 
 Answer = Literal["yes", "no", "unknown"]
@@ -33,7 +33,7 @@ EXIT_CODES: dict[Answer, int] = {"yes": 0, "no": 3, "unknown": 4}
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
-    for command in (verify, evaluate):
+    for command in (verify, shares, evaluate):
         app.command()(command)
 
 
@@ -48,7 +48,7 @@ def verify(
         typer.Option(help="How the model was adapted: the folder that `adapt` wrote, or its manifest.json."),
     ] = None,
     labelled: Annotated[
-        Path | None, typer.Option(help="A few labelled samples of the same device: a folder per class, or an .npz.")
+        Path | None, typer.Option(help="A few labelled samples of the same device, in any form of --data.")
     ] = None,
     at_least: Annotated[
         str | None, typer.Option(help="Accuracy that is needed, e.g. 0.8 or 80%: decides the exit code.")
@@ -57,6 +57,11 @@ def verify(
         str | None, typer.Option(help="The same for the error of a model that predicts quantities.")
     ] = None,
     output_entry: opt.Output = None,
+    label: opt.Label = None,
+    classes: opt.Classes = None,
+    quantity: opt.Quantities = None,
+    drop: opt.Drop = None,
+    where: opt.Where = None,
     size: opt.Size = None,
     channels: opt.Channels = None,
     mean: opt.Mean = "0.5",
@@ -82,8 +87,11 @@ def verify(
     limit = _read_limit(at_least, at_most, home)
     if labelled is not None and home.rehearsal is None:
         raise DataError(f"--labelled narrows an estimate, and {NOT_REHEARSED}, or `shiftmend evaluate`")
-    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
-    few = None if labelled is None else load_data(labelled, size)
+    choice = choose_columns(label, classes, quantity, drop, where, home)
+    # With labelled samples beside them, the data need no labels.
+    own = choice if labelled is None else {name: choice[name] for name in choice.keys() & {"drop", "where", "columns"}}
+    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std, own)
+    few = None if labelled is None else load_data(labelled, size, choice)
     if few is not None:
         if few.labels is None:
             raise DataError(f"{labelled} has no labels that can be used here: {LABELLED}")
@@ -112,6 +120,51 @@ def verify(
             say(f"{limit.name} {limit.text}: {'cannot be told' if answer == 'unknown' else answer}")
     if answer is not None:
         raise typer.Exit(EXIT_CODES[answer])
+
+
+def shares(
+    model: opt.Model,
+    data: opt.Data,
+    profile: opt.ProfileFile,
+    weights: opt.Weights = None,
+    model_option: opt.Options = None,
+    adaptation: Annotated[
+        Path | None,
+        typer.Option(help="How the model was adapted: the folder that `adapt` wrote, or its manifest.json."),
+    ] = None,
+    size: opt.Size = None,
+    channels: opt.Channels = None,
+    mean: opt.Mean = "0.5",
+    std: opt.Deviation = "0.5",
+    batch_size: opt.Batch = 256,
+    device: opt.Device = "auto",
+    allow_pickle: opt.Pickle = False,
+    drop: opt.Drop = None,
+    where: opt.Where = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Estimate without labels how frequent the classes are in some data.
+
+    The profile must have been rehearsed with labels. Where the device changed, name the weights of the mended model.
+    """
+    import shiftmend
+
+    home = shiftmend.Profile.load(profile)
+    choice = choose_columns(None, None, None, drop, where, home)
+    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std, choice)
+    found = shiftmend.shares(
+        net,
+        given.inputs,
+        home,
+        adaptation=_find_manifest(net, weights, adaptation),
+        batch_size=batch_size,
+        preprocess=preprocess,
+        device=device,
+    )
+    if as_json:
+        print(dumps(found.to_json() | {"reliable": found.reliable, "distance": round(found.distance, 5)}))
+    else:
+        say(str(found))
 
 
 def check_labels(
@@ -237,9 +290,17 @@ def _describe(found: Verification) -> list[str]:
 def evaluate(
     model: opt.Model,
     data: opt.Data,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", "-p", help="The source's profile, which knows the columns of a table.")
+    ] = None,
     weights: opt.Weights = None,
     model_option: opt.Options = None,
     output_entry: opt.Output = None,
+    label: opt.Label = None,
+    classes: opt.Classes = None,
+    quantity: opt.Quantities = None,
+    drop: opt.Drop = None,
+    where: opt.Where = None,
     size: opt.Size = None,
     channels: opt.Channels = None,
     mean: opt.Mean = "0.5",
@@ -253,7 +314,9 @@ def evaluate(
     """Score a model on labelled data: accuracy and calibration, or the errors of one that predicts quantities."""
     import shiftmend
 
-    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
+    home = None if profile is None else shiftmend.Profile.load(profile)
+    choice = choose_columns(label, classes, quantity, drop, where, home)
+    net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std, choice)
     if given.labels is None:
         raise DataError(f"{data} has no labels that can be used here: {LABELLED}")
     scores = shiftmend.evaluate(

@@ -139,6 +139,9 @@ class Method:
     takes_labels: ClassVar[bool] = False
     reads_inputs: ClassVar[bool] = False
     """Whether the method adapts in one pass over the inputs, without steps; see `begin` and `adapt_to_inputs`."""
+    frees_shares: ClassVar[bool] = False
+    """Whether classes may have other shares at the target. The result is then compared with home as home would be with
+    the shares that the model finds there."""
     dropout: ClassVar[bool] = False
     """Whether dropout is on during training; on a stream it is always off."""
     minimises_entropy: ClassVar[bool] = False

@@ -5,7 +5,7 @@ Only inputs leave a feed. Labels that came along are kept apart for the evaluato
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -24,6 +24,7 @@ from shiftmend.inputs.sources import (
     check_not_empty,
     check_preprocessed,
     check_shapes,
+    find_table,
     iterate_seeded,
     open_source,
     split_batch,
@@ -47,8 +48,8 @@ class Feed:
     Data that fits is read once and kept on the device as it came, so that 8-bit images stay 8-bit. An epoch is then a
     permutation and a few gathers. With `resident=False`, with more than `limit` bytes, or where batches differ in size,
     the loader is read in every epoch. A tensor that does not fit stays where it is and goes to the device by batches
-    (see `prefetch.py`). Augmentation that a loader draws anew in each epoch needs `resident=False`. Error messages
-    call the data `what`.
+    (see `prefetch.py`). Augmentation that a loader draws anew in each epoch needs `resident=False`. Tables are
+    brought into the order of `columns`. Error messages call the data `what`.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Feed:
         preprocess: Preprocess | None = None,
         resident: bool = True,
         limit: int | None = None,
+        columns: Sequence[str] = (),
         what: str = "data",
     ) -> None:
         self.device = device or torch.device("cpu")
@@ -68,6 +70,8 @@ class Feed:
         check_function(preprocess, "preprocess", "inputs")
         check_batch_size(batch_size)
         batch_size = None if batch_size is None else int(batch_size)
+        source, self.columns = find_table(source, columns, what)
+        """Names of the columns; empty if the data is no table."""
         self._loader, own = open_source(source, batch_size, what)
         self.batch_size = batch_size or own or DEFAULT_BATCH_SIZE
         self.reduced_from: int | None = None

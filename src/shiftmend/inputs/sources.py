@@ -1,4 +1,4 @@
-"""Sources of data: tensors, arrays, a `Dataset`, a `DataLoader`, a list of batches. The one place that refuses data.
+"""Sources of data: tensors, arrays, tables, a `Dataset`, a `DataLoader`, batches. The one place that refuses data.
 
 Reading a source gives the same order and the same augmentation for the same seed, whatever else draws random numbers.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
 
 from shiftmend.errors import DataError
+from shiftmend.inputs.tables import Table, from_frame, is_frame
 from shiftmend.utils.checks import brief, counted, is_whole, kind
 from shiftmend.utils.devices import split_rows
 
@@ -24,6 +25,22 @@ DEFAULT_BATCH_SIZE = 256
 
 LABEL_NAMES = ("label", "labels", "target", "targets")
 """Keys under which a dict may hold labels; any other key may hold the inputs."""
+
+
+def find_table(source: Any, columns: Sequence[str], what: str) -> tuple[Any, tuple[str, ...]]:
+    """Bring the columns of a table or data frame into the order of `columns`, and return it with their names.
+
+    What has no names of columns is returned as it is. Error messages call the data `what`.
+    """
+    inputs, *others = source if isinstance(source, tuple) and source else (source,)
+    if is_frame(inputs):
+        inputs = from_frame(inputs, columns, what)
+    if not isinstance(inputs, Table):
+        return source, ()
+    table = inputs.ordered(columns, f"the {what}")
+    labels: Any = others[0] if others else table.labels
+    labels = labels.to_numpy() if hasattr(labels, "to_numpy") else labels
+    return (table.inputs, labels), table.columns
 
 
 def open_source(source: Any, batch_size: int | None, what: str) -> tuple[Any, int | None]:

@@ -110,6 +110,11 @@ def _write(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
             own.copy_(values.to(own.dtype).reshape(own.shape))
 
 
+def apply_input_map(model: nn.Module, inputs: Tensor) -> Tensor | None:
+    """Map inputs as a model does before anything else; None if it has no map."""
+    return _apply(model, inputs) if has_input_map(model) else None
+
+
 def load_adapted_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load weights as `Adaptation.save` writes them, together with maps of inputs and of features if there are any.
 

@@ -13,6 +13,7 @@ from shiftmend.methods.bufr import BUFR
 from shiftmend.methods.bufr_im import BUFRIM
 from shiftmend.methods.coral import CORAL, NEO
 from shiftmend.methods.fr import FR
+from shiftmend.methods.fr_shares import FRShares
 from shiftmend.methods.full_gauss import FullGauss
 from shiftmend.methods.match import MatchHistogram, MatchMean, MatchMoments
 from shiftmend.methods.pl import PL
@@ -41,6 +42,7 @@ METHODS: dict[str, type[Method]] = {
         BNMIM,
         FullGauss,
         FR,
+        FRShares,
         BUFR,
         BUFRIM,
         TargetSupervised,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -100,7 +100,8 @@ def profile(
 
     Args:
         model: Any `nn.Module` that is called with one tensor.
-        source: A tensor, an array, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
+        source: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
+            The names of a data frame's columns are remembered.
         preset: Bins and loss: `"reference"` (the default), `"paper"` or `"sliced"`.
         bins: Bins of your own. By default those of the preset, softer (temperature 0.05) without BatchNorm.
         head: Name of the module that classifies, if it is not found by itself.
@@ -145,7 +146,8 @@ def profile(
     chosen = find_preset(like.preset if like else "reference" if preset is None else preset)
     usual = chosen.bins if find_batch_norms(model) else chosen.bins.with_temperature(SOFT_TEMPERATURE)
     cut = like.bins if like else check_bins(bins, usual)
-    feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, what="source data")
+    columns = like.inputs.columns if like else ()
+    feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, columns=columns, what="source data")
     weights = fingerprints.weights(model)  # Some models change their buffers whenever they run.
     with (
         on_device(model, place),
@@ -154,7 +156,7 @@ def profile(
         progress_bar(progress, "profiling", None) as bar,
     ):
         model.eval()
-        summary = InputSummary.from_batches(feed.batches())
+        summary = replace(InputSummary.from_batches(feed.batches()), columns=feed.columns)
         specs = trace(model, feed.first(2), head=head, taps=like.specs if like else taps, output=output).taps
         _check_agreement(model, feed, (specs, chosen.name, cut, full, keep_bytes), like)
         with all_processes(), synchronised(model):

@@ -102,6 +102,8 @@ class InputSummary:
     high: float
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
+    columns: tuple[str, ...] = ()
+    """Names of the columns of a table, before preprocessing; empty if the inputs came without names."""
 
     @staticmethod
     def from_batches(batches: Iterable[Tensor], most: int = MAX_SUMMARISED_INPUTS) -> InputSummary:
@@ -177,15 +179,15 @@ class InputSummary:
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as JSON."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "columns" or value}
 
     @staticmethod
     def from_json(data: Any) -> InputSummary:
         """Undo `to_json`; refuse anything that does not fit, since the data may come from any file."""
-        names = [field.name for field in fields(InputSummary)]
-        if not isinstance(data, dict) or sorted(data) != sorted(names):
+        names = [field.name for field in fields(InputSummary) if field.name != "columns"]
+        if not isinstance(data, dict) or sorted(data.keys() - {"columns"}) != sorted(names):
             raise ShiftmendError(f"the description of its inputs should have the entries {', '.join(names)}")
-        shape, mean, deviation = data["shape"], data["mean"], data["deviation"]
+        shape, mean, deviation, columns = data["shape"], data["mean"], data["deviation"], data.get("columns", [])
         fits = (
             isinstance(data["dtype"], str)
             and data["dtype"].isidentifier()
@@ -195,12 +197,21 @@ class InputSummary:
             and data["low"] <= data["high"]
             and len(mean) == len(deviation) > 0
             and min(deviation) >= 0
+            and isinstance(columns, list)
+            and all(isinstance(name, str) for name in columns)
+            and len(set(columns)) == len(columns)
         )
         if not fits:
             raise ShiftmendError("the description of its inputs has entries of the wrong kind")
         low, high = float(data["low"]), float(data["high"])
         return InputSummary(
-            tuple(shape), data["dtype"], low, high, tuple(map(float, mean)), tuple(map(float, deviation))
+            tuple(shape),
+            data["dtype"],
+            low,
+            high,
+            tuple(map(float, mean)),
+            tuple(map(float, deviation)),
+            tuple(columns),
         )
 
     def differences(self, target: InputSummary) -> list[str]:

@@ -293,6 +293,8 @@ class Profile:
             f"  inputs      [{', '.join(self.inputs.sizes)}] {self.inputs.dtype} in "
             f"[{self.inputs.low:.3g}, {self.inputs.high:.3g}]",
         ]
+        if columns := self.inputs.columns:
+            lines.append(f"  columns     {len(columns)}, from {columns[0]!r} to {columns[-1]!r}")
         if self.shares:
             lines.insert(1, f"  mixture     {', '.join(f'{100 * share:.3g} %' for share in self.shares)}")
         for name, tap in self.taps.items():

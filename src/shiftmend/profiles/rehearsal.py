@@ -47,6 +47,10 @@ _TENSORS = {
 }
 """Tensors of a record, with their numbers of dimensions."""
 
+BY_CLASS = ("features", "logits", "slices")
+"""Histograms that a record may hold for each class: of both taps, and of the slices for verification."""
+_PREFIX = "by_class."
+
 
 @dataclass(frozen=True)
 class RehearsedShift:
@@ -88,6 +92,8 @@ class Rehearsal:
         output_mean: Mean of each output at home, `[outputs]`; empty for classes.
         output_deviation: Its standard deviation.
         settings: Options of `adapt` that were rehearsed with, such as the batch size.
+        by_class: Histograms of the untouched model at home for each true class, uint8 `[classes, units, bins]` by name
+            (`BY_CLASS`). Each row is scaled so that its largest count is 255. Empty if the file would be too large.
     """
 
     task: Task
@@ -113,6 +119,22 @@ class Rehearsal:
     output_mean: Tensor = field(default_factory=lambda: torch.empty(0))
     output_deviation: Tensor = field(default_factory=lambda: torch.empty(0))
     settings: Mapping[str, Any] = field(default_factory=dict)
+    by_class: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def label_shares(self) -> Tensor:
+        """Share of each true class at home, `[classes]` in float64; that of the answers if there is no confusion."""
+        counts = self.confusion.double().sum(1) if self.confusion.numel() else self.shares.double()
+        return counts / counts.sum()
+
+    def class_histograms(self, name: str) -> Tensor:
+        """Return the histograms of each class, float64 `[classes, units, bins]`, where each row adds up to 1.
+
+        Args:
+            name: One of `BY_CLASS`.
+        """
+        counts = self.by_class[name].double()
+        return counts / counts.sum(2, keepdim=True).clamp_min(1)
 
     @property
     def metric(self) -> str:
@@ -164,6 +186,7 @@ class Rehearsal:
             "settings": dict(self.settings),
         }
         tensors = {name: getattr(self, name).float().cpu() for name in _TENSORS}
+        tensors |= {f"{_PREFIX}{name}": counts.cpu() for name, counts in self.by_class.items()}
         return facts, tensors | {"values": tensors["values"].half()}
 
     @staticmethod
@@ -173,7 +196,15 @@ class Rehearsal:
         Raises:
             ProfileError: If an entry is of the wrong kind or size.
         """
-        names = {one.name for one in fields(Rehearsal)} - set(_TENSORS)
+        names = {one.name for one in fields(Rehearsal)} - set(_TENSORS) - {"by_class"}
+        by_class = {name.removeprefix(_PREFIX): one for name, one in tensors.items() if name.startswith(_PREFIX)}
+        tensors = {name: one for name, one in tensors.items() if not name.startswith(_PREFIX)}
+        if by_class and (
+            set(by_class) != set(BY_CLASS)
+            or any(one.ndim != 3 or one.dtype != torch.uint8 for one in by_class.values())
+            or any(one.dtype == torch.uint8 for one in tensors.values())
+        ):
+            raise ProfileError("the histograms of its classes are not those of features, logits and slices")
         if not isinstance(facts, dict) or set(facts) != names or set(tensors) != set(_TENSORS):
             raise ProfileError("the description of its rehearsal has missing or unknown entries")
         if any(tensors[name].ndim != number for name, number in _TENSORS.items()):
@@ -209,6 +240,7 @@ class Rehearsal:
             signals=tuple(facts["signals"]),
             shifts=tuple(RehearsedShift(name, family, float(strength)) for name, family, strength in facts["shifts"]),
             settings=facts["settings"],
+            by_class=by_class,
             **{name: tensors[name].float() for name in _TENSORS},
         )
         if problem := record.find_problem():
@@ -232,6 +264,10 @@ class Rehearsal:
             "confusion": (classes, classes) if self.confusion.numel() else self.confusion.shape,
             "output_deviation": (outputs,),
         }
+        if any(len(counts) != classes for counts in self.by_class.values()):
+            return "its histograms are not of as many classes as its shares"
+        if self.by_class and not self.confusion.numel():
+            return "it has histograms of classes but no confusion matrix"
         for name, shape in shapes.items():
             if tuple(getattr(self, name).shape) != tuple(shape):
                 return f"{name} should be of shape {list(shape)}, got {list(getattr(self, name).shape)}"

@@ -240,8 +240,8 @@ def _read_rehearsal(facts: Any, tensors: Mapping[str, Tensor]) -> Rehearsal | No
     """Read the rehearsal of a file, if it has one."""
     if facts is None and not tensors:
         return None
-    if any(tensor.dtype not in (torch.float16, torch.float32) for tensor in tensors.values()):
-        raise ProfileError("the tensors of its rehearsal should be float16 or float32")
+    if any(tensor.dtype not in (torch.uint8, torch.float16, torch.float32) for tensor in tensors.values()):
+        raise ProfileError("the tensors of its rehearsal should be uint8, float16 or float32")
     return Rehearsal.from_file(facts, {name.removeprefix(_REHEARSAL): tensor for name, tensor in tensors.items()})
 
 
@@ -327,6 +327,10 @@ def problems(profile: Profile) -> list[str]:
     moments, quantiles = (profile.statistics.get(name) for name in ("inputs", "inputs.quantiles"))
     if isinstance(moments, Moments) and isinstance(quantiles, Quantiles) and len(moments.mean) != len(quantiles.values):
         found.append("moments and quantiles of the inputs are not of the same units")
+    for name, counts in ({} if profile.rehearsal is None else profile.rehearsal.by_class).items():
+        whole = profile.slices["verification"].histogram if name == "slices" else profile.taps[name]
+        if counts.shape[1:] != whole.counts.shape:
+            found.append(f"the {name} by class are not counted in the bins of the profile")
     if any(tap.samples < profile.inputs_seen for tap in profile.taps.values()):
         found.append(f"a tap has fewer samples than the {profile.inputs_seen} inputs")
     if features.usable_count == 0:

@@ -54,7 +54,9 @@ from shiftmend.utils.progress import Bar, Progress, progress_bar
 from shiftmend.utils.rng import isolate_rng
 from shiftmend.verification import predictions
 from shiftmend.verification.estimate import MIN_CELLS, cross_fit
-from shiftmend.verification.reading import READ_SIGNALS, Reading, as_class_logits, read
+from shiftmend.verification.predictions import as_class_logits
+from shiftmend.verification.reading import READ_SIGNALS, Reading, read
+from shiftmend.verification.signals import VERIFIED
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,8 @@ SUSPICIOUSLY_CLOSE = 0.4
 """Share of the divergence that chance alone gives, below which home data look like those of the profile itself."""
 TOO_GOOD = 0.9995
 """Accuracy from which on held-out data look trained on, if there are many."""
+MAX_CLASS_BYTES = 192 << 10
+"""Bytes that histograms of single classes may take, so that a profile stays below 256 KiB."""
 FILE_FORMAT = "shiftmend rehearsal"
 
 
@@ -92,6 +96,7 @@ def rehearse(
     candidates: CandidateNames | None = None,
     site_size: int | None = None,
     quick: bool = False,
+    per_class: bool = True,
     batch_size: int | None = None,
     preprocess: Preprocess | None = None,
     blocks: BlockNames | None = None,
@@ -123,6 +128,8 @@ def rehearse(
         candidates: Methods to rehearse. By default those of `adapt`.
         site_size: Samples that sites have, if that is known. By default all home samples and 300 are rehearsed.
         quick: Leave out the slowest candidates (FR, BUFR-IM), the small size and three shifts.
+        per_class: Store histograms of each class, which `fr-shares` and `shiftmend.shares` need. They are left out
+            anyway where they would take more than 192 KiB.
         batch_size: Samples in a batch, as for `adapt`.
         preprocess: Called with each batch on the device, before the model. Simulated devices change what comes before.
         blocks: Blocks of BUFR, as for `adapt`.
@@ -172,14 +179,16 @@ def rehearse(
     number = (QUICK_SHIFTS if quick else DEFAULT_SHIFTS) if shifts is None else shifts
     if not is_whole(number) or number < 1:
         raise DataError(f"shifts must be a whole number of at least 1, got {brief(shifts)}")
-    if candidates is None and quick:
-        candidates = QUICK_CANDIDATES
-    methods = list_candidates(CANDIDATES if candidates is None else candidates, profile)
     world = _Home.open(model, home, profile, settings, ignore_label)
+    if candidates is None:
+        candidates = QUICK_CANDIDATES if quick else CANDIDATES
+        by_class = per_class and world.task == "classes"
+        candidates = tuple(name for name in candidates if by_class or not METHODS[name].frees_shares)
+    methods = list_candidates(candidates, profile)
     sizes = choose_sizes(world.samples, site_size, quick)
     with progress_bar(progress, "rehearsing", None) as bar, hide_warnings():
         bar.advance(0, "home data")
-        blank, remark = world.begin(methods, sizes)
+        blank, remark = world.begin(methods, sizes, per_class=per_class)
         bar.advance(0, "strengths of the simulated devices")
         planned = world.plan(battery, int(number))
     if remark:
@@ -229,7 +238,12 @@ class _Home:
         """Read home data into memory; without labels, the model's own clean answers stand in for them."""
         place = resolve_device(settings.device)
         feed = Feed(
-            home, batch_size=settings.batch_size, device=place, preprocess=settings.preprocess, what="home data"
+            home,
+            batch_size=settings.batch_size,
+            device=place,
+            preprocess=settings.preprocess,
+            columns=profile.inputs.columns,
+            what="home data",
         )
         if feed.inputs is None:
             raise DataError("Expected home data of one shape that fits into memory; try a few thousand samples of it.")
@@ -271,7 +285,7 @@ class _Home:
         )(model)
         return found.accuracy if isinstance(found, Scores) else found.root_mean_square_error
 
-    def begin(self, methods: Mapping[str, Method], sizes: tuple[int, ...]) -> tuple[Rehearsal, str]:
+    def begin(self, methods: Mapping[str, Method], sizes: tuple[int, ...], *, per_class: bool) -> tuple[Rehearsal, str]:
         """Return a record of home without any shift, and a remark on the data if there is one."""
         place = resolve_device(self.settings.device)
         everything = self.feed(self.inputs)
@@ -283,6 +297,8 @@ class _Home:
             score = self.score(self.model, self.inputs, self.labels)
             record = self._describe(first, score, methods, sizes)
             remark = self._find_remark(first, score)
+            if per_class and record.confusion.numel():
+                record = replace(record, by_class=self._count_by_class(len(record.shares)))
             mean, deviation = self._watch_unshifted(record, sizes)
         return replace(record, home_mean=mean, home_deviation=deviation), remark
 
@@ -294,8 +310,9 @@ class _Home:
         if self.task == "classes":
             logits = as_class_logits(reading.outputs).cpu()
             labels = self.labels.flatten().cpu()
-            if self.labelled and len(labels) == len(logits) and self.ignore_label is None:
-                known["temperature"] = predictions.fit_temperature(logits, labels)
+            if len(labels) == len(logits) and self.ignore_label is None:
+                if self.labelled:
+                    known["temperature"] = predictions.fit_temperature(logits, labels)
                 if logits.shape[1] <= MAX_CLASSES:
                     pairs = labels * logits.shape[1] + logits.argmax(1)
                     counts = torch.bincount(pairs, minlength=logits.shape[1] ** 2)
@@ -338,6 +355,36 @@ class _Home:
                 **known,
             )
         )
+
+    def _count_by_class(self, classes: int) -> dict[str, Tensor]:
+        """Return histograms of each true class, as `Rehearsal.by_class` holds them; empty if they are too large."""
+        profile = self.profile.to(resolve_device(self.settings.device))
+        slices = profile.slices["verification"]
+        whole = {name: profile.taps[name] for name in VERIFIED} | {"slices": slices.histogram}
+        one_each = all(profile.taps[name].samples == profile.inputs_seen for name in VERIFIED)
+        if not one_each or classes * sum(one.counts.numel() for one in whole.values()) > MAX_CLASS_BYTES:
+            return {}
+        trackers = {name: [one.new_tracker() for _ in range(classes)] for name, one in whole.items()}
+
+        def update(seen: Observation) -> None:
+            assert seen.labels is not None
+            for number in seen.labels.unique().tolist():
+                rows = (seen.labels == number).to(seen.inputs.device)
+                own = {name: seen.activations[name][rows] for name in VERIFIED}
+                for name, values in own.items():
+                    trackers[name][number].update(values)
+                trackers["slices"][number].update(slices.projector(own["features"]))
+
+        def pairs() -> Iterator[tuple[Tensor, Tensor | None]]:
+            labels, done = self.labels.flatten().long().cpu(), 0
+            for batch in self.feed(self.inputs).batches():
+                yield batch, labels[done : done + len(batch)]
+                done += len(batch)
+
+        run_pass(self.model, pairs(), update, taps={name: profile.specs[name] for name in VERIFIED})
+        counts = {name: torch.stack([one.counts for one in every]).cpu() for name, every in trackers.items()}
+        largest = {name: one.amax(2, keepdim=True).clamp_min(1e-12) for name, one in counts.items()}
+        return {name: (255 * one / largest[name]).round().byte() for name, one in counts.items()}
 
     def fingerprint(self) -> str:
         """Return the SHA-256 over home inputs and labels."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shiftmend.adaptation.auto import OTHER_SHARES
 from shiftmend.evaluation.classification import Scores
 from shiftmend.evaluation.regression import RegressionScores
 from shiftmend.profiles.rehearsal import Task
@@ -204,7 +205,12 @@ def _looks_like_home(facts: Facts) -> bool:
 
 def _was_at_home(facts: Facts) -> bool:
     """Return whether the model was left alone because the data are as at home."""
-    return facts.mending is not None and facts.mending.left_alone and "as at home" in facts.mending.reason
+    mending = facts.mending
+    if mending is None or not mending.left_alone:
+        return False
+    # Without a rehearsal, and in results of older versions, the reason alone tells.
+    told = mending.changed is None and OTHER_SHARES not in mending.reason
+    return mending.changed == "neither" or (told and "as at home" in mending.reason)
 
 
 def _is_poor(facts: Facts, value: float) -> bool:
@@ -339,6 +345,8 @@ def _list_remarks(facts: Facts, known: _Known, choice: Choice, doubt: Literal[""
         remarks.append("The estimate is so uncertain that the model may be of little use here.")
     elif _was_at_home(facts):
         remarks.append("The data are as at home.")
+    elif facts.mending is not None and facts.mending.changed == "patients":
+        remarks.append("Other classes are frequent here than at home; the device did not change.")
     elif choice == "untouched" and facts.mending is not None and not facts.mending.left_alone:
         remarks.append(
             "The mended model is not known to be better." if known.after is None else "Mending did not help."

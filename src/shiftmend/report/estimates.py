@@ -76,9 +76,13 @@ def _estimate(
     manifest = {} if result is None else result.manifest
     name = UNTOUCHED if result is None else str(manifest["method"]["name"])
     if result is not None and name != UNTOUCHED:
-        readings[name] = read(result.model, feed, profile, record, read_temperature(manifest))
+        free = bool(manifest.get("free_shares"))
+        readings[name] = read(result.model, feed, profile, record, read_temperature(manifest), free_shares=free)
     in_order = feed.resident or feed.keeps_order
     signals = add_agreements(readings, record) if in_order else {key: one.signals for key, one in readings.items()}
+    if readings.get(name, readings[UNTOUCHED]).shares is not None:
+        # A model that was mended for other class shares is not told by its agreement with others.
+        signals[name] = readings[name].signals
     samples = readings[UNTOUCHED].samples
     before = estimator.estimate(UNTOUCHED, signals[UNTOUCHED], samples)
     if result is None:

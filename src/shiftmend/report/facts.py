@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from shiftmend.adaptation.result import Adaptation, Candidate, Estimates, name_rows
+from shiftmend.adaptation.result import Adaptation, Candidate, Change, Estimates, name_rows
 from shiftmend.engine.history import Epoch
 from shiftmend.engine.method import Method
 from shiftmend.errors import AdaptationError, DataError
@@ -42,6 +42,7 @@ from shiftmend.stats.histograms import Bins, Histogram
 from shiftmend.utils.checks import brief, check_classes, is_whole, kind
 from shiftmend.utils.devices import resolve_device, send, split_rows, sum_dtype
 from shiftmend.utils.rng import isolate_rng
+from shiftmend.verification.class_shares import Shares
 from shiftmend.verification.signals import Tally, class_logits
 from shiftmend.verification.verdict import FAILED, RESTORED, Verification, chance_of
 
@@ -185,6 +186,10 @@ class Mending:
     """Methods that `auto` tried."""
     reason: str = ""
     """Why `auto` chose this method."""
+    shares: Shares | None = None
+    """Class shares at the site, if `auto` estimated them."""
+    changed: Change | None = None
+    """What changed since home: the device, the class shares, both or neither."""
 
     @property
     def method(self) -> str:
@@ -303,7 +308,8 @@ def gather(
             f"expected samples (to show) as a whole number from 0 to {MAX_SHOWN_SAMPLES}, got {brief(samples)}"
         )
     place = resolve_device(device, model)
-    feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
+    columns = profile.inputs.columns
+    feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, columns=columns, what="target data")
     targets = _check_labels(labels, feed)
     result, file = _resolve_adaptation(adaptation, model)
     left_alone = result is None or result.manifest["method"]["name"] == UNTOUCHED
@@ -449,7 +455,17 @@ def _describe_mending(result: Adaptation, file: str | None, feed: Feed, profile:
     looked_at: Any = result.manifest.get("verified_per_epoch")
     inputs = looked_at if is_whole(looked_at) else feed.samples
     floor = sampling_floor(profile.bins, profile.inputs_seen, inputs)
-    return Mending(result.manifest, tuple(result.history), file, same, floor, tuple(result.candidates), result.reason)
+    return Mending(
+        result.manifest,
+        tuple(result.history),
+        file,
+        same,
+        floor,
+        tuple(result.candidates),
+        result.reason,
+        result.shares,
+        result.changed,
+    )
 
 
 def _describe_home(profile: Profile) -> Home:

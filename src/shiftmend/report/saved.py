@@ -12,13 +12,14 @@ import safetensors
 import safetensors.torch
 from torch import nn
 
-from shiftmend.adaptation.result import Adaptation, Candidate, Estimates
+from shiftmend.adaptation.result import CHANGES, Adaptation, Candidate, Change, Estimates
 from shiftmend.engine.history import Epoch
 from shiftmend.engine.trainer import Keep
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.introspection.input_map import load_adapted_state
 from shiftmend.profiles import fingerprints
 from shiftmend.utils.json import from_strict_json
+from shiftmend.verification.class_shares import Shares, Source
 from shiftmend.verification.estimate import Estimate
 
 FILES = ("model.safetensors", "history.json", "manifest.json")
@@ -60,6 +61,7 @@ def load_adaptation(folder: Path, model: nn.Module) -> Adaptation:
         raise DataError(f"expected the weights that manifest.json describes, got others in {path}. {REMEDY}")
     try:
         estimate, candidates, reason = _read_estimates(manifest)
+        shares, changed = _read_change(manifest)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder / 'manifest.json'} is damaged: expected valid estimates. {REMEDY}") from error
     return Adaptation(
@@ -70,7 +72,24 @@ def load_adaptation(folder: Path, model: nn.Module) -> Adaptation:
         estimate=estimate,
         candidates=candidates,
         reason=reason,
+        shares=shares,
+        changed=changed,
     )
+
+
+def _read_change(manifest: dict[str, Any]) -> tuple[Shares | None, Change | None]:
+    """Read what changed since home and the class shares at the site, if they were estimated."""
+    changed, told = manifest.get("changed"), manifest.get("shares")
+    if changed is not None and changed not in CHANGES:
+        raise ValueError("what changed is not known")
+    if told is None:
+        return None, changed
+    values, low, high, home = (tuple(float(one) for one in told[name]) for name in ("values", "low", "high", "home"))
+    same = len(values) == len(low) == len(high) == len(home)
+    if not same or not all(0 <= one <= 1 for one in (*values, *low, *high, *home)):
+        raise ValueError("class shares do not lie between 0 and 1")
+    source: Source = "confusion" if told["source"] == "confusion" else "likelihood"
+    return Shares(values, low, high, home, int(told["samples"]), source, tuple(map(str, told["reasons"]))), changed
 
 
 def _read_estimates(manifest: dict[str, Any]) -> tuple[Estimates | None, tuple[Candidate, ...], str]:

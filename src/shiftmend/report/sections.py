@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shiftmend.adaptation.result import Candidate
+from shiftmend.adaptation.result import CHANGES, Candidate
 from shiftmend.evaluation.classification import Scores
 from shiftmend.evaluation.regression import RegressionScores
 from shiftmend.profiles.rehearsal import Rehearsal, name_candidate
@@ -66,6 +66,7 @@ EXPLAINED_CANDIDATES = {
     "neo": "what the last layer reads is moved until its mean is that of home",
     "coral": "what the last layer reads is moved and stretched until mean and covariance are those of home",
     "adabn": "mean and spread inside the network are measured anew",
+    "fr-shares": "scales inside the network are trained until features are as at home, for any class shares",
     "fr": "the network is trained until its features are as at home, all layers at once",
     "bufr": "the network is trained until its features are as at home, lowest layers first",
     "bufr-im": "bufr, and then training towards clear answers",
@@ -152,6 +153,32 @@ def _describe_candidate(one: Candidate) -> str:
     if one.failure is not None:
         return "did not work here"
     return "cannot be told" if one.estimate is None else write_estimate(one.estimate, 1)
+
+
+def changed(facts: Facts) -> Context | None:
+    """Say whether the device or the class shares changed, and show the shares beside those of home."""
+    mending = facts.mending
+    if mending is None or mending.changed is None:
+        return None
+    shares, rows = mending.shares, list[dict[str, Any]]()
+    if shares is not None and shares.reliable:
+        names = facts.classes if len(facts.classes) == len(shares.values) else range(len(shares.values))
+        every = zip(names, shares.values, shares.low, shares.high, shares.home, strict=True)
+        rows = [
+            {"name": str(name), "share": share, "low": low, "high": high, "home": home}
+            for name, share, low, high, home in every
+        ]
+        # The classes that differ most come first where not all are shown.
+        rows = sorted(rows, key=lambda row: -abs(row["share"] - row["home"]))[:SHOWN_CLASSES]
+    largest = max((max(row["share"], row["home"]) for row in rows), default=1.0)
+    left_out = 0 if shares is None or not rows else len(shares.values) - len(rows)
+    return {
+        "answer": mending.changed,
+        "words": CHANGES[mending.changed],
+        "rows": rows,
+        "largest": largest,
+        "left_out": left_out,
+    }
 
 
 def rehearsed(facts: Facts) -> Context | None:
@@ -510,7 +537,7 @@ def undo(facts: Facts) -> Context:
 
 Section = Callable[[Facts], Context | None]
 
-SECTIONS: tuple[Section, ...] = (answer, tried, rehearsed, scores, inputs, predictions, undo)
+SECTIONS: tuple[Section, ...] = (answer, changed, tried, rehearsed, scores, inputs, predictions, undo)
 """What every reader sees."""
 
 SPECIALIST: tuple[Section, ...] = (features, shift, training, stored, run)

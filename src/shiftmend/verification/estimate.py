@@ -11,7 +11,7 @@ An estimate does not hold where the site looks like nothing that was rehearsed. 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal, Task, format_score, name_candidate
+from shiftmend.verification.class_shares import Shares, expect_accuracy
 from shiftmend.verification.maps import FITS, Floats, Map
 
 LEVEL = 0.9
@@ -564,7 +565,7 @@ class Estimator:
             return [f"there are far more samples ({samples:,}) than were rehearsed ({sizes[-1]:,})"]
         return []
 
-    def choose(self, readings: Mapping[str, Mapping[str, float]], samples: int) -> str:
+    def choose(self, readings: Mapping[str, Mapping[str, float]], samples: int, strict: Collection[str] = ()) -> str:
         """Choose among candidates by their signals.
 
         Candidates whose signals are unlike all that was rehearsed take part only if the untouched model is ruined by
@@ -573,6 +574,7 @@ class Estimator:
         Args:
             readings: Signals by candidate, the untouched model among them.
             samples: Samples at the site.
+            strict: Candidates that take part only if their estimate could be told.
         """
         told: dict[str, tuple[float, float]] = {}
         for name, signals in readings.items():
@@ -584,8 +586,11 @@ class Estimator:
             name: one
             for name, one in told.items()
             if name == UNTOUCHED
-            or not self.find_doubts(name, readings[name], samples)
-            or self._is_overwhelming(one[0], told.get(UNTOUCHED), readings[UNTOUCHED])
+            or (name not in strict and self._is_overwhelming(one[0], told.get(UNTOUCHED), readings[UNTOUCHED]))
+            or (
+                (name not in strict or one[1] <= self._widest(one[0]))
+                and not self.find_doubts(name, readings[name], samples)
+            )
         }
         cells = Cells.of(self.record, UNTOUCHED, -1)
         return choose(held, self.record.higher_is_better, cells.least, self._widest(self.record.score))
@@ -712,6 +717,32 @@ class Estimator:
             return Estimate(None, None, None, record.metric, (reason,), (score, low, high))
         return Estimate(score, low, high, record.metric)
 
+    def estimate_with_shares(self, shares: Shares) -> Estimate:
+        """Return the estimate of the untouched model where the device is that of home and classes have other shares.
+
+        Each class is answered as well as at home. The interval holds what chance does to the samples, what is not known
+        of the shares, and as much as a change of the device could cost that goes unnoticed.
+        """
+        record = self.record
+        values = torch.tensor(shares.values, dtype=torch.float64)
+        score = expect_accuracy(values, record)
+        recalls = [expect_accuracy(one, record) for one in torch.eye(len(values), dtype=torch.float64)]
+        ends = zip(shares.low, shares.high, recalls, strict=True)
+        unknown = math.hypot(*((high - low) / 2 * (recall - score) for low, high, recall in ends))
+        counts = record.confusion.double().sum(1)
+        # The accuracy of a class is known from its own samples at home, which may be few; one more of each outcome.
+        known = (record.confusion.double().diagonal() + 1) / (counts + 2)
+        at_home = float((values.square() * known * (1 - known) / counts.clamp_min(1)).sum())
+        chance = NORMAL_QUANTILE * math.sqrt(at_home + max(score * (1 - score), 1e-6) / shares.samples)
+        half = math.hypot(chance, unknown, AS_CERTAIN)
+        low, high = max(0.0, score - half), min(1.0, score + half)
+        reasons = list(shares.reasons)
+        if not reasons and half > self._widest(score):
+            reasons.append(f"there are too few samples ({shares.samples})")
+        if reasons:
+            return Estimate(None, None, None, record.metric, tuple(reasons), (score, low, high))
+        return Estimate(score, low, high, record.metric)
+
     def is_at_home(self, signals: Mapping[str, float], samples: int) -> bool:
         """Return whether the signals of the untouched model are those of unshifted home data of that size.
 
@@ -753,12 +784,9 @@ class Estimator:
 
     def _expect_change(self, shares: Tensor | None) -> float:
         """Return the change in confidence that other class shares bring, by the accuracy of each class at home."""
-        confusion = self.record.confusion.double()
-        if shares is None or len(shares) != len(confusion):
+        if shares is None or len(shares) != len(self.record.confusion):
             return 0.0
-        counts = confusion.sum(1)
-        recalls = torch.where(counts > 0, confusion.diagonal() / counts.clamp_min(1), self.record.score)
-        return float((shares.double() * (recalls - self.record.score)).sum())
+        return expect_accuracy(shares, self.record) - self.record.score
 
     def _compare(self, name: str, value: float, samples: int) -> float | None:
         """Return how many deviations a signal lies above its mean at home; None if home does not have the signal."""

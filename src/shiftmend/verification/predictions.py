@@ -22,6 +22,11 @@ TRANSPORT_ROUNDS = 100
 """Rounds of the optimal transport. With 50, small cases were off by up to 0.1."""
 
 
+def as_class_logits(outputs: Tensor) -> Tensor:
+    """Return logits `[M, classes]`: a single output is the logit of class 1 against class 0."""
+    return torch.cat([torch.zeros_like(outputs), outputs], 1) if outputs.shape[1] == 1 else outputs
+
+
 def confidence(logits: Tensor) -> Tensor:
     """Return the probability of the predicted class of each sample, `[N]`."""
     return logits.softmax(1).amax(1)
@@ -58,12 +63,30 @@ def share_above(values: Tensor, threshold: float) -> float:
     return float((values.double() >= threshold).double().mean())
 
 
-def nuclear_norm(logits: Tensor) -> float:
-    """Return the nuclear norm of the predictions, from 0 to 1: high if they are certain and of many classes."""
+def nuclear_norm(logits: Tensor, shares: Tensor | None = None, home: Tensor | None = None) -> float:
+    """Return the nuclear norm of the predictions, from 0 to 1: high if they are certain and of many classes.
+
+    Args:
+        logits: Logits `[N, classes]`.
+        shares: Class shares `[classes]` at the target. If given, the norm is scaled to what it would be with those of
+            home: predictions of few classes have a low norm, however certain they are.
+        home: Class shares `[classes]` at home.
+
+    Example:
+        >>> one_class = torch.tensor([[30.0, 0.0]]).repeat(8, 1)
+        >>> round(nuclear_norm(one_class), 3)
+        0.707
+        >>> round(nuclear_norm(one_class, torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])), 3)
+        1.0
+    """
     probabilities = logits.double().softmax(1)
     samples, classes = probabilities.shape
     squares = torch.linalg.eigvalsh(probabilities.T @ probabilities).clamp_min(0)
-    return float(squares.sqrt().sum() / math.sqrt(samples * min(samples, classes)))
+    norm = float(squares.sqrt().sum() / math.sqrt(samples * min(samples, classes)))
+    if shares is None or home is None:
+        return norm
+    # Certain predictions of classes with shares w have a norm in proportion to the sum of the roots of w.
+    return norm * float(home.double().sqrt().sum() / shares.double().sqrt().sum().clamp_min(1e-12))
 
 
 def transported_confidence(logits: Tensor, shares: Tensor) -> float:

@@ -7,7 +7,7 @@ model, and is what estimates of the accuracy are made from.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,10 @@ from shiftmend.inputs.feed import Feed
 from shiftmend.passes.evaluation_pass import Observation, run_pass, without_labels
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import Rehearsal
+from shiftmend.profiles.shares import reweight
 from shiftmend.verification import predictions
+from shiftmend.verification.class_shares import expect_answers, fit_shares
+from shiftmend.verification.predictions import as_class_logits
 from shiftmend.verification.signals import VERIFIED, Tally, sample_positions
 from shiftmend.verification.verdict import Verification
 
@@ -51,6 +54,7 @@ class Reading:
         answers: Predicted classes `[M]`, or the outputs themselves.
         verification: Divergences of the features, and the verdict about them.
         samples: Inputs of the pass.
+        shares: Class shares `[classes]` that the model was compared with home for; None are those of home.
     """
 
     signals: dict[str, float]
@@ -58,10 +62,17 @@ class Reading:
     answers: Tensor = field(repr=False)
     verification: Verification
     samples: int
+    shares: Tensor | None = None
 
 
 def read(
-    model: nn.Module, feed: Feed, profile: Profile, rehearsal: Rehearsal | None = None, temperature: float = 1.0
+    model: nn.Module,
+    feed: Feed,
+    profile: Profile,
+    rehearsal: Rehearsal | None = None,
+    temperature: float = 1.0,
+    *,
+    free_shares: bool = False,
 ) -> Reading:
     """Run a model over a feed once and return its signals.
 
@@ -72,6 +83,8 @@ def read(
         rehearsal: What is known of home. Without it, probabilities are taken as they are, and signals that compare
             with home are left out.
         temperature: Temperature that was folded into the model's head. Its logits are multiplied by it.
+        free_shares: Whether the model is compared with home as home would be with the class shares that the model finds
+            at the target, instead of its own.
 
     Returns:
         The reading, with outputs as they were before the temperature was folded in.
@@ -88,19 +101,26 @@ def read(
     taps = {name: home.specs[name] for name in VERIFIED}
     run_pass(model, without_labels(feed.batches(feed.inference_batch_size)), update, taps=taps)
     with torch.no_grad():
-        verification = tally.verification()
         outputs = kept.result()
+        shares, own_shares = None, None
+        if free_shares and rehearsal is not None and rehearsal.by_class and bool(outputs.isfinite().all()):
+            shares = fit_shares(as_class_logits(outputs), rehearsal)
+            home = tally.profile = reweight(profile, shares).to(feed.device)
+            own_shares = rehearsal.shares
+            rehearsal = replace(rehearsal, shares=expect_answers(shares, rehearsal).float())
+        verification = tally.verification()
         signals = {"slices": verification.divergence, "marginals": verification.marginals}
         outside = _find_outside(tally.slices.reduce_over_processes().counts)
         signals["outside"] = outside - _find_outside(home.slices["verification"].histogram.counts)
-        found = measure_outputs(outputs, rehearsal)
+        found = measure_outputs(outputs, rehearsal, own_shares)
     values = {name: value for name, value in (signals | found.signals).items() if value is not None}
-    return Reading(values, outputs, found.answers, verification, verification.samples)
+    return Reading(values, outputs, found.answers, verification, verification.samples, shares)
 
 
 def _find_outside(counts: Tensor) -> float:
     """Return the share of counts `[slices, bins]` in the two outer bins, which hold what lies beyond home."""
-    return float((counts[:, 0] + counts[:, -1]).double().sum() / counts.double().sum())
+    counts = counts.cpu().double()  # Some accelerators have no float64.
+    return float((counts[:, 0] + counts[:, -1]).sum() / counts.sum())
 
 
 class _Kept:
@@ -130,8 +150,14 @@ class _Measured:
     answers: Tensor
 
 
-def measure_outputs(outputs: Tensor, rehearsal: Rehearsal | None) -> _Measured:
-    """Return the signals of outputs `[M, units]`, and the answers in them."""
+def measure_outputs(outputs: Tensor, rehearsal: Rehearsal | None, home_shares: Tensor | None = None) -> _Measured:
+    """Return the signals of outputs `[M, units]`, and the answers in them.
+
+    Args:
+        outputs: Outputs of the model.
+        rehearsal: What is known of home. Its `shares` are those that answers are compared with.
+        home_shares: Shares of the answers at home, where `rehearsal` has been given other ones.
+    """
     quantities = outputs.shape[1] == 1 if rehearsal is None else rehearsal.task == "quantities"
     if quantities:
         return _Measured(_measure_quantities(outputs, rehearsal), outputs)
@@ -144,7 +170,9 @@ def measure_outputs(outputs: Tensor, rehearsal: Rehearsal | None) -> _Measured:
     signals = {
         "confidence": float(confidence.double().mean()),
         "certainty": float(certainty.double().mean()),
-        "nuclear norm": predictions.nuclear_norm(logits),
+        "nuclear norm": predictions.nuclear_norm(
+            logits, None if rehearsal is None or home_shares is None else rehearsal.shares, home_shares
+        ),
     }
     if rehearsal is not None:
         above = zip((confidence, certainty), rehearsal.thresholds, strict=True)
@@ -154,11 +182,6 @@ def measure_outputs(outputs: Tensor, rehearsal: Rehearsal | None) -> _Measured:
         own = predictions.class_shares(answers, logits.shape[1])
         signals["skew"] = predictions.skew(own, rehearsal.shares, len(answers), rehearsal.samples)
     return _Measured(signals, answers)
-
-
-def as_class_logits(outputs: Tensor) -> Tensor:
-    """Return logits `[M, classes]`: a single output is the logit of class 1 against class 0."""
-    return torch.cat([torch.zeros_like(outputs), outputs], 1) if outputs.shape[1] == 1 else outputs
 
 
 def _measure_quantities(outputs: Tensor, rehearsal: Rehearsal | None) -> dict[str, float]:

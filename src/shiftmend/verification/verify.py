@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from shiftmend.errors import DataError
 from shiftmend.evaluation.classification import Scores
 from shiftmend.evaluation.evaluate import Evaluator
 from shiftmend.inputs.feed import Feed, Preprocess
+from shiftmend.inputs.sources import find_table
 from shiftmend.introspection.model_state import on_device
 from shiftmend.introspection.outputs import Entry
 from shiftmend.introspection.validate import check_model, unwrap
@@ -51,7 +52,7 @@ def verify(
 
     Args:
         model: The model to judge. It runs in eval mode and gets its own modes back.
-        target: A tensor, an array, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
+        target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
         profile: The source's profile, or the name of its file.
         adaptation: How the model was adapted: the result of `adapt` or its manifest. A model that `adapt` returned says
             so itself, and one with the weights of the profile is untouched.
@@ -81,7 +82,8 @@ def verify(
     profile = as_profile(profile)
     profile.check_architecture(model)
     place = resolve_device(device, model)
-    feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
+    columns = profile.inputs.columns
+    feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, columns=columns, what="target data")
     with (
         on_device(model, place),
         isolate_rng(place, lambda: check_model(model, feed.examples(2))),
@@ -89,14 +91,14 @@ def verify(
     ):
         profile.check_inputs(InputSummary.from_batches(feed.batches()))
         feed.on_batch = bar.advance
-        how = _find_adaptation(model, profile, adaptation)
-        temperature = 1.0 if how is None else how[1]
-        reading = read(model, feed, profile, profile.rehearsal, temperature)
+        how = find_adaptation(model, profile, adaptation)
+        reading = read(model, feed, profile, profile.rehearsal, how.temperature, free_shares=how.free_shares)
     if profile.rehearsal is None:
         return reading.verification
-    estimate = _estimate(reading, profile.rehearsal, how)
+    estimate = _estimate(reading, profile.rehearsal, how.method)
     if labelled is not None:
-        evaluate = Evaluator(labelled, preprocess=preprocess, output=output, device=place, progress=False)
+        few, _ = find_table(labelled, columns, "labelled samples")
+        evaluate = Evaluator(few, preprocess=preprocess, output=output, device=place, progress=False)
         scores = evaluate(model)
         if not isinstance(scores, Scores):
             raise DataError("Expected labelled samples with class numbers, got quantities. Try shiftmend.evaluate.")
@@ -104,23 +106,31 @@ def verify(
     return replace(reading.verification, estimate=estimate)
 
 
-def _find_adaptation(model: nn.Module, profile: Profile, given: Any) -> tuple[str, float] | None:
-    """Return the method that a model was adapted by and the temperature in its head; None if nobody knows."""
+class Adapted(NamedTuple):
+    """How a model was adapted: the method, the temperature in its head, and whether class shares were free."""
+
+    method: str | None
+    temperature: float = 1.0
+    free_shares: bool = False
+
+
+def find_adaptation(model: nn.Module, profile: Profile, given: Any) -> Adapted:
+    """Return how a model was adapted; the method is None if nobody knows."""
     manifest = getattr(given, "manifest", given)
     if isinstance(manifest, Mapping):
         temperature = manifest.get("calibration", {}).get("temperature", 1.0)
-        return str(manifest["method"]["name"]), float(temperature)
+        return Adapted(str(manifest["method"]["name"]), float(temperature), bool(manifest.get("free_shares")))
     known = getattr(model, "shiftmend_adaptation", None)
     if isinstance(known, Mapping):
-        return str(known["method"]), float(known["temperature"])
-    return (UNTOUCHED, 1.0) if fingerprints.weights(model) == profile.weights else None
+        return Adapted(str(known["method"]), float(known["temperature"]), bool(known.get("free_shares")))
+    return Adapted(UNTOUCHED if fingerprints.weights(model) == profile.weights else None)
 
 
-def _estimate(reading: Reading, record: Rehearsal, how: tuple[str, float] | None) -> Estimate:
-    if how is None:
+def _estimate(reading: Reading, record: Rehearsal, method: str | None) -> Estimate:
+    if method is None:
         reason = "it is not known how the model was adapted; pass adaptation=, the result of adapt or its manifest"
         return Estimate(None, None, None, record.metric, (reason,))
     estimator = Estimator(record)
-    if how[0] == UNTOUCHED and estimator.is_at_home(reading.signals, reading.samples):
+    if method == UNTOUCHED and estimator.is_at_home(reading.signals, reading.samples):
         return estimator.estimate_at_home(reading.samples)
-    return estimator.estimate(how[0], reading.signals, reading.samples)
+    return estimator.estimate(method, reading.signals, reading.samples)

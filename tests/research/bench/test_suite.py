@@ -37,7 +37,8 @@ OURS = ("fr-sliced", "bufr-sliced")
 TO_THE_LETTER = ("fr-paper", "bufr-paper")
 """Rows with the loss as the paper writes it; published are figures of the released code alone."""
 
-PUBLISHED_METHODS = set(METHODS) - {"bufr-im", "match-mean", "match-moments", "match-histogram", "neo", "coral"}
+OWN_METHODS = {"bufr-im", "match-mean", "match-moments", "match-histogram", "neo", "coral", "fr-shares"}
+PUBLISHED_METHODS = set(METHODS) - OWN_METHODS
 """Methods of the paper and of its reference implementation."""
 
 # ---- facts of the paper and of its reference implementation: rate, epochs (AdaBN: passes), and what else there is

@@ -1,0 +1,92 @@
+"""Profiles for other class shares: what home would look like if its classes were otherwise frequent.
+
+A rehearsal with labels stores the histograms of each class. A sample of class k counts w_k / s_k times if the class
+has the share w_k instead of s_k. So each bin of the profile is multiplied by the mean weight of the home samples in it.
+With the shares of home, the profile stays as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shiftmend.errors import ProfileError
+from shiftmend.profiles.profile import Profile
+from shiftmend.profiles.rehearsal import Rehearsal
+from shiftmend.stats.histograms import Histogram
+from shiftmend.stats.slices import Slices
+
+EMPTY = 1e-6
+"""Share of home samples below which a bin tells nothing about classes, and stays as it is."""
+
+
+def bin_weights(histograms: Tensor, home: Tensor, shares: Tensor) -> Tensor:
+    """Return the mean weight of the home samples in each bin.
+
+    Args:
+        histograms: Histograms of each class `[classes, units, bins]`, whose rows add up to 1.
+        home: Share of each class at home, `[classes]`.
+        shares: Share of each class that is wanted, `[classes]`; a gradient passes through.
+
+    Returns:
+        Weights `[units, bins]`, 1 where no home samples lie.
+
+    Example:
+        >>> of_class = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+        >>> bin_weights(of_class, torch.tensor([0.5, 0.5]), torch.tensor([0.8, 0.2]))
+        tensor([[1.6000, 0.4000]])
+    """
+    wanted, there = (torch.einsum("k,kub->ub", one, histograms) for one in (shares, home))
+    return torch.where(there > EMPTY, wanted / there.clamp_min(EMPTY), torch.ones_like(there))
+
+
+def reweight(profile: Profile, shares: Tensor) -> Profile:
+    """Return a profile as it would be if classes had other shares. Features, logits and slices change.
+
+    Args:
+        profile: A profile that was rehearsed with labels.
+        shares: Share of each class, `[classes]`, not negative. They are scaled to add up to 1.
+
+    Returns:
+        A new profile that keeps its rehearsal, for the caller to drop if its estimates no longer hold.
+
+    Raises:
+        ProfileError: If the profile holds no histograms of its classes, or the shares are not of its classes.
+    """
+    record = find_classes(profile)
+    shares = torch.as_tensor(shares, dtype=torch.float64, device="cpu").flatten()
+    classes = len(record.label_shares)
+    if len(shares) != classes or not bool(((shares >= 0) & shares.isfinite()).all()) or float(shares.sum()) <= 0:
+        raise ProfileError(f"Expected {classes} shares, none negative and one above 0. Try one number for each class.")
+    shares = shares / shares.sum()
+    statistics = dict(profile.statistics)
+    for name in ("features", "logits"):
+        statistics[f"tap.{name}"] = _reweight(profile.taps[name], record, name, shares)
+    slices = profile.slices["verification"]
+    histogram = _reweight(slices.histogram, record, "slices", shares)
+    statistics["slices.verification"] = Slices(histogram, slices.seed, slices.projector)
+    return replace(profile, statistics=statistics, shares=tuple(shares.tolist()))
+
+
+def find_classes(profile: Profile) -> Rehearsal:
+    """Return the rehearsal of a profile that holds histograms of its classes.
+
+    Raises:
+        ProfileError: If there is none.
+    """
+    record = profile.rehearsal
+    if record is None or not record.by_class:
+        raise ProfileError(
+            "Expected a profile with histograms of its classes, got one without. Try shiftmend.rehearse with labels."
+        )
+    return record
+
+
+def _reweight(histogram: Histogram, record: Rehearsal, name: str, shares: Tensor) -> Histogram:
+    place = histogram.counts.device
+    weights = bin_weights(record.class_histograms(name), record.label_shares, shares).to(torch.float32).to(place)
+    counts = histogram.counts * weights
+    counts = counts * (histogram.samples / counts.sum(1, keepdim=True).clamp_min(1e-30))
+    return Histogram(counts, histogram.low, histogram.high, histogram.samples, histogram.bins)

@@ -1,0 +1,238 @@
+"""Class shares at a site without labels, and how far chance may move them.
+
+Two estimates stand side by side. The *likelihood* finds the shares for which the model's calibrated probabilities fit
+best (EM; Saerens et al. 2002, Alexandari et al. 2020). The *confusion* finds the shares whose answers, with the
+mistakes that the model makes at home, are those of the site (Lipton et al. 2018; here by maximum likelihood, so that no
+share is negative). Both assume that the samples of each class look as at home. Where the device changed, estimate on a
+mended model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shiftmend.profiles.rehearsal import Rehearsal
+from shiftmend.verification.predictions import as_class_logits, class_shares
+
+ROUNDS = 300
+"""Rounds of EM at most."""
+SETTLED = 1e-6
+"""Change of a share below which EM ends."""
+DRAWS = 100
+"""Bootstrap draws behind an interval."""
+DRAW_ROUNDS = 40
+MAX_DRAWN = 4000
+"""Samples of a bootstrap draw at most; intervals are scaled to the number of all samples."""
+LEVEL = 0.9
+WIDE = 0.15
+"""Half of an interval from which on a share counts as unknown."""
+DISAGREEMENT = 0.1
+"""Total variation between both estimates, beyond chance, from which on neither is believed."""
+SMALLEST_COUNT = 1e-3
+"""Added to each count of the confusion matrix: a mistake that home has not seen is not impossible."""
+
+Source = Literal["likelihood", "confusion"]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Class shares at a site, with 90 % intervals.
+
+    Attributes:
+        values: Share of each class, adding up to 1.
+        low: Lower end of each interval.
+        high: Upper end of each interval.
+        home: Share of each class at home.
+        samples: Samples at the site.
+        source: `"likelihood"` or `"confusion"`: which estimate the values are.
+        reasons: Why the shares cannot be relied on, in words.
+
+    Example:
+        >>> from shiftmend import Shares
+        >>> found = Shares((0.7, 0.3), (0.66, 0.26), (0.74, 0.34), (0.5, 0.5), 500, "likelihood")
+        >>> round(found.distance, 3), found.reliable
+        (0.2, True)
+    """
+
+    values: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    home: tuple[float, ...]
+    samples: int
+    source: Source
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def reliable(self) -> bool:
+        """True if nothing speaks against the shares."""
+        return not self.reasons
+
+    @property
+    def distance(self) -> float:
+        """Total variation from home: the share of samples that would have to change their class."""
+        return sum(abs(one - other) for one, other in zip(self.values, self.home, strict=True)) / 2
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the shares for a manifest."""
+        rounded = {name: [round(one, 5) for one in getattr(self, name)] for name in ("values", "low", "high", "home")}
+        return rounded | {"samples": self.samples, "source": self.source, "reasons": list(self.reasons)}
+
+    def __str__(self) -> str:
+        lines = ["class   share   90 % interval   at home"]
+        for number, (value, low, high, home) in enumerate(
+            zip(self.values, self.low, self.high, self.home, strict=True)
+        ):
+            ends = f"{100 * low:.1f} to {100 * high:.1f}"
+            lines.append(f"{number:>5}  {100 * value:>4.1f} %  {ends:>14}  {100 * home:>6.1f} %")
+        lines += [f"does not hold: {reason}" for reason in self.reasons]
+        return "\n".join(lines)
+
+
+def maximise_likelihood(
+    probabilities: Tensor,
+    home: Tensor,
+    start: Tensor | None = None,
+    weights: Tensor | None = None,
+    rounds: int = ROUNDS,
+) -> Tensor:
+    """Find the class shares for which calibrated probabilities are most likely, by EM.
+
+    Args:
+        probabilities: Probabilities `[N, classes]`, calibrated for the shares of home.
+        home: Share of each class at home, `[classes]`.
+        start: Shares to begin with, `[classes]` or `[draws, classes]`; those of home if None.
+        weights: Weight of each sample `[draws, N]`, adding up to 1 in each draw; equal ones if None.
+        rounds: Rounds at most.
+
+    Returns:
+        Shares `[classes]`, or `[draws, classes]` with weights.
+
+    Example:
+        >>> sure = torch.eye(2, dtype=torch.float64)[[0, 0, 0, 1]]
+        >>> maximise_likelihood(sure, torch.tensor([0.5, 0.5], dtype=torch.float64))
+        tensor([0.7500, 0.2500], dtype=torch.float64)
+    """
+    ratios = probabilities.double() / home.double().clamp_min(1e-12)
+    samples = len(ratios)
+    each = torch.full((1, samples), 1 / samples, dtype=torch.float64, device=ratios.device)
+    each = each if weights is None else weights.double()
+    shares = (home if start is None else start).double().expand(len(each), -1)
+    for _ in range(rounds):
+        fit = (shares @ ratios.T).clamp_min(1e-300)
+        updated = shares * ((each / fit) @ ratios)
+        updated = updated / updated.sum(1, keepdim=True)
+        settled = float((updated - shares).abs().max()) < SETTLED
+        shares = updated
+        if settled:
+            break
+    return shares if weights is not None else shares[0]
+
+
+def invert_confusion(answers: Tensor, confusion: Tensor, start: Tensor | None = None, rounds: int = ROUNDS) -> Tensor:
+    """Find the class shares whose answers, with the mistakes made at home, are most like those of the site.
+
+    Args:
+        answers: Share of each class among the answers at the site, `[classes]`.
+        confusion: Counts at home by true class (rows) and answer (columns).
+        start: Shares to begin with; equal ones if None.
+        rounds: Rounds of EM at most.
+
+    Example:
+        >>> confusion = torch.tensor([[90.0, 10.0], [20.0, 80.0]])
+        >>> invert_confusion(torch.tensor([0.69, 0.31]), confusion).round(decimals=2)
+        tensor([0.7000, 0.3000], dtype=torch.float64)
+    """
+    rates = confusion.double() + SMALLEST_COUNT
+    rates = rates / rates.sum(1, keepdim=True)
+    return maximise_likelihood(
+        rates.T,
+        torch.ones(len(rates)),
+        torch.full((len(rates),), 1 / len(rates)),
+        answers.double().unsqueeze(0),
+        rounds,
+    )[0]
+
+
+def fit_shares(logits: Tensor, record: Rehearsal) -> Tensor:
+    """Return the class shares `[classes]` that fit logits `[N, classes]` best, in float64 on the CPU."""
+    if not record.labelled:
+        return invert_confusion(class_shares(logits.argmax(1), logits.shape[1]), record.confusion)
+    probabilities = (logits.double() / record.temperature).softmax(1).cpu()
+    return maximise_likelihood(probabilities, record.label_shares)
+
+
+def expect_answers(shares: Tensor, record: Rehearsal) -> Tensor:
+    """Return the share of each class among the answers `[classes]`, if classes had these shares."""
+    rates = record.confusion.double()
+    rates = rates / rates.sum(1, keepdim=True).clamp_min(1)
+    expected = shares.double() @ rates
+    return expected / expected.sum().clamp_min(1e-12)
+
+
+def expect_accuracy(shares: Tensor, record: Rehearsal) -> float:
+    """Return the accuracy of the untouched model, if the device is that of home and classes have these shares."""
+    counts = record.confusion.double().sum(1)
+    recalls = torch.where(counts > 0, record.confusion.double().diagonal() / counts.clamp_min(1), record.score)
+    return float((shares.double() * recalls).sum())
+
+
+def estimate_shares(outputs: Tensor, record: Rehearsal, seed: int = 0) -> Shares:
+    """Estimate class shares with intervals from the outputs of a model.
+
+    Args:
+        outputs: Logits `[N, classes]`, or `[N, 1]` of a model of two classes.
+        record: The rehearsal in the profile.
+        seed: Decides the bootstrap draws.
+    """
+    logits = as_class_logits(outputs).cpu()
+    home, samples = record.label_shares, len(logits)
+    values = fit_shares(logits, record)
+    # Without labels nothing is calibrated, and the answers themselves are all there is.
+    source: Source = "likelihood" if record.labelled else "confusion"
+    rng = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(samples, generator=rng)[:MAX_DRAWN]
+    draws = torch.randint(len(rows), (DRAWS, len(rows)), generator=rng)
+    weights = torch.zeros(DRAWS, len(rows), dtype=torch.float64)
+    weights.scatter_add_(1, draws, torch.full(draws.shape, 1 / len(rows), dtype=torch.float64))
+    if source == "likelihood":
+        probabilities = (logits[rows].double() / record.temperature).softmax(1)
+        start = 0.9 * values + 0.1 / len(values)
+        drawn = maximise_likelihood(probabilities, home, start, weights, DRAW_ROUNDS)
+    else:
+        answers = torch.nn.functional.one_hot(logits[rows].argmax(1), len(home)).double()
+        drawn = weights @ answers
+    # Home is a sample, too: its probabilities and mistakes are known as well as its samples allow.
+    deviation = drawn.std(0) * (len(rows) / samples) ** 0.5 * (1 + samples / record.samples) ** 0.5
+    # A class that is not seen among n samples may still have a share of ln(10) / n.
+    half = (1.6449 * deviation).clamp_min(math.log(10) / samples)
+    other = invert_confusion(class_shares(logits.argmax(1), len(home)), record.confusion)
+    reasons = _find_reasons(values, half, other, deviation, samples)
+    return Shares(
+        tuple(values.tolist()),
+        tuple((values - half).clamp(0, 1).tolist()),
+        tuple((values + half).clamp(0, 1).tolist()),
+        tuple(home.tolist()),
+        samples,
+        source,
+        reasons,
+    )
+
+
+def _find_reasons(values: Tensor, half: Tensor, other: Tensor, deviation: Tensor, samples: int) -> tuple[str, ...]:
+    reasons = []
+    if float(half.max()) > WIDE:
+        worst = int(half.argmax())
+        reasons.append(
+            f"there are too few samples ({samples}) to tell the share of class {worst}, or it looks like another class"
+        )
+    apart = float((values - other).abs().sum() / 2) - float(deviation.sum() / 2)
+    if apart > DISAGREEMENT:
+        reasons.append(
+            f"probabilities and answers tell different shares ({100 * apart:.0f} % apart), as behind another device"
+        )
+    return tuple(reasons)

@@ -1,0 +1,87 @@
+"""`shares`: how frequent are the classes at a site?"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from shiftmend.errors import DataError
+from shiftmend.inputs.feed import Feed, Preprocess
+from shiftmend.introspection.model_state import on_device
+from shiftmend.introspection.validate import check_model, unwrap
+from shiftmend.profiles.profile import Profile, as_profile
+from shiftmend.utils.devices import resolve_device
+from shiftmend.utils.progress import Progress, progress_bar
+from shiftmend.utils.rng import isolate_rng
+from shiftmend.verification.class_shares import Shares, estimate_shares
+from shiftmend.verification.reading import read
+from shiftmend.verification.verify import find_adaptation
+
+
+def shares(
+    model: nn.Module,
+    target: Any,
+    profile: Profile | str | os.PathLike[str],
+    *,
+    adaptation: Any = None,
+    batch_size: int | None = None,
+    preprocess: Preprocess | None = None,
+    device: str | torch.device = "auto",
+    seed: int = 0,
+    progress: Progress = None,
+) -> Shares:
+    """Estimate how frequent the classes are at a site, without labels.
+
+    The model must answer at the site about as it does at home. Where the device changed, pass the mended model.
+
+    Args:
+        model: The model, as it came or mended.
+        target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
+        profile: The profile of the source, rehearsed with labels, or the name of its file.
+        adaptation: How the model was adapted, as for `verify`.
+        batch_size: Samples in a batch.
+        preprocess: Called with each batch on the device, before the model.
+        device: Where to compute.
+        seed: Decides the bootstrap draws behind the intervals.
+        progress: True shows a progress bar, False does not, None does so on a terminal.
+
+    Returns:
+        The share of each class with a 90 % interval, and reasons for which they cannot be relied on.
+
+    Raises:
+        ShiftmendError: If the model, the data or the profile cannot be used together.
+
+    Example:
+        >>> import torch, shiftmend
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2)).eval()
+        >>> with torch.no_grad():
+        ...     _ = model[0].weight.copy_(4 * torch.eye(2))
+        >>> home, labels = torch.randn(400, 2), torch.arange(400) % 2
+        >>> home[torch.arange(400), labels] += 3
+        >>> profile = shiftmend.profile(model, home)
+        >>> profile = shiftmend.rehearse(model, (home, labels), profile, candidates=["match-mean"], quick=True)
+        >>> found = shiftmend.shares(model, home[labels == 0], profile)
+        >>> found.values[0] > 0.9
+        True
+    """
+    model, profile = unwrap(model), as_profile(profile)
+    profile.check_architecture(model)
+    record = profile.rehearsal
+    if record is None or not record.confusion.numel():
+        raise DataError("Expected a profile that knows the mistakes at home. Try shiftmend.rehearse with labels.")
+    place = resolve_device(device, model)
+    columns = profile.inputs.columns
+    feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, columns=columns, what="target data")
+    with (
+        on_device(model, place),
+        isolate_rng(place, lambda: check_model(model, feed.examples(2))),
+        progress_bar(progress, "shares", feed.known_samples) as bar,
+    ):
+        feed.on_batch = bar.advance
+        how = find_adaptation(model, profile, adaptation)
+        reading = read(model, feed, profile, record, how.temperature)
+    return estimate_shares(reading.outputs, record, seed)
