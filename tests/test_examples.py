@@ -15,7 +15,7 @@ EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["class_shares", "own_method", "stream"])
+@pytest.mark.parametrize("name", ["class_shares", "stream"])
 def test_a_script_mends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     matplotlib.use("Agg")
     monkeypatch.setenv("SHIFTMEND_SHORT", "1")

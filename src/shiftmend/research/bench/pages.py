@@ -135,7 +135,17 @@ def page(
         if blocks:
             lines += [f"## {title}", ""] if title else []
             lines += [text for block in blocks for text in (_write(block, said), "")]
-    return "\n".join(lines).rstrip() + "\n"
+    return _unhead_folded("\n".join(lines).rstrip() + "\n")
+
+
+def _unhead_folded(text: str) -> str:
+    """Turn headings in folded parts into bold lines: on the documentation site, a heading would end the fold."""
+    return re.sub(
+        r"<details>.*?</details>",
+        lambda part: re.sub(r"^#+ (.*)$", r"**\1**", part[0], flags=re.MULTILINE),
+        text,
+        flags=re.DOTALL,
+    )
 
 
 def _introduce(introduction: str, blocks: list[Block]) -> list[Block]:
@@ -143,7 +153,7 @@ def _introduce(introduction: str, blocks: list[Block]) -> list[Block]:
 
 
 def _fold(summary: str, blocks: list[Block]) -> list[Block]:
-    """Hide blocks behind a line to click on. They must not hold headings, which a folded part cannot contain."""
+    """Hide blocks behind a line to click on."""
     return [f"<details><summary>{summary}</summary>", *blocks, "</details>"] if blocks else []
 
 
@@ -416,9 +426,7 @@ def by_shift(part: Part, metrics: Sequence[str] = ("accuracy", "ece")) -> list[B
                 folded.append(
                     replace(compared, columns=columns, title=f"{table.title}, ours minus the {side}'s", marked="")
                 )
-    if folded:
-        blocks += ["<details><summary>Each shift: ours minus the published figure</summary>", *folded, "</details>"]
-    return blocks
+    return [*blocks, *_fold("Each shift: ours minus the published figure", folded)]
 
 
 def _per_shift(part: Part, metric: str, beside: Beside | None) -> Table:
