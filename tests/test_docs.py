@@ -55,9 +55,10 @@ def test_the_readme_runs_as_written_and_prints_what_it_shows(
         exec(block, names)
     printed = capsys.readouterr().out.splitlines()
     (shown,) = code_blocks(readme, "text")
-    for line, expected in zip(printed, shown.splitlines(), strict=False):
+    by_words = {re.sub(r"[\d.]+", "#", line): line for line in printed}
+    for expected in shown.splitlines():
+        line = by_words[re.sub(r"[\d.]+", "#", expected)]
         # Other processors round otherwise.
-        assert re.sub(r"[\d.]+", "#", line) == re.sub(r"[\d.]+", "#", expected)
         assert numbers(line) == pytest.approx(numbers(expected), abs=2)
     assert (tmp_path / "mended/manifest.json").exists()
     away, labels = names["away"], names["site_labels"]
