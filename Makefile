@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-fast lint format clean
+.PHONY: demo test test-fast docs lint format clean
 
 demo: $(STAMP)
 	$(BIN)/shiftmend demo
@@ -15,6 +15,11 @@ test: $(STAMP)
 # For while you edit, in less than a minute: the core without the tests that are marked slow.
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 -m "not slow" --ignore tests/research
+
+# Runs every script of the gallery, and fails on any warning, such as a link that leads nowhere.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -q -W --keep-going docs build/docs
+	@echo "open build/docs/index.html"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -29,8 +34,8 @@ format: $(STAMP)
 # Installed anew only when what is installed would differ.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,research,ray]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,research,ray]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo build dist docs/gallery docs/generated docs/sg_execution_times.rst .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -542,10 +542,9 @@ def torchrun(folder: Path, *command: object) -> str:
 
 
 @pytest.mark.slow
-def test_the_script_on_the_methods_page(tmp_path: Path) -> None:
-    page = (HERE.parents[1] / "docs/methods.md").read_text()
-    section = page.split("## Several GPUs")[1].split("\n## ")[0]
-    (script,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+def test_the_script_on_the_page_of_several_gpus(tmp_path: Path) -> None:
+    page = (HERE.parents[1] / "docs/several-gpus.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     given = [
         "import torch",
         "import shiftmend",

@@ -64,7 +64,7 @@ class Lesson:
 
 
 LESSONS = (
-    Lesson("cifar-c/contrast", "faded", "almost no contrast is left", 5),
+    Lesson("emnist-da/fog", "foggy", "a fog lies over every digit"),
     Lesson("sensor/gain_offset", "offset", "black is brighter and white is darker", 5),
     Lesson("emnist-da/identity", "as at home", "the same device as at home"),
     Lesson("mnist-c/translate", "moved", "every digit is off its place"),

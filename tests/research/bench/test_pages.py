@@ -191,8 +191,12 @@ def test_every_question_is_answered(emnist: str) -> None:
     sanity = section(emnist, "Does the model without adaptation do as published?")
     assert "on 12 of 13 shifts" in sanity
     assert re.findall(r"^\| (\w+)‡", sanity, re.MULTILINE) == ["fog"]
-    assert section(emnist, "Notes").strip() == "Fog is *thicker* here."
-    assert emnist.index("## Notes") < emnist.index("## Accuracy"), "what to make of the tables comes before them"
+    notes = section(emnist, "Notes")
+    assert re.fullmatch(r"\s*<details><summary>.*</summary>\n\nFog is \*thicker\* here\.\n\n</details>\s*", notes)
+    assert emnist.index("## Accuracy") < emnist.index("## Notes") < emnist.index("## How this page was made")
+    folded = re.findall(r"<details>.*?</details>", emnist, re.DOTALL)
+    assert len(folded) == 4
+    assert not any(re.search(r"^#+ ", part, re.MULTILINE) for part in folded), "a heading ends a folded part"
 
 
 @pytest.mark.slow

@@ -612,9 +612,9 @@ def test_page_takes_the_notes_beside_it(digits: Path, tmp_path: Path, capsys: py
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/digits.md").write_text("Mind the *step*.\n")
     ok(capsys, "page", "digits", "-f", digits, "-o", out)
-    assert "## Notes\n\nMind the *step*.\n" in out.read_text()
+    assert "\n\nMind the *step*.\n\n</details>" in out.read_text().split("## Notes\n")[1]
     (tmp_path / "mine.md").write_text("Mine.")
-    assert "## Notes\n\nMine.\n" in ok(capsys, "page", "digits", "-f", digits, "--notes", tmp_path / "mine.md")
+    assert "\n\nMine.\n\n</details>" in ok(capsys, "page", "digits", "-f", digits, "--notes", tmp_path / "mine.md")
     assert "there are no notes at" in refused(capsys, "page", "digits", "-f", digits, "--notes", tmp_path / "none.md")
     assert "has no results of mnist-c" in refused(capsys, "page", "mnist-c", "-f", digits)
     assert ok(capsys, "page", "digits", "-f", digits, "--data-root", digits) == ok(

@@ -109,10 +109,9 @@ def page(
         )
     main = run.get("offline") or next(iter(run.values()))
     stories: list[tuple[str, list[Block]]] = [
-        ("", [_headline(parts), *_list_missing(parts), *_describe_making(benchmark, parts)]),
-        # Tables are long: what to make of them stands first.
-        ("Notes", [notes.strip()] if notes.strip() else []),
+        ("", [_headline(parts)]),
         ("Accuracy and calibration", [ONCE, *_clean(main), *averages(main)]),
+        ("Notes", _fold("What to make of these figures", [notes.strip()] if notes.strip() else [])),
         ("Each shift", by_shift(main)),
         ("Each class", _introduce(CLASSES, by_class(main))),
         ("Which epoch: last, selected, best", _introduce(EPOCHS, choice_of_epoch(main))),
@@ -124,7 +123,11 @@ def page(
         ("Signals that need no labels", _introduce(SIGNALS, signals(main))),
         ("Does the model without adaptation do as published?", sanity(main)),
         ("About the published figures", _published_notes(chosen.name)),
-        ("Data", _digests(main)),
+        (
+            "How this page was made",
+            _fold("Commands, machines, settings", [*_missing(parts), *_made_by(benchmark, parts)]),
+        ),
+        ("Data", _fold("Hashes of the target images", _digests(main))),
     ]
     said: set[str] = set()
     lines = [f"# {escape_markdown(chosen.title)}", ""]
@@ -132,11 +135,26 @@ def page(
         if blocks:
             lines += [f"## {title}", ""] if title else []
             lines += [text for block in blocks for text in (_write(block, said), "")]
-    return "\n".join(lines).rstrip() + "\n"
+    return _unhead_folded("\n".join(lines).rstrip() + "\n")
+
+
+def _unhead_folded(text: str) -> str:
+    """Turn headings in folded parts into bold lines: on the documentation site, a heading would end the fold."""
+    return re.sub(
+        r"<details>.*?</details>",
+        lambda part: re.sub(r"^#+ (.*)$", r"**\1**", part[0], flags=re.MULTILINE),
+        text,
+        flags=re.DOTALL,
+    )
 
 
 def _introduce(introduction: str, blocks: list[Block]) -> list[Block]:
     return [introduction, *blocks] if blocks else []
+
+
+def _fold(summary: str, blocks: list[Block]) -> list[Block]:
+    """Hide blocks behind a line to click on."""
+    return [f"<details><summary>{summary}</summary>", *blocks, "</details>"] if blocks else []
 
 
 def _write(block: Block, said: set[str]) -> str:
@@ -203,7 +221,7 @@ def _headline(parts: Mapping[str, Part]) -> str:
         return f"{images} All {cells:,} cells (one method on one shift from one seed) are done."
     return (
         f"**Partial: {done:,} of {cells:,} cells (one method on one shift from one seed) are done.** {images} "
-        "What is missing:"
+        "What is missing stands at [the end](#how-this-page-was-made)."
     )
 
 
@@ -251,7 +269,7 @@ def _list_missing(parts: Mapping[str, Part]) -> list[Block]:
         lines.append(
             f"- {protocol}: {len(missing):,} of {len(reading.cells):,} cells" + (f"; {detail}" if detail else "")
         )
-    return ["\n".join(lines)] if lines else []
+    return ["What is missing:", "\n".join(lines)] if lines else []
 
 
 def _name_lacking(what: str, known: Iterable[Any], there: set[Any]) -> str:
@@ -410,9 +428,7 @@ def by_shift(part: Part, metrics: Sequence[str] = ("accuracy", "ece")) -> list[B
                 folded.append(
                     replace(compared, columns=columns, title=f"{table.title}, ours minus the {side}'s", marked="")
                 )
-    if folded:
-        blocks += ["<details><summary>Each shift: ours minus the published figure</summary>", *folded, "</details>"]
-    return blocks
+    return [*blocks, *_fold("Each shift: ours minus the published figure", folded)]
 
 
 def _per_shift(part: Part, metric: str, beside: Beside | None) -> Table:
