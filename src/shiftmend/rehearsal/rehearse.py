@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import os
@@ -48,7 +47,7 @@ from shiftmend.rehearsal.battery import PlannedShift, from_functions, list_devic
 from shiftmend.utils.checks import brief, counted, is_whole
 from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.files import as_path, write_atomically
-from shiftmend.utils.json import dumps
+from shiftmend.utils.json import dumps, loads
 from shiftmend.utils.logs import hide_warnings
 from shiftmend.utils.progress import Bar, Progress, progress_bar
 from shiftmend.utils.rng import isolate_rng
@@ -275,10 +274,12 @@ class _Home:
         """Return a record of home without any shift, and a remark on the data if there is one."""
         place = resolve_device(self.settings.device)
         everything = self.feed(self.inputs)
-        with (
-            on_device(self.model, place),
-            isolate_rng(place, lambda: check_model(self.model, everything.examples(2), output=self.settings.output)),
-        ):
+
+        def probe() -> None:
+            check_model(self.model, everything.examples(2), output=self.settings.output)
+            self.profile.check_taps(self.model, everything.first(2))
+
+        with on_device(self.model, place), isolate_rng(place, probe):
             first = read(self.model, everything, self.profile)
             score = self.score(self.model, self.inputs, self.labels)
             record = self._describe(first, score, methods, sizes)
@@ -489,7 +490,7 @@ class _Jobs:
         if self.path is None or not self.path.exists():
             return {}
         try:
-            found = json.loads(self.path.read_text())
+            found = loads(self.path.read_text())
             cells: dict[str, Cell] = found["cells"]
             known = found["format"] == FILE_FORMAT and found["identity"] == self.identity
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -312,6 +312,7 @@ def gather(
     def check() -> None:
         for each in models.values():
             check_model(each, [feed.first(2)])
+            profile.check_taps(each, feed.first(2))
 
     with ExitStack() as stack:
         for each in models.values():

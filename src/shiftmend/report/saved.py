@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from pathlib import Path
 from typing import Any, get_args
@@ -13,12 +12,12 @@ import safetensors.torch
 from torch import nn
 
 from shiftmend.adaptation.result import Adaptation, Candidate, Estimates
-from shiftmend.engine.history import Epoch
+from shiftmend.engine.history import Epoch, read_history
 from shiftmend.engine.trainer import Keep
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.introspection.input_map import load_adapted_state
 from shiftmend.profiles import fingerprints
-from shiftmend.utils.json import from_strict_json
+from shiftmend.utils.json import from_strict_json, loads
 from shiftmend.verification.estimate import Estimate
 
 FILES = ("model.safetensors", "history.json", "manifest.json")
@@ -39,8 +38,7 @@ def load_adaptation(folder: Path, model: nn.Module) -> Adaptation:
         raise DataError(f"expected {missing[0]} in {folder}, got none. {REMEDY}")
     manifest = read_manifest(folder / "manifest.json")
     history = _read_history(folder / "history.json")
-    epochs = [row.epoch for row in history]
-    if epochs != list(range(len(epochs))) or manifest["epochs"] != max(0, len(epochs) - 1):
+    if manifest["epochs"] != max(0, len(history) - 1):
         raise DataError(f"expected in {folder / 'history.json'} the epochs of manifest.json, got others. {REMEDY}")
     adapted = copy.deepcopy(model)
     path = folder / "model.safetensors"
@@ -110,8 +108,8 @@ def read_temperature(manifest: dict[str, Any]) -> float:
 
 def _read_json(path: Path) -> Any:
     try:
-        return from_strict_json(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
+        return from_strict_json(loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} is damaged: expected JSON. {REMEDY}") from error
 
 
@@ -136,18 +134,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _read_history(path: Path) -> list[Epoch]:
-    data = _read_json(path)
-    needed = {"epoch", "block", "learning_rate", "losses", "verification", "seconds"}
-    fits = isinstance(data, list) and all(
-        isinstance(row, dict)
-        and needed <= set(row)
-        and type(row["epoch"]) is int
-        and isinstance(row["block"], str)
-        and isinstance(row["losses"], dict)
-        and all(isinstance(row[name], int | float | None) for name in set(row) - {"block", "losses"})
-        and all(isinstance(loss, int | float) for loss in row["losses"].values())
-        for row in data
-    )
-    if not fits:
-        raise DataError(f"{path} is damaged: expected the history of an adaptation. {REMEDY}")
-    return [Epoch.from_json(row) for row in data]
+    try:
+        return read_history(_read_json(path))
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({error}): expected the history of an adaptation. {REMEDY}") from error

@@ -27,7 +27,7 @@ from typing import Any, Literal, Self, get_args
 
 from shiftmend.errors import DataError
 from shiftmend.research.bench.benchmark import SIGNALS, Cell, Origin, Outcome, Result, Which
-from shiftmend.utils.json import dumps, from_strict_json, to_strict_json
+from shiftmend.utils.json import dumps, from_strict_json, loads, to_strict_json
 
 STORE = "results.sqlite"
 """The store's name in a folder of results."""
@@ -297,6 +297,9 @@ def _explain_errors(path: Path) -> Iterator[None]:
         yield
     except sqlite3.ProgrammingError:
         raise
+    except UnicodeDecodeError:
+        # The message of SQLite quotes a schema that is no text.
+        raise _refuse_damaged(path) from None
     except sqlite3.Error as error:
         name = getattr(error, "sqlite_errorname", None) or ""
         # Text that cannot be decoded was not written by us.
@@ -339,7 +342,7 @@ def unflatten(row: Mapping[str, Any]) -> Result:
     cell = Cell(*(row[name] for name in _KEY))
     try:
         _check_row(row)
-        history, manifest = (from_strict_json(json.loads(row[name])) for name in ("history", "manifest"))
+        history, manifest = (from_strict_json(loads(row[name])) for name in ("history", "manifest"))
         if not (isinstance(history, list) and isinstance(manifest, dict)):
             raise TypeError("history or manifest is of the wrong form")
         return Result(
@@ -458,7 +461,7 @@ def to_compact(results: Iterable[Result]) -> str:
 def from_compact(text: str) -> list[Result]:
     """Read the results of a compact file, without what was left out."""
     try:
-        content = json.loads(text)
+        content = loads(text)
     except ValueError as error:
         raise DataError(f"it is no JSON ({error}); {_EXPECTED}") from None
     if not isinstance(content, dict) or content.get("format") != COMPACT_FORMAT:

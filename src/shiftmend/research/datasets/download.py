@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import stat
+import struct
 import tarfile
 import time
 import urllib.request
@@ -37,7 +38,10 @@ from shiftmend.research.datasets.catalogue import (
 from shiftmend.research.datasets.files import data_root
 from shiftmend.utils.files import alone_with
 
-_DAMAGE = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, NotImplementedError)
+_DAMAGE = (
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError),
+    *(ArithmeticError, LookupError, RuntimeError, ValueError),
+)
 
 
 def unpack(
@@ -55,8 +59,8 @@ def unpack(
     leads out of `destination` is an error: a dataset has none. `report` gets the number of files so far.
     """
     count = 0
-    members = _zip_members(archive) if zipfile.is_zipfile(archive) else _tar_members(archive)
     try:
+        members = _zip_members(archive) if zipfile.is_zipfile(archive) else _tar_members(archive)
         for name, open_member in members:
             parts = _safe_parts(name, archive)
             if not "/".join(parts).startswith(only) or len(parts) <= drop:
@@ -66,6 +70,8 @@ def unpack(
             count += 1
             if report is not None:
                 report(count)
+    except DataError:
+        raise
     except _DAMAGE as error:
         raise DataError(
             f"{archive} could not be unpacked into {destination} ({error}): expected a whole zip or tar "

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from shiftmend.errors import DataError
 from shiftmend.inputs.images import PathLike
+from shiftmend.utils.bounded import read_stream
 
 ROOT_VARIABLE = "SHIFTMEND_DATA"
 
@@ -44,9 +45,10 @@ def read_whole(path: Path, expected: str, remedy: str) -> bytes:
     """Read a file, decompressed if its name ends in .gz or .bz2."""
     try:
         if path.suffix == ".gz":
-            with gzip.open(path, "rb") as handle:
-                return handle.read()
-        return bz2.decompress(path.read_bytes()) if path.suffix == ".bz2" else path.read_bytes()
+            with gzip.open(path, "rb") as packed:
+                return read_stream(packed)
+        with bz2.open(path, "rb") if path.suffix == ".bz2" else path.open("rb") as file:
+            return read_stream(file)
     except FileNotFoundError:
         raise DataError(f"{path} is missing: expected {expected} there; {remedy}") from None
     except (EOFError, zlib.error, ValueError, OSError) as error:
