@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -329,46 +328,6 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_first_epoch(tmp_pa
         **(OPTIONS | {"epochs_per_block": 1}),
     )
     assert (tmp_path / "new/folder/c").exists()
-
-
-def test_what_a_killed_process_left_half_written_goes_and_nothing_else(tmp_path: Path) -> None:
-    """Each may be as large as the model, and nobody sees hidden files."""
-    path, others = tmp_path / "run[1]", ["run[1]", ".run[1].rate-0.1.a1b2c3_4.partial", ".run1.a1b2c3_4.partial"]
-    descriptor, left = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=tmp_path)  # as files.py does
-    os.close(descriptor)
-    for name in others:
-        (tmp_path / name).touch()
-    with checkpoints.lock(path) as alone:
-        assert alone
-    assert not Path(left).exists()
-    assert sorted(found.name for found in tmp_path.iterdir()) == sorted(others)
-
-
-def test_what_another_user_left_half_written_stays_and_stops_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left, unlink = tmp_path / ".run.a1b2c3_4.partial", Path.unlink
-    left.touch()
-
-    def as_in_a_shared_folder(path: Path, missing_ok: bool = False) -> None:
-        if path == left:
-            raise PermissionError(1, "Operation not permitted", str(path))
-        unlink(path, missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", as_in_a_shared_folder)
-    with checkpoints.lock(tmp_path / "run") as alone:
-        assert alone
-    assert list(tmp_path.iterdir()) == [left]
-
-
-def test_what_is_left_behind_a_link_goes_too(tmp_path: Path) -> None:
-    (tmp_path / "large disk").mkdir()
-    left = tmp_path / "large disk" / ".run.a1b2c3_4.partial"
-    left.touch()
-    (tmp_path / "link").symlink_to(tmp_path / "large disk" / "run")
-    with checkpoints.lock(tmp_path / "link") as alone:
-        assert alone
-    assert not left.exists()
 
 
 @pytest.mark.slow

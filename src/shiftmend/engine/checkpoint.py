@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import math
@@ -67,17 +66,9 @@ def check_place(path: Path) -> None:
 
 @contextmanager
 def lock(path: Path) -> Iterator[bool]:
-    """Hold the lock of a checkpoint; yield False if another run has it.
-
-    What a killed process left half written beside the checkpoint is deleted.
-    """
+    """Hold the lock of a checkpoint; yield False if another run has it."""
     check_place(path)
-    target = _resolve(path)
-    with alone_with(target) as alone:
-        if alone:
-            for left in target.parent.glob(f".{glob.escape(target.name)}.{'?' * 8}.partial"):  # See `replacing`.
-                with suppress(OSError):  # In a shared folder the file may be another user's.
-                    left.unlink()
+    with alone_with(_resolve(path)) as alone:
         yield alone
 
 

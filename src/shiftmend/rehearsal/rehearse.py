@@ -44,10 +44,11 @@ from shiftmend.profiles.rehearsal import (
     round_signals,
 )
 from shiftmend.rehearsal.battery import PlannedShift, from_functions, list_devices, plan_battery
+from shiftmend.utils import sealing
 from shiftmend.utils.checks import brief, counted, is_whole
 from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.files import as_path, write_atomically
-from shiftmend.utils.json import dumps, loads
+from shiftmend.utils.json import dumps
 from shiftmend.utils.logs import hide_warnings
 from shiftmend.utils.progress import Bar, Progress, progress_bar
 from shiftmend.utils.rng import isolate_rng
@@ -490,7 +491,7 @@ class _Jobs:
         if self.path is None or not self.path.exists():
             return {}
         try:
-            found = loads(self.path.read_text())
+            found, _ = sealing.check_json(self.path.read_text())
             cells: dict[str, Cell] = found["cells"]
             known = found["format"] == FILE_FORMAT and found["identity"] == self.identity
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -501,7 +502,8 @@ class _Jobs:
 
     def _save(self) -> None:
         if self.path is not None:
-            content = dumps({"format": FILE_FORMAT, "identity": self.identity, "cells": self.cells})
+            facts = {"format": FILE_FORMAT, "identity": self.identity, "cells": self.cells}
+            content = sealing.seal_json(dumps(sealing.blank_entries() | facts))
             write_atomically(self.path, content.encode())
 
     def run(self, executor: Executor | None, bar: Bar) -> dict[str, Cell]:

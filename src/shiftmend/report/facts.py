@@ -432,6 +432,8 @@ def _list_cautions(
         cautions.append("The adaptation started from other weights than those of the model called “before” here.")
     if not is_made_with(result, profile):
         cautions.append("The adaptation was made with another profile than the one it is judged with here.")
+    if manifest.get("unsealed"):
+        cautions.append("The adaptation has no seal, as those of earlier versions: a change would go unnoticed.")
     if manifest["status"] != "finished":
         cautions.append(f"The adaptation did not run to its end: it was {manifest['status']}.")
     method = str(manifest["method"]["name"])

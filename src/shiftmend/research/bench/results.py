@@ -60,6 +60,7 @@ def read(
     seeds: Sequence[int] | None = None,
     rates: Sequence[float] | None = None,
     root: str | os.PathLike[str] | None = None,
+    brief: bool = False,
 ) -> Reading:
     """Read the results in `folder/results.sqlite`, or in a file that `bench export --format compact` wrote.
 
@@ -70,9 +71,10 @@ def read(
         benchmark: A name, or `file.py:NAME`.
         folder: The folder of a store, a store, or a compact file.
         protocol, methods, seeds, rates, root: As for `shiftmend.research.bench.run.run`.
+        brief: Read only what is done and what failed; see `Store.brief_results`.
     """
     chosen, place = find(benchmark), None if root is None else Path(root)
-    everything = load_results(folder, chosen.name)
+    everything = load_results(folder, chosen.name, brief=brief)
     there = [result for result in everything if result.cell.protocol == protocol]
     found = _with_stored_origins(chosen, everything)
 

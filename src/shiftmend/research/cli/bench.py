@@ -237,7 +237,7 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show what is done, what failed and what is missing."""
-    found = _read(benchmark, folder, protocol, None, None, learning_rates, data_root)
+    found = _read(benchmark, folder, protocol, None, None, learning_rates, data_root, brief=True)
     by_cell = {result.cell: result for result in found.results}
     rows: list[dict[str, Any]] = []
     for method in found.methods:
@@ -463,6 +463,7 @@ def _read(
     rates: str | None,
     data_root: Path | None,
     needed: bool = False,
+    brief: bool = False,
 ) -> Reading:
     from shiftmend.research.bench.results import read
 
@@ -474,6 +475,7 @@ def _read(
         seeds=parse_seeds(seeds),
         rates=parse_rates(rates),
         root=root_of(data_root),
+        brief=brief,
     )
     if needed and not found.results:
         others = f"; {found.others} are {OTHERS}" if found.others else ""

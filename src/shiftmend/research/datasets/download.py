@@ -133,7 +133,9 @@ def _put(source: IO[bytes], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     try:
-        with partial.open("wb") as handle:
+        # What lies there is left from a killed process, or a link that somebody has planted.
+        partial.unlink(missing_ok=True)
+        with partial.open("xb") as handle:
             shutil.copyfileobj(source, handle, 1 << 20)
         os.replace(partial, target)
     finally:
@@ -338,7 +340,7 @@ def _receive(response: http.client.HTTPResponse, transfer: _Transfer, start: int
     length = response.headers.get("Content-Length")
     total = start + int(length) if length is not None and length.isdecimal() else None
     done = start
-    with transfer.partial.open("ab" if start else "wb") as handle:
+    with open(transfer.partial, "ab" if start else "wb", opener=_open_no_link) as handle:
         while True:
             try:
                 part = response.read(CHUNK_BYTES)
@@ -353,6 +355,11 @@ def _receive(response: http.client.HTTPResponse, transfer: _Transfer, start: int
         os.fsync(handle.fileno())
     if total is not None and done < total:
         raise _Interrupted(f"broke off after {done:,} of {total:,} bytes")
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """Open a file for writing, but no link that somebody may have planted."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def _put_in_place(transfer: _Transfer, resumed: bool) -> None:
