@@ -340,3 +340,18 @@ def test_weights_with_matched_inputs_are_loaded(tmp_path: Path) -> None:
     again = load_model("digit-cnn", tmp_path / "w.safetensors", options)
     inputs = torch.randn(2, 1, 16, 16)
     assert torch.equal(again(inputs), model(inputs))
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("labels", np.array([0, 2**63], np.uint64)),
+        ("labels", np.array([0.0, 1e39])),
+        ("inputs", np.array([[0], [2**63]], np.uint64)),
+        ("inputs", np.array([[0.0], [1e39]])),
+    ],
+)
+def test_numbers_beyond_what_models_take(tmp_path: Path, name: str, array: Any) -> None:
+    np.savez(tmp_path / "data.npz", **({"inputs": np.zeros((2, 1), np.float32)} | {name: array}))
+    with pytest.raises(DataError, match="Expected every"):
+        load_data(tmp_path / "data.npz", None)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 from worlds import sensors
@@ -22,6 +24,7 @@ from shiftmend.engine import checkpoint as checkpoints
 from shiftmend.engine.history import Epoch
 from shiftmend.errors import AdaptationError, ShiftmendError
 from shiftmend.introspection.model_state import snapshot
+from shiftmend.utils import sealing
 
 HERE = Path(__file__).parents[1] / "helpers"
 OPTIONS = {"method": "bufr", "epochs_per_block": 6, "learning_rate": 0.1, "batch_size": 100, "progress": False}
@@ -388,3 +391,65 @@ def test_no_damaged_byte_goes_unnoticed(tmp_path: Path) -> None:
         (tmp_path / "c").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(AdaptationError, match="is no readable shiftmend checkpoint"):
             checkpoints.load(tmp_path / "c", "run")
+
+
+def _swap(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    first, second = [name for name in tensors if name.startswith("model.") and tensors[name].ndim == 2][:2]
+    tensors[first], tensors[second] = tensors[second], tensors[first]
+
+
+def _widen(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    name = next(name for name in tensors if name.startswith("model.") and tensors[name].ndim == 2)
+    tensors[name] = tensors[name].double()
+
+
+def _rename(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    tensors["model.other"] = tensors.pop(next(name for name in tensors if name.startswith("model.")))
+
+
+def _flatten_momentum(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    name = next(name for name in tensors if name.startswith("optimiser.") and tensors[name].ndim == 2)
+    tensors[name] = tensors[name].reshape(-1)
+
+
+def _cut_history(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    del facts["history"][1]
+
+
+def _swap_history(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    facts["history"][1], facts["history"][2] = facts["history"][2], facts["history"][1]
+
+
+def _type_history(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    facts["history"][-1]["losses"] = {"features": "low"}
+
+
+def _turn_back_steps(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    facts["history"][-1]["steps"] = 0
+
+
+def _skip_ahead(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    facts["stage"], facts["epoch"] = 99, 1
+
+
+@pytest.mark.slow
+def test_a_resealed_checkpoint_is_checked_against_the_model(tmp_path: Path) -> None:
+    world, path = sensors(), tmp_path / "c"
+    options = OPTIONS | {"method": "fr", "epochs": 2, "checkpoint": path}
+    del options["epochs_per_block"]
+    shiftmend.adapt(world.model, world.target, world.profile(), **options)
+    good = path.read_bytes()
+    for change in (
+        *(_swap, _widen, _rename, _flatten_momentum),
+        *(_cut_history, _swap_history, _type_history, _turn_back_steps, _skip_ahead),
+    ):
+        path.write_bytes(good)
+        with safe_open(path, framework="pt") as file:
+            facts, tensors = json.loads(file.metadata()["facts"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        change(tensors, facts)
+        metadata = {"format": "shiftmend checkpoint", "facts": json.dumps(facts), **sealing.blank_entries()}
+        save_file(tensors, path, metadata)
+        with path.open("rb+") as sealed:
+            sealing.seal(sealed)
+        with pytest.raises(AdaptationError, match="no readable"):
+            shiftmend.adapt(world.model, world.target, world.profile(), **options)

@@ -9,13 +9,14 @@ import re
 import shlex
 import sys
 from importlib import import_module
+from typing import Any
 
 import typer
-from rich.console import Console
 
 from shiftmend.__about__ import __version__
-from shiftmend.cli import adapt, profile, rehearse, report, shift, verify
+from shiftmend.cli import adapt, key, profile, rehearse, report, shift, verify
 from shiftmend.errors import ShiftmendError, TapError
+from shiftmend.utils.terminal import open_console
 
 app = typer.Typer(
     name="shiftmend",
@@ -48,7 +49,7 @@ for command in (
     adapt.adapt,
 ):
     app.command()(command)
-for module in (verify, shift, report):
+for module in (verify, shift, report, key):
     module.register(app)
 load_research_commands()
 
@@ -70,7 +71,7 @@ def options(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; a user's mistake ends in one sentence and exit code 2."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    console = open_console(stderr=True, soft_wrap=True)
     _show_warnings(console)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # Names of files may hold bytes that are no text.
@@ -116,7 +117,7 @@ def _translate_arguments(sentence: str) -> str:
     return re.sub(r"""\b(output|head)=(-?\d+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""", option, sentence)
 
 
-def _show_warnings(console: Console) -> None:
+def _show_warnings(console: Any) -> None:
     """Print the library's warnings as one line each."""
 
     class Handler(logging.Handler):

@@ -10,6 +10,7 @@ import typer
 
 from shiftmend.cli import options as opt
 from shiftmend.cli.options import block_names, by_all_processes, columns, entry, gather, method_option, say, show
+from shiftmend.cli.profile import check_key
 from shiftmend.cli.verify import LABELLED, scores_json
 from shiftmend.errors import DataError
 from shiftmend.utils.files import check_folder
@@ -133,6 +134,8 @@ def adapt(
     checkpoint: Annotated[Path | None, typer.Option(help="Save here after each epoch; go on if it exists.")] = None,
     allow_pickle: opt.Pickle = False,
     ignore_label: opt.Ignore = None,
+    sign: opt.Sign = None,
+    trust: opt.Trust = None,
     as_json: opt.Json = False,
 ) -> None:
     """At the new site: mend the model with the profile, from unlabelled data alone; say what was won.
@@ -147,6 +150,7 @@ def adapt(
     from shiftmend.utils.processes import rank
 
     _check_place(out, weights)
+    check_key(sign)
     chosen, named = load_method(method), load_candidates(candidates)
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std)
     inputs, labels, names = given
@@ -170,7 +174,7 @@ def adapt(
             ignore_label=ignore_label,
         )
 
-    home = shiftmend.Profile.load(profile)
+    home = shiftmend.Profile.load(profile, trust=trust)
     home.check_architecture(net)
     check_types(full_state_dict(net))
     if labels is not None:
@@ -197,7 +201,7 @@ def adapt(
     )
     if rank() > 0:
         return
-    result.save(out)
+    result.save(out, sign=sign)
     scores = {} if labels is None else {"before": score(net), "after": score(result.model)}
     if as_json:
         numbers = {name: scores_json(found) for name, found in scores.items()}

@@ -7,7 +7,7 @@ reports and figures. An observer says what it wants to see (taps) and keeps what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -55,6 +55,16 @@ class Observer(Protocol[R]):
     def result(self) -> R: ...
 
 
+@contextmanager
+def say_in_batch(number: int, inputs: Tensor) -> Iterator[None]:
+    """Add to an error in which batch it was raised."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"This was raised in batch {number} (counted from 0) with inputs {list(inputs.shape)}.")
+        raise
+
+
 def run_pass(
     model: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor | None]],
@@ -78,8 +88,8 @@ def run_pass(
     with torch.no_grad(), preserve_modes(model), ExitStack() as stack:
         recorder = stack.enter_context(attach_taps(model, taps)) if taps else None
         enter_modes(model)
-        for inputs, labels in batches:
-            with precision():
+        for number, (inputs, labels) in enumerate(batches):
+            with precision(), say_in_batch(number, inputs):
                 output = model(inputs)
             update(Observation(inputs, output, recorder.read() if recorder else {}, labels))
 

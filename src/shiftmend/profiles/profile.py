@@ -345,10 +345,10 @@ class Profile:
         return "\n".join(lines)
 
 
-def as_profile(given: Profile | str | os.PathLike[str], what: str = "the profile") -> Profile:
+def as_profile(given: Profile | str | os.PathLike[str], what: str = "the profile", trust: str | None = None) -> Profile:
     """Return a profile, or load the one in the file that is named; refuse anything else."""
     if isinstance(given, str | os.PathLike):
-        return Profile.load(given)
+        return Profile.load(given, trust=trust)
     if not isinstance(given, Profile):
         raise ProfileError(f"{what} is {kind(given)}, expected a Profile or the name of its file")
     return given

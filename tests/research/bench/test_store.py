@@ -967,3 +967,8 @@ def test_an_error_may_quote_a_file_name_that_is_not_unicode() -> None:
 def test_a_damaged_row_is_named(damage: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"the row of bufr on sky, seed 123 is damaged .{message}.*; delete it and run"):
         unflatten(flatten(EXPORTED) | damage)
+
+
+def test_a_stored_error_is_no_formula_and_steers_no_terminal() -> None:
+    (row,) = csv.DictReader(io.StringIO(to_csv([failed(error="=1+1\x1b[2J")])))
+    assert row["error"] == r"'=1+1\x1b[2J"

@@ -33,6 +33,7 @@ from shiftmend.research.bench.benchmark import SIGNALS, Cell, Origin, Outcome, R
 from shiftmend.utils import sealing
 from shiftmend.utils.json import dumps, from_strict_json, loads, to_strict_json
 from shiftmend.utils.signing import Key
+from shiftmend.utils.terminal import neutralise_cell
 
 STORE = "results.sqlite"
 """The store's name in a folder of results."""
@@ -318,9 +319,8 @@ def _from_row(row: tuple[Any, ...]) -> Result:
 
 def _from_brief_row(row: tuple[Any, ...]) -> Result:
     # Rows share their text: names of methods and shifts occur thousands of times.
-    *key, status, error, origin, seconds, finished = (
-        sys.intern(value) if type(value) is str else value for value in row
-    )
+    shared: list[Any] = [sys.intern(value) if type(value) is str else value for value in row]
+    *key, status, error, origin, seconds, finished = shared
     cell = Cell(*key)
     if status != ("done" if error is None else "failed") or not isinstance(seconds, float | None):
         raise DataError(f"the row of {cell} is damaged; delete it and run it again")
@@ -482,7 +482,9 @@ def to_csv(results: Iterable[Result]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(flatten(result) for result in results)
+    for result in results:
+        row = flatten(result)
+        writer.writerow({name: neutralise_cell(v) if isinstance(v, str) else v for name, v in row.items()})
     return text.getvalue()
 
 

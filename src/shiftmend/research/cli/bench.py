@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shiftmend.cli.options import Json, Root, columns, say, screen, show
+from shiftmend.cli.options import Json, Root, Sign, Trust, columns, say, screen, show
 from shiftmend.errors import DataError
 from shiftmend.utils.checks import counted
 from shiftmend.utils.files import check_folder, said_where, write_atomically
 from shiftmend.utils.json import dumps
+from shiftmend.utils.signing import load_key, read_public
+from shiftmend.utils.terminal import neutralise
 
 if TYPE_CHECKING:
     from shiftmend.research.bench.benchmark import Benchmark, Result
@@ -490,19 +492,23 @@ def export(
     benchmark: Annotated[str | None, typer.Argument(metavar="BENCHMARK", help="Only this one; default all.")] = None,
     folder: Results = HOME,
     format: Annotated[str, typer.Option(help=EXPORTS)] = "csv",
+    sign: Sign = None,
     out: Out = None,
 ) -> None:
     """Everything in the store, for other programs, or as a small file that `--folder` takes in place of a store."""
     from shiftmend.research.bench.store import load_results, to_compact, to_csv, to_json
     from shiftmend.research.bench.suite import find
 
-    writers = {"csv": to_csv, "json": to_json, "compact": to_compact}
-    if format not in writers:
+    writers = {"csv": to_csv, "json": to_json}
+    if format not in (*writers, "compact"):
         raise DataError(f"unknown format {format!r}, expected csv, json or compact")
+    if sign is not None and format != "compact":
+        raise DataError(f"Expected --format compact for --sign, got {format}, which has no place for a signature.")
+    key = None if sign is None else load_key(sign)
     results = load_results(folder, None if benchmark is None else find(benchmark).name)
     if benchmark is not None and not results:
         raise DataError(f"{folder} has no results of {benchmark}; run the benchmark first")
-    write_out(writers[format](results), out)
+    write_out(to_compact(results, key) if format == "compact" else writers[format](results), out)
 
 
 def page(
@@ -556,6 +562,7 @@ def merge(
         typer.Argument(metavar="OTHERS", help="Stores of other machines, their folders, or compact exports."),
     ],
     folder: Folder = HOME,
+    trust: Trust = None,
     as_json: Json = False,
 ) -> None:
     """Take over the results of other machines. What is done here stays as it is."""
@@ -568,7 +575,8 @@ def merge(
         if (folder / STORE).exists() and file.samefile(folder / STORE):
             raise DataError(f"{file} cannot be merged with itself; name the store of another machine")
     # All of them are read before anything is changed.
-    found = {str(file): load_results(place) for file, place in places.items()}
+    key = None if trust is None else read_public(trust)
+    found = {str(file): load_results(place, trust=key) for file, place in places.items()}
     with said_where(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with Store(folder / STORE) as store:
@@ -589,7 +597,7 @@ def print_json(value: Any, out: Path | None = None) -> None:
 
 def write_out(text: str, out: Path | None) -> None:
     if out is None:
-        print(text, end="" if text.endswith("\n") else "\n")
+        print(neutralise(text), end="" if text.endswith("\n") else "\n")
         return
     with said_where(out):
         write_atomically(out, text.encode())
