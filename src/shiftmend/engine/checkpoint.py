@@ -21,7 +21,7 @@ from shiftmend.errors import AdaptationError
 from shiftmend.introspection.model_state import check_types, named_tensors, save_tensors
 from shiftmend.stats.statistics import read_whole_number
 from shiftmend.utils import sealing
-from shiftmend.utils.checks import is_real
+from shiftmend.utils.checks import is_real, one_line
 from shiftmend.utils.files import alone_with, is_special, replacing
 from shiftmend.utils.json import loads
 
@@ -190,9 +190,9 @@ def load(path: Path, run: str) -> Checkpoint | None:
 
 
 def _refuse(path: Path, reason: object) -> AdaptationError:
-    said = " ".join(str(reason).split())[:200]
     return AdaptationError(
-        f"{path} is no readable shiftmend checkpoint ({said}); delete it to start over, or name another file"
+        f"{path} is no readable shiftmend checkpoint ({one_line(reason)}); delete it to start over, or name another "
+        "file"
     )
 
 

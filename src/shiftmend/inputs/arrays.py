@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from shiftmend.errors import DataError
 from shiftmend.inputs.images import PathLike, Split, as_images, as_labels
 from shiftmend.utils.bounded import read_array, read_array_header
+from shiftmend.utils.checks import one_line
 
 # Damage shows in the directory of an archive (where a member may even seem encrypted), in the compressed stream of a
 # member, or in the header of an array, which is Python.
@@ -90,7 +91,7 @@ def open_npz(path: Path) -> NpzFile:
     except DataError:
         raise
     except DAMAGE as error:
-        raise DataError(f"{path} is no .npz archive ({error}); replace the file") from error
+        raise DataError(f"{path} is no .npz archive ({one_line(error)}); replace the file") from error
     return archive
 
 
@@ -108,7 +109,9 @@ def read_member(archive: NpzFile, path: Path, key: str) -> NDArray[Any]:
             held = _zip_of(archive).getinfo(file.name).file_size
             array = read_array(file, held)
     except DAMAGE as error:
-        raise DataError(f"{path} is damaged: array {key!r} cannot be read ({error}); replace the file") from error
+        raise DataError(
+            f"{path} is damaged: array {key!r} cannot be read ({one_line(error)}); replace the file"
+        ) from error
     return array
 
 
@@ -143,7 +146,9 @@ def map_npy(path: Path, expected: str, remedy: str) -> NDArray[Any]:
     except DataError:
         raise
     except DAMAGE as error:
-        raise DataError(f"{path} is truncated or no .npy file ({error}): expected {expected}; {remedy}") from error
+        raise DataError(
+            f"{path} is truncated or no .npy file ({one_line(error)}): expected {expected}; {remedy}"
+        ) from error
     return mapped
 
 

@@ -40,6 +40,7 @@ from shiftmend.stats.quantiles import Quantiles
 from shiftmend.stats.slices import Slices
 from shiftmend.stats.statistics import KINDS, Frame, Statistic, read_whole_number
 from shiftmend.utils import sealing
+from shiftmend.utils.checks import one_line
 from shiftmend.utils.json import loads
 from shiftmend.utils.signing import Key
 
@@ -165,20 +166,14 @@ def decode(content: bytes, trust: str | None = None) -> Profile:
         tensors = safetensors.torch.load(content)
         profile = _assemble(loads(metadata["profile"]), tensors)
     except ShiftmendError as error:
-        raise ProfileError(f"it is not valid: {_one_line(error)}") from error
+        raise ProfileError(f"it is not valid: {one_line(error)}") from error
     except _MALFORMED as error:
-        what = f"{type(error).__name__} while reading it ({_one_line(error)})"
+        what = f"{type(error).__name__} while reading it ({one_line(error)})"
         raise ProfileError(f"it is not valid: {what}") from error
     found = problems(profile)
     if found:
-        raise ProfileError(f"it is not valid: {_one_line(found[0])}")
+        raise ProfileError(f"it is not valid: {one_line(found[0])}")
     return profile
-
-
-def _one_line(message: object) -> str:
-    """Shorten a message to one line: names in a forged file can have any length, and line breaks."""
-    line = " ".join(str(message).split())
-    return line if len(line) <= 300 else f"{line[:300]} ..."
 
 
 def _read_metadata(content: bytes) -> dict[str, str]:

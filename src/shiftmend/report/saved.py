@@ -18,6 +18,7 @@ from shiftmend.errors import AdaptationError, DataError
 from shiftmend.introspection.input_map import load_adapted_state
 from shiftmend.profiles import fingerprints
 from shiftmend.utils import sealing
+from shiftmend.utils.checks import one_line
 from shiftmend.utils.files import hash_file
 from shiftmend.utils.json import from_strict_json, loads
 from shiftmend.verification.estimate import Estimate
@@ -138,9 +139,11 @@ def _read_sealed_manifest(path: Path, trust: str | None) -> tuple[dict[str, Any]
     try:
         data, seal = sealing.check_json(path.read_text(encoding="utf-8"), trust)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} is damaged or not to be trusted ({error}). {REMEDY}") from error
+        raise DataError(f"{path} is damaged or not to be trusted ({one_line(error)}). {REMEDY}") from error
     data = from_strict_json(data)
     files = data.pop("files", {})
+    if files and not seal.sealed:
+        raise DataError(f"{path} is damaged: it seals other files and has no seal of its own. {REMEDY}")
     needed = {"method": dict, "kept": str, "status": str, "adapted_weights": str, "selected_epoch": int, "epochs": int}
     fits = (
         all(type(data.get(name)) is kind for name, kind in needed.items())

@@ -91,11 +91,11 @@ def load_key(path: str | os.PathLike[str]) -> Key:
     """
     serialization = require("cryptography.hazmat.primitives.serialization", _EXTRA)
     ed25519 = require("cryptography.hazmat.primitives.asymmetric.ed25519", _EXTRA)
-    unsupported = require("cryptography.exceptions", _EXTRA).UnsupportedAlgorithm
+    exceptions = require("cryptography.exceptions", _EXTRA)
     try:
         with Path(path).open("rb") as file:
             private = serialization.load_pem_private_key(file.read(_MAX_KEY_BYTES), password=None)
-    except (OSError, ValueError, TypeError, unsupported) as error:
+    except (OSError, ValueError, TypeError, exceptions.UnsupportedAlgorithm, exceptions.InternalError) as error:
         said = error.strerror if isinstance(error, OSError) else "it is none"
         raise ShiftmendError(f"Expected a private key at {path}, {said}. Try `shiftmend key new`.") from error
     if not isinstance(private, ed25519.Ed25519PrivateKey):

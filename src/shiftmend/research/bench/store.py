@@ -2,7 +2,7 @@
 
 The compact file is read back wherever a store is:
 
-    {"format": "shiftmend results", "version": 1, "sha256": "...",
+    {"format": "shiftmend results", "version": 2, "sha256": "...",
      "columns": [...], "shared": {...}, "rows": [[...], ...]}
 
 A row is a cell. What many manifests have in common stands once under `shared`: for each entry of a manifest the values
@@ -31,6 +31,7 @@ from typing import Any, Literal, Self, get_args
 from shiftmend.errors import DataError
 from shiftmend.research.bench.benchmark import SIGNALS, Cell, Origin, Outcome, Result, Which
 from shiftmend.utils import sealing
+from shiftmend.utils.checks import one_line
 from shiftmend.utils.json import dumps, from_strict_json, loads, to_strict_json
 from shiftmend.utils.signing import Key
 from shiftmend.utils.terminal import neutralise_cell
@@ -49,7 +50,8 @@ UNSEALED = {"unsealed": True}
 """Added to the manifest of a result whose file or row has no seal: nobody would notice a change."""
 
 COMPACT_FORMAT = "shiftmend results"
-COMPACT_VERSION = 1
+COMPACT_VERSION = 2
+"""Files of version 1 have no seal."""
 COMPACT_DIGITS = 6
 
 Value = str | int | float | None
@@ -556,12 +558,13 @@ def from_compact(text: str, trust: str | None = None) -> list[Result]:
     try:
         content, seal = sealing.check_json(text, trust)
     except ValueError as error:
-        raise DataError(f"it is altered, not to be trusted or no JSON ({error}); {_EXPECTED}") from None
+        raise DataError(f"it is altered, not to be trusted or no JSON ({one_line(error)}); {_EXPECTED}") from None
     if content.get("format") != COMPACT_FORMAT:
         raise DataError(f"it holds no results; {_EXPECTED}")
-    if content.get("version") != COMPACT_VERSION:
+    if content.get("version") != (COMPACT_VERSION if seal.sealed else 1):
         raise DataError(
-            f"it has version {content.get('version')}, expected {COMPACT_VERSION}; read it with a later shiftmend"
+            f"it has version {one_line(content.get('version'))}, expected {COMPACT_VERSION} with a seal or 1 without; "
+            "read it with a later shiftmend, or make it again"
         )
     try:
         results = [_read_compact_row(content["columns"], row, content["shared"]) for row in content["rows"]]
@@ -584,7 +587,7 @@ def read_compact(path: Path, trust: str | None = None) -> list[Result]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read ({error}); name another file") from None
     except DataError as error:
-        raise DataError(f"{path} cannot be used as results: {error}") from None
+        raise DataError(f"{path} cannot be used as results: {one_line(error)}") from None
 
 
 def _read_compact_row(columns: list[str], row: list[Any], shared: Mapping[str, list[Any]]) -> Result:

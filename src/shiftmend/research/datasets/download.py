@@ -36,6 +36,7 @@ from shiftmend.research.datasets.catalogue import (
     verify_entry,
 )
 from shiftmend.research.datasets.files import data_root
+from shiftmend.utils.checks import one_line
 from shiftmend.utils.files import alone_with
 
 _DAMAGE = (
@@ -74,7 +75,7 @@ def unpack(
         raise
     except _DAMAGE as error:
         raise DataError(
-            f"{archive} could not be unpacked into {destination} ({error}): expected a whole zip or tar "
+            f"{archive} could not be unpacked into {destination} ({one_line(error)}): expected a whole zip or tar "
             "archive and room for it; delete the archive and fetch it again, or make room"
         ) from error
     if count == 0:
@@ -124,7 +125,7 @@ def _safe_parts(name: str, archive: Path) -> tuple[str, ...]:
 
 def _refusal(archive: Path, member: str, why: str) -> DataError:
     return DataError(
-        f"{archive} was not unpacked: its member {member!r} {why}; expected plain files only: get the "
+        f"{archive} was not unpacked: its member {one_line(repr(member))} {why}; expected plain files only: get the "
         "archive from its publisher"
     )
 
