@@ -30,7 +30,7 @@ import traceback
 import zipfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,9 @@ from shiftmend.research.datasets.files import read_pickled_arrays, read_whole
 from shiftmend.utils import sealing, signing
 
 Read = Callable[[Path], Any]
+
+OUTCOME = (1, 0.5, 0.1, 0.1, 1.0, 0.2)
+"""Scores of the stored result."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def make_targets(folder: Path) -> list[Target]:
     history = [Epoch(0, "", 0.0, {}, 0.0, {"slices": 0.5}, 0), Epoch(1, "all", 0.1, {"f": 0.2}, 1.0, {}, 3)]
     checkpoints.save(folder / "checkpoint", "run", 0, 1, history, model, None)
     cell = Cell("digits", "offline", "adabn", "usps", 1, "recipe")
-    outcome = Outcome(1, 0.5, 0.1, 0.1, 1.0, 0.2)
+    outcome = Outcome(*OUTCOME)
     stored = Result(cell, "published", last=outcome, history=({"epoch": 1},), manifest={"seed": 1}, finished="2026")
     with Store(folder / "store.sqlite") as store:
         store.record(stored)
@@ -101,7 +104,7 @@ def make_targets(folder: Path) -> list[Target]:
         Target("profile", profile.to_bytes(), _read_profile, _reseal_tensors, True),
         Target("checkpoint", (folder / "checkpoint").read_bytes(), _read_checkpoint, _reseal_tensors, True),
         Target("compact results", to_compact([stored]).encode(), _read_results, _reseal_json, True),
-        Target("store", (folder / "store.sqlite").read_bytes(), _read_store),
+        Target("store", (folder / "store.sqlite").read_bytes(), _read_store, sealed=True),
         Target("npz", _npz(images=images, labels=np.arange(4)), _read_npz, suffix=".npz"),
         Target("npz of inputs", _npz(inputs=np.ones((3, 2)), labels=np.ones(3)), _read_npz, suffix=".npz"),
         Target("npy", _npy(images), _read_npy, suffix=".npy"),
@@ -209,7 +212,11 @@ def _read_results(path: Path) -> Any:
 
 def _read_store(path: Path) -> Any:
     with Store(path, read_only=True) as store:
-        return [(result.cell, result.last, result.history, result.manifest) for result in store.results()]
+        results = store.results()
+    if any("unsealed" in result.manifest for result in results):
+        raise ShiftmendError("a row has lost its seal, and is marked so")
+    # SQLite gives 1 for 1.0 where the type of a column is damaged.
+    return [(one.cell, one.last and astuple(one.last) == OUTCOME, one.history, one.manifest) for one in results]
 
 
 def _read_npz(path: Path) -> Any:

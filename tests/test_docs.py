@@ -27,7 +27,7 @@ from shiftmend.research.bench.run import run
 from shiftmend.research.networks import MODELS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def in_the_repository(page: Path) -> str:
@@ -242,7 +242,7 @@ def test_the_benchmarks_page_runs_as_written(
 def test_commands_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line in re.findall(r"^shiftmend .*?(?=  +#|$)", "\n".join(code_blocks(page, "bash")), re.MULTILINE):
         words = line.split()[1:]
-        command = words[:2] if words[0] in ("bench", "data") else words[:1]
+        command = words[:2] if words[0] in ("bench", "data", "key") else words[:1]
         with pytest.raises(SystemExit) as stop:
             main([*command, "--help"])
         assert stop.value.code == 0, line

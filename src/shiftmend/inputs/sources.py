@@ -259,7 +259,7 @@ def _iterate_with_state(loader: Iterable[Any], state: Tensor, what: str) -> Iter
             batch = next(batches)
         except StopIteration:
             return
-        except Exception as error:
+        except BaseException as error:
             error.add_note(f"This was raised by the {what} itself, for batch {number} (counted from 0).")
             if isinstance(loader, DataLoader) and isinstance(error, TypeError | RuntimeError):
                 error.add_note(

@@ -60,7 +60,7 @@ def say_in_batch(number: int, inputs: Tensor) -> Iterator[None]:
     """Add to an error in which batch it was raised."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         error.add_note(f"This was raised in batch {number} (counted from 0) with inputs {list(inputs.shape)}.")
         raise
 
