@@ -7,7 +7,8 @@ make folders below the folder of the trial. In a first run nothing is killed and
 call, a fresh process is killed right before that call; of a write, half is done. Afterwards:
 
 - each result is absent or whole: it loads, and its seal holds;
-- the same command then runs to its end, and nothing half written is left.
+- the same command then runs to its end, and nothing half written is left. An empty temporary folder may stay beside a
+  file that is whole and therefore not written again; such folders are counted.
 
 It needs Linux, gcc, and no GPU. Imports are shared by forking, so a trial takes as long as its work.
 """
@@ -295,8 +296,8 @@ def _import_all(command: Command, folder: Path) -> None:
         os.chdir(before)
 
 
-def torment(shim: ctypes.CDLL, command: Command, good: Path, every: int) -> tuple[int, int, list[str]]:
-    """Kill a command at its calls; return how many it makes, how many kills were tried, and what was wrong."""
+def torment(shim: ctypes.CDLL, command: Command, good: Path, every: int) -> tuple[int, int, int, list[str]]:
+    """Kill a command at its calls; return the calls, the kills, empty folders that were left, and what was wrong."""
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / "imports"
         shutil.copytree(good, folder)
@@ -305,8 +306,8 @@ def torment(shim: ctypes.CDLL, command: Command, good: Path, every: int) -> tupl
         shutil.copytree(good, folder)
         status, calls = run_forked(shim, command, folder, 0)
         if status or not all((folder / result).exists() for result in command.results):
-            return calls, 0, [f"{command.name} does not run at all: status {status}"]
-        wrong, tried = [], 0
+            return calls, 0, 0, [f"{command.name} does not run at all: status {status}"]
+        wrong, tried, empty = [], 0, 0
         for kill_at in range(1, calls + 1, every):
             folder = Path(root) / f"{kill_at}"
             shutil.copytree(good, folder)
@@ -317,13 +318,15 @@ def torment(shim: ctypes.CDLL, command: Command, good: Path, every: int) -> tupl
                 time.sleep(1.1)  # Younger leftovers may be a living process's.
                 status, _ = run_forked(shim, command, folder, 0)
                 command.check(folder)
-                left = [str(found.relative_to(folder)) for found in folder.rglob("*.partial")]
+                found = list(folder.rglob("*.partial"))
+                left = [one.name for one in found if not one.is_dir() or any(one.iterdir())]
+                empty += len(found) - len(left)
                 if status or left or not all((folder / result).exists() for result in command.results):
                     wrong.append(f"{command.name}, call {kill_at}: then status {status}, left behind: {left}")
             except Exception as error:
                 wrong.append(f"{command.name}, call {kill_at}: {type(error).__name__}: {error}")
             shutil.rmtree(folder)
-    return calls, tried, wrong
+    return calls, tried, empty, wrong
 
 
 def main() -> None:
@@ -344,11 +347,11 @@ def main() -> None:
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as root:
         prepare(Path(root) / "good")
-        print("| command | calls | kills | violations |\n|---|---|---|---|", flush=True)
+        print("| command | calls | kills | violations | empty folders left |\n|---|---|---|---|---|", flush=True)
         for name in given.commands:
             command = make_commands()[name]
-            calls, tried, wrong = torment(shim, command, Path(root) / "good", given.every)
-            print(f"| `{command.name}` | {calls} | {tried} | {len(wrong)} |", flush=True)
+            calls, tried, empty, wrong = torment(shim, command, Path(root) / "good", given.every)
+            print(f"| `{command.name}` | {calls} | {tried} | {len(wrong)} | {empty} |", flush=True)
             problems += wrong
     print("\n".join(problems))
     sys.exit(bool(problems))

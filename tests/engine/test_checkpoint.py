@@ -393,6 +393,17 @@ def test_no_damaged_byte_goes_unnoticed(tmp_path: Path) -> None:
             checkpoints.load(tmp_path / "c", "run")
 
 
+def test_what_a_killed_process_left_goes_when_the_run_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "large disk").mkdir()
+    left = tmp_path / "large disk" / ".run.a1b2c3_4.partial"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    (tmp_path / "link").symlink_to(tmp_path / "large disk" / "run")
+    with checkpoints.lock(tmp_path / "link") as alone:
+        assert alone
+    assert not left.exists()
+
+
 def _swap(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     first, second = [name for name in tensors if name.startswith("model.") and tensors[name].ndim == 2][:2]
     tensors[first], tensors[second] = tensors[second], tensors[first]

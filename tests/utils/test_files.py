@@ -165,10 +165,12 @@ def test_a_new_folder_appears_in_one_step(tmp_path: Path) -> None:
         first.write_bytes(b"2")
         raise KeyboardInterrupt
     assert (home / "a").read_bytes() == b"1"
+    leave_behind(tmp_path / "new", ".folder.a1b2c3d4.partial")
     with writing_folder(home, ("a", "c")) as places:
         for place in places:
             place.write_bytes(b"3")
     assert {name: (home / name).read_bytes() for name in names(home)} == {"a": b"3", "b": b"1", "c": b"3"}
+    assert names(home.parent) == ["file", "folder"]
 
 
 def test_is_whole_on_the_disk_it_is_for_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from shiftmend.introspection.model_state import check_types, named_tensors, save
 from shiftmend.stats.statistics import read_whole_number
 from shiftmend.utils import sealing
 from shiftmend.utils.checks import is_real, one_line
-from shiftmend.utils.files import alone_with, is_special, replacing
+from shiftmend.utils.files import alone_with, is_special, replacing, sweep
 from shiftmend.utils.json import loads
 
 
@@ -66,9 +66,14 @@ def check_place(path: Path) -> None:
 
 @contextmanager
 def lock(path: Path) -> Iterator[bool]:
-    """Hold the lock of a checkpoint; yield False if another run has it."""
+    """Hold the lock of a checkpoint; yield False if another run has it.
+
+    What a killed process left half written beside the checkpoint is deleted.
+    """
     check_place(path)
-    with alone_with(_resolve(path)) as alone:
+    target = _resolve(path)
+    with alone_with(target) as alone:
+        sweep(target)
         yield alone
 
 

@@ -77,7 +77,7 @@ def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
         for temporary, target in staged.items():
             os.replace(temporary, target)
     for target in staged.values():
-        _sweep(target.parent, target.name)
+        sweep(target)
 
 
 @contextmanager
@@ -91,6 +91,7 @@ def writing_folder(folder: Path, names: Sequence[str]) -> Iterator[tuple[Path, .
     if home.exists():
         with replacing(*(home / name for name in names)) as places:
             yield places
+        sweep(home)
         return
     home.parent.mkdir(parents=True, exist_ok=True)
     with _staging_folder(home.parent, home.name) as place:
@@ -100,7 +101,7 @@ def writing_folder(folder: Path, names: Sequence[str]) -> Iterator[tuple[Path, .
         for name in names:
             _flush(whole / name, _permissions(home / name))
         os.rename(whole, home)
-    _sweep(home.parent, home.name)
+    sweep(home)
 
 
 _SECONDS_TO_LOCK = 1.0
@@ -122,9 +123,9 @@ def _staging_folder(parent: Path, name: str) -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _sweep(parent: Path, name: str) -> None:
-    """Remove the staging folders of killed processes. Those of living ones are locked."""
-    for left in parent.glob(f".{glob.escape(name)}.{'?' * 8}.partial"):
+def sweep(target: Path) -> None:
+    """Remove what killed processes have left beside a file that they were writing. Living ones hold a lock."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.{'?' * 8}.partial"):
         descriptor = _open_folder(left)
         if descriptor is None:
             continue
