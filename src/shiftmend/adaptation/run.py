@@ -220,7 +220,9 @@ def run_method(task: Task, method: Method, settings: Settings, before: Verificat
             found = trace(adapted, samples[0], taps=specs, output=settings.output, original=task.model)
         if not method.trains or len(samples) > 1:
             check_model(adapted, samples, output=settings.output, original=task.model)
-        if task.profile is not None:
+        if task.profile is not None and found is not None:
+            task.profile.check_units(found.units)
+        elif task.profile is not None:
             task.profile.check_taps(adapted, samples[0])
 
     with isolate_rng(task.feed.device, probe) as draws:

@@ -305,11 +305,15 @@ class Profile:
             enter_eval(model)
             model(sample)
             found = recorder.read()
-        for name, values in found.items():
-            if values.shape[1] != self.taps[name].units:
+        self.check_units({name: values.shape[1] for name, values in found.items()})
+
+    def check_units(self, found: Mapping[str, int]) -> None:
+        """Refuse numbers of units at taps that are not those of the profile, as `check_taps` does."""
+        for name, tap in self.taps.items():
+            if name in found and found[name] != tap.units:
                 raise ProfileError(
-                    f"tap {name!r} gives {counted(values.shape[1], 'unit')} at {str(self.specs[name])!r}, and the "
-                    f"profile holds {self.taps[name].units}; profile this model at its source"
+                    f"tap {name!r} gives {counted(found[name], 'unit')} at {str(self.specs[name])!r}, and the "
+                    f"profile holds {tap.units}; profile this model at its source"
                 )
 
     def check_weights(self, model: nn.Module) -> None:
