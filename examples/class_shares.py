@@ -1,5 +1,4 @@
-"""
-Other class shares
+"""Other class shares
 ==================
 
 At a site, classes may be more or less frequent than at home. Then features are rightly distributed otherwise, and

@@ -1,5 +1,4 @@
-"""
-A few labels
+"""A few labels
 ============
 
 Twenty to a hundred labelled samples from the site narrow an estimate, or replace one that does not hold. Labels are

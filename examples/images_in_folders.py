@@ -1,5 +1,4 @@
-"""
-Images in folders
+"""Images in folders
 =================
 
 This script mends an image classifier from two folders: labelled images at home, unlabelled images at the site.

@@ -1,5 +1,4 @@
-"""
-Your own battery
+"""Your own battery
 ================
 
 A rehearsal simulates devices on held-out home data. If you know what the devices to come do, simulate that: an estimate

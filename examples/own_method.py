@@ -1,5 +1,4 @@
-"""
-Your own method
+"""Your own method
 ===============
 
 A method is a class that says what is trained, and a loss of the activations of a batch. :func:`shiftmend.adapt` and

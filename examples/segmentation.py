@@ -1,5 +1,4 @@
-"""
-Segmentation
+"""Segmentation
 ============
 
 A model of classes for each pixel returns logits ``[N, classes, H, W]``. Profiling, rehearsing and adapting are called

@@ -1,5 +1,4 @@
-"""
-Sensor signals
+"""Sensor signals
 ==============
 
 A model recognises movements in signals of two accelerometer axes. A new sensor has another gain, an offset and more

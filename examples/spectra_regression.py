@@ -1,5 +1,4 @@
-"""
-Spectra: a regression
+"""Spectra: a regression
 =====================
 
 A model reads a concentration from a spectrum. A second spectrometer has another gain and a sloped baseline. This script

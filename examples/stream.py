@@ -1,5 +1,4 @@
-"""
-A stream
+"""A stream
 ========
 
 Batches arrive one after another, each is predicted at once, and the device drifts. :func:`shiftmend.stream` predicts a

@@ -28,7 +28,7 @@ from shiftmend.research.networks import MODELS
 
 ROOT = Path(__file__).parent.parent
 WRITTEN = [page for page in sorted((ROOT / "docs").rglob("*.md")) if "generated" not in page.parts]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *WRITTEN]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *WRITTEN]
 
 
 def in_the_repository(page: Path) -> str:
@@ -315,7 +315,7 @@ def test_the_page_of_the_command_line_is_made_from_the_commands() -> None:
 def test_commands_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line in re.findall(r"^shiftmend .*?(?=  +#|$)", "\n".join(code_blocks(page, "bash")), re.MULTILINE):
         words = line.split()[1:]
-        command = words[:2] if words[0] in ("bench", "data") else words[:1]
+        command = words[:2] if words[0] in ("bench", "data", "key") else words[:1]
         with pytest.raises(SystemExit) as stop:
             main([*command, "--help"])
         assert stop.value.code == 0, line

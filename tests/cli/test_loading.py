@@ -377,3 +377,18 @@ def test_options_for_the_columns_of_a_table() -> None:
         choose_columns(None, None, None, None, ["board"])
     with pytest.raises(DataError, match="--label"):
         choose_columns(None, "air,CO", None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("labels", np.array([0, 2**63], np.uint64)),
+        ("labels", np.array([0.0, 1e39])),
+        ("inputs", np.array([[0], [2**63]], np.uint64)),
+        ("inputs", np.array([[0.0], [1e39]])),
+    ],
+)
+def test_numbers_beyond_what_models_take(tmp_path: Path, name: str, array: Any) -> None:
+    np.savez(tmp_path / "data.npz", **({"inputs": np.zeros((2, 1), np.float32)} | {name: array}))
+    with pytest.raises(DataError, match="every"):
+        load_data(tmp_path / "data.npz", None)

@@ -1,18 +1,19 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 from worlds import sensors
@@ -23,6 +24,7 @@ from shiftmend.engine import checkpoint as checkpoints
 from shiftmend.engine.history import Epoch
 from shiftmend.errors import AdaptationError, ShiftmendError
 from shiftmend.introspection.model_state import snapshot
+from shiftmend.utils import sealing
 
 HERE = Path(__file__).parents[1] / "helpers"
 OPTIONS = {"method": "bufr", "epochs_per_block": 6, "learning_rate": 0.1, "batch_size": 100, "progress": False}
@@ -331,46 +333,6 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_first_epoch(tmp_pa
     assert (tmp_path / "new/folder/c").exists()
 
 
-def test_what_a_killed_process_left_half_written_goes_and_nothing_else(tmp_path: Path) -> None:
-    """Each may be as large as the model, and nobody sees hidden files."""
-    path, others = tmp_path / "run[1]", ["run[1]", ".run[1].rate-0.1.a1b2c3_4.partial", ".run1.a1b2c3_4.partial"]
-    descriptor, left = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=tmp_path)  # as files.py does
-    os.close(descriptor)
-    for name in others:
-        (tmp_path / name).touch()
-    with checkpoints.lock(path) as alone:
-        assert alone
-    assert not Path(left).exists()
-    assert sorted(found.name for found in tmp_path.iterdir()) == sorted(others)
-
-
-def test_what_another_user_left_half_written_stays_and_stops_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left, unlink = tmp_path / ".run.a1b2c3_4.partial", Path.unlink
-    left.touch()
-
-    def as_in_a_shared_folder(path: Path, missing_ok: bool = False) -> None:
-        if path == left:
-            raise PermissionError(1, "Operation not permitted", str(path))
-        unlink(path, missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", as_in_a_shared_folder)
-    with checkpoints.lock(tmp_path / "run") as alone:
-        assert alone
-    assert list(tmp_path.iterdir()) == [left]
-
-
-def test_what_is_left_behind_a_link_goes_too(tmp_path: Path) -> None:
-    (tmp_path / "large disk").mkdir()
-    left = tmp_path / "large disk" / ".run.a1b2c3_4.partial"
-    left.touch()
-    (tmp_path / "link").symlink_to(tmp_path / "large disk" / "run")
-    with checkpoints.lock(tmp_path / "link") as alone:
-        assert alone
-    assert not left.exists()
-
-
 @pytest.mark.slow
 def test_a_second_run_with_the_checkpoint_of_one_under_way_is_refused_and_the_first_ends_as_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -429,3 +391,76 @@ def test_no_damaged_byte_goes_unnoticed(tmp_path: Path) -> None:
         (tmp_path / "c").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(AdaptationError, match=r"no readable.*checkpoint"):
             checkpoints.load(tmp_path / "c", "run")
+
+
+def test_what_a_killed_process_left_goes_when_the_run_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "large disk").mkdir()
+    left = tmp_path / "large disk" / ".run.a1b2c3_4.partial"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    (tmp_path / "link").symlink_to(tmp_path / "large disk" / "run")
+    with checkpoints.lock(tmp_path / "link") as alone:
+        assert alone
+    assert not left.exists()
+
+
+def _swap(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    first, second = [name for name in tensors if name.startswith("model.") and tensors[name].ndim == 2][:2]
+    tensors[first], tensors[second] = tensors[second], tensors[first]
+
+
+def _widen(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    name = next(name for name in tensors if name.startswith("model.") and tensors[name].ndim == 2)
+    tensors[name] = tensors[name].double()
+
+
+def _rename(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    tensors["model.other"] = tensors.pop(next(name for name in tensors if name.startswith("model.")))
+
+
+def _flatten_momentum(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    name = next(name for name in tensors if name.startswith("optimiser.") and tensors[name].ndim == 2)
+    tensors[name] = tensors[name].reshape(-1)
+
+
+def _cut_history(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    del facts["history"][1]
+
+
+def _swap_history(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    facts["history"][1], facts["history"][2] = facts["history"][2], facts["history"][1]
+
+
+def _type_history(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    facts["history"][-1]["losses"] = {"features": "low"}
+
+
+def _turn_back_steps(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    facts["history"][-1]["steps"] = 0
+
+
+def _skip_ahead(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    facts["stage"], facts["epoch"] = 99, 1
+
+
+@pytest.mark.slow
+def test_a_resealed_checkpoint_is_checked_against_the_model(tmp_path: Path) -> None:
+    world, path = sensors(), tmp_path / "c"
+    options = OPTIONS | {"method": "fr", "epochs": 2, "checkpoint": path}
+    del options["epochs_per_block"]
+    shiftmend.adapt(world.model, world.target, world.profile(), **options)
+    good = path.read_bytes()
+    for change in (
+        *(_swap, _widen, _rename, _flatten_momentum),
+        *(_cut_history, _swap_history, _type_history, _turn_back_steps, _skip_ahead),
+    ):
+        path.write_bytes(good)
+        with safe_open(path, framework="pt") as file:
+            facts, tensors = json.loads(file.metadata()["facts"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        change(tensors, facts)
+        metadata = {"format": "shiftmend checkpoint", "facts": json.dumps(facts), **sealing.blank_entries()}
+        save_file(tensors, path, metadata)
+        with path.open("rb+") as sealed:
+            sealing.seal(sealed)
+        with pytest.raises(AdaptationError, match="no readable"):
+            shiftmend.adapt(world.model, world.target, world.profile(), **options)

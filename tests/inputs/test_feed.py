@@ -1049,3 +1049,39 @@ def test_the_epochs_of_a_stream_in_a_fixed_order_or_of_unknown_length_are_not_cu
     assert Feed(DataLoader(data, batch_size=10), resident=False).steps_per_epoch is None
     assert Feed(torch.zeros(75, 1), batch_size=10).steps_per_epoch == 7
     assert Feed(torch.zeros(5, 1), batch_size=10).steps_per_epoch == 1
+
+
+def test_an_error_of_the_users_own_says_where_it_was_raised() -> None:
+    class Broken(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            yield from torch.zeros(5, 3)
+            raise KeyError("sample 5")
+
+    with pytest.raises(KeyError) as caught:
+        Feed(Broken(), batch_size=2, what="target data")
+    assert any("target data" in note and "batch 2" in note for note in caught.value.__notes__)
+
+
+def test_data_without_end_gets_a_word(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    class Endless(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            while True:
+                yield torch.zeros(3)
+
+    monkeypatch.setattr("shiftmend.inputs.feed.SECONDS_TO_WARN", 0.0)
+    feed = Feed(Endless(), batch_size=2, limit=100, what="target data")
+    batches = feed.batches()
+    for _ in range(5):
+        next(batches)
+    assert "does not say how many" in caplog.text
+
+
+def test_numbers_that_would_become_others_are_refused() -> None:
+    labels = np.array([0, 2**63], np.uint64)
+    with pytest.raises(DataError, match="below"):
+        Feed((np.zeros((2, 3), np.float32), labels))
+    feed = Feed((np.zeros((2, 3), np.float32), np.array([0, 1], np.uint64)))
+    assert feed.labels is not None
+    assert feed.labels.tolist() == [0, 1]
+    with pytest.raises(DataError, match="float32"):
+        Feed(np.array([[1.0, 1e39]]))

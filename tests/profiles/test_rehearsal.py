@@ -34,7 +34,7 @@ from shiftmend.profiles.rehearsal import (
     name_candidate,
     round_signals,
 )
-from shiftmend.utils.sealing import UNSEALED, seal
+from shiftmend.utils.sealing import blank_entries, seal
 from shiftmend.verification.reading import READ_SIGNALS
 
 Facts = dict[str, Any]
@@ -61,7 +61,7 @@ def forge(alter: Callable[[Facts, Tensors], Any]) -> bytes:
     }
     alter(facts["rehearsal"], own)
     tensors |= {f"rehearsal.{name}": tensor.contiguous() for name, tensor in own.items()}
-    file = io.BytesIO(safetensors.torch.save(tensors, metadata | UNSEALED | {"profile": json.dumps(facts)}))
+    file = io.BytesIO(safetensors.torch.save(tensors, metadata | blank_entries() | {"profile": json.dumps(facts)}))
     seal(file)
     return file.getvalue()
 
@@ -277,7 +277,7 @@ def test_any_json_in_place_of_the_facts_is_refused(value: Any) -> None:
     metadata = json.loads(content[8 : 8 + length])["__metadata__"]
     facts = json.loads(metadata["profile"]) | {"rehearsal": value}
     tensors = safetensors.torch.load(content)
-    file = io.BytesIO(safetensors.torch.save(tensors, metadata | UNSEALED | {"profile": json.dumps(facts)}))
+    file = io.BytesIO(safetensors.torch.save(tensors, metadata | blank_entries() | {"profile": json.dumps(facts)}))
     seal(file)
     with pytest.raises(ProfileError, match="rehearsal"):
         serialize.decode(file.getvalue())

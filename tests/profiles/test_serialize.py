@@ -945,3 +945,19 @@ def test_directions_are_rebuilt_from_the_seed_alone() -> None:
     directions /= directions.norm(dim=1, keepdim=True)
     expected = directions / torch.where(usable > 0, tensors["features.deviation"].double(), 1.0)
     torch.testing.assert_close(loaded.projector.weight.double(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_tap_elsewhere_is_noticed_at_first_use() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3))
+    facts, tensors, metadata = take_apart()
+    facts["taps"]["features"]["spec"] = "1"
+    moved = profile_files.decode(forge(facts, tensors, metadata))
+    inputs = torch.randn(50, 6)
+    for use in (
+        lambda: shiftmend.verify(model, inputs, moved, progress=False),
+        lambda: shiftmend.adapt(model, inputs, moved, "fr", epochs=1, progress=False),
+        lambda: shiftmend.stream(model, moved).step(inputs),
+    ):
+        with pytest.raises(ProfileError, match="12 units"):
+            use()

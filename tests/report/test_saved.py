@@ -19,9 +19,63 @@ from shiftmend.report.saved import load_adaptation
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def sealed(tmp_path: Path) -> Path:
     mended()[2].save(tmp_path / "mended")
     return tmp_path / "mended"
+
+
+@pytest.fixture
+def folder(sealed: Path) -> Path:
+    """A result as earlier versions wrote it, without a seal that would find every change."""
+    path = sealed / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in manifest.items() if name not in ("sha256", "files")}))
+    return sealed
+
+
+@pytest.mark.slow
+def test_a_changed_digit_is_noticed_and_a_result_of_before_is_marked(sealed: Path) -> None:
+    world = mended()[0]
+    assert "unsealed" not in load_adaptation(sealed, world.model).manifest
+    for name in ("manifest.json", "history.json", "model.safetensors"):
+        content = (sealed / name).read_bytes()
+        place = max(content.rfind(b"1"), content.rfind(b"2"), content.rfind(b"5"))
+        (sealed / name).write_bytes(content[:place] + b"3" + content[place + 1 :])
+        assert_refused("damaged", None, None, None, sealed)
+        (sealed / name).write_bytes(content)
+    load_adaptation(sealed, world.model)
+    path = sealed / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"], manifest["files"]
+    path.write_text(json.dumps(manifest))
+    assert load_adaptation(sealed, world.model).manifest["unsealed"] is True
+    found = report.gather(world.model, world.target, mended()[1], sealed)
+    assert any("seal" in caution for caution in found.cautions)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 500 + "1" + "}" * 500])
+def test_json_without_bottom(folder: Path, text: str) -> None:
+    for name in ("manifest.json", "history.json"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_text(text)
+        assert_refused("damaged", None, None, None, folder)
+        (folder / name).write_bytes(content)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1e308, -1e308, 10**400])
+def test_numbers_at_the_end_of_the_scale(folder: Path, tmp_path: Path, number: float) -> None:
+    world, profile, _ = mended()
+    rows = json.loads((folder / "history.json").read_text())
+    for row in rows[1:]:
+        row["losses"] = dict.fromkeys([*row["losses"], "another"], number)
+        row["verification"] = row["seconds"] = row["learning_rate"] = number
+    (folder / "history.json").write_text(json.dumps(rows))
+    if number == 10**400:
+        assert_refused("damaged", None, None, None, folder)
+        return
+    report.write(report.gather(world.model, world.target, profile, folder), tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size > 1000
 
 
 def test_a_saved_adaptation_gives_the_page_of_the_one_in_memory(folder: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import subprocess
@@ -10,7 +11,15 @@ from typing import Any
 import pytest
 
 from shiftmend.errors import DataError, ShiftmendError
-from shiftmend.utils.files import alone_with, as_path, check_folder, replacing, said_where, write_atomically
+from shiftmend.utils.files import (
+    alone_with,
+    as_path,
+    check_folder,
+    replacing,
+    said_where,
+    write_atomically,
+    writing_folder,
+)
 
 
 def mode(path: Path) -> int:
@@ -102,6 +111,68 @@ def test_a_failure_leaves_everything_as_it_was(
     assert not existing or path.read_bytes() == b"old"
 
 
+def leave_behind(folder: Path, name: str, seconds: float = 60) -> Path:
+    """Make what a killed process leaves: a folder with half a file."""
+    left = folder / name
+    left.mkdir()
+    (left / "file").write_bytes(b"half")
+    os.utime(left, (left.stat().st_mtime - seconds,) * 2)
+    return left
+
+
+def test_what_a_killed_process_has_left_goes_and_nothing_else(tmp_path: Path) -> None:
+    path, others = tmp_path / "run[1]", [".run[1].rate-0.1.a1b2c3_4.partial", ".run1.a1b2c3_4.partial"]
+    leave_behind(tmp_path, ".run[1].t4iscpfp.partial")
+    for name in others:
+        leave_behind(tmp_path, name)
+    write_atomically(path, b"whole")
+    assert names(tmp_path) == sorted([*others, "run[1]"])
+
+
+@pytest.mark.slow
+def test_what_a_living_process_writes_stays(tmp_path: Path) -> None:
+    with replacing(tmp_path / "file") as (place,):
+        os.utime(place.parent, (0, 0))
+        script = "import sys; from shiftmend.utils.files import write_atomically as w; w(sys.argv[1], b'b')"
+        subprocess.run([sys.executable, "-c", script, str(tmp_path / "file")], check=True)
+        assert (tmp_path / "file").read_bytes() == b"b"
+        place.write_bytes(b"a")
+    assert (tmp_path / "file").read_bytes() == b"a"
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_bytes(b"old")
+    (tmp_path / ".file.a1b2c3d4.partial").symlink_to(tmp_path / "precious")
+    os.utime(tmp_path / "precious", (0, 0))
+    write_atomically(tmp_path / "file", b"new")
+    assert (tmp_path / "precious" / "file").read_bytes() == b"old"
+
+
+def test_a_new_folder_appears_in_one_step(tmp_path: Path) -> None:
+    home = tmp_path / "new" / "folder"
+    leave_behind(tmp_path, "new")
+    leave_behind(tmp_path / "new", ".folder.a1b2c3d4.partial")
+    with writing_folder(home, ("a", "b")) as places:
+        for place in places:
+            place.write_bytes(b"1")
+        assert not home.exists()
+    assert names(home) == ["a", "b"]
+    assert names(home.parent) == ["file", "folder"]
+    assert mode(home / "a") == mode(tmp_path / "new" / "file")
+    with contextlib.suppress(KeyboardInterrupt), writing_folder(home, ("a", "b")) as (first, _):
+        first.write_bytes(b"2")
+        raise KeyboardInterrupt
+    assert (home / "a").read_bytes() == b"1"
+    leave_behind(tmp_path / "new", ".folder.a1b2c3d4.partial")
+    with writing_folder(home, ("a", "c")) as places:
+        for place in places:
+            place.write_bytes(b"3")
+    assert {name: (home / name).read_bytes() for name in names(home)} == {"a": b"3", "b": b"1", "c": b"3"}
+    assert names(home.parent) == ["file", "folder"]
+
+
 def test_is_whole_on_the_disk_it_is_for_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[tuple[str, Any]] = []
     synchronise, replace = os.fsync, os.replace
@@ -111,7 +182,7 @@ def test_is_whole_on_the_disk_it_is_for_before_it_is_visible(tmp_path: Path, mon
         synchronise(handle)
 
     def put(temporary: str, target: Path) -> None:
-        steps.append(("replace", Path(temporary).parent))
+        steps.append(("replace", Path(temporary).parents[1]))
         replace(temporary, target)
 
     monkeypatch.setattr(os, "fsync", fsync)

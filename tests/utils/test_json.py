@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shiftmend.errors import DataError
-from shiftmend.utils.json import dumps, from_strict_json, to_strict_json
+from shiftmend.utils.json import dumps, from_strict_json, loads, to_strict_json
 
 TEXT = st.text(max_size=5).filter(lambda text: text not in ("NaN", "Infinity", "-Infinity"))
 VALUES = st.recursive(
@@ -44,3 +44,14 @@ def test_tuples_become_lists_and_what_is_not_finite_text() -> None:
 def test_what_json_does_not_have_is_refused_by_its_place(value: Any, where: str) -> None:
     with pytest.raises(DataError, match=where):
         dumps(value, "facts")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 101 + "1" + "}" * 101, "[" * 101 + "]" * 101])
+def test_json_without_bottom_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"deep|Expecting"):
+        loads(text)
+
+
+def test_json_of_an_ordinary_depth_is_read() -> None:
+    assert loads("[" * 50 + "]" * 50) is not None
+    assert loads('{"a": [1, {"b": null}]}') == {"a": [1, {"b": None}]}

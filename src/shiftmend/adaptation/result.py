@@ -16,12 +16,16 @@ from shiftmend.engine.history import Epoch
 from shiftmend.errors import AdaptationError
 from shiftmend.introspection.model_state import full_state_dict, save_tensors
 from shiftmend.profiles.rehearsal import name_candidate
+from shiftmend.utils import sealing, signing
 from shiftmend.utils.checks import counted
-from shiftmend.utils.files import as_path, check_folder, replacing
-from shiftmend.utils.json import dumps
+from shiftmend.utils.files import as_path, check_folder, hash_file, writing_folder
+from shiftmend.utils.json import dumps, to_strict_json
 from shiftmend.verification.class_shares import Shares
 from shiftmend.verification.estimate import Estimate
 from shiftmend.verification.verdict import Verification
+
+FILES = ("model.safetensors", "history.json", "manifest.json")
+"""The files of a saved adaptation. The manifest comes last, because it seals the others."""
 
 Change = Literal["device", "patients", "both", "neither"]
 CHANGES: dict[Change, str] = {
@@ -131,14 +135,16 @@ class Adaptation:
         """True if Ctrl-C ended the run early."""
         return bool(self.manifest["status"] == "interrupted")
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write `model.safetensors`, `manifest.json` and `history.json` into a folder.
+    def save(self, folder: str | os.PathLike[str], *, sign: str | os.PathLike[str] | None = None) -> None:
+        """Write `model.safetensors`, `history.json` and `manifest.json` into a folder.
 
         All weights and buffers are stored, also those that the model's own `state_dict` leaves out. Extra state
-        (`get_extra_state`) is stored only if it is a tensor; load such a model with `strict=False`.
+        (`get_extra_state`) is stored only if it is a tensor; load such a model with `strict=False`. The manifest holds
+        the SHA-256 of all three files, and a signature of all of them if there is a key.
 
         Args:
-            folder: Where to write; made if it does not exist.
+            folder: Where to write. A folder that does not exist appears in one step.
+            sign: File of a private key to sign the result with; see `shiftmend key new`.
 
         Raises:
             AdaptationError: If the folder cannot be written into. Nothing is half written.
@@ -146,16 +152,17 @@ class Adaptation:
         home = as_path(folder, "the folder to write into")
         check_folder(home)
         tensors = full_state_dict(self.model)
-        rows = [row.to_json() for row in self.history]
-        texts = {
-            "history.json": dumps(rows, "the history", indent=1) + "\n",
-            "manifest.json": dumps(self.manifest, "the manifest", indent=1) + "\n",
-        }
+        key = None if sign is None else signing.load_key(sign)
+        rows = dumps([row.to_json() for row in self.history], "the history", indent=1) + "\n"
+        to_strict_json(self.manifest, "the manifest")  # Raises before anything is written.
         try:
-            with replacing(home / "model.safetensors", *(home / name for name in texts)) as (weights, *places):
+            with writing_folder(home, FILES) as (weights, history, manifest):
                 save_tensors(weights, tensors)
-                for place, text in zip(places, texts.values(), strict=True):
-                    place.write_bytes(text.encode())
+                history.write_bytes(rows.encode())
+                files = {"model.safetensors": hash_file(weights), "history.json": hash_file(history)}
+                sealed = {**sealing.blank_entries(key), "files": files, **self.manifest}
+                text = sealing.seal_json(dumps(sealed, "the manifest", indent=1) + "\n", key)
+                manifest.write_bytes(text.encode())
         except OSError as error:  # The system names a temporary file at best.
             reason = error.strerror or error
             raise AdaptationError(f"{home} cannot be written into ({reason}); name another folder") from error

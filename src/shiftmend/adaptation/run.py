@@ -41,7 +41,7 @@ from shiftmend.introspection.blocks import BlockNames, split_blocks
 from shiftmend.introspection.model_state import restore
 from shiftmend.introspection.modes import find_batch_norms
 from shiftmend.introspection.outputs import Entry
-from shiftmend.introspection.taps import Tap
+from shiftmend.introspection.taps import Tap, attach_taps
 from shiftmend.introspection.trace import Trace, trace
 from shiftmend.introspection.validate import check_model, copy_model, unwrap
 from shiftmend.methods import METHODS
@@ -218,8 +218,14 @@ def run_method(task: Task, method: Method, settings: Settings, before: Verificat
         samples = task.feed.examples(2)
         if method.trains:
             found = trace(adapted, samples[0], taps=specs, output=settings.output, original=task.model)
-        if not method.trains or len(samples) > 1:
+        if found is None and task.profile is not None and len(samples) == 1:
+            with attach_taps(adapted, task.profile.specs) as recorder:
+                check_model(adapted, samples, output=settings.output, original=task.model)
+                task.profile.check_units({name: values.shape[1] for name, values in recorder.read().items()})
+        elif found is None or len(samples) > 1:
             check_model(adapted, samples, output=settings.output, original=task.model)
+        if task.profile is not None and found is not None:
+            task.profile.check_units(found.units)
 
     with isolate_rng(task.feed.device, probe) as draws:
         try:

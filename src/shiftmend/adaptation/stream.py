@@ -261,6 +261,8 @@ class Stream:
         """Find taps and trained parameters with the first batch."""
         # A copy of the inputs, since the model may work in place.
         check_model(self._model, [inputs[:2].clone()], output=self.output, original=self._source)
+        if self.profile is not None:
+            self.profile.check_taps(self._model, inputs[:2].clone())
         network, taps = examine(self._model, inputs[:2].clone(), self.profile, self.method, None, self.output)
         stages = plan_stages(self.method, network, self.profile)
         if len(stages) > 1:

@@ -9,14 +9,15 @@ import re
 import shlex
 import sys
 from importlib import import_module
+from typing import Any
 
 import typer
-from rich.console import Console
 
 from shiftmend.__about__ import __version__
-from shiftmend.cli import adapt, profile, rehearse, report, shift, verify
+from shiftmend.cli import adapt, key, profile, rehearse, report, shift, verify
 from shiftmend.cli.config import add_command
 from shiftmend.errors import ShiftmendError, TapError
+from shiftmend.utils.terminal import open_console
 
 app = typer.Typer(
     name="shiftmend",
@@ -45,7 +46,7 @@ add_command(app, rehearse.rehearse)
 for command in (profile.inspect, profile.mix, adapt.blocks):
     app.command()(command)
 add_command(app, adapt.adapt)
-for module in (verify, shift, report):
+for module in (verify, shift, report, key):
     module.register(app)
 load_research_commands()
 
@@ -68,7 +69,7 @@ def options(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; a user's mistake ends in one sentence and exit code 2."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    console = open_console(stderr=True, soft_wrap=True)
     _show_warnings(console)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # Names of files may hold bytes that are no text.
@@ -114,7 +115,7 @@ def _translate_arguments(sentence: str) -> str:
     return re.sub(r"""\b(output|head)=(-?\d+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""", option, sentence)
 
 
-def _show_warnings(console: Console) -> None:
+def _show_warnings(console: Any) -> None:
     """Print the library's warnings as one line each."""
 
     class Handler(logging.Handler):

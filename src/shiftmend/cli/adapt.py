@@ -20,6 +20,7 @@ from shiftmend.cli.options import (
     say,
     show,
 )
+from shiftmend.cli.profile import check_key
 from shiftmend.cli.verify import LABELLED, scores_json
 from shiftmend.errors import DataError
 from shiftmend.utils.files import check_folder
@@ -148,6 +149,8 @@ def adapt(
     checkpoint: Annotated[Path | None, typer.Option(help="Save here after each epoch; go on if it exists.")] = None,
     allow_pickle: opt.Pickle = False,
     ignore_label: opt.Ignore = None,
+    sign: opt.Sign = None,
+    trust: opt.Trust = None,
     as_json: opt.Json = False,
 ) -> None:
     """Mend the model at the new site with the profile, from unlabelled data alone; say what was won.
@@ -162,8 +165,9 @@ def adapt(
     from shiftmend.utils.processes import rank
 
     _check_place(out, weights)
+    check_key(sign)
     chosen, named = load_method(method), load_candidates(candidates)
-    home = shiftmend.Profile.load(profile)
+    home = shiftmend.Profile.load(profile, trust=trust)
     choice = choose_columns(label, classes, quantity, drop, where, home)
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std, choice)
     inputs, labels, names, _ = given
@@ -213,7 +217,7 @@ def adapt(
     )
     if rank() > 0:
         return
-    result.save(out)
+    result.save(out, sign=sign)
     scores = {} if labels is None else {"before": score(net), "after": score(result.model)}
     if as_json:
         numbers = {name: scores_json(found) for name, found in scores.items()}

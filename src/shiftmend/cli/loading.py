@@ -28,7 +28,7 @@ from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.evaluation.evaluate import metrics_for
 from shiftmend.inputs.arrays import holds_objects, map_npy, npz_file, open_npz, read_member
 from shiftmend.inputs.folders import image_folder
-from shiftmend.inputs.images import as_labels, per_channel
+from shiftmend.inputs.images import as_labels, check_range, per_channel
 from shiftmend.inputs.tables import SUFFIXES, Table, read_table
 from shiftmend.introspection.input_map import load_adapted_state
 from shiftmend.methods import METHODS
@@ -369,6 +369,7 @@ def _as_other_inputs(inputs: NDArray[Any], name: str, size: int | None) -> Tenso
             f"{name} holds uint8 {list(inputs.shape)}, but 8-bit inputs are images [N, C, H, W]; store "
             "tokens as int64 and measurements as float32"
         )
+    check_range(inputs, "input")
     kind = np.uint8 if inputs.dtype == np.uint8 else np.int64 if whole else np.float32
     return torch.from_numpy(np.array(inputs, dtype=kind, order="C"))
 
@@ -395,6 +396,7 @@ def _read_labels(archive: NpzFile, path: Path, count: int) -> Tensor | None:
         )
     labels = labels.reshape(count) if labels.size == count else labels
     # Class numbers are not checked here: one that is none may be the --ignore-label.
+    check_range(labels, "label")
     return torch.from_numpy(labels.astype(np.float32)) if fractions else as_labels(labels)
 
 

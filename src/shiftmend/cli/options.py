@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shiftmend.errors import DataError
+from shiftmend.utils.terminal import open_console
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,6 +40,11 @@ Pickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Read a .pt file. A pickle can run code: trust its origin.")
 ]
 ProfileFile = Annotated[Path, typer.Option("--profile", "-p", help="The source's profile.")]
+Sign = Annotated[Path | None, typer.Option("--sign", metavar="KEY", help="Sign with this private key.")]
+Trust = Annotated[
+    str | None,
+    typer.Option("--trust", metavar="PUBKEY", help="Refuse what is not signed with this public key, or its file."),
+]
 Size = Annotated[int | None, typer.Option(help="Scale images to this side.")]
 Channels = Annotated[int | None, typer.Option(help="Repeat grey images to so many channels; 1 makes colour grey.")]
 Mean = Annotated[str, typer.Option(help="Subtracted from images in 0..1; one number, or one per channel.")]
@@ -78,9 +84,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print machine-readable resul
 def screen() -> Console:
     """Open standard output, anew for each use: whether it is a terminal, and how wide, may have changed.
 
-    Names of files and of classes may hold brackets and colons, which are printed as they are.
+    Names of files and of classes may hold brackets and colons, which are printed as they are, and control characters,
+    which are not.
     """
-    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    console = open_console(soft_wrap=True)
     if not console.is_terminal:
         console.width = WIDTH
     return console

@@ -12,6 +12,7 @@ import typer
 from shiftmend.cli import options as opt
 from shiftmend.cli.options import by_all_processes, choose_columns, entry, gather, named_tap, say
 from shiftmend.errors import DataError
+from shiftmend.utils import sealing
 from shiftmend.utils.files import check_folder
 from shiftmend.utils.json import dumps
 
@@ -58,6 +59,7 @@ def profile(
     batch_size: opt.Batch = 256,
     device: opt.Device = "auto",
     allow_pickle: opt.Pickle = False,
+    sign: opt.Sign = None,
     as_json: opt.Json = False,
 ) -> None:
     """Store, at home, how the model's features are distributed on its source data."""
@@ -66,6 +68,7 @@ def profile(
     from shiftmend.utils.processes import rank
 
     check_place(out, weights)
+    check_key(sign)
     if refresh_batchnorm is not None:
         _check_weights_place(refresh_batchnorm, out)
     usual = presets.preset("reference" if preset is None else preset).bins
@@ -96,20 +99,24 @@ def profile(
         logger.warning("no --weights given: this is the profile of the weights that %s gives by itself", model)
     if refresh_batchnorm is not None:
         _write_weights(net, refresh_batchnorm)
-    _write(made, out, as_json)
+    _write(made, out, as_json, sign)
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile.")], as_json: opt.Json = False
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile.")],
+    trust: opt.Trust = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Show what a profile holds, and what its rehearsal taught."""
     import shiftmend
 
-    loaded = shiftmend.Profile.load(file)
+    loaded = shiftmend.Profile.load(file, trust=trust)
+    with file.open("rb") as content:
+        seal = sealing.check(content)
     if as_json:
-        print(dumps(summarise(loaded, file)))
+        print(dumps(summarise(loaded, file) | {"signer": seal.signer}))
     else:
-        say(f"{loaded}\n  file        {file.stat().st_size:,} bytes, intact")
+        say(f"{loaded}\n  file        {file.stat().st_size:,} bytes, {seal}")
         if loaded.rehearsal is not None:
             say(f"\n{loaded.rehearsal}")
 
@@ -120,6 +127,8 @@ def mix(
     ],
     shares: Annotated[str, typer.Option(help="How frequent each part is at the new site, e.g. 9,1 or 0.9,0.1.")],
     out: New,
+    sign: opt.Sign = None,
+    trust: opt.Trust = None,
     as_json: opt.Json = False,
 ) -> None:
     """Mix the profiles of several classes for a site where they are otherwise frequent."""
@@ -132,12 +141,21 @@ def mix(
         numbers = [float(share) for share in shares.split(",")]
     except ValueError:
         raise DataError(f"--shares {shares!r} should be numbers with commas, e.g. 9,1") from None
-    _write(Profile.mixture(parts, numbers), out, as_json)
+    check_key(sign)
+    _write(Profile.mixture([Profile.load(part, trust=trust) for part in parts], numbers), out, as_json, sign)
 
 
-def _write(made: Any, out: Path, as_json: bool) -> None:
+def check_key(sign: Path | None) -> None:
+    """Refuse a key that cannot sign before work is spent."""
+    from shiftmend.utils.signing import load_key
+
+    if sign is not None:
+        load_key(sign)
+
+
+def _write(made: Any, out: Path, as_json: bool, sign: Path | None) -> None:
     """Save a profile and print what it holds."""
-    made.save(out)
+    made.save(out, sign=sign)
     if as_json:
         print(dumps(summarise(made, out)))
     else:

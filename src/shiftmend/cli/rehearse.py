@@ -13,7 +13,7 @@ import typer
 
 from shiftmend.cli import options as opt
 from shiftmend.cli.options import block_names, choose_columns, entry, gather, say
-from shiftmend.cli.profile import New, check_place, summarise
+from shiftmend.cli.profile import New, check_key, check_place, summarise
 from shiftmend.cli.verify import check_labels
 from shiftmend.errors import ShiftmendError
 from shiftmend.utils.checks import counted
@@ -64,6 +64,8 @@ def rehearse(
     autocast: Annotated[bool, typer.Option(help="Run the network in bfloat16.")] = False,
     allow_pickle: opt.Pickle = False,
     ignore_label: opt.Ignore = None,
+    sign: opt.Sign = None,
+    trust: opt.Trust = None,
     as_json: opt.Json = False,
 ) -> None:
     """Simulate other devices at home and mend the model for each, so that sites can tell their accuracy.
@@ -76,9 +78,10 @@ def rehearse(
     from shiftmend.cli.loading import load_battery, load_candidates
 
     check_place(out, weights)
+    check_key(sign)
     named = load_candidates(candidates)
     devices = None if battery is None else load_battery(battery)
-    home = shiftmend.Profile.load(profile)
+    home = shiftmend.Profile.load(profile, trust=trust)
     choice = choose_columns(label, classes, quantity, drop, where, home)
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std, choice)
     home.check_architecture(net)
@@ -110,7 +113,7 @@ def rehearse(
             checkpoint=checkpoint,
             executor=executor,
         )
-    made.save(out)
+    made.save(out, sign=sign)
     if as_json:
         print(dumps(summarise(made, out)))
     else:

@@ -27,6 +27,7 @@ from shiftmend.cli.options import (
     ProfileFile,
     Quantities,
     Size,
+    Trust,
     Weights,
     Where,
     choose_columns,
@@ -70,6 +71,7 @@ def report(
     device: Device = "auto",
     allow_pickle: Pickle = False,
     ignore_label: Ignore = None,
+    trust: Trust = None,
     as_json: Json = False,
 ) -> None:
     """Write one HTML page: how accurate the model is here, what to do, what mending changed.
@@ -101,6 +103,7 @@ def report(
         samples=samples,
         original=None if weights is None else str(weights),
         title=title,
+        trust=trust,
     )
     write(found, out)
     answer = give_answer(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,7 @@ import typer
 from shiftmend.cli.options import Json, columns, say, show
 from shiftmend.errors import DataError
 from shiftmend.utils.files import said_where, write_atomically, write_together
-from shiftmend.utils.json import dumps
+from shiftmend.utils.json import dumps, loads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +85,7 @@ def _check_target(target: Path, manifest: Path, shift: Shift) -> None:
         raise DataError(f"{shift.name} gives signals, which go into an .npz file; {target} is none")
     if manifest.is_file():
         try:
-            found = json.loads(manifest.read_bytes())
+            found = loads(manifest.read_bytes())
         except (OSError, ValueError):
             found = None
         if not isinstance(found, dict) or not {"shift", "shiftmend"} <= found.keys():

@@ -14,6 +14,7 @@ from shiftmend.cli.config import add_command
 from shiftmend.cli.options import choose_columns, entry, gather, say
 from shiftmend.errors import DataError
 from shiftmend.utils.json import dumps
+from shiftmend.utils.signing import read_public
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,6 +71,7 @@ def verify(
     batch_size: opt.Batch = 256,
     device: opt.Device = "auto",
     allow_pickle: opt.Pickle = False,
+    trust: opt.Trust = None,
     as_json: opt.Json = False,
 ) -> None:
     """Estimate without labels how accurate a model is on some data, and whether its features are as at home.
@@ -84,7 +86,7 @@ def verify(
     import shiftmend
     from shiftmend.cli.loading import load_data
 
-    home = shiftmend.Profile.load(profile)
+    home = shiftmend.Profile.load(profile, trust=trust)
     limit = _read_limit(at_least, at_most, home)
     if labelled is not None and home.rehearsal is None:
         raise DataError(f"--labelled narrows an estimate, and {NOT_REHEARSED}, or `shiftmend evaluate`")
@@ -101,7 +103,7 @@ def verify(
         net,
         given.inputs,
         home,
-        adaptation=_find_manifest(net, weights, adaptation),
+        adaptation=_find_manifest(net, weights, adaptation, None if trust is None else read_public(trust)),
         labelled=None if few is None else (few.inputs, few.labels),
         batch_size=batch_size,
         preprocess=preprocess,
@@ -142,6 +144,7 @@ def shares(
     allow_pickle: opt.Pickle = False,
     drop: opt.Drop = None,
     where: opt.Where = None,
+    trust: opt.Trust = None,
     as_json: opt.Json = False,
 ) -> None:
     """Estimate without labels how frequent the classes are in some data.
@@ -149,15 +152,16 @@ def shares(
     The profile must have been rehearsed with labels. Where the device changed, name the weights of the mended model.
     """
     import shiftmend
+    from shiftmend.utils.signing import read_public
 
-    home = shiftmend.Profile.load(profile)
+    home = shiftmend.Profile.load(profile, trust=trust)
     choice = choose_columns(None, None, None, drop, where, home)
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std, choice)
     found = shiftmend.shares(
         net,
         given.inputs,
         home,
-        adaptation=_find_manifest(net, weights, adaptation),
+        adaptation=_find_manifest(net, weights, adaptation, None if trust is None else read_public(trust)),
         batch_size=batch_size,
         preprocess=preprocess,
         device=device,
@@ -194,7 +198,9 @@ def check_labels(
     )
 
 
-def _find_manifest(net: nn.Module, weights: Path | None, adaptation: Path | None) -> dict[str, Any] | None:
+def _find_manifest(
+    net: nn.Module, weights: Path | None, adaptation: Path | None, trust: str | None
+) -> dict[str, Any] | None:
     """Read how a model was adapted, from what was named or from what lies beside the weights.
 
     The manifest counts only if its model has these very weights: an estimate for another model would be wrong.
@@ -206,7 +212,7 @@ def _find_manifest(net: nn.Module, weights: Path | None, adaptation: Path | None
         path = adaptation / "manifest.json" if adaptation.is_dir() else adaptation
         if not path.is_file():
             raise DataError(f"Expected --adaptation to be what `shiftmend adapt` wrote, got {path}, which is no file.")
-        manifest = read_manifest(path)
+        manifest = read_manifest(path, trust)
         if manifest["adapted_weights"] != fingerprints.weights(net):
             raise DataError(
                 f"Expected the weights that {path} describes, got others. Try --weights {path.parent}/model.safetensors"
@@ -216,9 +222,9 @@ def _find_manifest(net: nn.Module, weights: Path | None, adaptation: Path | None
     if beside is None or not beside.is_file():
         return None
     try:
-        manifest = read_manifest(beside)
+        manifest = read_manifest(beside, trust)
     except DataError:
-        # Other programs write files of this name, too.
+        # Other programs write files of this name, too, and one that is not signed is not believed.
         return None
     return manifest if manifest["adapted_weights"] == fingerprints.weights(net) else None
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,11 +16,14 @@ import safetensors
 import torch
 from torch import Tensor, nn, optim
 
-from shiftmend.engine.history import Epoch
+from shiftmend.engine.history import Epoch, read_history
 from shiftmend.errors import AdaptationError
 from shiftmend.introspection.model_state import check_types, named_tensors, save_tensors
-from shiftmend.utils.files import alone_with, is_special, replacing
-from shiftmend.utils.sealing import UNSEALED, is_intact, seal
+from shiftmend.stats.statistics import read_whole_number
+from shiftmend.utils import sealing
+from shiftmend.utils.checks import is_real, one_line
+from shiftmend.utils.files import alone_with, is_special, replacing, sweep
+from shiftmend.utils.json import loads
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,7 @@ def lock(path: Path) -> Iterator[bool]:
     check_place(path)
     target = _resolve(path)
     with alone_with(target) as alone:
-        if alone:
-            for left in target.parent.glob(f".{glob.escape(target.name)}.{'?' * 8}.partial"):  # See `replacing`.
-                with suppress(OSError):  # In a shared folder the file may be another user's.
-                    left.unlink()
+        sweep(target)
         yield alone
 
 
@@ -120,11 +120,11 @@ def save(
     tensors |= {name: torch.view_as_real(tensors[name].resolve_conj()) for name in pairs}
     facts = {"run": run, "stage": stage, "epoch": epoch, "history": [row.to_json() for row in history]}
     facts |= {"pairs": pairs, "fits": fits, "batch_size": batch_size, "optimiser": numbers, "search": search}
-    metadata = {"format": "shiftmend checkpoint", "facts": json.dumps(facts), **UNSEALED}
+    metadata = {"format": "shiftmend checkpoint", "facts": json.dumps(facts), **sealing.blank_entries()}
     with replacing(path) as (place,):
         save_tensors(place, tensors, metadata)
         with place.open("rb+") as file:
-            seal(file)
+            sealing.seal(file)
 
 
 def data_fits(*paths: str | os.PathLike[str] | None) -> bool | None:
@@ -146,7 +146,7 @@ def _read_fact(name: str, paths: Sequence[str | os.PathLike[str] | None]) -> Any
             if path is None or not Path(path).is_file():
                 continue
             with safetensors.safe_open(path, framework="pt") as file:
-                found = json.loads(file.metadata()["facts"])[name]
+                found = loads(file.metadata()["facts"])[name]
             if found is not None:
                 return found
     return None
@@ -165,22 +165,24 @@ def load(path: Path, run: str) -> Checkpoint | None:
         return None
     try:
         with path.open("rb") as content:
-            if not is_intact(content):
-                raise ValueError("its content does not match its SHA-256")
+            sealing.check(content)
         with safetensors.safe_open(path, framework="pt") as file:
-            facts = json.loads(file.metadata()["facts"])
+            facts = loads(file.metadata()["facts"])
             # Copies, because the file stays mapped with what it gives, and Windows replaces no mapped file.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
         found = str(facts["run"])
-        history = [Epoch.from_json(row) for row in facts["history"]]
-        position = int(facts["stage"]), int(facts["epoch"])
+        history = read_history(facts["history"])
+        position = read_whole_number(facts["stage"], "the stage", 0), read_whole_number(facts["epoch"], "the epoch")
         tensors |= {name: torch.view_as_complex(tensors[name]) for name in facts.get("pairs", ())}
         state = {name: dict(entries) for name, entries in facts["optimiser"].items()}
         search = facts.get("search")
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
-        raise AdaptationError(
-            f"{path} is no readable shiftmend checkpoint; delete it to start over, or name another file"
-        ) from error
+        if search is not None and not (is_real(search["rate"]) and 0 < search["rate"] < math.inf):
+            raise ValueError("the learning rate that was found is none")
+    except (
+        *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError),
+        safetensors.SafetensorError,
+    ) as error:
+        raise _refuse(path, error) from error
     if found != run:
         raise AdaptationError(
             f"Checkpoint {path} belongs to another run: model, data, profile, options or free memory differ. "
@@ -190,6 +192,46 @@ def load(path: Path, run: str) -> Checkpoint | None:
         entry, _, parameter = name.partition(".")
         state.setdefault(parameter, {})[entry] = value
     return Checkpoint(*position, history, _take(tensors, "model."), state, _take(tensors, "selected."), search)
+
+
+def _refuse(path: Path, reason: object) -> AdaptationError:
+    return AdaptationError(
+        f"{path} is no readable shiftmend checkpoint ({one_line(reason)}); delete it to start over, or name another "
+        "file"
+    )
+
+
+def check_fits(found: Checkpoint, path: Path, model: nn.Module, stages: Sequence[str]) -> None:
+    """Refuse a checkpoint that no run of this model with these stages has written, before anything is restored.
+
+    Raises:
+        AdaptationError: If names, shapes or types of tensors differ, or the history does not lead to the position.
+    """
+    own = named_tensors(model)
+    if found.model.keys() != own.keys():
+        raise _refuse(path, f"tensor {min(found.model.keys() ^ own.keys())!r} is missing or unexpected")
+    parameters = dict(model.named_parameters())
+    for group in (found.model, found.selected):
+        for name, value in group.items():
+            # Some layers put a buffer of another size in the place of their own.
+            same = name in own and (value.shape == own[name].shape or name not in parameters)
+            if not same or value.dtype != own[name].dtype:
+                raise _refuse(path, f"tensor {name!r} is not of this model")
+    for name, entries in found.optimiser.items():
+        for entry, value in entries.items():
+            # Some optimisers keep a row or a column in place of a matrix.
+            if name not in parameters or (isinstance(value, Tensor) and not _spreads_over(value, parameters[name])):
+                raise _refuse(path, f"the optimiser's {entry!r} of {name!r} is not of this model")
+    blocks = [row.block for row in found.history[1:]]
+    own_blocks = [stages[found.stage]] * found.epoch if found.stage < len(stages) else [""]
+    if not set(blocks) <= set(stages) or blocks[-found.epoch :] != own_blocks:
+        raise _refuse(path, "its history does not lead to its position")
+
+
+def _spreads_over(value: Tensor, parameter: Tensor) -> bool:
+    """Tell whether a tensor has the shape of a parameter, or one that is broadcast to it."""
+    sides = zip(reversed(value.shape), reversed(parameter.shape), strict=False)
+    return value.ndim <= parameter.ndim and all(side in (1, whole) for side, whole in sides)
 
 
 def restore_optimiser(optimiser: optim.Optimizer, model: nn.Module, state: dict[str, dict[str, Any]]) -> None:

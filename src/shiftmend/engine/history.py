@@ -90,6 +90,38 @@ class Epoch:
         return Epoch(*first, known, row.get("steps"))
 
 
+def read_history(rows: Any) -> list[Epoch]:
+    """Read the rows of a stored history, from the model before anything was done to the last epoch.
+
+    Raises:
+        ValueError: If something is missing, of another type, or out of order.
+    """
+    needed = {"epoch", "block", "learning_rate", "losses", "verification", "seconds"}
+    fits = isinstance(rows, list) and all(
+        isinstance(row, dict)
+        and needed <= set(row)
+        and type(row["epoch"]) is int
+        and isinstance(row["block"], str)
+        and isinstance(row["losses"], dict)
+        and all(_is_number(row[name]) or row[name] is None for name in set(row) - {"block", "losses"})
+        and all(map(_is_number, (row["learning_rate"], row["seconds"], *row["losses"].values())))
+        for row in rows
+    )
+    if not fits:
+        raise ValueError("a row of the history is damaged")
+    if [row["epoch"] for row in rows] != list(range(len(rows))):
+        raise ValueError("the epochs of the history are not in order")
+    steps = [row["steps"] for row in rows if row.get("steps") is not None]
+    if steps != sorted(steps) or any(type(count) is not int or count < 0 for count in steps):
+        raise ValueError("the steps of the history are not in order")
+    return [Epoch.from_json(row) for row in rows]
+
+
+def _is_number(value: Any) -> bool:
+    """Tell whether a value is a number of at most 64 bits, perhaps infinite or NaN; True and False are not."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
+
+
 class Choice:
     """A running choice among epochs: `consider` looks at one after the other and remembers the one to keep.
 

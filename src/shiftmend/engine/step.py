@@ -17,6 +17,7 @@ from shiftmend.engine.method import Objective, compute_loss
 from shiftmend.inputs.feed import Feed
 from shiftmend.introspection.call import call_model
 from shiftmend.introspection.taps import Recorder, Tap, attach_taps
+from shiftmend.passes.evaluation_pass import say_in_batch
 from shiftmend.utils.rng import DeviceGenerator, reseed
 from shiftmend.utils.tensor_tree import Inputs
 
@@ -131,7 +132,9 @@ class Steps:
         with attach_taps(self.model, self.taps) as recorder:
             for batch, index in self.feed.epoch(seed, number, self.each):
                 own = targets[index] if targets is not None and index is not None else None
-                for name, term in self.step(recorder, batch, own).items():
+                with say_in_batch(steps, batch):
+                    terms = self.step(recorder, batch, own)
+                for name, term in terms.items():
                     sums[name] = sums[name] + term if name in sums else term
                 bring_back()
                 steps += 1

@@ -158,6 +158,8 @@ class Trainer:
             if type(self.method).prepared is not Method.prepared:
                 self.signals.forget()
             if self._resumed is not None:
+                assert self.path is not None
+                checkpoints.check_fits(self._resumed, self.path, self.model, [stage.name for stage in self.stages])
                 restore(self.model, self._resumed.model)
                 logger.info("resuming from %s after epoch %d", self.path, self.epochs)
             self._search_rate()

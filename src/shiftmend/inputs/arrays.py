@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import lzma
+import struct
 import tokenize
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.lib.npyio import NpzFile
@@ -14,10 +16,15 @@ from numpy.typing import NDArray
 
 from shiftmend.errors import DataError
 from shiftmend.inputs.images import PathLike, Split, as_images, as_labels
+from shiftmend.utils.bounded import read_array, read_array_header
+from shiftmend.utils.checks import one_line
 
 # Damage shows in the directory of an archive (where a member may even seem encrypted), in the compressed stream of a
 # member, or in the header of an array, which is Python.
-DAMAGE = (OSError, ValueError, EOFError, KeyError, RuntimeError, tokenize.TokenError, zipfile.BadZipFile, zlib.error)
+DAMAGE = (
+    *(OSError, ValueError, EOFError, KeyError, RuntimeError, SyntaxError, TypeError, OverflowError, MemoryError),
+    *(tokenize.TokenError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error),
+)
 
 
 def npz_file(
@@ -84,7 +91,7 @@ def open_npz(path: Path) -> NpzFile:
     except DataError:
         raise
     except DAMAGE as error:
-        raise DataError(f"{path} is no .npz archive ({error}); replace the file") from error
+        raise DataError(f"{path} is no .npz archive ({one_line(error)}); replace the file") from error
     return archive
 
 
@@ -98,22 +105,33 @@ def read_member(archive: NpzFile, path: Path, key: str) -> NDArray[Any]:
             "all samples to one size"
         )
     try:
-        array: NDArray[Any] = archive[key]
+        with _open_member(archive, key) as file:
+            held = _zip_of(archive).getinfo(file.name).file_size
+            array = read_array(file, held)
     except DAMAGE as error:
-        raise DataError(f"{path} is damaged: array {key!r} cannot be read ({error}); replace the file") from error
+        raise DataError(
+            f"{path} is damaged: array {key!r} cannot be read ({one_line(error)}); replace the file"
+        ) from error
     return array
 
 
 def holds_objects(archive: NpzFile, key: str) -> bool:
     """Tell whether an array holds Python objects, which only unpickling could read."""
     try:
-        assert archive.zip is not None
-        with archive.zip.open(f"{key}.npy") as file:
-            newer = np.lib.format.read_magic(file) > (1, 0)
-            read_header = np.lib.format.read_array_header_2_0 if newer else np.lib.format.read_array_header_1_0
-            return bool(read_header(file)[2].hasobject)
+        with _open_member(archive, key) as file:
+            return bool(read_array_header(file)[2].hasobject)
     except DAMAGE:
         return False
+
+
+def _open_member(archive: NpzFile, key: str) -> IO[bytes]:
+    names = _zip_of(archive).namelist()
+    return _zip_of(archive).open(f"{key}.npy" if f"{key}.npy" in names else key)
+
+
+def _zip_of(archive: NpzFile) -> zipfile.ZipFile:
+    assert archive.zip is not None
+    return archive.zip
 
 
 def map_npy(path: Path, expected: str, remedy: str) -> NDArray[Any]:
@@ -128,7 +146,9 @@ def map_npy(path: Path, expected: str, remedy: str) -> NDArray[Any]:
     except DataError:
         raise
     except DAMAGE as error:
-        raise DataError(f"{path} is truncated or no .npy file ({error}): expected {expected}; {remedy}") from error
+        raise DataError(
+            f"{path} is truncated or no .npy file ({one_line(error)}): expected {expected}; {remedy}"
+        ) from error
     return mapped
 
 

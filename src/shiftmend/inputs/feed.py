@@ -5,6 +5,9 @@ Only inputs leave a feed. Labels that came along are kept apart for the evaluato
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
@@ -34,6 +37,8 @@ from shiftmend.utils.devices import max_resident_bytes, narrow_float64, send
 from shiftmend.utils.gpu_sharing import is_sharing_gpu
 from shiftmend.utils.tensor_tree import Inputs, list_leaves, unwrap_inputs
 
+logger = logging.getLogger(__name__)
+
 Preprocess = Callable[[Any], Any]
 """Takes a batch of inputs, a tensor, dict or tuple, and returns one."""
 
@@ -42,6 +47,10 @@ MAX_INFERENCE_VALUES = 1 << 23
 
 REMEMBERED_SAMPLES = 64
 """Samples of a stream that are kept, because each look at a loader starts its workers."""
+
+
+SECONDS_TO_WARN = 60.0
+"""Time after which the first pass over data of unknown length is worth a word: the data may have no end."""
 
 
 class Feed:
@@ -328,7 +337,7 @@ class Feed:
         assert not isinstance(self._loader, tuple)
         # A list gives its own batches, and a loader that does not collate may give the same memory again.
         copy = copy and getattr(self._loader, "collate_fn", None) is not default_collate
-        samples, sizes = 0, []
+        samples, sizes, started = 0, [], time.monotonic()
         for batch in iterate_seeded(self._shuffled if shuffled else self._loader, seed, self.what):
             inputs, labels = split_batch(batch, self.what)
             if len(inputs) == 0:
@@ -337,6 +346,13 @@ class Feed:
                 check_finite(inputs, self.what, samples if self.keeps_order and not shuffled else None)
             samples += len(inputs)
             sizes.append(len(inputs))
+            if not self._checked and self.known_samples is None and time.monotonic() - started > SECONDS_TO_WARN:
+                logger.warning(
+                    "the %s has given %d samples and does not say how many there are; a pass ends only when it does",
+                    self.what,
+                    samples,
+                )
+                started = math.inf
             yield (inputs.clone(), labels if labels is None else labels.clone()) if copy else (inputs, labels)
         check_not_empty(samples, self.what, again=self._checked)
         if not self._checked:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from shiftmend.errors import DataError
 from shiftmend.inputs.arrays import DAMAGE
 from shiftmend.inputs.images import PathLike, Split
+from shiftmend.utils.bounded import read_array
 from shiftmend.utils.checks import brief, counted, is_whole
 from shiftmend.utils.files import as_path, replacing
 
@@ -276,10 +277,11 @@ def _cache_file(
 def _read_cache(path: Path, count: int) -> NDArray[np.uint8] | None:
     """Read the kept array; None if it is absent or not whole, and the images have to be decoded again."""
     try:
-        array: Any = np.load(path, allow_pickle=False)
+        with path.open("rb") as file:
+            array: NDArray[Any] = read_array(file, path.stat().st_size)
     except DAMAGE:
         return None
-    whole = isinstance(array, np.ndarray) and array.dtype == np.uint8 and array.ndim == 4 and len(array) == count
+    whole = array.dtype == np.uint8 and array.ndim == 4 and len(array) == count
     return array if whole else None
 
 

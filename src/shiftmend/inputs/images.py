@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,8 +79,20 @@ def as_images(array: NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(np.array(array, dtype=np.uint8, order="C"))
 
 
+def check_range(array: NDArray[Any], what: str) -> None:
+    """Refuse numbers that int64 or float32, which models take, cannot hold: they would change without a word."""
+    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.size and int(array.max()) >= 1 << 63:
+        raise DataError(f"Expected every {what} below 2 ** 63, got {int(array.max())}. Try smaller numbers.")
+    if array.dtype.kind == "f" and array.dtype.itemsize > 4 and array.size:
+        with np.errstate(over="ignore", invalid="ignore"):
+            beyond = np.isfinite(array) & ~np.isfinite(array.astype(np.float32))
+        if beyond.any():
+            raise DataError(f"Expected every {what} within float32, got {array[beyond].flat[0]:g}. Try other units.")
+
+
 def as_labels(array: NDArray[np.integer]) -> Tensor:
-    """Copy class numbers into an int64 tensor."""
+    """Copy class numbers into an int64 tensor; refuse those beyond its range, which would become other numbers."""
+    check_range(array, "class number")
     return torch.from_numpy(np.array(array, dtype=np.int64, order="C"))
 
 

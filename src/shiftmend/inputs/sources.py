@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
 
 from shiftmend.errors import DataError
+from shiftmend.inputs.images import check_range
 from shiftmend.inputs.tables import Table, from_frame, is_frame
 from shiftmend.utils.checks import brief, counted, is_whole, kind
 from shiftmend.utils.devices import split_rows
@@ -177,6 +179,10 @@ def as_tensor(values: Any, what: str) -> Tensor:
     if isinstance(values, np.ndarray) and not values.dtype.isnative:
         # Many instruments write big-endian numbers.
         values = values.astype(values.dtype.newbyteorder("="))
+    if isinstance(values, np.ndarray) and values.dtype == np.uint64:
+        # Torch computes little with uint64, and takes large ones for negative numbers.
+        check_range(values, f"number of the {what}")
+        values = values.astype(np.int64)
     read_only = isinstance(values, np.ndarray) and not values.flags.writeable
     try:
         with warnings.catch_warnings() if read_only else nullcontext():
@@ -199,6 +205,8 @@ def _as_inputs(values: Any, what: str) -> Inputs:
         raise DataError(f"the {what} is a single number; expected samples along the first axis")
     if isinstance(values, np.ndarray) and inputs.dtype == torch.float64:
         # Float64 is the default of numpy, but networks take another type.
+        if torch.get_default_dtype() == torch.float32:
+            check_range(values, f"number of the {what}")
         return inputs.to(torch.get_default_dtype())
     return inputs
 
@@ -369,7 +377,7 @@ def iterate_seeded(loader: Iterable[Any], seed: int, what: str = "data") -> Iter
 
 def _iterate_with_state(loader: Iterable[Any], state: Tensor, what: str) -> Iterator[Any]:
     batches: Iterator[Any] | None = None
-    while True:
+    for number in count():
         outside = torch.get_rng_state()
         torch.set_rng_state(state)
         try:
@@ -377,8 +385,9 @@ def _iterate_with_state(loader: Iterable[Any], state: Tensor, what: str) -> Iter
             batch = next(batches)
         except StopIteration:
             return
-        except (TypeError, RuntimeError) as error:
-            if isinstance(loader, DataLoader):
+        except BaseException as error:
+            error.add_note(f"This was raised by the {what} itself, for batch {number} (counted from 0).")
+            if isinstance(loader, DataLoader) and isinstance(error, TypeError | RuntimeError):
                 error.add_note(
                     f"No batch of the {what} could be made. Expected samples that are tensors of one shape: convert "
                     "and resize them in the Dataset, or pass a DataLoader whose collate_fn pads each batch."

@@ -36,6 +36,8 @@ class Trace:
     """Parameters that play no part in the features though they may run before them: those of other heads."""
     uncalled: tuple[str, ...] = ()
     """Modules whose parameters the features depend on although the modules were not called: their place is unknown."""
+    units: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Units at each tap."""
     returned: Any = field(default=None, repr=False, compare=False)
     """The model's output for the batch."""
 
@@ -67,14 +69,14 @@ class _Events:
         calls = [call for call in self.calls if call.module == features.module]
         return min((call.began_at if features.side == "input" else call.ended_at for call in calls), default=None)
 
-    def check_taps(self, taps: Mapping[str, Tap]) -> None:
-        """Raise if a tap does not give one tensor of real numbers in each forward pass."""
+    def check_taps(self, taps: Mapping[str, Tap]) -> dict[str, int]:
+        """Raise if a tap does not give one tensor of real numbers in each forward pass; return the units at each."""
         recorder = Recorder(taps)
         for name, tap in taps.items():
             for call in self.calls:
                 if call.module == tap.module:
                     recorder.record(name, call.read if tap.side == "input" else call.returned)
-        recorder.read()
+        return {name: values.shape[1] for name, values in recorder.read().items()}
 
 
 def trace(
@@ -120,7 +122,7 @@ def trace(
     resolved = {name: Tap.parse(name, spec) for name, spec in specs.items()}
     for tap in resolved.values():
         module_of(model, tap)
-    events.check_taps(resolved)
+    units = events.check_taps(resolved)
     order = tuple(dict.fromkeys(events.started))
     before = tuple(dict.fromkeys(events.started[: events.features_at(resolved["features"])]))
     extractor = tuple(name for name in before if name != head and not name.startswith(f"{head}."))
@@ -130,7 +132,7 @@ def trace(
     used, shown = _find_used_parameters(model, sample, resolved["features"]) if several or idle else (set(), set())
     beside = {name for name, parameter in model.named_parameters() if parameter in shown - used} if several else ()
     uncalled = [name for name in idle if any(p in used for p in model.get_submodule(name).parameters())]
-    return Trace(resolved, head, order, extractor, output, frozenset(beside), tuple(uncalled), returned)
+    return Trace(resolved, head, order, extractor, output, frozenset(beside), tuple(uncalled), units, returned)
 
 
 @contextmanager

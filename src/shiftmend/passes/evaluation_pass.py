@@ -7,7 +7,7 @@ reports and figures. An observer says what it wants to see (taps) and keeps what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -23,7 +23,7 @@ from shiftmend.introspection.call import call_model
 from shiftmend.introspection.modes import enter_eval, preserve_modes
 from shiftmend.introspection.taps import Tap, attach_taps
 from shiftmend.utils.rng import reseed
-from shiftmend.utils.tensor_tree import Inputs
+from shiftmend.utils.tensor_tree import Inputs, describe_samples
 
 MAX_CAPTURED_VALUES = 1 << 14
 """Values of one sample, above which a pass is not captured: a graph keeps its memory, and large samples gain little."""
@@ -57,6 +57,16 @@ class Observer(Protocol[R]):
     def result(self) -> R: ...
 
 
+@contextmanager
+def say_in_batch(number: int, inputs: Inputs) -> Iterator[None]:
+    """Add to an error in which batch it was raised."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"This was raised in batch {number} (counted from 0) with inputs of {describe_samples(inputs)}.")
+        raise
+
+
 def run_pass(
     model: nn.Module,
     batches: Iterable[tuple[Inputs, Tensor | None]],
@@ -80,8 +90,8 @@ def run_pass(
     with torch.no_grad(), preserve_modes(model), ExitStack() as stack:
         recorder = stack.enter_context(attach_taps(model, taps)) if taps else None
         enter_modes(model)
-        for inputs, labels in batches:
-            with precision():
+        for number, (inputs, labels) in enumerate(batches):
+            with precision(), say_in_batch(number, inputs):
                 output = call_model(model, inputs)
             update(Observation(inputs, output, recorder.read() if recorder else {}, labels))
 

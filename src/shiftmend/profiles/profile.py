@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from shiftmend.__about__ import __version__
 from shiftmend.errors import ProfileError
-from shiftmend.introspection.taps import Tap
+from shiftmend.introspection.call import call_model
+from shiftmend.introspection.modes import enter_eval, preserve_modes
+from shiftmend.introspection.taps import Tap, attach_taps
 from shiftmend.introspection.validate import unwrap
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.fingerprints import Summary, mix_summaries
@@ -23,10 +25,12 @@ from shiftmend.stats.gaussians import FullGaussian, MarginalGaussian
 from shiftmend.stats.histograms import Bins, Histogram
 from shiftmend.stats.slices import Slices
 from shiftmend.stats.statistics import S, Statistic
+from shiftmend.utils import signing
 from shiftmend.utils.checks import brief, counted, kind
 from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.files import as_path, write_atomically
 from shiftmend.utils.processes import of_first_process
+from shiftmend.utils.tensor_tree import Inputs
 
 logger = logging.getLogger(__name__)
 
@@ -211,11 +215,12 @@ class Profile:
 
         return serialize.encode(self)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, sign: str | os.PathLike[str] | None = None) -> None:
         """Write the profile to one small safetensors file, atomically.
 
         Args:
             path: The file to write; an existing one is replaced.
+            sign: File of a private key to sign the profile with; see `shiftmend key new`.
 
         Raises:
             ProfileError: If the file cannot be written, or could not be loaded again.
@@ -229,8 +234,10 @@ class Profile:
             ...     Profile.load(f"{folder}/home.profile").samples
             100
         """
+        from shiftmend.profiles import serialize
+
         target = as_path(path, "the file to write", ProfileError)
-        content = self.to_bytes()
+        content = serialize.encode(self, None if sign is None else signing.load_key(sign))
         try:
             write_atomically(target, content)
         except OSError as error:
@@ -239,11 +246,12 @@ class Profile:
 
     @staticmethod
     @torch.inference_mode(False)
-    def load(path: str | os.PathLike[str]) -> Profile:
+    def load(path: str | os.PathLike[str], *, trust: str | os.PathLike[str] | None = None) -> Profile:
         """Read and validate the file of a profile; see `save` for an example.
 
         Args:
             path: The file to read.
+            trust: Public key, or its file, that the profile must be signed with. By default any profile is read.
 
         Returns:
             The profile, on the CPU.
@@ -253,7 +261,8 @@ class Profile:
         """
         from shiftmend.profiles import serialize
 
-        return serialize.read(as_path(path, "the profile", ProfileError))
+        key = None if trust is None else signing.read_public(trust)
+        return serialize.read(as_path(path, "the profile", ProfileError), key)
 
     def check_architecture(self, model: nn.Module) -> None:
         """Refuse a model with other layers than the one that was profiled.
@@ -275,6 +284,39 @@ class Profile:
                 "The profile belongs to a model with other layers: names or shapes of parameters differ. Profile this "
                 "model, or load the model of the profile."
             )
+
+    @torch.no_grad()
+    def check_taps(self, model: nn.Module, sample: Inputs) -> None:
+        """Refuse a model whose taps give other numbers of units than the profile holds.
+
+        Args:
+            model: The model, with the layers that `check_architecture` asks for.
+            sample: A small batch of inputs `[N, ...]`, where the model lies.
+
+        Raises:
+            ProfileError: If the units at a tap differ in number.
+            TapError: If a tap is not in the model, or does not run once in a forward pass.
+
+        Example:
+            >>> import shiftmend
+            >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> profile = shiftmend.profile(model, torch.randn(100, 4))
+            >>> profile.check_taps(model, torch.randn(2, 4))
+        """
+        with preserve_modes(model), attach_taps(model, self.specs) as recorder:
+            enter_eval(model)
+            call_model(model, sample)
+            found = recorder.read()
+        self.check_units({name: values.shape[1] for name, values in found.items()})
+
+    def check_units(self, found: Mapping[str, int]) -> None:
+        """Refuse numbers of units at taps that are not those of the profile, as `check_taps` does."""
+        for name, tap in self.taps.items():
+            if name in found and found[name] != tap.units:
+                raise ProfileError(
+                    f"tap {name!r} gives {counted(found[name], 'unit')} at {str(self.specs[name])!r}, and the "
+                    f"profile holds {tap.units}; profile this model at its source"
+                )
 
     def check_weights(self, model: nn.Module) -> None:
         """Log a warning if a model has other weights than the one that was profiled."""
@@ -312,10 +354,10 @@ class Profile:
         return "\n".join(lines)
 
 
-def as_profile(given: Profile | str | os.PathLike[str], what: str = "the profile") -> Profile:
+def as_profile(given: Profile | str | os.PathLike[str], what: str = "the profile", trust: str | None = None) -> Profile:
     """Return a profile, or load the one in the file that is named; refuse anything else."""
     if isinstance(given, str | os.PathLike):
-        return Profile.load(given)
+        return Profile.load(given, trust=trust)
     if not isinstance(given, Profile):
         raise ProfileError(f"{what} is {kind(given)}, expected a Profile or the name of its file")
     return given

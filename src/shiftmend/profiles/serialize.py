@@ -39,7 +39,10 @@ from shiftmend.stats.moments import Moments
 from shiftmend.stats.quantiles import Quantiles
 from shiftmend.stats.slices import Slices
 from shiftmend.stats.statistics import KINDS, Frame, Statistic, read_whole_number
-from shiftmend.utils.sealing import UNSEALED, is_intact, seal
+from shiftmend.utils import sealing
+from shiftmend.utils.checks import one_line
+from shiftmend.utils.json import loads
+from shiftmend.utils.signing import Key
 
 SCHEMA = 3
 
@@ -65,8 +68,8 @@ _REHEARSAL = "rehearsal."
 """Beginning of the names of a rehearsal's tensors."""
 
 
-def encode(profile: Profile) -> bytes:
-    """Return the content of a profile's file."""
+def encode(profile: Profile, key: Key | None = None) -> bytes:
+    """Return the content of a profile's file, signed if there is a key."""
     profile = profile.to("cpu")
     tensors = {"features.mean": profile.mean, "features.deviation": profile.deviation}
     entries = {name: {"kind": one.kind, **one.facts()} for name, one in profile.statistics.items()}
@@ -103,7 +106,7 @@ def encode(profile: Profile) -> bytes:
     }
     # Tensors of a profile may share memory, which safetensors refuses.
     tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    metadata = {"format": "shiftmend profile", "schema": str(SCHEMA), **UNSEALED}
+    metadata = {"format": "shiftmend profile", "schema": str(SCHEMA), **sealing.blank_entries(key)}
     content = _sort_header(safetensors.torch.save(tensors, metadata | {"profile": json.dumps(facts)}))
     found = problems(profile)
     if len(content) > MAX_BYTES:
@@ -111,7 +114,7 @@ def encode(profile: Profile) -> bytes:
     if found:
         raise ProfileError(f"this profile could not be loaded again: {found[0]}")
     file = io.BytesIO(content)
-    seal(file)
+    sealing.seal(file, key)
     return file.getvalue()
 
 
@@ -132,8 +135,8 @@ def _sort_header(content: bytes) -> bytes:
     return struct.pack("<Q", len(header)) + header + content[8 + length :]
 
 
-def read(path: Path) -> Profile:
-    """Load a profile from a file."""
+def read(path: Path, trust: str | None = None) -> Profile:
+    """Load a profile from a file; with `trust`, only if it is signed with that public key."""
     try:
         with path.open("rb") as handle:
             content = handle.read(MAX_BYTES + 1)
@@ -142,39 +145,35 @@ def read(path: Path) -> Profile:
     if len(content) > MAX_BYTES:
         raise ProfileError(f"{path} has more than {MAX_BYTES:,} bytes; a profile has fewer, so it is none")
     try:
-        return decode(content)
+        return decode(content, trust)
     except ProfileError as error:
         raise ProfileError(f"{path}: {error}") from error
 
 
-def decode(content: bytes) -> Profile:
-    """Turn the content of a file into a profile; anything wrong is a `ProfileError`."""
+def decode(content: bytes, trust: str | None = None) -> Profile:
+    """Turn the content of a file into a profile; anything wrong, also with its signature, is a `ProfileError`."""
     metadata = _read_metadata(content)
     if metadata.get("format") != "shiftmend profile":
         raise ProfileError("this is a safetensors file but no shiftmend profile; make one with `shiftmend profile`")
     if metadata.get("schema") != str(SCHEMA):
         schema = reprlib.repr(metadata.get("schema"))
         raise ProfileError(f"it has schema {schema}, this version reads {SCHEMA}; profile again")
-    if not is_intact(io.BytesIO(content)):
-        raise ProfileError("it is damaged: its content does not match its SHA-256; copy it again from the source site")
+    try:
+        sealing.check(io.BytesIO(content), trust)
+    except ValueError as error:
+        raise ProfileError(f"it is damaged or not to be trusted: {error}; get it again from the source site") from error
     try:
         tensors = safetensors.torch.load(content)
-        profile = _assemble(json.loads(metadata["profile"]), tensors)
+        profile = _assemble(loads(metadata["profile"]), tensors)
     except ShiftmendError as error:
-        raise ProfileError(f"it is not valid: {_one_line(error)}") from error
+        raise ProfileError(f"it is not valid: {one_line(error)}") from error
     except _MALFORMED as error:
-        what = f"{type(error).__name__} while reading it ({_one_line(error)})"
+        what = f"{type(error).__name__} while reading it ({one_line(error)})"
         raise ProfileError(f"it is not valid: {what}") from error
     found = problems(profile)
     if found:
-        raise ProfileError(f"it is not valid: {_one_line(found[0])}")
+        raise ProfileError(f"it is not valid: {one_line(found[0])}")
     return profile
-
-
-def _one_line(message: object) -> str:
-    """Shorten a message to one line: names in a forged file can have any length, and line breaks."""
-    line = " ".join(str(message).split())
-    return line if len(line) <= 300 else f"{line[:300]} ..."
 
 
 def _read_metadata(content: bytes) -> dict[str, str]:
@@ -186,8 +185,8 @@ def _read_metadata(content: bytes) -> dict[str, str]:
     if length > min(MAX_HEADER_BYTES, len(content) - 8):
         raise damaged
     try:
-        metadata = dict(json.loads(content[8 : 8 + length]).get("__metadata__", {}))
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        metadata = dict(loads(content[8 : 8 + length]).get("__metadata__", {}))
+    except (ValueError, AttributeError, TypeError) as error:
         raise damaged from error
     if not all(isinstance(value, str) for value in metadata.values()):
         raise damaged

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import os
@@ -46,6 +45,7 @@ from shiftmend.profiles.rehearsal import (
 )
 from shiftmend.rehearsal import extend as extension
 from shiftmend.rehearsal.battery import PlannedShift, from_functions, list_devices, plan_battery
+from shiftmend.utils import sealing
 from shiftmend.utils.checks import brief, counted, is_whole
 from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.files import as_path, write_atomically
@@ -330,10 +330,12 @@ class _Home:
         """Return a record of home without any shift, and a remark on the data if there is one."""
         place = resolve_device(self.settings.device)
         everything = self.feed(self.inputs)
-        with (
-            on_device(self.model, place),
-            isolate_rng(place, lambda: check_model(self.model, everything.examples(2), output=self.settings.output)),
-        ):
+
+        def probe() -> None:
+            check_model(self.model, everything.examples(2), output=self.settings.output)
+            self.profile.check_taps(self.model, everything.first(2))
+
+        with on_device(self.model, place), isolate_rng(place, probe):
             first = read(self.model, everything, self.profile)
             score = self.score(self.model, self.inputs, self.labels)
             record = self._describe(first, score, methods, sizes)
@@ -583,7 +585,7 @@ class _Jobs:
         if self.path is None or not self.path.exists():
             return {}
         try:
-            found = json.loads(self.path.read_text())
+            found, _ = sealing.check_json(self.path.read_text())
             cells: dict[str, Cell] = found["cells"]
             known = found["format"] == FILE_FORMAT and found["identity"] == self.identity
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -594,7 +596,8 @@ class _Jobs:
 
     def _save(self) -> None:
         if self.path is not None:
-            content = dumps({"format": FILE_FORMAT, "identity": self.identity, "cells": self.cells})
+            facts = {"format": FILE_FORMAT, "identity": self.identity, "cells": self.cells}
+            content = sealing.seal_json(dumps(sealing.blank_entries() | facts))
             write_atomically(self.path, content.encode())
 
     def run(self, executor: Executor | None, bar: Bar) -> dict[str, Cell]:

@@ -26,6 +26,9 @@ from shiftmend.verification.verdict import Verification
 WIDTH = 340
 LEFT, RIGHT, TOP, BOTTOM = 44, 8, 10, 34
 
+MAX_LEVEL = 1e100
+"""Largest number that an axis shows."""
+
 MIN_LEVEL = 1e-4
 """The lowest value on a logarithmic axis; anything below is drawn there."""
 
@@ -328,7 +331,8 @@ class _Axis:
     """A vertical axis over some values: logarithmic, unless one of them is negative, as some losses are."""
 
     def __init__(self, values: Sequence[float], height: float) -> None:
-        known = _finite(values) or [MIN_LEVEL, 1.0]
+        # Room around a number at the end of the scale would be infinite.
+        known = [min(MAX_LEVEL, max(-MAX_LEVEL, value)) for value in _finite(values)] or [MIN_LEVEL, 1.0]
         self.linear = min(known) < 0
         low, high = self._level(min(known)), self._level(max(known))
         room = 0.06 * max(high - low, max(abs(low), abs(high)) if self.linear else 0.5)

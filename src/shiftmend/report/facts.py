@@ -43,6 +43,7 @@ from shiftmend.stats.histograms import Bins, Histogram
 from shiftmend.utils.checks import brief, check_classes, is_whole, kind
 from shiftmend.utils.devices import resolve_device, send, split_rows, sum_dtype
 from shiftmend.utils.rng import isolate_rng
+from shiftmend.utils.signing import read_public
 from shiftmend.utils.tensor_tree import Inputs, TensorTree, wrap_inputs
 from shiftmend.verification.class_shares import Shares
 from shiftmend.verification.signals import Tally, class_logits
@@ -267,6 +268,7 @@ def gather(
     samples: int = SHOWN_SAMPLES,
     original: str | None = None,
     title: str = "",
+    trust: str | os.PathLike[str] | None = None,
 ) -> Facts:
     """Gather the facts of a report from unlabelled `target` inputs.
 
@@ -286,6 +288,7 @@ def gather(
         samples: number of inputs shown on the page, at most 100. Use 0 if no input may leave the site.
         original: name of the file that holds the weights of `model`.
         title: headline of the page.
+        trust: public key, or its file, that files of profile and adaptation must be signed with.
 
     Returns:
         The facts, for `shiftmend.report.write`.
@@ -303,7 +306,8 @@ def gather(
         'not restored'
     """
     model = unwrap(model)
-    profile = as_profile(profile).to(torch.device("cpu"))
+    key = None if trust is None else read_public(trust)
+    profile = as_profile(profile, trust=key).to(torch.device("cpu"))
     profile.check_architecture(model)
     if not is_whole(samples) or not 0 <= samples <= MAX_SHOWN_SAMPLES:
         raise DataError(
@@ -313,13 +317,14 @@ def gather(
     columns = profile.inputs.columns
     feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, columns=columns, what="target data")
     targets = _check_labels(labels, feed)
-    result, file = _resolve_adaptation(adaptation, model)
+    result, file = _resolve_adaptation(adaptation, model, key)
     left_alone = result is None or result.manifest["method"]["name"] == UNTOUCHED
     models = {"before": model} | ({} if result is None or left_alone else {"after": result.model})
 
     def check() -> None:
         for each in models.values():
             check_model(each, [feed.first(2)])
+            profile.check_taps(each, feed.first(2))
 
     with ExitStack() as stack:
         for each in models.values():
@@ -387,10 +392,10 @@ def _check_labels(labels: Any, feed: Feed) -> Tensor | None:
     return found
 
 
-def _resolve_adaptation(given: Any, model: nn.Module) -> tuple[Adaptation | None, str | None]:
+def _resolve_adaptation(given: Any, model: nn.Module, trust: str | None) -> tuple[Adaptation | None, str | None]:
     """Return the adaptation, and the file of its weights if it comes from a folder."""
     if isinstance(given, str | os.PathLike):
-        return load_adaptation(Path(given), model), str(Path(given) / "model.safetensors")
+        return load_adaptation(Path(given), model, trust), str(Path(given) / "model.safetensors")
     if given is None:
         return None, None
     if not isinstance(given, Adaptation):
@@ -439,6 +444,8 @@ def _list_cautions(
         cautions.append("The adaptation started from other weights than those of the model called “before” here.")
     if not is_made_with(result, profile):
         cautions.append("The adaptation was made with another profile than the one it is judged with here.")
+    if manifest.get("unsealed"):
+        cautions.append("The adaptation has no seal, as those of earlier versions: a change would go unnoticed.")
     if manifest["status"] != "finished":
         cautions.append(f"The adaptation did not run to its end: it was {manifest['status']}.")
     method = str(manifest["method"]["name"])

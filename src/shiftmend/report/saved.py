@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from pathlib import Path
 from typing import Any, get_args
@@ -12,22 +11,31 @@ import safetensors
 import safetensors.torch
 from torch import nn
 
-from shiftmend.adaptation.result import CHANGES, Adaptation, Candidate, Change, Estimates
-from shiftmend.engine.history import Epoch
+from shiftmend.adaptation.result import CHANGES, FILES, Adaptation, Candidate, Change, Estimates
+from shiftmend.engine.history import Epoch, read_history
 from shiftmend.engine.trainer import Keep
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.introspection.input_map import load_adapted_state
 from shiftmend.profiles import fingerprints
-from shiftmend.utils.json import from_strict_json
+from shiftmend.utils import sealing
+from shiftmend.utils.checks import one_line
+from shiftmend.utils.files import hash_file
+from shiftmend.utils.json import from_strict_json, loads
 from shiftmend.verification.class_shares import Shares, Source
 from shiftmend.verification.estimate import Estimate
 
-FILES = ("model.safetensors", "history.json", "manifest.json")
 REMEDY = "Try the folder that `shiftmend adapt --out` wrote, or adapt again"
 
 
-def load_adaptation(folder: Path, model: nn.Module) -> Adaptation:
+def load_adaptation(folder: Path, model: nn.Module, trust: str | None = None) -> Adaptation:
     """Load the adaptation in a folder, with its weights in a copy of `model`.
+
+    The manifest of a result of earlier versions, which has no seal, gets the entry `unsealed`.
+
+    Args:
+        folder: The folder that `Adaptation.save` wrote.
+        model: The model that was adapted.
+        trust: Public key that the result must be signed with.
 
     Raises:
         DataError: if a file is missing, damaged, or does not belong to the others.
@@ -38,10 +46,12 @@ def load_adaptation(folder: Path, model: nn.Module) -> Adaptation:
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
         raise DataError(f"expected {missing[0]} in {folder}, got none. {REMEDY}")
-    manifest = read_manifest(folder / "manifest.json")
+    manifest, files = _read_sealed_manifest(folder / "manifest.json", trust)
+    for name, digest in files.items():
+        if hash_file(folder / name) != digest:
+            raise DataError(f"{folder / name} is damaged: it is not the file that manifest.json seals. {REMEDY}")
     history = _read_history(folder / "history.json")
-    epochs = [row.epoch for row in history]
-    if epochs != list(range(len(epochs))) or manifest["epochs"] != max(0, len(epochs) - 1):
+    if manifest["epochs"] != max(0, len(history) - 1):
         raise DataError(f"expected in {folder / 'history.json'} the epochs of manifest.json, got others. {REMEDY}")
     adapted = copy.deepcopy(model)
     path = folder / "model.safetensors"
@@ -129,44 +139,48 @@ def read_temperature(manifest: dict[str, Any]) -> float:
 
 def _read_json(path: Path) -> Any:
     try:
-        return from_strict_json(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
+        return from_strict_json(loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} is damaged: expected JSON. {REMEDY}") from error
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest of an adaptation.
+def read_manifest(path: Path, trust: str | None = None) -> dict[str, Any]:
+    """Read the manifest of an adaptation; with `trust`, only if it is signed with that public key.
 
     Raises:
         DataError: if the file is damaged or something else.
     """
-    data = _read_json(path)
+    return _read_sealed_manifest(path, trust)[0]
+
+
+def _read_sealed_manifest(path: Path, trust: str | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a manifest, and the SHA-256 of the files that it seals by name."""
+    try:
+        data, seal = sealing.check_json(path.read_text(encoding="utf-8"), trust)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is damaged or not to be trusted ({one_line(error)}). {REMEDY}") from error
+    data = from_strict_json(data)
+    files = data.pop("files", {})
+    if files and not seal.sealed:
+        raise DataError(f"{path} is damaged: it seals other files and has no seal of its own. {REMEDY}")
     needed = {"method": dict, "kept": str, "status": str, "adapted_weights": str, "selected_epoch": int, "epochs": int}
     fits = (
-        isinstance(data, dict)
-        and all(type(data.get(name)) is kind for name, kind in needed.items())
+        all(type(data.get(name)) is kind for name, kind in needed.items())
         and isinstance(data["method"].get("name"), str)
         and data["kept"] in get_args(Keep)
         and 0 <= data["selected_epoch"] <= data["epochs"]
+        and isinstance(files, dict)
+        and (set(files) == set(FILES[:-1]) or not seal.sealed)
     )
     if not fits:
         raise DataError(f"{path} is damaged: expected the manifest of an adaptation. {REMEDY}")
-    return dict(data)
+    return (data, files) if seal.sealed else (data | {"unsealed": True}, {})
 
 
 def _read_history(path: Path) -> list[Epoch]:
-    data = _read_json(path)
-    needed = {"epoch", "block", "learning_rate", "losses", "verification", "seconds"}
-    fits = isinstance(data, list) and all(
-        isinstance(row, dict)
-        and needed <= set(row)
-        and type(row["epoch"]) is int
-        and isinstance(row["block"], str)
-        and isinstance(row["losses"], dict)
-        and all(isinstance(row[name], int | float | None) for name in set(row) - {"block", "losses"})
-        and all(isinstance(loss, int | float) for loss in row["losses"].values())
-        for row in data
-    )
-    if not fits:
-        raise DataError(f"{path} is damaged: expected the history of an adaptation. {REMEDY}")
-    return [Epoch.from_json(row) for row in data]
+    try:
+        return read_history(_read_json(path))
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({error}): expected the history of an adaptation. {REMEDY}") from error

@@ -32,6 +32,12 @@ def brief(value: Any) -> str:
     return text if len(text) <= _MAX_CHARACTERS and "\n" not in text else kind(value)
 
 
+def one_line(message: object) -> str:
+    """Shorten a message to one line: names in a damaged file can have any length, and line breaks."""
+    line = " ".join(str(message).split())
+    return line if len(line) <= 300 else f"{line[:300]} ..."
+
+
 def counted(number: int, one: str, many: str = "") -> str:
     """Write a number with its noun, as part of a sentence: "1 sample", "1,200 samples", "3 entries"."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import os
+import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,6 +40,12 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
             place.write_bytes(contents[path])
 
 
+def hash_file(path: Path) -> str:
+    """Compute the SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def is_special(path: Path) -> bool:
     """Tell whether a path is a device or a pipe, which must never be replaced by a file."""
     return path.exists() and not path.is_file() and not path.is_dir()
@@ -46,10 +56,11 @@ def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
     """Yield temporary files to write, and move them to `paths` at the end of the block, once all are on disk.
 
     If anything fails before the last step, existing files are untouched. A replaced file keeps its permissions. If a
-    path is a link, the file that it leads to is replaced. A writer may itself replace the temporary file.
+    path is a link, the file that it leads to is replaced. Each temporary file lies in a folder of its own, so a writer
+    may itself replace the file. Leftovers of killed processes are removed at the end.
     """
     staged: dict[Path, Path] = {}
-    try:
+    with ExitStack() as stack:
         for path in paths:
             if path.is_dir():
                 raise IsADirectoryError(f"{path} is a folder, expected the name of a file to write")
@@ -57,19 +68,87 @@ def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
                 raise FileExistsError(f"{path} is a device or a pipe, expected the name of a file to write")
             target = Path(os.path.realpath(path))
             target.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
-            staged[Path(name)] = target
-            os.close(descriptor)
+            temporary = stack.enter_context(_staging_folder(target.parent, target.name)) / target.name
+            temporary.touch()
+            staged[temporary] = target
         yield tuple(staged)
         for temporary, target in staged.items():
-            with temporary.open("rb+") as handle:
-                os.chmod(temporary, _permissions(target))
-                os.fsync(handle.fileno())
+            _flush(temporary, _permissions(target))
         for temporary, target in staged.items():
             os.replace(temporary, target)
+    for target in staged.values():
+        sweep(target)
+
+
+@contextmanager
+def writing_folder(folder: Path, names: Sequence[str]) -> Iterator[tuple[Path, ...]]:
+    """Give temporary files to write, and put them into a folder at the end of the block, once all are on the disk.
+
+    A new folder appears in one step, with all of its files. In a folder that is there already, the files are replaced
+    in the order of their names: a reader may see a mixture if the process is killed meanwhile.
+    """
+    home = Path(os.path.realpath(folder))
+    if home.exists():
+        with replacing(*(home / name for name in names)) as places:
+            yield places
+        sweep(home)
+        return
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with _staging_folder(home.parent, home.name) as place:
+        whole = place / home.name
+        whole.mkdir()
+        yield tuple(whole / name for name in names)
+        for name in names:
+            _flush(whole / name, _permissions(home / name))
+        os.rename(whole, home)
+    sweep(home)
+
+
+_SECONDS_TO_LOCK = 1.0
+"""Age from which a staging folder without a lock is one that a killed process has left behind."""
+
+
+@contextmanager
+def _staging_folder(parent: Path, name: str) -> Iterator[Path]:
+    """Make a folder for temporary files, locked for the length of the block, and remove it in the end."""
+    place = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=".partial", dir=parent))
+    descriptor = _open_folder(place)
+    try:
+        if descriptor is not None:
+            _lock(descriptor)
+        yield place
     finally:
-        for temporary in staged:
-            temporary.unlink(missing_ok=True)
+        if descriptor is not None:
+            os.close(descriptor)
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def sweep(target: Path) -> None:
+    """Remove what killed processes have left beside a file that they were writing. Living ones hold a lock."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.{'?' * 8}.partial"):
+        descriptor = _open_folder(left)
+        if descriptor is None:
+            continue
+        try:
+            if time.time() - os.fstat(descriptor).st_mtime > _SECONDS_TO_LOCK and _lock(descriptor):
+                shutil.rmtree(left, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
+def _open_folder(place: Path) -> int | None:
+    """Open a folder, but no link to one; None where that is not possible, as on Windows."""
+    try:
+        return os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except (AttributeError, OSError):
+        return None
+
+
+def _flush(path: Path, permissions: int) -> None:
+    """Bring a file to the disk, with its final permissions."""
+    with path.open("rb+") as handle:
+        os.chmod(path, permissions)
+        os.fsync(handle.fileno())
 
 
 _LOCKS: set[BinaryIO] = set()

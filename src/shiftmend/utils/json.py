@@ -10,6 +10,32 @@ from typing import Any
 from shiftmend.errors import DataError
 from shiftmend.utils.checks import kind
 
+MAX_DEPTH = 100
+"""Lists and dictionaries within each other that are read; results have fewer than ten."""
+
+
+def loads(text: str | bytes) -> Any:
+    """Read JSON that is not nested deeper than `MAX_DEPTH`, so that every function may walk through it.
+
+    Raises:
+        ValueError: If the text is no JSON, or nested deeper.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (list, dict))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return value
+    raise ValueError("it is nested too deep")
+
 
 def dumps(value: Any, name: str = "result", *, indent: int | None = None) -> str:
     """Write strict JSON, in which numbers that are not finite are "NaN", "Infinity" or "-Infinity"."""

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import Literal
 
 from shiftmend.utils.processes import rank, world_size
+from shiftmend.utils.terminal import neutralise, open_console
 
 Progress = bool | None
 """True shows a bar, False shows none, None shows one if standard error is a terminal."""
@@ -69,19 +70,18 @@ def progress_bar(show: Progress, title: str, total: int | None) -> Iterator[Bar]
         with _mark_shown():
             yield _Lines(title, total)
         return
-    from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as RichProgress
 
     title_column, note = (TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[note]"))
     columns = (title_column, BarColumn(), note, TimeElapsedColumn())
     # On a terminal the bar goes away when done; in a log file its last state stays.
-    with RichProgress(*columns, console=Console(stderr=True), transient=sys.stderr.isatty()) as shown:
-        task = shown.add_task(title, total=total, note="")
+    with RichProgress(*columns, console=open_console(stderr=True), transient=sys.stderr.isatty()) as shown:
+        task = shown.add_task(neutralise(title), total=total, note="")
 
         class RichBar(Bar):
             def advance(self, steps: int = 1, note: str = "") -> None:
-                shown.update(task, advance=steps, note=note)
+                shown.update(task, advance=steps, note=neutralise(note))
 
         with _mark_shown():
             yield RichBar()

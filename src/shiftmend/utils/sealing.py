@@ -1,47 +1,130 @@
-"""Sealed safetensors files: the metadata hold the SHA-256 of the whole file, so that no damaged byte goes unnoticed.
+"""Sealed files: each holds the SHA-256 of its own content, so that no damaged byte goes unnoticed.
 
-The hash is taken with 64 zeros in its own place. Files are hashed in parts, since they may not fit into memory.
+A seal finds accidents; a signature (`utils/signing.py`) finds those who alter a file on purpose. The entries `sha256`,
+`signer` and `signature` stand in the metadata of a safetensors file, or at the beginning of a JSON object. What is
+signed is the whole file with zeros in the places of hash and signature. The hash is taken after that, with zeros in
+its own place. Large files are hashed in parts, since they may not fit into memory.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import io
 import re
 import struct
-from typing import BinaryIO
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
-_ZEROS = "0" * 64
+from shiftmend.utils import signing
+from shiftmend.utils.json import loads
 
-
-UNSEALED = {"sha256": _ZEROS}
-"""Metadata that a file needs before `seal` can fill in its hash."""
+_ZEROS = {"sha256": "0" * 64, "signature": "0" * 128}
 
 
 _MAX_HEADER_BYTES = 100_000_000
-"""The limit of the format; a damaged file may promise any number."""
+"""The limit of the safetensors format; a damaged file may promise any number."""
 
 
 _BYTES_AT_ONCE = 1 << 22
 
 
-def seal(file: BinaryIO) -> None:
-    """Fill in the hash of a file that is open for reading and writing."""
-    header = _read_header(file)
-    digest = _hash(header, file)
-    file.seek(header.index(_entry(_ZEROS)))
-    file.write(_entry(digest))
+@dataclass(frozen=True)
+class Seal:
+    """The seal of a file that was found to be as it was sealed.
+
+    Attributes:
+        sealed: Whether the file holds its hash; files of earlier versions do not.
+        signer: Public key of whoever signed the file, in hexadecimal digits; None if nobody did.
+    """
+
+    sealed: bool
+    signer: str | None = None
+
+    def __str__(self) -> str:
+        if not self.sealed:
+            return "not sealed"
+        return "intact, not signed" if self.signer is None else f"intact, signed by {self.signer}"
 
 
-def is_intact(file: BinaryIO) -> bool:
-    """Say if a file is as it was sealed; raise `ValueError` if it is no safetensors file."""
+def blank_entries(key: signing.Key | None = None) -> dict[str, str]:
+    """Return the entries that a file needs before `seal` or `seal_json` can fill them in."""
+    signed = {} if key is None else {"signer": key.public, "signature": _ZEROS["signature"]}
+    return {"sha256": _ZEROS["sha256"], **signed}
+
+
+def seal(file: BinaryIO, key: signing.Key | None = None) -> None:
+    """Fill in the hash, and with a key the signature, of a safetensors file that is open for reading and writing."""
     header = _read_header(file)
-    facts = json.loads(header[8:])
+    if key is not None:
+        header = _fill(header, "signature", key.sign(_hash(header, file)))
+    header = _fill(header, "sha256", _hash(header, file))
+    file.seek(0)
+    file.write(header)
+
+
+def seal_json(text: str, key: signing.Key | None = None) -> str:
+    """Fill in the hash, and with a key the signature, of a JSON object that begins with `blank_entries`."""
+    content = text.encode()
+    if key is not None:
+        content = _fill(content, "signature", key.sign(hashlib.sha256(content).hexdigest()))
+    return _fill(content, "sha256", hashlib.sha256(content).hexdigest()).decode()
+
+
+def check(file: BinaryIO, trust: str | None = None) -> Seal:
+    """Check that a safetensors file is as it was sealed.
+
+    Args:
+        file: The file, open for reading at its beginning.
+        trust: Public key whose signature the file must bear.
+
+    Raises:
+        ValueError: If the file is no safetensors file, altered, or not signed by whom it should be.
+    """
+    header = _read_header(file)
+    facts = loads(header[8:])
     metadata = facts.get("__metadata__") if isinstance(facts, dict) else None
-    digest = str(metadata.get("sha256")) if isinstance(metadata, dict) else ""
-    if not re.fullmatch("[0-9a-f]{64}", digest):
-        return False
-    return _hash(header.replace(_entry(digest), _entry(_ZEROS), 1), file) == digest
+    if not isinstance(metadata, dict) or "sha256" not in metadata:
+        raise ValueError("it has no SHA-256")
+    return _check(metadata, header, file, trust)
+
+
+def check_json(text: str, trust: str | None = None) -> tuple[dict[str, Any], Seal]:
+    """Read a JSON object and check its seal, if it has one; `trust` and errors are those of `check`.
+
+    Returns:
+        The object without the entries of the seal, and the seal.
+    """
+    value = loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("it holds no object")
+    if "sha256" in value:
+        found = _check(value, text.encode(), io.BytesIO(), trust)
+    else:
+        found = Seal(False)
+        _check_signer(None, trust)
+    return {name: entry for name, entry in value.items() if name not in ("sha256", "signer", "signature")}, found
+
+
+def _check(entries: dict[str, Any], head: bytes, rest: BinaryIO, trust: str | None) -> Seal:
+    digest, signer, signature = (entries.get(name) for name in ("sha256", "signer", "signature"))
+    blank = _blank(head, "sha256", digest)
+    if _hash(blank, rest) != digest:
+        raise ValueError("its content does not match its SHA-256")
+    if (signer is None) != (signature is None):
+        raise ValueError("its signature is not complete")
+    _check_signer(signer, trust)
+    # A signature is checked wherever that is possible, whoever made it: somebody may have altered and sealed the file.
+    if signer is not None and (trust is not None or signing.is_available()):
+        unsigned = _blank(blank, "signature", signature)
+        if not signing.is_valid(signer, signature, _hash(unsigned, rest)):
+            raise ValueError(f"its signature is not that of {signer} under this content")
+    return Seal(True, signer)
+
+
+def _check_signer(signer: Any, trust: str | None) -> None:
+    if trust is not None and signer != trust:
+        by = "not signed" if signer is None else f"signed by {str(signer)[:64]}"
+        raise ValueError(f"it is {by}; expected the signature of {trust}")
 
 
 def _read_header(file: BinaryIO) -> bytes:
@@ -53,12 +136,28 @@ def _read_header(file: BinaryIO) -> bytes:
     return start + file.read(length)
 
 
-def _hash(header: bytes, rest: BinaryIO) -> str:
-    digest = hashlib.sha256(header)
-    while part := rest.read(_BYTES_AT_ONCE):
+def _hash(head: bytes, file: BinaryIO) -> str:
+    """Hash a beginning and the rest of a file, which is then again where it was."""
+    digest, place = hashlib.sha256(head), file.tell()
+    while part := file.read(_BYTES_AT_ONCE):
         digest.update(part)
+    file.seek(place)
     return digest.hexdigest()
 
 
-def _entry(digest: str) -> bytes:
-    return f'"sha256":"{digest}"'.encode()
+def _fill(head: bytes, name: str, value: str) -> bytes:
+    return _replace(head, name, _ZEROS[name], value)
+
+
+def _blank(head: bytes, name: str, value: Any) -> bytes:
+    return _replace(head, name, value, _ZEROS[name])
+
+
+def _replace(head: bytes, name: str, old: Any, new: str) -> bytes:
+    """Replace the value of an entry, where it first stands."""
+    if not isinstance(old, str) or not re.fullmatch(f"[0-9a-f]{{{len(new)}}}", old):
+        raise ValueError(f"its entry {name!r} is damaged")
+    found = re.search(rf'"{name}": ?"{old}"'.encode(), head)
+    if found is None:
+        raise ValueError(f"its entry {name!r} is damaged")
+    return head[: found.start()] + found[0].replace(old.encode(), new.encode()) + head[found.end() :]

@@ -84,9 +84,14 @@ def verify(
     place = resolve_device(device, model)
     columns = profile.inputs.columns
     feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, columns=columns, what="target data")
+
+    def probe() -> None:
+        check_model(model, feed.examples(2))
+        profile.check_taps(model, feed.first(2))
+
     with (
         on_device(model, place),
-        isolate_rng(place, lambda: check_model(model, feed.examples(2))),
+        isolate_rng(place, probe),
         progress_bar(progress, "verify", feed.known_samples) as bar,
     ):
         profile.check_inputs(summarise(feed.batches()))

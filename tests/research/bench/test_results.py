@@ -169,7 +169,7 @@ def test_a_compact_export_is_read_as_the_store_it_was_made_from(tmp_path: Path) 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"file.*no JSON"):
+    with pytest.raises(DataError, match="no JSON"):
         read("digits", tmp_path / "file")
     with pytest.raises(DataError, match="there is no store"):
         read("digits", tmp_path)

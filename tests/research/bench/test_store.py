@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -151,7 +152,7 @@ def test_nan_is_null_to_sql_and_nan_to_us(tmp_path: Path) -> None:
 def test_a_person_can_query_it(tmp_path: Path) -> None:
     path = filled(tmp_path / "store.sqlite", done(0.75, manifest={"rate": 0.01}), failed(cell=replace(CELL, seed=5)))
     connection = sqlite3.connect(path)
-    assert [row[1] for row in connection.execute("PRAGMA table_info(cells)")] == [*COLUMNS, "not_a_number"]
+    assert [row[1] for row in connection.execute("PRAGMA table_info(cells)")] == [*COLUMNS, "not_a_number", "sha256"]
     key = [row[1] for row in sorted(connection.execute("PRAGMA table_info(cells)"), key=lambda row: row[5]) if row[5]]
     assert key == ["benchmark", "protocol", "method", "shift", "seed", "recipe"]
     query = "SELECT status, error, last_accuracy, json_extract(manifest, '$.rate') FROM cells ORDER BY seed"
@@ -684,7 +685,8 @@ def test_what_manifests_share_stands_once_and_cells_are_lines() -> None:
     assert sum(line.startswith('  ["emnist-da"') for line in text.splitlines()) == 50
     other = replace(cells[7], seconds=3.0)
     changed = to_compact([*cells[:7], other, *cells[8:]])
-    assert sum(a != b for a, b in zip(text.splitlines(), changed.splitlines(), strict=True)) == 1
+    # The cell, and the seal.
+    assert sum(a != b for a, b in zip(text.splitlines(), changed.splitlines(), strict=True)) == 2
 
 
 @pytest.mark.slow
@@ -758,9 +760,9 @@ def test_nothing_is_a_file_too() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: [], "it holds no results"),
+        (lambda content: [], "holds no object"),
         (lambda content: content | {"format": "other"}, "it holds no results"),
-        (lambda content: content | {"version": 9}, "has version 9, expected 1"),
+        (lambda content: content | {"version": 9}, "has version 9, expected"),
         (lambda content: {key: value for key, value in content.items() if key != "rows"}, "damaged .KeyError"),
         (lambda content: content | {"rows": [content["rows"][0][:-1]]}, "damaged .ValueError"),
         (lambda content: content | {"shared": {**content["shared"], "source": []}}, "damaged .IndexError"),
@@ -770,9 +772,71 @@ def test_nothing_is_a_file_too() -> None:
 )
 def test_a_damaged_file_is_named(tmp_path: Path, change: Any, message: str) -> None:
     file = tmp_path / "results.json"
-    file.write_text(json.dumps(change(json.loads(to_compact([DONE])))))
+    content = json.loads(to_compact([DONE])) | {"version": 1}
+    del content["sha256"]
+    file.write_text(json.dumps(change(content)))
     with pytest.raises(DataError, match=rf"results\.json.*{message}"):
         read_compact(file)
+
+
+def test_a_changed_digit_is_noticed_and_a_file_of_before_is_marked(tmp_path: Path) -> None:
+    text = to_compact([DONE])
+    assert "unsealed" not in from_compact(text)[0].manifest
+    place = text.rindex("0.5")
+    with pytest.raises(DataError, match="SHA-256"):
+        from_compact(f"{text[:place]}0.6{text[place + 3 :]}")
+    content = json.loads(text)
+    del content["sha256"]
+    with pytest.raises(DataError, match="version"):
+        from_compact(json.dumps(content))
+    content["version"] = 1
+    (before,) = from_compact(json.dumps(content))
+    assert before.manifest["unsealed"] is True
+    assert to_compact([before]) == text
+
+
+def test_a_changed_number_in_a_store_is_noticed_and_rows_of_before_are_marked(tmp_path: Path) -> None:
+    path = filled(tmp_path / "store.sqlite", done(0.75))
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE cells SET last_accuracy = 0.76")
+    with Store(path, read_only=True) as store, pytest.raises(DataError, match="SHA-256"):
+        store.results()
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("ALTER TABLE cells DROP COLUMN sha256")
+    with Store(path, read_only=True) as store:
+        (result,) = store.results()
+    assert result.manifest["unsealed"] is True
+    with Store(path) as store:
+        store.record(done(0.5, cell=replace(CELL, seed=77)))
+        marks = {found.cell.seed: "unsealed" in found.manifest for found in store.results()}
+    assert marks == {CELL.seed: True, 77: False}
+
+
+def test_a_schema_that_is_no_text(tmp_path: Path) -> None:
+    path = filled(tmp_path / "store.sqlite", done(0.75))
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"CREATE TABLE cells (benchmark", b"CREATE TABLE cells (\xff\xfe\xff\xfehmark"))
+    assert path.read_bytes() != content
+    with pytest.raises(DataError, match="damaged"):
+        Store(path, read_only=True)
+
+
+@pytest.mark.parametrize("column", ["history", "manifest"])
+def test_a_row_without_bottom(tmp_path: Path, column: str) -> None:
+    path = filled(tmp_path / "store.sqlite", done(0.75))
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(f"UPDATE cells SET {column} = ?, sha256 = NULL", ("[" * 50_000,))
+    with Store(path, read_only=True) as store, pytest.raises(DataError, match="damaged"):
+        store.results()
+
+
+def test_brief_results_are_the_same_cells(tmp_path: Path) -> None:
+    path = filled(tmp_path / "store.sqlite", done(0.75), failed(cell=replace(CELL, seed=5)))
+    with Store(path, read_only=True) as store:
+        brief, whole = store.brief_results(), store.results()
+    for mine, theirs in zip(brief, whole, strict=True):
+        assert (mine.cell, mine.failed, mine.error) == (theirs.cell, theirs.failed, theirs.error)
+        assert (mine.seconds, mine.origin, mine.finished) == (theirs.seconds, theirs.origin, theirs.finished)
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
@@ -904,3 +968,8 @@ def test_an_error_may_quote_a_file_name_that_is_not_unicode() -> None:
 def test_a_damaged_row_is_named(damage: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"bufr.*123 is damaged.*{message}"):
         unflatten(flatten(EXPORTED) | damage)
+
+
+def test_a_stored_error_is_no_formula_and_steers_no_terminal() -> None:
+    (row,) = csv.DictReader(io.StringIO(to_csv([failed(error="=1+1\x1b[2J")])))
+    assert row["error"] == r"'=1+1\x1b[2J"

@@ -561,3 +561,23 @@ def test_a_damaged_member_is_not_put_in_place(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"bad\.zip.*unpacked"):
         unpack(path, tmp_path / "out")
     assert list((tmp_path / "out/set").iterdir()) == []
+
+
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "set.zip"
+    make_zip(path, {"größe": b"content"})
+    path.write_bytes(path.read_bytes().replace("größe".encode(), b"gr\xff\xff\xff\xffe"))
+    with pytest.raises(DataError, match="could not be unpacked"):
+        unpack(path, tmp_path / "out")
+
+
+def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
+    make_zip(tmp_path / "set.zip", {"a": b"content"})
+    (tmp_path / "precious").write_bytes(b"old")
+    (tmp_path / "out").mkdir()
+    for name in (".a.partial", "a"):
+        (tmp_path / "out" / name).symlink_to(tmp_path / "precious")
+    unpack(tmp_path / "set.zip", tmp_path / "out")
+    assert (tmp_path / "precious").read_bytes() == b"old"
+    assert (tmp_path / "out" / "a").read_bytes() == b"content"
+    assert sorted(found.name for found in (tmp_path / "out").iterdir()) == ["a"]

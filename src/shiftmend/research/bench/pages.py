@@ -125,7 +125,7 @@ def page(
         ("About the published figures", _published_notes(chosen.name)),
         (
             "How this page was made",
-            _fold("Commands, machines, settings", [*_missing(parts), *_made_by(benchmark, parts)]),
+            _fold("Commands, machines, settings", [*_list_missing(parts), *_describe_making(benchmark, parts)]),
         ),
         ("Data", _fold("Hashes of the target images", _digests(main))),
     ]

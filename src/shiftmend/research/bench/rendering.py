@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
 from shiftmend.errors import DataError
+from shiftmend.utils.terminal import neutralise
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -156,7 +157,7 @@ def _list_notes(table: Table) -> list[str]:
 
 
 def _put_on_one_line(text: str) -> str:
-    return " ".join(text.split())
+    return neutralise(" ".join(text.split()))
 
 
 # ---- terminal

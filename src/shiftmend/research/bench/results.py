@@ -60,6 +60,7 @@ def read(
     seeds: Sequence[int] | None = None,
     rates: Sequence[float] | None = None,
     root: str | os.PathLike[str] | None = None,
+    brief: bool = False,
 ) -> Reading:
     """Read the results in `folder/results.sqlite`, or in a file that `bench export --format compact` wrote.
 
@@ -74,12 +75,13 @@ def read(
         seeds: Only these seeds; by default those of the benchmark and all others in the store.
         rates: Learning rates, if they differ from the benchmark's.
         root: Folder of the data sets, as for `shiftmend.research.bench.run.run`.
+        brief: Read only what is done and what failed; see `Store.brief_results`.
 
     Returns:
         The results that belong to the benchmark as it is defined now, and how many others there are.
     """
     chosen, place = find(benchmark), None if root is None else Path(root)
-    everything = load_results(folder, chosen.name)
+    everything = load_results(folder, chosen.name, brief=brief)
     there = [result for result in everything if result.cell.protocol == protocol]
     found = _with_stored_origins(chosen, everything)
 

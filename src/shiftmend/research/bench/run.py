@@ -34,6 +34,7 @@ from shiftmend.research.bench.store import STORE, Store
 from shiftmend.research.bench.suite import find
 from shiftmend.research.datasets.files import ROOT_VARIABLE
 from shiftmend.utils.progress import Progress
+from shiftmend.utils.terminal import neutralise, open_console
 
 Executor = Literal["local", "ray"]
 
@@ -211,18 +212,17 @@ class Display:
 
     def __enter__(self) -> Self:
         if self._show:
-            from rich.console import Console
             from rich.progress import BarColumn, TextColumn
             from rich.progress import Progress as Bars
 
-            console = Console(stderr=True)
+            console = open_console(stderr=True)
             if console.is_terminal and not console.is_dumb_terminal:
                 texts = (TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[note]"))
                 self._bars = Bars(next(texts), BarColumn(), next(texts), console=console, transient=True)
                 self._whole = self._bars.add_task(self.title, total=self.cells, note=self._note())
                 self._bars.start()
             elif self.say is None:
-                self.say = lambda line: print(line, file=sys.stderr, flush=True)
+                self.say = lambda line: print(neutralise(line), file=sys.stderr, flush=True)
         return self
 
     def __exit__(

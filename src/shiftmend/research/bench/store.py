@@ -2,7 +2,8 @@
 
 The compact file is read back wherever a store is:
 
-    {"format": "shiftmend results", "version": 1, "columns": [...], "shared": {...}, "rows": [[...], ...]}
+    {"format": "shiftmend results", "version": 2, "sha256": "...",
+     "columns": [...], "shared": {...}, "rows": [[...], ...]}
 
 A row is a cell. What many manifests have in common stands once under `shared`: for each entry of a manifest the values
 that occur, and in the last place of a row which of them are its own. Left out are histories, reliability bins, and what
@@ -12,22 +13,28 @@ a manifest says a second time. Numbers are rounded to six digits, which no table
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import math
 import os
 import sqlite3
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 from shiftmend.errors import DataError
 from shiftmend.research.bench.benchmark import SIGNALS, Cell, Origin, Outcome, Result, Which
-from shiftmend.utils.json import dumps, from_strict_json, to_strict_json
+from shiftmend.utils import sealing
+from shiftmend.utils.checks import one_line
+from shiftmend.utils.json import dumps, from_strict_json, loads, to_strict_json
+from shiftmend.utils.signing import Key
+from shiftmend.utils.terminal import neutralise_cell
 
 STORE = "results.sqlite"
 """The store's name in a folder of results."""
@@ -39,8 +46,12 @@ APPLICATION_ID = b"shmd"
 SECONDS_TO_WAIT = 60.0
 """The time to wait for another process that is writing."""
 
+UNSEALED = {"unsealed": True}
+"""Added to the manifest of a result whose file or row has no seal: nobody would notice a change."""
+
 COMPACT_FORMAT = "shiftmend results"
-COMPACT_VERSION = 1
+COMPACT_VERSION = 2
+"""Files of version 1 have no seal."""
 COMPACT_DIGITS = 6
 
 Value = str | int | float | None
@@ -73,13 +84,24 @@ _PYTHON_TYPES = {"REAL": (int, float), "INTEGER": (int,), "TEXT": (str,)}
 _TYPE_NAMES = {"REAL": "a number", "INTEGER": "a whole number of at most 64 bits", "TEXT": "text in Unicode"}
 
 
-def load_results(folder: str | os.PathLike[str], benchmark: str | None = None) -> list[Result]:
-    """Load all results of a folder's store, of a store that is named itself, or of a compact file."""
+def load_results(
+    folder: str | os.PathLike[str], benchmark: str | None = None, *, brief: bool = False, trust: str | None = None
+) -> list[Result]:
+    """Load all results of a folder's store, of a store that is named itself, or of a compact file.
+
+    Args:
+        folder: The folder, the store or the compact file.
+        benchmark: Load results of this benchmark alone.
+        brief: Load of a store only what `Store.brief_results` gives.
+        trust: Public key that the file must be signed with. A store cannot be signed, so it is refused.
+    """
     place = Path(folder)
     if place.is_file() and not _read_header(place).startswith(_SQLITE_HEADER):
-        return [result for result in read_compact(place) if benchmark in (None, result.cell.benchmark)]
-    with Store(place if place.is_file() else place / STORE, read_only=True) as store:
-        return store.results(benchmark=benchmark)
+        return [result for result in read_compact(place, trust) if benchmark in (None, result.cell.benchmark)]
+    if trust is not None:
+        raise DataError(f"{place} is a store, which bears no signature. Try a file of `bench export --sign`")
+    with Store(place if place.is_file() else place / STORE, read_only=True, check=not brief) as store:
+        return store.brief_results(benchmark) if brief else store.results(benchmark=benchmark)
 
 
 # ---- the store
@@ -89,19 +111,24 @@ _SQLITE_HEADER = b"SQLite format 3\0"
 # SQLite has no NaN: the column `not_a_number` names the values of a row that are.
 _STORED = (*COLUMNS, "not_a_number")
 
+# The seal of a row is the SHA-256 of all its other values. Rows of earlier versions have none.
+_SEALED = (*_STORED, "sha256")
+
+_BRIEF = (*_KEY, "status", "error", "origin", "seconds", "finished")
+
 _CREATE = "CREATE TABLE cells ({}, CHECK (status IN ('done', 'failed')), PRIMARY KEY ({}))".format(
     ", ".join(
         f"{name} {COLUMNS.get(name, 'TEXT')}" + (" NOT NULL" if name in (*REQUIRED, "not_a_number") else "")
-        for name in _STORED
+        for name in _SEALED
     ),
     ", ".join(_KEY),
 )
 
 _PUT = "INSERT INTO cells ({}) VALUES ({}) ON CONFLICT ({}) DO UPDATE SET {} WHERE cells.status = 'failed'".format(
-    ", ".join(_STORED),
-    ", ".join(f":{name}" for name in _STORED),
+    ", ".join(_SEALED),
+    ", ".join(f":{name}" for name in _SEALED),
     ", ".join(_KEY),
-    ", ".join(f"{name} = excluded.{name}" for name in _STORED if name not in _KEY),
+    ", ".join(f"{name} = excluded.{name}" for name in _SEALED if name not in _KEY),
 )
 
 _PUT_IF_BETTER = _PUT + " AND (excluded.status = 'done' OR excluded.finished > cells.finished)"
@@ -111,10 +138,10 @@ class Store:
     """One file of results, opened by one process and thread; any number of processes may have it open at once.
 
     The file is made if it is missing, but not its folder. With `read_only`, a missing file is an error and nothing is
-    ever recorded.
+    ever recorded. Without `check`, which reads all of the file, damage shows only where something is read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False, check: bool = True) -> None:
         self.path = Path(path)
         _check_place(self.path, read_only)
         if os.path.exists(self.path):
@@ -125,12 +152,12 @@ class Store:
         with _explain_errors(self.path):
             self._connection = sqlite3.connect(address, uri=True, timeout=SECONDS_TO_WAIT, isolation_level=None)
             try:
-                self._prepare(read_only)
+                self._prepare(read_only, check)
             except BaseException:
                 self._connection.close()
                 raise
 
-    def _prepare(self, read_only: bool) -> None:
+    def _prepare(self, read_only: bool, check: bool) -> None:
         # The journal stays SQLite's default, a file beside the store that is deleted at each commit, rather than a
         # write-ahead log: then the one file is all there is to copy to another machine, it can be read in a folder that
         # is write-protected, and it works on network drives. A log is faster, but a cell takes minutes. EXTRA also
@@ -151,14 +178,25 @@ class Store:
                 f"the store {self.path} has version {version}, expected {VERSION}; "
                 "open it with the shiftmend that wrote it, or name a new file"
             )
-        if self._pragma("quick_check") != "ok":
+        if check and self._pragma("quick_check") != "ok":
             raise _refuse_damaged(self.path)
+        self._has_seals = self._find_seals()
+        if not read_only and not self._has_seals:
+            with self._transaction():
+                # Another process may have been faster.
+                if not self._find_seals():
+                    self._connection.execute("ALTER TABLE cells ADD COLUMN sha256 TEXT")
+            self._has_seals = True
         if read_only:
             self._connection.execute("PRAGMA query_only = ON")
 
     def _is_blank(self) -> bool:
         """Tell if the file is new, or its first process was killed before it had made the table."""
         return not self._connection.execute("SELECT * FROM sqlite_master").fetchall()
+
+    def _find_seals(self) -> bool:
+        columns = self._connection.execute("SELECT name FROM pragma_table_info('cells')").fetchall()
+        return ("sha256",) in columns
 
     def _pragma(self, name: str) -> Any:
         return self._connection.execute(f"PRAGMA {name}").fetchone()[0]
@@ -212,13 +250,25 @@ class Store:
         asked = zip((*_KEY, "status"), (benchmark, protocol, method, shift, seed, recipe, status), strict=True)
         wanted = {name: value for name, value in asked if value is not None}
         conditions = " AND ".join(f"{name} = :{name}" for name in wanted) or "1"
-        query = f"SELECT {', '.join(_STORED)} FROM cells WHERE {conditions} ORDER BY {', '.join(_KEY)}"
-        with _explain_errors(self.path):
-            rows = self._connection.execute(query, wanted).fetchall()
+        read = f"{', '.join(_STORED)}, {'sha256' if self._has_seals else 'NULL'}"
+        query = f"SELECT {read} FROM cells WHERE {conditions} ORDER BY {', '.join(_KEY)}"
         try:
-            return [_from_row(row) for row in rows]
+            with _explain_errors(self.path):
+                # One at a time: the text of all rows would take several times the memory of the results.
+                return [_from_row(row) for row in self._connection.execute(query, wanted)]
         except DataError as error:
             raise DataError(f"the store {self.path}: {error}") from None
+
+    def brief_results(self, benchmark: str | None = None) -> list[Result]:
+        """List which cells are done and which failed, without outcomes, histories and manifests.
+
+        Seals are not checked. A hundred thousand rows take a second.
+        """
+        condition = "1" if benchmark is None else "benchmark = ?"
+        query = f"SELECT {', '.join(_BRIEF)} FROM cells WHERE {condition} ORDER BY {', '.join(_KEY)}"
+        with _explain_errors(self.path):
+            rows = self._connection.execute(query, () if benchmark is None else (benchmark,))
+            return [_from_brief_row(row) for row in rows]
 
     def cells(self) -> set[Cell]:
         """List the cells that are done; failed ones are to be tried again."""
@@ -241,12 +291,43 @@ class Store:
 def _to_row(result: Result) -> dict[str, Value]:
     row = flatten(result)
     missing = [name for name, value in row.items() if isinstance(value, float) and math.isnan(value)]
-    return row | dict.fromkeys(missing) | {"not_a_number": " ".join(missing)}
+    stored = row | dict.fromkeys(missing) | {"not_a_number": " ".join(missing)}
+    return stored | {"sha256": _hash_row(stored)}
+
+
+def _hash_row(row: Mapping[str, Value]) -> str:
+    """Hash the values of a row as SQLite gives them back: whole numbers in a column of fractions are fractions."""
+    values = [
+        float(row[name] or 0) if COLUMNS.get(name) == "REAL" and row[name] is not None else row[name]
+        for name in _STORED
+    ]
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def _from_row(row: tuple[Any, ...]) -> Result:
-    values = dict(zip(_STORED, row, strict=True))
-    return unflatten(values | dict.fromkeys(values["not_a_number"].split(), math.nan))
+    values = dict(zip(_SEALED, row, strict=True))
+    digest = values.pop("sha256")
+    try:
+        damaged = digest is not None and digest != _hash_row(values)
+    except (TypeError, ValueError):
+        # A column of fractions holds text.
+        damaged = True
+    if damaged:
+        cell = Cell(*(values[name] for name in _KEY))
+        raise DataError(f"the row of {cell} is damaged (it does not match its SHA-256); delete it and run it again")
+    result = unflatten(values | dict.fromkeys(str(values["not_a_number"]).split(), math.nan))
+    return result if digest is not None else replace(result, manifest=result.manifest | UNSEALED)
+
+
+def _from_brief_row(row: tuple[Any, ...]) -> Result:
+    # Rows share their text: names of methods and shifts occur thousands of times.
+    shared: list[Any] = [sys.intern(value) if type(value) is str else value for value in row]
+    *key, status, error, origin, seconds, finished = shared
+    cell = Cell(*key)
+    if status != ("done" if error is None else "failed") or not isinstance(seconds, float | None):
+        raise DataError(f"the row of {cell} is damaged; delete it and run it again")
+    seconds = math.nan if seconds is None else seconds
+    return Result(cell, origin=origin, error=error, seconds=seconds, finished=finished)
 
 
 def _check_place(path: Path, read_only: bool) -> None:
@@ -297,6 +378,9 @@ def _explain_errors(path: Path) -> Iterator[None]:
         yield
     except sqlite3.ProgrammingError:
         raise
+    except UnicodeDecodeError:
+        # The message of SQLite quotes a schema that is no text.
+        raise _refuse_damaged(path) from None
     except sqlite3.Error as error:
         name = getattr(error, "sqlite_errorname", None) or ""
         # Text that cannot be decoded was not written by us.
@@ -339,7 +423,7 @@ def unflatten(row: Mapping[str, Any]) -> Result:
     cell = Cell(*(row[name] for name in _KEY))
     try:
         _check_row(row)
-        history, manifest = (from_strict_json(json.loads(row[name])) for name in ("history", "manifest"))
+        history, manifest = (from_strict_json(loads(row[name])) for name in ("history", "manifest"))
         if not (isinstance(history, list) and isinstance(manifest, dict)):
             raise TypeError("history or manifest is of the wrong form")
         return Result(
@@ -400,7 +484,9 @@ def to_csv(results: Iterable[Result]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(flatten(result) for result in results)
+    for result in results:
+        row = flatten(result)
+        writer.writerow({name: neutralise_cell(v) if isinstance(v, str) else v for name, v in row.items()})
     return text.getvalue()
 
 
@@ -431,11 +517,16 @@ _LEFT_OUT = (
     *("epochs", "selected_epoch", "seconds", "seconds_in_epochs", "status", "kept", "warnings"),
     # Other ones for each cell, and large.
     *("adapted_weights", "reliability"),
+    # Said of the file that a result came from.
+    "unsealed",
 )
 
 
-def to_compact(results: Iterable[Result]) -> str:
-    """Write a compact file in the order of the cells. What `from_compact` reads is again written as the same text."""
+def to_compact(results: Iterable[Result], key: Key | None = None) -> str:
+    """Write a compact file in the order of the cells, signed if there is a key.
+
+    What `from_compact` reads is again written as the same text.
+    """
     flat = [flatten(result) for result in sorted(results, key=lambda result: result.cell)]
     shared: dict[str, dict[str, int]] = {}
     rows = []
@@ -447,25 +538,33 @@ def to_compact(results: Iterable[Result]) -> str:
         rows.append(([_round(to_strict_json(row[name], name)) for name in _FLAT], own))
     lines = [f"[{_write(values)[1:-1]}, {_write([own.get(name) for name in shared])}]" for values, own in rows]
     parts = [f"  {_write(name)}: [{_put_on_lines(list(values), 3)}]" for name, values in shared.items()]
-    return (
+    seal = "".join(f" {_write(name)}: {_write(value)},\n" for name, value in sealing.blank_entries(key).items())
+    text = (
         f'{{"format": {_write(COMPACT_FORMAT)}, "version": {COMPACT_VERSION},\n'
+        f"{seal}"
         f' "columns": {_write([*_FLAT, "manifest"])},\n'
         f' "shared": {{{_put_on_lines(parts, 0)}}},\n'
         f' "rows": [{_put_on_lines(lines, 2)}]}}\n'
     )
+    return sealing.seal_json(text, key)
 
 
-def from_compact(text: str) -> list[Result]:
-    """Read the results of a compact file, without what was left out."""
+def from_compact(text: str, trust: str | None = None) -> list[Result]:
+    """Read the results of a compact file, without what was left out.
+
+    With `trust`, the file must be signed with that public key. Where a file of earlier versions has no seal, the
+    manifests of its results get the entry `unsealed`.
+    """
     try:
-        content = json.loads(text)
+        content, seal = sealing.check_json(text, trust)
     except ValueError as error:
-        raise DataError(f"it is no JSON ({error}); {_EXPECTED}") from None
-    if not isinstance(content, dict) or content.get("format") != COMPACT_FORMAT:
+        raise DataError(f"it is altered, not to be trusted or no JSON ({one_line(error)}); {_EXPECTED}") from None
+    if content.get("format") != COMPACT_FORMAT:
         raise DataError(f"it holds no results; {_EXPECTED}")
-    if content.get("version") != COMPACT_VERSION:
+    if content.get("version") != (COMPACT_VERSION if seal.sealed else 1):
         raise DataError(
-            f"it has version {content.get('version')}, expected {COMPACT_VERSION}; read it with a later shiftmend"
+            f"it has version {one_line(content.get('version'))}, expected {COMPACT_VERSION} with a seal or 1 without; "
+            "read it with a later shiftmend, or make it again"
         )
     try:
         results = [_read_compact_row(content["columns"], row, content["shared"]) for row in content["rows"]]
@@ -473,20 +572,22 @@ def from_compact(text: str) -> list[Result]:
         raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"it is damaged ({type(error).__name__}: {error}); make it again") from None
+    if not seal.sealed:
+        results = [replace(result, manifest=result.manifest | UNSEALED) for result in results]
     for cell, times in Counter(result.cell for result in results).items():
         if times > 1:
             raise DataError(f"it has {times} rows of {cell} of the same recipe, expected one; make it again")
     return results
 
 
-def read_compact(path: Path) -> list[Result]:
+def read_compact(path: Path, trust: str | None = None) -> list[Result]:
     """Read the results of a compact file; errors name the file."""
     try:
-        return from_compact(path.read_text(encoding="utf-8"))
+        return from_compact(path.read_text(encoding="utf-8"), trust)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read ({error}); name another file") from None
     except DataError as error:
-        raise DataError(f"{path} cannot be used as results: {error}") from None
+        raise DataError(f"{path} cannot be used as results: {one_line(error)}") from None
 
 
 def _read_compact_row(columns: list[str], row: list[Any], shared: Mapping[str, list[Any]]) -> Result:

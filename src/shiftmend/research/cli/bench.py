@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shiftmend.cli.options import Json, Root, columns, say, screen, show
+from shiftmend.cli.options import Json, Root, Sign, Trust, columns, say, screen, show
 from shiftmend.errors import DataError
 from shiftmend.utils.checks import counted
 from shiftmend.utils.files import check_folder, said_where, write_atomically
 from shiftmend.utils.json import dumps
+from shiftmend.utils.signing import load_key, read_public
+from shiftmend.utils.terminal import neutralise
 
 if TYPE_CHECKING:
     from shiftmend.research.bench.benchmark import Benchmark, Result
@@ -242,7 +244,7 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show what is done, what failed and what is missing."""
-    found = _read(benchmark, folder, protocol, None, None, learning_rates, data_root)
+    found = _read(benchmark, folder, protocol, None, None, learning_rates, data_root, brief=True)
     by_cell = {result.cell: result for result in found.results}
     rows: list[dict[str, Any]] = []
     for method in found.methods:
@@ -468,6 +470,7 @@ def _read(
     rates: str | None,
     data_root: Path | None,
     needed: bool = False,
+    brief: bool = False,
 ) -> Reading:
     from shiftmend.research.bench.results import read
 
@@ -479,6 +482,7 @@ def _read(
         seeds=parse_seeds(seeds),
         rates=parse_rates(rates),
         root=root_of(data_root),
+        brief=brief,
     )
     if needed and not found.results:
         others = f"; {found.others} are {OTHERS}" if found.others else ""
@@ -493,19 +497,23 @@ def export(
     benchmark: Annotated[str | None, typer.Argument(metavar="BENCHMARK", help="Only this one; default all.")] = None,
     folder: Results = HOME,
     format: Annotated[str, typer.Option(help=EXPORTS)] = "csv",
+    sign: Sign = None,
     out: Out = None,
 ) -> None:
     """Write everything in the store for other programs, or as a small file that `--folder` takes instead of a store."""
     from shiftmend.research.bench.store import load_results, to_compact, to_csv, to_json
     from shiftmend.research.bench.suite import find
 
-    writers = {"csv": to_csv, "json": to_json, "compact": to_compact}
-    if format not in writers:
+    writers = {"csv": to_csv, "json": to_json}
+    if format not in (*writers, "compact"):
         raise DataError(f"unknown format {format!r}, expected csv, json or compact")
+    if sign is not None and format != "compact":
+        raise DataError(f"Expected --format compact for --sign, got {format}, which has no place for a signature.")
+    key = None if sign is None else load_key(sign)
     results = load_results(folder, None if benchmark is None else find(benchmark).name)
     if benchmark is not None and not results:
         raise DataError(f"{folder} has no results of {benchmark}; run the benchmark first")
-    write_out(writers[format](results), out)
+    write_out(to_compact(results, key) if format == "compact" else writers[format](results), out)
 
 
 def page(
@@ -559,6 +567,7 @@ def merge(
         typer.Argument(metavar="OTHERS", help="Stores of other machines, their folders, or compact exports."),
     ],
     folder: Folder = HOME,
+    trust: Trust = None,
     as_json: Json = False,
 ) -> None:
     """Add the results of other machines to the store. Results that are here already stay."""
@@ -571,7 +580,8 @@ def merge(
         if (folder / STORE).exists() and file.samefile(folder / STORE):
             raise DataError(f"{file} cannot be merged with itself; name the store of another machine")
     # All of them are read before anything is changed.
-    found = {str(file): load_results(place) for file, place in places.items()}
+    key = None if trust is None else read_public(trust)
+    found = {str(file): load_results(place, trust=key) for file, place in places.items()}
     with said_where(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with Store(folder / STORE) as store:
@@ -594,7 +604,7 @@ def print_json(value: Any, out: Path | None = None) -> None:
 def write_out(text: str, out: Path | None) -> None:
     """Print a text, or write it to a file."""
     if out is None:
-        print(text, end="" if text.endswith("\n") else "\n")
+        print(neutralise(text), end="" if text.endswith("\n") else "\n")
         return
     with said_where(out):
         write_atomically(out, text.encode())

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from shiftmend.cli.options import Json, Root, columns, show
+from shiftmend.cli.options import Json, Root, columns, say, show
 from shiftmend.utils.json import dumps
 
 data = typer.Typer(help="List, fetch, make and check data sets.", rich_markup_mode=None)
@@ -83,7 +83,10 @@ def make(
             splits=_split_names(splits),
             report=lambda part, done, total: bar.advance(0, f"{part}  {done} of {total} parts"),
         )
-    print(dumps(asdict(made) | {"folder": str(made.folder)}) if as_json else describe_made(made))
+    if as_json:
+        print(dumps(asdict(made) | {"folder": str(made.folder)}))
+    else:
+        say(describe_made(made))
 
 
 def _split_names(text: str | None) -> list[str] | None:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import stat
+import struct
 import tarfile
 import time
 import urllib.request
@@ -35,9 +36,13 @@ from shiftmend.research.datasets.catalogue import (
     verify_entry,
 )
 from shiftmend.research.datasets.files import data_root
+from shiftmend.utils.checks import one_line
 from shiftmend.utils.files import alone_with
 
-_DAMAGE = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, NotImplementedError)
+_DAMAGE = (
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError),
+    *(ArithmeticError, LookupError, RuntimeError, ValueError),
+)
 
 
 def unpack(
@@ -55,8 +60,8 @@ def unpack(
     devices and names that lead out of `destination` raise an error. `report` gets the number of files so far.
     """
     count = 0
-    members = _zip_members(archive) if zipfile.is_zipfile(archive) else _tar_members(archive)
     try:
+        members = _zip_members(archive) if zipfile.is_zipfile(archive) else _tar_members(archive)
         for name, open_member in members:
             parts = _safe_parts(name, archive)
             if not "/".join(parts).startswith(only) or len(parts) <= drop:
@@ -66,10 +71,12 @@ def unpack(
             count += 1
             if report is not None:
                 report(count)
+    except DataError:
+        raise
     except _DAMAGE as error:
         raise DataError(
-            f"{archive} could not be unpacked into {destination} ({error}). Delete the archive and fetch it again, "
-            "or free disk space."
+            f"{archive} could not be unpacked into {destination} ({one_line(error)}). Delete the archive and fetch it "
+            "again, or free disk space."
         ) from error
     if count == 0:
         raise DataError(f"{archive} holds no file {only + '*' if only else 'at all'}: it is not the expected archive")
@@ -118,7 +125,7 @@ def _safe_parts(name: str, archive: Path) -> tuple[str, ...]:
 
 def _refusal(archive: Path, member: str, why: str) -> DataError:
     return DataError(
-        f"{archive} was not unpacked: its member {member!r} {why}; expected plain files only: get the "
+        f"{archive} was not unpacked: its member {one_line(repr(member))} {why}; expected plain files only: get the "
         "archive from its publisher"
     )
 
@@ -127,7 +134,9 @@ def _put(source: IO[bytes], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     try:
-        with partial.open("wb") as handle:
+        # What lies there is left from a killed process, or a link that somebody has planted.
+        partial.unlink(missing_ok=True)
+        with partial.open("xb") as handle:
             shutil.copyfileobj(source, handle, 1 << 20)
         os.replace(partial, target)
     finally:
@@ -332,7 +341,7 @@ def _receive(response: http.client.HTTPResponse, transfer: _Transfer, start: int
     length = response.headers.get("Content-Length")
     total = start + int(length) if length is not None and length.isdecimal() else None
     done = start
-    with transfer.partial.open("ab" if start else "wb") as handle:
+    with open(transfer.partial, "ab" if start else "wb", opener=_open_no_link) as handle:
         while True:
             try:
                 part = response.read(CHUNK_BYTES)
@@ -347,6 +356,11 @@ def _receive(response: http.client.HTTPResponse, transfer: _Transfer, start: int
         os.fsync(handle.fileno())
     if total is not None and done < total:
         raise _Interrupted(f"broke off after {done:,} of {total:,} bytes")
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """Open a file for writing, but no link that somebody may have planted."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def _put_in_place(transfer: _Transfer, resumed: bool) -> None:

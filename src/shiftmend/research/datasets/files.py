@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from shiftmend.errors import DataError
 from shiftmend.inputs.images import PathLike
+from shiftmend.utils.bounded import read_stream
+from shiftmend.utils.checks import one_line
 
 ROOT_VARIABLE = "SHIFTMEND_DATA"
 
@@ -44,14 +46,15 @@ def read_whole(path: Path, expected: str, remedy: str) -> bytes:
     """Read a file, decompressed if its name ends in .gz or .bz2. Raise DataError with `remedy` if it is damaged."""
     try:
         if path.suffix == ".gz":
-            with gzip.open(path, "rb") as handle:
-                return handle.read()
-        return bz2.decompress(path.read_bytes()) if path.suffix == ".bz2" else path.read_bytes()
+            with gzip.open(path, "rb") as packed:
+                return read_stream(packed)
+        with bz2.open(path, "rb") if path.suffix == ".bz2" else path.open("rb") as file:
+            return read_stream(file)
     except FileNotFoundError:
         raise DataError(f"{path} is missing: expected {expected} there; {remedy}") from None
     except (EOFError, zlib.error, ValueError, OSError) as error:
         raise DataError(
-            f"{path} cannot be read whole ({error}): expected {expected}; delete it and {remedy}"
+            f"{path} cannot be read whole ({one_line(error)}): expected {expected}; delete it and {remedy}"
         ) from error
 
 
@@ -96,8 +99,8 @@ def read_pickled_arrays(content: bytes, path: Path) -> dict[str, Any]:
         read = {_as_text(key): value for key, value in entries.items()}
     except _DAMAGE as error:
         raise DataError(
-            f"{path} was not read ({error or type(error).__name__}): expected a pickle of arrays; delete it and fetch "
-            "it again"
+            f"{path} was not read ({one_line(error) or type(error).__name__}): expected a pickle of arrays; delete it "
+            "and fetch it again"
         ) from error
     return {key: value.content if isinstance(value, _PickledArray) else value for key, value in read.items()}
 

@@ -35,6 +35,7 @@ from shiftmend.research.datasets.digits import EMNIST_SHIFTS, MNIST_CORRUPTIONS,
 from shiftmend.research.datasets.files import data_root
 from shiftmend.research.datasets.partitions import MNIST_VALIDATION, emnist_source, held_out
 from shiftmend.shifts import textures
+from shiftmend.utils import sealing
 from shiftmend.utils.checks import check_known, counted
 from shiftmend.utils.files import alone_with, check_folder, write_atomically
 
@@ -199,8 +200,8 @@ def _make_part(folder: Path, part: Part, manifest: dict[str, Any]) -> None:
         "shiftmend": __version__,
         "outputs": {output: _describe(place) for output, place in zip(part.outputs, staged, strict=True)},
     }
-    text = json.dumps(manifest, indent=1, sort_keys=True) + "\n"
-    write_atomically(folder / MANIFEST, text.encode())
+    text = json.dumps(sealing.blank_entries() | manifest, indent=1, sort_keys=True) + "\n"
+    write_atomically(folder / MANIFEST, sealing.seal_json(text).encode())
     for place, final in zip(staged, finals, strict=True):
         _remove(final)
         os.replace(place, final)
@@ -237,7 +238,7 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     with suppress(ValueError, AttributeError):
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found, _ = sealing.check_json(path.read_text(encoding="utf-8"))
         if found.get("format") == FORMAT and isinstance(found.get("parts"), dict):
             return found
     raise DataError(f"{path} is no manifest of made data; remove it together with what was made beside it")
