@@ -88,6 +88,8 @@ class Rehearsal:
         output_mean: Mean of each output at home, `[outputs]`; empty for classes.
         output_deviation: Its standard deviation.
         settings: Options of `adapt` that were rehearsed with, such as the batch size.
+        error_kurtosis: Kurtosis of the errors at home: 3 if they are normal, far more if a few samples make most of the
+            squared error. Quantities only; 3 for classes, and for files of earlier versions.
     """
 
     task: Task
@@ -113,6 +115,7 @@ class Rehearsal:
     output_mean: Tensor = field(default_factory=lambda: torch.empty(0))
     output_deviation: Tensor = field(default_factory=lambda: torch.empty(0))
     settings: Mapping[str, Any] = field(default_factory=dict)
+    error_kurtosis: float = 3.0
 
     @property
     def metric(self) -> str:
@@ -153,7 +156,7 @@ class Rehearsal:
 
     def to_file(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return what a profile's file holds: facts as JSON, and float32 tensors by name; signals are float16."""
-        plain = ("task", "labelled", "samples", "score", "temperature")
+        plain = ("task", "labelled", "samples", "score", "temperature", "error_kurtosis")
         facts = {name: getattr(self, name) for name in plain} | {
             "sizes": list(self.sizes),
             "thresholds": list(self.thresholds),
@@ -174,6 +177,8 @@ class Rehearsal:
             ProfileError: If an entry is of the wrong kind or size.
         """
         names = {one.name for one in fields(Rehearsal)} - set(_TENSORS)
+        if isinstance(facts, dict):
+            facts = {"error_kurtosis": 3.0} | facts
         if not isinstance(facts, dict) or set(facts) != names or set(tensors) != set(_TENSORS):
             raise ProfileError("the description of its rehearsal has missing or unknown entries")
         if any(tensors[name].ndim != number for name, number in _TENSORS.items()):
@@ -186,7 +191,8 @@ class Rehearsal:
         texts = (*facts["candidates"], *facts["signals"], *(text for shift in facts["shifts"] for text in shift[:2]))
         if not all(isinstance(text, str) and len(text) <= 200 and text.isprintable() for text in texts):
             raise ProfileError("its rehearsal has names that are no text")
-        numbers = [facts["score"], facts["temperature"], *facts["thresholds"], *(shift[2] for shift in facts["shifts"])]
+        plain = (facts[name] for name in ("score", "temperature", "error_kurtosis"))
+        numbers = [*plain, *facts["thresholds"], *(shift[2] for shift in facts["shifts"])]
         if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
             raise ProfileError("its rehearsal has entries that are no finite numbers")
         if facts["temperature"] <= 0 or len(facts["thresholds"]) != 2:
@@ -209,6 +215,7 @@ class Rehearsal:
             signals=tuple(facts["signals"]),
             shifts=tuple(RehearsedShift(name, family, float(strength)) for name, family, strength in facts["shifts"]),
             settings=facts["settings"],
+            error_kurtosis=float(facts["error_kurtosis"]),
             **{name: tensors[name].float() for name in _TENSORS},
         )
         if problem := record.find_problem():
@@ -261,6 +268,7 @@ class Rehearsal:
             "it has infinite entries": any(bool(getattr(self, name).isinf().any()) for name in _TENSORS),
             "it has entries that are NaN": any(bool(tensor.isnan().any()) for tensor in known),
             "it has entries that are negative": any(bool((tensor < 0).any()) for tensor in positive),
+            "the kurtosis of its errors is below 1": not self.error_kurtosis >= 1,
             "it names candidates that it does not have": bool(
                 ((self.chosen < 0) | (self.chosen >= candidates) | (self.chosen != self.chosen.round())).any()
             ),

@@ -691,7 +691,8 @@ class Estimator:
         if self.record.task == "classes":
             share = min(max(value, 0.0), 1.0)
             return math.sqrt(max(share * (1 - share), 1e-6) * both)
-        return abs(value) * math.sqrt(both / 2)
+        # The variance of a mean square is that of the squares, which a few large errors make large; a root halves it.
+        return abs(value) * math.sqrt(both * (self.record.error_kurtosis - 1) / 4)
 
     def estimate_at_home(self, samples: int) -> Estimate:
         """Return the estimate for data that are as at home: the score there.
