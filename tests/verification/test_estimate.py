@@ -538,6 +538,9 @@ def test_other_class_shares_are_told_from_another_device() -> None:
         assert not estimator.has_other_shares({name: skewed[name] for name in names if name != missing}, 1000)
     # So few samples are skewed by chance.
     assert not estimator.has_other_shares(skewed, 5)
+    # Replicates of a gas board had drifted from those of its profile. Another board then passed for other shares.
+    drifted = replace(record, home_mean=torch.tensor([[0.1, 0.9, 0.0, 0.13]]))
+    assert not Estimator(drifted).has_other_shares(skewed | {"outside": 0.15}, 1000)
 
 
 def test_harder_classes_are_answered_with_less_certainty_than_all_at_home() -> None:

@@ -746,6 +746,9 @@ class Estimator:
         if skewed is None or certain is None:
             return False
         mean, deviation = self._describe_home("outside", samples)
+        if mean > MAX_OUTSIDE:
+            # Home data that have drifted away from the profile lie outside by themselves, and hide a new device.
+            return False
         if math.isfinite(mean) and not signals.get("outside", 0.0) <= mean + HOME_DEVIATIONS * deviation + MAX_OUTSIDE:
             return False
         mean, deviation = self._describe_home("confidence", samples)
