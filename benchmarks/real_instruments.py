@@ -68,7 +68,7 @@ OUTLYING = 6.0
 """Robust deviations of the error beyond which a tablet does not rehearse."""
 PEOPLE_TRAINED, PEOPLE_AT_HOME = 14, 4
 """People whose windows train the network, and rehearse; the others are at the site."""
-MAX_WINDOWS = 800
+MAX_WINDOWS = 400
 """Windows that rehearse, and that a site has, drawn at random."""
 
 Row = dict[str, Any]
@@ -373,7 +373,7 @@ ROWS = {
         "Windows of accelerometer and gyroscope of 23 people who carried a phone (`sp`) and a watch (`sw`), five "
         "activities. The device shift is one of place, too: what the wrist does, a pocket does not see. Whoever "
         "brings an app from phones to watches meets it. Fourteen people train, four rehearse, five others are at the "
-        "site, with at most 800 windows each. Scores are balanced accuracies, since half of the windows is walking.",
+        "site, with at most 400 windows each. Scores are balanced accuracies, since half of the windows is walking.",
         unit="balanced accuracy in percent",
     ),
 }
