@@ -51,11 +51,25 @@ def test_estimates_stand_beside_the_truth() -> None:
 
 
 def test_the_page_shows_what_was_measured_and_nothing_else() -> None:
-    page = script.write_page(rows("twin-gas", [0.9] * 2, [0.5] * 2, [0.6] * 2), "A note.")
+    cells = rows("twin-gas", [0.9] * 2, [0.5] * 2, [0.6] * 2)
+    for row in cells:
+        row["scores"] |= dict.fromkeys(script.UNSUPERVISED, 0.6) if row["part"] == "alone" else {}
+    page = script.write_page(cells, "A note.")
+    assert "Met: 90.0, match-mean 60.0, mean of 2 cells" in page
     assert "A note." in page
     assert "## twin-gas" in page
     assert "## phone-watch" not in page
     assert "| auto | 90.0 | 90.0 | +40.0 ± 0.0 | 2 | 2, 0 |" in page
+
+
+def test_targets_are_met_missed_or_not_measured() -> None:
+    assert all("Not measured" in one for one in list(script.list_targets([]))[:3])
+    cells = rows("tablets", [4.2] * 2, [8.0] * 2, [5.0] * 2)
+    for row in cells:
+        row |= {"home": "1", "site": "2"}
+        row["scores"] |= {"at home": 4.0, "target-supervised": 3.9} if row["part"] == "alone" else {}
+    first = next(iter(script.list_targets(cells)))
+    assert "Met: 4.20, mean of 2 cells" in first
 
 
 def test_the_preprocessing_of_the_field() -> None:
