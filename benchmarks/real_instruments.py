@@ -683,7 +683,8 @@ def list_targets(rows: Sequence[Row]) -> Iterator[str]:
         others = {name: fmean(cell[name] for cell in cells) for name in ("at home", "target-supervised")}
         yield (
             f"{wish}. {_judge(reached <= TABLETS_TARGET_MG)}: {reached:.2f}, {_count(cells)}. Held-out tablets have "
-            f"{others['at home']:.2f} at home without outliers, and a network with labels of the site {others['target-supervised']:.2f}."
+            f"{others['at home']:.2f} at home without outliers, and a network with labels of the "
+            f"site {others['target-supervised']:.2f}."
         )
     else:
         yield f"{wish}. Not measured."
