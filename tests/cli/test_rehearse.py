@@ -182,7 +182,7 @@ def test_what_cannot_be_rehearsed_writes_nothing(
 ) -> None:
     inputs, labels = draw(150, 3)
     write(tmp_path / "odd.npz", inputs, labels + 5)
-    for data, words in ((home / "few.npz", "at least 100 samples"), (tmp_path / "odd.npz", "label")):
+    for data, words in ((home / "few.npz", "at least 40 samples"), (tmp_path / "odd.npz", "label")):
         code, _, err = call(capsys, *rehearse(home), "-d", data, "-o", tmp_path / "r")
         assert code == 2
         assert words in err

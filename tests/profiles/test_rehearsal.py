@@ -208,7 +208,14 @@ def test_facts_of_another_kind_are_refused(name: str, value: Any) -> None:
     refusal(lambda facts, tensors: facts.update({name: value}))
 
 
-@pytest.mark.parametrize("name", RECORD.to_file()[0])
+def test_a_file_without_the_kurtosis_of_errors_counts_them_as_normal() -> None:
+    facts, tensors = replace(RECORD, error_kurtosis=20.0).to_file()
+    assert Rehearsal.from_file(facts, tensors).error_kurtosis == 20
+    del facts["error_kurtosis"]
+    assert Rehearsal.from_file(facts, tensors).error_kurtosis == 3
+
+
+@pytest.mark.parametrize("name", [name for name in RECORD.to_file()[0] if name != "error_kurtosis"])
 def test_missing_facts_are_refused(name: str) -> None:
     assert "missing or unknown" in refusal(lambda facts, tensors: facts.pop(name))
 

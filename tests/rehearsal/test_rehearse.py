@@ -223,6 +223,24 @@ def test_quantities_have_their_root_mean_square_error(labelled: bool) -> None:
     assert measured == {"spread", "offset"}
 
 
+def test_one_sample_that_makes_most_of_the_error_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    inputs = draw(400, 5).inputs
+    truth = inputs[:, :1] - inputs[:, 1:2]
+    model = train(make_net(1), nn.functional.mse_loss, inputs, truth, steps=30)
+    profile = shiftmend.profile(model, inputs, progress=False)
+    site = draw(60, 6).inputs
+    labels = site[:, :1] - site[:, 1:2]
+    plain = record_of(model, (site, labels), profile)
+    with torch.no_grad():
+        errors = (model(site) - labels).double()
+    kurtosis = float((errors**4).mean() / (errors**2).mean() ** 2)
+    assert plain.error_kurtosis == pytest.approx(kurtosis, rel=1e-4)
+    assert "squared error" not in caplog.text
+    labels[17] += 10 * float(errors.abs().max())
+    assert record_of(model, (site, labels), profile).error_kurtosis > 2 * kurtosis
+    assert "sample 17 makes" in caplog.text
+
+
 def test_a_single_logit_answers_one_of_two_classes() -> None:
     source = draw(400, 5, (0.5, 0.5, 0.0, 0.0))
     model = train(
@@ -456,8 +474,8 @@ def test_wrong_options_are_one_sentence(home: tuple[Tensor, Tensor], options: di
 
 def test_too_few_home_data_are_refused(home: tuple[Tensor, Tensor]) -> None:
     model, profile = trained()
-    with pytest.raises(DataError, match="at least 100"):
-        record_of(model, (home[0][:99], home[1][:99]), profile)
+    with pytest.raises(DataError, match="at least 40"):
+        record_of(model, (home[0][:39], home[1][:39]), profile)
 
 
 def test_another_model_is_refused(home: tuple[Tensor, Tensor]) -> None:

@@ -168,6 +168,32 @@ def test_errors_of_a_regression_are_not_cut_at_one() -> None:
 # ---- intervals
 
 
+def test_few_large_errors_at_home_widen_the_interval_of_a_regression() -> None:
+    record = make_record(noise=0.02, cross_fitted=False)
+    record = replace(
+        record,
+        task="quantities",
+        score=0.5,
+        scores=3 - 2 * record.scores,
+        shares=torch.empty(0),
+        output_mean=torch.zeros(1),
+        output_deviation=torch.full((1,), 2.0),
+    )
+    record = cross_fit(record)
+    halves = []
+    for kurtosis in (3.0, 23.0):
+        _, low, high = told_anyway(
+            Estimator(replace(record, error_kurtosis=kurtosis)).estimate(UNTOUCHED, signals_of(record, 0), 1000)
+        )
+        assert low is not None
+        assert high is not None
+        halves.append((high - low) / 2)
+    value = told_anyway(Estimator(record).estimate(UNTOUCHED, signals_of(record, 0), 1000))[0]
+    # The variance of a root mean square is (kurtosis - 1) / 4n of its square, at home and at the site.
+    added = 1.6449**2 * value**2 * (1 / 1000 + 1 / record.samples) * (23 - 3) / 4
+    assert halves[1] ** 2 - halves[0] ** 2 == pytest.approx(added, rel=1e-3)
+
+
 @pytest.mark.slow
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     rng, held, draws, families = np.random.default_rng(0), 0, 60, 10
@@ -512,6 +538,9 @@ def test_other_class_shares_are_told_from_another_device() -> None:
         assert not estimator.has_other_shares({name: skewed[name] for name in names if name != missing}, 1000)
     # So few samples are skewed by chance.
     assert not estimator.has_other_shares(skewed, 5)
+    # Replicates of a gas board had drifted from those of its profile. Another board then passed for other shares.
+    drifted = replace(record, home_mean=torch.tensor([[0.1, 0.9, 0.0, 0.13]]))
+    assert not Estimator(drifted).has_other_shares(skewed | {"outside": 0.15}, 1000)
 
 
 def test_harder_classes_are_answered_with_less_certainty_than_all_at_home() -> None:

@@ -95,6 +95,8 @@ class Rehearsal:
         settings: Options of `adapt` that were rehearsed with, such as the batch size.
         by_class: Histograms of the untouched model at home for each true class, uint8 `[classes, units, bins]` by name
             (`BY_CLASS`). Each row is scaled so that its largest count is 255. Empty if the file would be too large.
+        error_kurtosis: Kurtosis of the errors at home: 3 if they are normal, far more if a few samples make most of the
+            squared error. Quantities only; 3 for classes, and for files of earlier versions.
     """
 
     task: Task
@@ -120,6 +122,7 @@ class Rehearsal:
     output_mean: Tensor = field(default_factory=lambda: torch.empty(0))
     output_deviation: Tensor = field(default_factory=lambda: torch.empty(0))
     settings: Mapping[str, Any] = field(default_factory=dict)
+    error_kurtosis: float = 3.0
     by_class: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -188,7 +191,7 @@ class Rehearsal:
 
     def to_file(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return what a profile's file holds: facts as JSON, and float32 tensors by name; signals are float16."""
-        plain = ("task", "labelled", "samples", "score", "temperature")
+        plain = ("task", "labelled", "samples", "score", "temperature", "error_kurtosis")
         facts = {name: getattr(self, name) for name in plain} | {
             "sizes": list(self.sizes),
             "thresholds": list(self.thresholds),
@@ -210,6 +213,8 @@ class Rehearsal:
             ProfileError: If an entry is of the wrong kind or size.
         """
         names = {one.name for one in fields(Rehearsal)} - set(_TENSORS) - {"by_class"}
+        if isinstance(facts, dict):
+            facts = {"error_kurtosis": 3.0} | facts
         by_class = {name.removeprefix(_PREFIX): one for name, one in tensors.items() if name.startswith(_PREFIX)}
         tensors = {name: one for name, one in tensors.items() if not name.startswith(_PREFIX)}
         if by_class and (
@@ -230,7 +235,8 @@ class Rehearsal:
         texts = (*facts["candidates"], *facts["signals"], *(text for shift in facts["shifts"] for text in shift[:2]))
         if not all(isinstance(text, str) and len(text) <= 200 and text.isprintable() for text in texts):
             raise ProfileError("its rehearsal has names that are no text")
-        numbers = [facts["score"], facts["temperature"], *facts["thresholds"], *(shift[2] for shift in facts["shifts"])]
+        plain = (facts[name] for name in ("score", "temperature", "error_kurtosis"))
+        numbers = [*plain, *facts["thresholds"], *(shift[2] for shift in facts["shifts"])]
         if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
             raise ProfileError("its rehearsal has entries that are no finite numbers")
         if facts["temperature"] <= 0 or len(facts["thresholds"]) != 2:
@@ -254,6 +260,7 @@ class Rehearsal:
             shifts=tuple(RehearsedShift(name, family, float(strength)) for name, family, strength in facts["shifts"]),
             settings=facts["settings"],
             by_class=by_class,
+            error_kurtosis=float(facts["error_kurtosis"]),
             **{name: tensors[name].float() for name in _TENSORS},
         )
         if problem := record.find_problem():
@@ -310,6 +317,7 @@ class Rehearsal:
             "it has infinite entries": any(bool(getattr(self, name).isinf().any()) for name in _TENSORS),
             "it has entries that are NaN": any(bool(tensor.isnan().any()) for tensor in known),
             "it has entries that are negative": any(bool((tensor < 0).any()) for tensor in positive),
+            "the kurtosis of its errors is below 1": not self.error_kurtosis >= 1,
             "it names candidates that it does not have": bool(
                 ((self.chosen < 0) | (self.chosen >= candidates) | (self.chosen != self.chosen.round())).any()
             ),

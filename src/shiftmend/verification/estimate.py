@@ -729,7 +729,8 @@ class Estimator:
         if self.record.task == "classes":
             share = min(max(value, 0.0), 1.0)
             return math.sqrt(max(share * (1 - share), 1e-6) * both)
-        return abs(value) * math.sqrt(both / 2)
+        # The variance of a mean square is that of the squares, which a few large errors make large; a root halves it.
+        return abs(value) * math.sqrt(both * (self.record.error_kurtosis - 1) / 4)
 
     def estimate_at_home(self, samples: int) -> Estimate:
         """Return the estimate for data that are as at home: the score there.
@@ -809,6 +810,9 @@ class Estimator:
         if skewed is None or certain is None:
             return False
         mean, deviation = self._describe_home("outside", samples)
+        if mean > MAX_OUTSIDE:
+            # Home data that have drifted away from the profile lie outside by themselves, and hide a new device.
+            return False
         if math.isfinite(mean) and not signals.get("outside", 0.0) <= mean + HOME_DEVIATIONS * deviation + MAX_OUTSIDE:
             return False
         mean, deviation = self._describe_home("confidence", samples)
