@@ -251,7 +251,9 @@ def test_a_model_that_no_file_holds_is_refused_before_it_is_adapted(
     model, profile, checkpoint = f"{tmp_path}/fine.py:make", tmp_path / "p", tmp_path / "c"
     ok(capsys, "profile", model, "-d", site / "source.npz", "-o", profile)
     files = ("-d", site / "target.npz", "-p", profile, "-o", tmp_path / "a", "--checkpoint", checkpoint)
-    assert "'waves' holds numbers of the type complex128" in refused(capsys, "adapt", model, *files)
+    said = refused(capsys, "adapt", model, *files)
+    assert "waves" in said
+    assert "complex128" in said
     assert not checkpoint.exists()
 
 
@@ -414,7 +416,9 @@ def test_a_missing_class_does_not_renumber_the_others(
     given = [*common(site), "-d", tmp_path / "pictures"]
     profile = ["-p", site / "p.safetensors"]
     for asked in (["evaluate", *given], ["adapt", *given, *profile, "-o", tmp_path / "out"]):
-        assert "the data names 3 classes, and the model knows 4" in refused(capsys, *asked)
+        said = refused(capsys, *asked)
+        assert "3 classes" in said
+        assert "knows 4" in said
     assert json.loads(ok(capsys, "evaluate", *common(site), "-d", tmp_path / "rare.npz", "--json"))["samples"] == 60
 
 

@@ -86,7 +86,7 @@ def test_what_is_no_method_is_one_sentence() -> None:
         (with_loss(lambda seen: {"x": 1.0}), r"'x'.*1\.0.*tensor"),
         (with_loss(lambda seen: {"x": seen["features"].mean()[None]}), r"float32 \[1\].*tensor"),
         (with_loss(lambda seen: {"x": seen["features"].argmax()}), r"int64 \[\].*tensor"),
-        (with_loss(lambda seen: {"x": seen["features"].mean().detach()}), "or the loss does"),
+        (with_loss(lambda seen: {"x": seen["features"].mean().detach()}), "no gradient"),
         (
             with_loss(lambda seen: {"x": seen["logits"].mean()}),
             "reads 'logits'",

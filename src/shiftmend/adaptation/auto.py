@@ -20,6 +20,7 @@ from shiftmend.adaptation.result import Adaptation, Candidate, Change, Estimates
 from shiftmend.adaptation.run import Settings, Task, check_compile, run_method
 from shiftmend.engine.method import Method, describe_method
 from shiftmend.errors import AdaptationError, DivergedError
+from shiftmend.introspection.call import call_model
 from shiftmend.introspection.model_state import on_device
 from shiftmend.introspection.outputs import Entry
 from shiftmend.introspection.validate import copy_model
@@ -32,6 +33,7 @@ from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal, name_candidate
 from shiftmend.utils.checks import brief
 from shiftmend.utils.processes import of_first_process, world_size
 from shiftmend.utils.progress import progress_bar
+from shiftmend.utils.rng import isolate_rng
 from shiftmend.verification.class_shares import Shares, estimate_shares
 from shiftmend.verification.estimate import HOME_DEVIATIONS, Estimate, Estimator
 from shiftmend.verification.harm import OTHER_SHARES, answers_other_classes, find_worse_answers
@@ -147,7 +149,13 @@ def try_candidates(task: Task, settings: Settings, methods: Mapping[str, Method]
 def _read(task: Task, model: nn.Module, method: Method) -> Reading:
     assert task.profile is not None
     # A result lies where the caller's model is, which may be another device.
-    with on_device(model, task.feed.device):
+    place = task.feed.device
+
+    @torch.no_grad()
+    def probe() -> None:
+        call_model(model, task.feed.first(2))
+
+    with on_device(model, place), isolate_rng(place, probe):
         return read(model, task.feed, task.profile, task.profile.rehearsal, free_shares=method.frees_shares)
 
 

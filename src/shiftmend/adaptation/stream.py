@@ -137,6 +137,8 @@ class Stream:
         self._optimiser: optim.Optimizer | None = None
         self._what = ""
         self._taps: dict[str, Tap] | None = None
+        self._read_by_loss: tuple[str, ...] = ()
+        """Taps that the loss may read; the others are for verification."""
         self._home = profile.to(device) if profile is not None else None
         self._judge: Slices | None = self._home.slices["verification"] if self._home is not None else None
         self._seen: deque[tuple[CountTracker, int]] = deque(maxlen=window)
@@ -275,6 +277,7 @@ class Stream:
             trained = unfreeze(self._model, stages[0])
             self._optimiser = self.method.make_optimiser(trained, stages[0]) if trained else None
             self._what = stages[0].name
+        self._read_by_loss = tuple(taps)
         if self.profile is not None:
             taps = {**{name: self.profile.specs[name] for name in VERIFIED}, **taps}
         self._taps = taps
@@ -336,7 +339,8 @@ class Stream:
         """Compute gradients and return the terms of the loss; do neither if the loss is not finite."""
         assert self._objective is not None
         assert self._optimiser is not None
-        terms, total = compute_loss(self._objective, activations, self._what)
+        seen = {name: activations[name] for name in self._read_by_loss}
+        terms, total = compute_loss(self._objective, seen, self._what)
         if not bool(torch.isfinite(total)):
             return {}
         losses = {name: float(term.detach()) for name, term in terms.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable
@@ -151,7 +152,9 @@ def _prefetch_in_background(batches: Iterable[Batch], copier: Copier, depth: int
     finally:
         # Any thread may collect an iterator in a reference cycle, but no thread can wait for itself.
         own = threading.current_thread().name.startswith(THREAD_NAME)
-        worker.shutdown(wait=not own, cancel_futures=True)
+        # An iterator that is left half way may be collected when the interpreter ends, which has joined all workers.
+        if not sys.is_finalizing():
+            worker.shutdown(wait=not own, cancel_futures=True)
 
 
 def _prefetch_in_turn(batches: Iterable[Batch], copier: Copier, depth: int) -> Generator[Arrived, None, None]:

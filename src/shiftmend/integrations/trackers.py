@@ -20,7 +20,7 @@ MAX_PARAM_LENGTH = 500
 
 @runtime_checkable
 class Tracker(Protocol):
-    """What a tracker has to do. Any object with these methods will do; no base class is needed."""
+    """Protocol of a tracker. Any object with these methods will do; no base class is needed."""
 
     def log_params(self, params: Mapping[str, str]) -> None:
         """Log settings that hold for the whole run."""

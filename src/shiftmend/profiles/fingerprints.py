@@ -231,7 +231,7 @@ class InputSummary:
 
 
 class _Summing:
-    """What a summary needs of the first samples of one tensor."""
+    """Sums over the first samples of one tensor, for its summary."""
 
     def __init__(self, most: int) -> None:
         self.most, self.seen = most, 0

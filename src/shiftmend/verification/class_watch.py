@@ -124,7 +124,7 @@ class ClassWatch:
         home = self._home
         if home is None or len(home.shares) != len(recent.shares):
             return False
-        at_home = Glimpse(home.shares.double().cpu(), float(home.confidence), 0.0, self._profile.inputs_seen)
+        at_home = Glimpse(home.shares.cpu().double(), float(home.confidence), 0.0, self._profile.inputs_seen)
         apart = _measure_distance(recent, at_home, at_home.shares)
         return apart > 0 and is_about_as_certain(recent.confidence, recent.outside, apart, home)
 

@@ -143,7 +143,7 @@ def skew(shares: Tensor, home: Tensor, samples: int | None = None, home_samples:
         >>> round(skew(torch.tensor([0.6, 0.4]), torch.tensor([0.5, 0.5]), samples=10), 3)
         -0.026
     """
-    apart = float((shares.double().cpu() - home.double().cpu()).abs().sum() / 2)
+    apart = float((shares.cpu().double() - home.cpu().double()).abs().sum() / 2)
     return round(apart - skew_by_chance(home, samples, home_samples)[0], 9)
 
 
@@ -156,7 +156,7 @@ def skew_by_chance(home: Tensor, samples: int | None, home_samples: int | None =
         home_samples: Size of the other.
     """
     sampled = sum(1 / number for number in (samples, home_samples) if number)
-    variances = home.double().cpu() * (1 - home.double().cpu()) * sampled
+    variances = home.cpu().double() * (1 - home.cpu().double()) * sampled
     # The absolute value of a normal variable has a mean of sqrt(2 / pi) deviations, and a variance of 1 - 2 / pi.
     mean = float((variances * 2 / math.pi).sqrt().sum() / 2)
     return mean, float((variances * (1 - 2 / math.pi)).sum().sqrt() / 2)
