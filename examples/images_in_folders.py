@@ -30,7 +30,8 @@ folder = Path(tempfile.mkdtemp())
 images, labels = load_digits()  # 1,797 handwritten digits, [N, 1, 8, 8] in 0 to 1
 order = torch.randperm(len(images))[: 900 if SHORT else 1797]
 images, labels = images[order], labels[order]
-parts = {"home": slice(0, 600), "held-out": slice(600, len(images) * 2 // 3), "site": slice(len(images) * 2 // 3, None)}
+third = len(images) // 3
+parts = {"home": slice(0, third), "held-out": slice(third, 2 * third), "site": slice(2 * third, None)}
 for name, part in parts.items():
     for number, (image, label) in enumerate(zip(images[part], labels[part], strict=True)):
         path = folder / name if name == "site" else folder / name / str(int(label))
