@@ -43,6 +43,7 @@ def source(device: str = AWAY) -> shiftmend.Profile:
     return shiftmend.profile(network(), images(1), device=device, gaussian="full")
 
 
+@functools.cache
 def rehearsed() -> shiftmend.Profile:
     """A profile with histograms of each class."""
     home = images(3, 120), torch.arange(120) % 4
