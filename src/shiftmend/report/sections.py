@@ -174,8 +174,9 @@ def changed(facts: Facts) -> Context | None:
             {"name": str(name), "share": share, "low": low, "high": high, "home": home}
             for name, share, low, high, home in every
         ]
-        # The classes that differ most come first where not all are shown.
-        rows = sorted(rows, key=lambda row: -abs(row["share"] - row["home"]))[:SHOWN_CLASSES]
+        if len(rows) > SHOWN_CLASSES:
+            # Where not all are shown, those are that differ most.
+            rows = sorted(rows, key=lambda row: -abs(row["share"] - row["home"]))[:SHOWN_CLASSES]
     largest = max((max(row["share"], row["home"]) for row in rows), default=1.0)
     left_out = 0 if shares is None or not rows else len(shares.values) - len(rows)
     return {
