@@ -104,7 +104,9 @@ def _call_factory(name: str, settings: dict[str, Any], known: Iterable[str]) -> 
 
 @contextmanager
 def _import_named(what: str, name: str, known: Iterable[str], attributes: str) -> Iterator[Any]:
-    """Import what `package.module:attribute` or `file.py:attribute` names; inside, imports find what lies beside it.
+    """Import the object that `package.module:attribute` or `file.py:attribute` names, for the length of a block.
+
+    Inside the block, modules beside the file can be imported, too.
 
     What the code prints goes to standard error: on standard output it would stand before the JSON.
     """

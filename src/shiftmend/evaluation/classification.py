@@ -92,7 +92,7 @@ class ClassificationMetrics(Sums):
         self._dense |= other._dense
 
     def compute(self) -> Scores:
-        """Return the scores of all batches; raise DataError if there are none, or if a value is out of range."""
+        """Return the scores of all batches. Raise DataError without batches, or if a label is no class of the model."""
         ignored, *sums = self._read()
         samples = self._samples - round(ignored)
         if samples == 0:

@@ -61,13 +61,13 @@ def validate(
     """List what keeps a model from being used; the list is empty for a good one.
 
     Args:
-        model: what a caller handed over as the model.
-        samples: batches of inputs `[N, ...]` where the model lies; the model runs on each of them in eval mode.
-        output: which entry of what the model returns is meant; not checked where it is None.
-        tapped: whether hooks go on some modules. Scripted and exported models take none.
-        traced: whether hooks go on every module that owns parameters, and a head is looked for.
-        trained: whether the model is adapted, so that its weights must be finite.
-        original: the model that `model` is a copy of, which must not run in its place.
+        model: The object that a caller passed as the model.
+        samples: Batches of inputs `[N, ...]` on the model's device. The model runs on each of them in eval mode.
+        output: Entry of a tuple or dict that is the model's output; not checked if None.
+        tapped: Whether hooks are attached to some modules, which scripted and exported models do not allow.
+        traced: Whether hooks are attached to every module with parameters, to find the last layer.
+        trained: Whether the model will be adapted, so that its weights must be finite.
+        original: The model that `model` is a copy of. A copy that calls the original in its forward pass is refused.
 
     Returns:
         One problem for each thing that is wrong. The model runs only if nothing else is wrong.

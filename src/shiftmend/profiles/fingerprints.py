@@ -330,7 +330,7 @@ def summarise(batches: Iterable[Inputs], most: int = MAX_SUMMARISED_INPUTS) -> S
 
 
 def mix_summaries(parts: Sequence[Summary], sizes: Sequence[float]) -> Summary:
-    """Summarise several sets of inputs of these sizes together; return the first where their kinds differ."""
+    """Combine summaries of several sets of inputs, weighted by their sizes. Return the first if their kinds differ."""
     first = parts[0]
     single = [part for part in parts if isinstance(part, InputSummary)]
     if len(single) == len(parts):

@@ -157,7 +157,7 @@ class Rehearsal:
 
     @property
     def mean_error(self) -> float:
-        """Mean absolute error of `auto`'s estimates at home, each made without the family of its shift."""
+        """Mean absolute error of estimated scores at home. Each estimate left out rehearsals of its own family."""
         truth = self.chosen_scores()
         return float((self.estimates[..., -1] - truth).abs().nanmean())
 

@@ -350,7 +350,7 @@ def _lay_behind(unit: Tensor, pattern: Tensor, home: ImageHome) -> Tensor:
 
 
 def _warp(unit: Tensor, home: ImageHome, matrix: tuple[tuple[float, ...], ...]) -> Tensor:
-    """Map the picture; outside, continue a uniform background or else the pixels of the edge."""
+    """Transform images by an affine matrix. Uncovered areas get a uniform background, else the edge pixels."""
     theta = torch.tensor(matrix).to(unit)[None]
     grid = functional.affine_grid(theta, [1, *unit.shape[1:]], align_corners=False).expand(len(unit), -1, -1, -1)
     if home.fill is None:

@@ -315,7 +315,7 @@ def join_reasons(facts: Facts) -> str:
 
 
 def explain_reason(reason: str) -> str:
-    """Return a reason in words for people who do not know the signals.
+    """Translate why an estimate does not hold into plain words, for readers who do not know the signals behind it.
 
     Example:
         >>> explain_reason("slices 0.31 lies outside of what was rehearsed (0.01 to 0.2)")

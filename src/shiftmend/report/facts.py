@@ -96,7 +96,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class TapShift:
-    """One tap: the divergence of every unit, and the worst units in full."""
+    """A tracked point of the model: how far each unit is from home, and histograms of the units that are farthest."""
 
     name: str
     where: str

@@ -23,7 +23,7 @@ def format_number(value: float) -> str:
 
 
 def format_percent(share: float, digits: int = 0) -> str:
-    """Format a share in percent, with a sign that stays on its line; a dash for NaN."""
+    """Format a share from 0 to 1 in percent, with a non-breaking space before the percent sign; a dash for NaN."""
     return f"{100 * share:.{digits}f}\u00a0%" if math.isfinite(share) else "–"
 
 

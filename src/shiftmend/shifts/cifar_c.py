@@ -59,7 +59,7 @@ def shot_noise(images: Tensor, *, generator: torch.Generator, photons: float) ->
 
 
 def impulse_noise(images: Tensor, *, generator: torch.Generator, amount: float) -> Tensor:
-    """Turn single values black or white, half of each, so that specks are coloured."""
+    """Set a share `amount` of all channel values to black or white, half to each, so that specks are coloured."""
     check_images(images)
     draw = torch.rand(images.shape, generator=generator, device=images.device)
     return images.masked_fill(draw < amount, 255).masked_fill_(draw < amount / 2, 0)

@@ -124,7 +124,7 @@ def signal_noise(signals: Tensor, *, generator: torch.Generator, strength: float
 
 
 def resampling(signals: Tensor, *, generator: torch.Generator | None = None, strength: float) -> Tensor:
-    """Sample with a clock up to a third fast: the signal is stretched, interpolated, and its end is not seen."""
+    """Sample with a clock that runs up to a third too fast. The signal is stretched, and its end is cut off."""
     return sample_linear(signals, _places(signals) / (1 + strength / 2))
 
 

@@ -164,13 +164,14 @@ class Estimate:
         return replace(self, value=first / (first + second), low=low, high=high, labelled=few)
 
     def bound(self, agreement: float | None, reason: str) -> Estimate:
-        """Return the estimate of another model, of which only its agreement with this one on the same samples is known.
+        """Estimate the score of another model from its agreement with this one on the same samples.
 
         Both scores differ by no more than the share of answers that differ, so the interval is wider by that share.
 
         Args:
             agreement: Share of equal answers; None if it is not known.
-            reason: Why there is no estimate of the other model itself. It is given where the interval gets too wide.
+            reason: Why the other model has no estimate of its own. The result holds it if the interval gets too wide,
+                or the agreement is not known.
 
         Example:
             >>> from shiftmend import Estimate

@@ -105,7 +105,9 @@ def leads(compared: Iterable[Comparison], metric: str) -> tuple[int, int]:
 
 
 def index_by_place(results: Iterable[Result]) -> dict[Cell, Result]:
-    """Map cells to their results but for failed ones; recipes are left empty, since methods differ in them.
+    """Return the results of all cells that did not fail, by cell.
+
+    The recipe in each key is empty, because methods of one cell have different recipes.
 
     Two recipes for one place of the table are an error, since a mean over both would belong to neither; and so are two
     origins of one shift's images, since methods can only be compared on the same ones.
@@ -172,7 +174,7 @@ def _over_all_shifts(
 def _test(
     table: tuple[str, str], first: str, second: str, shift: str | None, pairs: Sequence[tuple[float, float]]
 ) -> Comparison:
-    """Compare pairs, but for the correction and the verdict."""
+    """Test two methods on paired scores. Correction for several tests and verdict are filled in by the caller."""
     values = np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
     # Infinities have a remark of their own.
     with np.errstate(invalid="ignore"):

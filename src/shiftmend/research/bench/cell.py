@@ -358,7 +358,9 @@ def _order_slices(value: float) -> float:
 
 
 def _run_stream(given: CellInputs, result: Result, changes: dict[str, float], tick: Tick) -> Result:
-    """Make one pass with `changes` of the setting's options; `last`, `best` and `selected` are the same.
+    """Adapt on a stream in one pass, with some options of the method replaced by `changes`.
+
+    A stream has no epochs, so the scores `last`, `best` and `selected` of the result are equal.
 
     Scores are of the predictions made during the pass. Signals and distances are of the final model.
     """

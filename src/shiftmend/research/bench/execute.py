@@ -614,7 +614,7 @@ def _file_pattern(benchmark: Benchmark, task: Task) -> str:
 
 
 def _bundle(home: Path, pattern: str) -> dict[str, bytes]:
-    """Read files by their paths below `home`."""
+    """Read all files below `home` that match a pattern; return their contents by relative path."""
     found = (*home.glob(f"sources/{pattern}.safetensors"), *home.glob(f"profiles/{pattern}-*.safetensors"))
     return {str(file.relative_to(home)): file.read_bytes() for file in sorted(found)}
 

@@ -438,7 +438,7 @@ def _per_shift(part: Part, metric: str, beside: Beside | None) -> Table:
 
 
 def by_class(part: Part) -> list[Block]:
-    """Show the accuracy of each class and their mean, a table for each shift, as a mean over seeds."""
+    """Return one table a shift: the accuracy of each class and the mean over classes, averaged over seeds."""
     blocks: list[Block] = []
     for shift in part.shifts:
         scored = [result for result in part.results if result.cell.shift == shift and result.class_accuracy]

@@ -255,7 +255,7 @@ def probe_preprocess(preprocess: Preprocess, shape: tuple[int, ...]) -> list[Any
 
 
 def decode(images: ImageFiles, max_bytes: int, workers: int | None = None) -> Images:
-    """Decode files into memory, if they are all of one size and fit; to decode them in every epoch takes far longer."""
+    """Decode image files into memory once, instead of in every epoch, if all have one size and fit into `max_bytes`."""
     if (
         images.size is None
         or images.transform is not None

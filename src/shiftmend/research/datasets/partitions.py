@@ -88,7 +88,7 @@ def balanced(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
 
 
 def _by_class(labels: Tensor) -> list[Tensor]:
-    """Group the indices by class, in file order; only classes that occur."""
+    """Return the indices of each class that occurs, in their original order."""
     if labels.ndim != 1 or len(labels) == 0:
         raise DataError(f"expected a vector of at least one label, got {list(labels.shape)}")
     if int(labels.min()) < 0:
