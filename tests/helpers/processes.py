@@ -14,7 +14,7 @@ def silent(task: Task, done: int, total: int) -> None:
     pass
 
 
-def eventually(condition: Callable[[], object], process: Popen[str] | None = None, seconds: float = 60.0) -> bool:
+def eventually(condition: Callable[[], object], process: Popen[str] | None = None, seconds: float = 180.0) -> bool:
     """Wait until the condition holds; False if it does not in time, or the process ends first."""
     end = time.monotonic() + seconds
     while not condition():
