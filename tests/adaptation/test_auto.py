@@ -389,3 +389,17 @@ def test_a_named_method_that_was_not_rehearsed_has_no_number() -> None:
     assert record is not None
     assert result.manifest["calibration"] == {"temperature": record.temperature, "by": "home"}
     assert all(math.isfinite(value) for value in answer(result.model, shifted().inputs).flatten().tolist())
+
+
+def test_a_device_that_makes_a_model_certain_of_wrong_classes_is_told_no_accuracy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pixels behind a brighter camera were all answered as one class, with certainty: 99.6 % were told, 22.6 true."""
+    monkeypatch.setattr(Estimator, "has_other_shares", lambda *_: True)
+    site = draw(500, 13)
+    wrong = adapt(1.5 * site.inputs + 3 * OFFSET)
+    assert_untouched(wrong)
+    assert wrong.estimate is not None
+    assert wrong.estimate.after is not None
+    assert not wrong.estimate.after.reliable
+    assert (wrong.changed, wrong.shares) == (None, None)

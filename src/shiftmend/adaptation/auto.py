@@ -54,6 +54,8 @@ SIMPLER = 1.2
 
 ADVICE = "try profile = shiftmend.rehearse(model, held_out_home_data, profile) at home"
 
+UNEXPLAINED = 0.4
+"""Share of the divergence from home that may be left with free class shares, for these to explain the divergence."""
 OTHER_PATIENTS = 0.07
 """Total variation between class shares, beyond chance, from which on a site counts as one of other patients."""
 
@@ -146,7 +148,7 @@ def try_candidates(task: Task, settings: Settings, methods: Mapping[str, Method]
     return trials
 
 
-def _read(task: Task, model: nn.Module, method: Method) -> Reading:
+def _read(task: Task, model: nn.Module, method: Method, *, free_shares: bool = False) -> Reading:
     assert task.profile is not None
     # A result lies where the caller's model is, which may be another device.
     place = task.feed.device
@@ -156,7 +158,9 @@ def _read(task: Task, model: nn.Module, method: Method) -> Reading:
         call_model(model, task.feed.first(2))
 
     with on_device(model, place), isolate_rng(place, probe):
-        return read(model, task.feed, task.profile, task.profile.rehearsal, free_shares=method.frees_shares)
+        return read(
+            model, task.feed, task.profile, task.profile.rehearsal, free_shares=free_shares or method.frees_shares
+        )
 
 
 def _compare_for_shares(result: Adaptation, reading: Reading) -> None:
@@ -216,7 +220,7 @@ def adapt_auto(
     if estimator.is_at_home(untouched.signals, untouched.reading.samples):
         return _finish_at_home(untouched, estimator)
     if answers_other_classes(untouched.reading, task.profile):
-        return _finish_with_other_shares(untouched, estimator)
+        return _finish_with_other_shares(task, untouched, estimator)
     trials = _try_others(task, settings, methods, untouched)
     return _finish_rehearsed(task, trials, estimator, calibrate, settings.output)
 
@@ -240,7 +244,21 @@ def _finish_at_home(untouched: Trial, estimator: Estimator) -> Adaptation:
     return _complete(result, Estimates(estimate, estimate), tried, "the data are as at home, so nothing was changed")
 
 
-def _finish_with_other_shares(untouched: Trial, estimator: Estimator) -> Adaptation:
+def _explained_by_shares(task: Task, untouched: Trial) -> bool:
+    """Return whether other class shares explain how features and logits differ from home.
+
+    A device can make a model certain of wrong classes. The samples of each class then do not look as at home, whatever
+    the shares. Without histograms of the classes that cannot be told, and the answer is no.
+    """
+    assert task.profile is not None
+    if task.profile.rehearsal is None or not task.profile.rehearsal.by_class:
+        return False
+    assert untouched.adaptation is not None
+    free = _read(task, untouched.adaptation.model, untouched.method, free_shares=True).signals
+    return all(free[name] <= UNEXPLAINED * untouched.signals[name] for name in ("slices", "marginals"))
+
+
+def _finish_with_other_shares(task: Task, untouched: Trial, estimator: Estimator) -> Adaptation:
     """Return the untouched model: other classes are frequent here, which no candidate can undo."""
     result, reading = untouched.adaptation, untouched.reading
     assert result is not None
@@ -248,11 +266,11 @@ def _finish_with_other_shares(untouched: Trial, estimator: Estimator) -> Adaptat
     why = OTHER_SHARES
     found = None
     estimate = estimator.estimate(UNTOUCHED, untouched.signals, reading.samples, reasons=[why])
-    if estimator.record.confusion.numel():
+    if _explained_by_shares(task, untouched):
         found = estimate_shares(reading.outputs, estimator.record)
         estimate = estimator.estimate_with_shares(found)
+        result.shares, result.changed = found, "patients"
     tried = (Candidate(UNTOUCHED, estimate, untouched.signals, untouched.seconds),)
-    result.shares, result.changed = found, "patients"
     return _complete(result, Estimates(estimate, estimate), tried, f"{why}, so nothing was changed")
 
 
