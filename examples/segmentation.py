@@ -67,8 +67,8 @@ model.eval()
 # %%
 # At home, then at the site
 # -------------------------
-# A shifted model often gives most pixels to one class with confidence. ``auto`` cannot tell that from other class
-# shares and would return the model as it came. So this script names a method.
+# A shifted model often gives most pixels to one class with confidence. ``auto`` takes that for other class shares: it
+# would return the model as it came, without an estimate. So this script names a method.
 
 profile = shiftmend.profile(model, home, progress=False)
 profile = shiftmend.rehearse(
