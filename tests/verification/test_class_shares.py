@@ -146,3 +146,11 @@ def test_a_profile_without_a_rehearsal_is_refused() -> None:
     model, profile = trained()
     with pytest.raises(DataError, match="rehearse"):
         shiftmend.shares(model, draw(50, 7).inputs, profile, progress=False)
+
+
+def test_shares_behind_another_device_are_doubted() -> None:
+    model, _ = trained()
+    site = draw(800, 7)
+    found = shiftmend.shares(model, 1.5 * site.inputs + torch.linspace(-6, 6, 8), rehearsed(), progress=False)
+    assert found.distance > 0.1
+    assert any("device" in reason for reason in found.reasons)

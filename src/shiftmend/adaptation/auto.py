@@ -38,7 +38,7 @@ from shiftmend.verification.class_shares import Shares, estimate_shares
 from shiftmend.verification.estimate import HOME_DEVIATIONS, Estimate, Estimator
 from shiftmend.verification.harm import OTHER_SHARES, answers_other_classes, find_worse_answers
 from shiftmend.verification.predictions import as_class_logits, skew, skew_by_chance
-from shiftmend.verification.reading import Reading, add_agreements, read
+from shiftmend.verification.reading import Reading, add_agreements, read, shares_explain
 from shiftmend.verification.verdict import Verification
 
 logger = logging.getLogger(__name__)
@@ -54,8 +54,6 @@ SIMPLER = 1.2
 
 ADVICE = "try profile = shiftmend.rehearse(model, held_out_home_data, profile) at home"
 
-UNEXPLAINED = 0.4
-"""Share of the divergence from home that may be left with free class shares, for these to explain the divergence."""
 OTHER_PATIENTS = 0.07
 """Total variation between class shares, beyond chance, from which on a site counts as one of other patients."""
 
@@ -254,8 +252,8 @@ def _explained_by_shares(task: Task, untouched: Trial) -> bool:
     if task.profile.rehearsal is None or not task.profile.rehearsal.by_class:
         return False
     assert untouched.adaptation is not None
-    free = _read(task, untouched.adaptation.model, untouched.method, free_shares=True).signals
-    return all(free[name] <= UNEXPLAINED * untouched.signals[name] for name in ("slices", "marginals"))
+    free = _read(task, untouched.adaptation.model, untouched.method, free_shares=True)
+    return shares_explain(untouched.signals, free.signals)
 
 
 def _finish_with_other_shares(task: Task, untouched: Trial, estimator: Estimator) -> Adaptation:

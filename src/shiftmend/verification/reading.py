@@ -40,6 +40,9 @@ READ_SIGNALS: dict[str, str] = {
 }
 """Signals of a reading by name. `agreement with CANDIDATE` joins them where several candidates are read."""
 
+UNEXPLAINED = 0.4
+"""Share of the divergence from home that may be left with free class shares, for these to explain the divergence."""
+
 MAX_KEPT_VALUES = 1 << 24
 """Outputs kept of a pass; samples beyond are left out evenly."""
 
@@ -131,6 +134,20 @@ def summarise(
     found = measure_outputs(outputs, rehearsal, own_shares)
     values = {name: value for name, value in (signals | found.signals).items() if value is not None}
     return Reading(values, outputs, found.answers, verification, verification.samples, shares)
+
+
+def shares_explain(plain: Mapping[str, float], free: Mapping[str, float]) -> bool:
+    """Return whether other class shares explain most of the divergence from home.
+
+    Args:
+        plain: Signals of a model, compared with home.
+        free: The same, compared with home for the class shares that the model finds (`free_shares`).
+
+    Example:
+        >>> shares_explain({"slices": 0.5, "marginals": 0.4}, {"slices": 0.05, "marginals": 0.02})
+        True
+    """
+    return all(free[name] <= UNEXPLAINED * plain[name] for name in ("slices", "marginals"))
 
 
 def measure_outside(tally: Tally) -> float:

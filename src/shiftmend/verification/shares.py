@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +18,12 @@ from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.progress import Progress, progress_bar
 from shiftmend.utils.rng import isolate_rng
 from shiftmend.verification.class_shares import Shares, estimate_shares
-from shiftmend.verification.reading import read
+from shiftmend.verification.reading import read, shares_explain
 from shiftmend.verification.verify import find_adaptation
+
+OTHER_SHARES_DISTANCE = 0.1
+"""Total variation from home beyond which shares have to explain how features differ from home."""
+NOT_EXPLAINED = "these shares do not explain how features differ from home, as behind another device"
 
 
 def shares(
@@ -89,4 +94,10 @@ def shares(
         feed.on_batch = bar.advance
         how = find_adaptation(model, profile, adaptation)
         reading = read(model, feed, profile, record, how.temperature)
-    return estimate_shares(reading.outputs, record, seed)
+        free = read(model, feed, profile, record, how.temperature, free_shares=True)
+    found = estimate_shares(reading.outputs, record, seed)
+    if found.distance > OTHER_SHARES_DISTANCE and not (
+        record.by_class and shares_explain(reading.signals, free.signals)
+    ):
+        return replace(found, reasons=(*found.reasons, NOT_EXPLAINED))
+    return found
