@@ -65,8 +65,8 @@ MAX_OUTSIDE = 0.02
 gas sensors, which make a model wrong and certain, each had 0.08 or more; single classes at home had less than 0.01."""
 ERROR_BY_DISTANCE = 0.25
 """Error of an accuracy, in each unit of the distance between class shares, that intervals allow for. Behind lower
-contrast, MNIST with a long tail of classes (0.47 apart) would have been told 13 points too high, and nine other sites
-within 2 (`benchmarks/other_shares.py`). The value was chosen so that this site is not told."""
+contrast, MNIST with a long tail of classes (0.47 apart) would have been told 13 points too high, and ten other sites
+within 4 (`benchmarks/other_shares.py`). The value was chosen so that this site is not told."""
 HOME_DEVIATIONS = 3.0
 """Deviations within which the signals of data count as those of home."""
 AS_CERTAIN = 0.02
