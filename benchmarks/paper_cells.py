@@ -1,6 +1,7 @@
 """Run the next cells that are missing from the paper's tables, as many as fit into a time limit.
 
-    python benchmarks/paper_cells.py --data-root DATA --models MODELS --store STORE --time-limit 25 [--list]
+    python benchmarks/paper_cells.py --data-root DATA --models MODELS --store STORE --time-limit 25
+    python benchmarks/paper_cells.py --models MODELS --store STORE --benchmark emnist-da --list
 
 STORE is a folder for `shiftmend bench`: its results, which begin with the compact files in `results/`, are written
 after each cell, and a script that is stopped goes on where it was. MODELS holds source models as
@@ -368,12 +369,16 @@ def main(blocks: Sequence[Block] = BLOCKS, arguments: Sequence[str] | None = Non
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--results", type=Path, default=KEPT, help="compact files to begin with")
+    parser.add_argument("--benchmark", help="run the cells of this benchmark alone")
     parser.add_argument("--time-limit", type=float, default=25.0, help="minutes")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--compile", action="store_true", help="compile the steps of adapt")
     parser.add_argument("--list", action="store_true", help="say what is missing, and run nothing")
     given = parser.parse_args(arguments)
     place = Place(given.store, given.models, given.data_root, given.device, given.compile)
+    blocks = [block for block in blocks if given.benchmark in (None, block.benchmark)]
+    if not blocks:
+        raise SystemExit(f"Expected a benchmark with missing cells, got {given.benchmark}. Try --list.")
     if given.list:
         for line in list_blocks(blocks, place, given.results):
             print(line)
@@ -385,7 +390,7 @@ def main(blocks: Sequence[Block] = BLOCKS, arguments: Sequence[str] | None = Non
 
     finished = run_blocks(blocks, place, given.time_limit, say, given.results)
     say(f"{len(finished)} of {len(blocks)} blocks are done")
-    if len(finished) == len(blocks):
+    if len(finished) == len(blocks) and blocks[-1].whole:
         drawn = analyse(blocks[-1], place, given.time_limit - (time.monotonic() - begun) / 60, say)
         say(f"{len(drawn)} of {len(FIGURES)} figures are drawn")
 
