@@ -2,18 +2,30 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rehearsed_world import make_record
 from worlds import sensors
 
 import shiftmend
 from shiftmend.engine import schedule
 from shiftmend.engine.history import CLOSE, Epoch
 from shiftmend.engine.method import Stage
-from shiftmend.engine.schedule import GRACE, PATIENCE, ROUND_STEPS, WINDOW, has_settled, has_worsened, plan_rounds
+from shiftmend.engine.schedule import (
+    GRACE,
+    PATIENCE,
+    ROUND_STEPS,
+    WINDOW,
+    has_reached_home,
+    has_settled,
+    has_worsened,
+    plan_rounds,
+)
 from shiftmend.errors import AdaptationError
 
 
@@ -98,6 +110,33 @@ def test_slices_that_get_much_worse_end_the_run_after_several_rounds() -> None:
     assert not has_worsened([*falling, *[0.3] * PATIENCE], GRACE - 1)
     assert has_worsened([*falling, *[math.nan] * PATIENCE], GRACE)
     assert not has_worsened([*falling, 0.3, 0.3, 0.1], GRACE)
+
+
+def test_home_is_reached_only_with_every_signal() -> None:
+    home = {"slices": 0.02, "marginals": 0.1}
+    assert has_reached_home({"slices": 0.02, "marginals": 0.05, "entropy": 3.0}, home)
+    assert not has_reached_home({"slices": 0.01, "marginals": 0.11}, home)
+    assert not has_reached_home({"slices": 0.01}, home)
+    assert not has_reached_home({"slices": 0.01, "marginals": 0.05}, {"slices": 0.02, "marginals": math.nan})
+    assert not has_reached_home({"slices": 0.0, "marginals": 0.0}, {})
+
+
+@pytest.mark.parametrize("method", ["fr", "bufr"])
+def test_a_run_ends_as_soon_as_the_features_are_as_close_to_the_profile_as_home(method: str) -> None:
+    world = sensors()
+    options: dict[str, Any] = {"batch_size": 100, "learning_rate": 0.01}
+    alone = shiftmend.adapt(world.model, world.target, world.profile(), method, **options)
+    middle = alone.history[len(alone.history) // 2].signals
+    levels = torch.tensor([[1.01 * middle[name] for name in ("slices", "marginals")]])
+    three = {"shares": torch.full((3,), 1 / 3), "confusion": torch.full((3, 3), 10.0)}
+    record = make_record(signals=("slices", "marginals"), home_mean=levels, cross_fitted=False, **three)
+    rehearsed = replace(world.profile(), rehearsal=record)
+    result = shiftmend.adapt(world.model, world.target, rehearsed, method, **options)
+    home = dict(zip(record.signals, levels[0].tolist(), strict=True))
+    reached = [has_reached_home(row.signals, home) for row in alone.history]
+    assert 1 < len(result.history) == 1 + reached.index(True) < len(alone.history)
+    assert [row.losses for row in result.history] == [row.losses for row in alone.history[: len(result.history)]]
+    assert result.manifest["steps"] < alone.manifest["steps"]
 
 
 def test_the_default_ends_by_itself_and_says_so() -> None:

@@ -328,3 +328,15 @@ def test_a_candidate_is_found_by_its_name() -> None:
     with pytest.raises(ProfileError, match="not rehearsed"):
         RECORD.index("tent")
     assert RECORD.families == tuple(f"family {number}" for number in range(12))
+
+
+@pytest.mark.parametrize("chance", [0.0, 3.0])
+def test_the_level_of_home_at_any_size_has_a_part_that_chance_makes(chance: float) -> None:
+    sizes = (300, 5000)
+    means = torch.tensor([[0.05 + chance / size] for size in sizes])
+    record = make_record(sizes=sizes, signals=("slices",), home_mean=means, cross_fitted=False)
+    for size in (100, 300, 1000, 5000, 20_000):
+        assert record.home_level("slices", size) == pytest.approx(0.05 + chance / size, abs=1e-6)
+    assert math.isnan(record.home_level("marginals", 300))
+    single = make_record(sizes=(300,), signals=("slices",), home_mean=means[:1], cross_fitted=False)
+    assert single.home_level("slices", 10_000) == pytest.approx(0.05 + chance / 300, abs=1e-6)

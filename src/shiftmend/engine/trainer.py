@@ -24,7 +24,7 @@ from shiftmend.engine.history import Choice, Epoch
 from shiftmend.engine.method import Method, Network, Stage, check_objective
 from shiftmend.engine.modes import enter_adapting_modes, hold_layer_options, is_finite, unfreeze
 from shiftmend.engine.rate_search import find_rate
-from shiftmend.engine.schedule import Rounds, has_settled, has_worsened, plan_rounds
+from shiftmend.engine.schedule import Rounds, has_reached_home, has_settled, has_worsened, plan_rounds
 from shiftmend.engine.step import Steps
 from shiftmend.errors import AdaptationError, DivergedError
 from shiftmend.inputs.feed import Feed
@@ -98,6 +98,11 @@ class Trainer:
         self.run, self.seed, self.keep, self.on_epoch, self.path = run, seed, keep, on_epoch, checkpoint
         self.precision, self.capture, self.compile = precision, capture, compile
         self.read_activations = ActivationReader(self.model, feed, precision, capture)
+        self.home: dict[str, float] = {}
+        """Divergences of held-out home data by name; empty without a rehearsal."""
+        if profile is not None and profile.rehearsal is not None and any(stage.settles for stage in stages):
+            seen = min(feed.known_samples or VERIFIED_PER_EPOCH, VERIFIED_PER_EPOCH)
+            self.home = {name: profile.rehearsal.home_level(name, seen) for name in ("slices", "marginals")}
         self.bar = Bar()
         self.history: list[Epoch] = []
         self.choice = Choice(
@@ -207,6 +212,9 @@ class Trainer:
                 if stage.settles and self._has_worsened(done):
                     logger.info("the slices got worse; restoring ends in stage %s", stage.name)
                     over = True
+                elif stage.settles and self._has_reached_home():
+                    logger.info("features are as close to the profile as home's; restoring ends in %s", stage.name)
+                    over = True
 
     def _search_rate(self) -> None:
         """Find the learning rate, if it is only a guess; a resumed run takes what was found when it began."""
@@ -245,7 +253,10 @@ class Trainer:
             return done >= rounds.at_most
         terms = self.history[-1].losses.keys()
         losses = [row.loss for row in self.history if row.loss is not None and row.losses.keys() == terms]
-        return has_settled(losses, done) or self._has_worsened(done)
+        return has_settled(losses, done) or self._has_worsened(done) or self._has_reached_home()
+
+    def _has_reached_home(self) -> bool:
+        return self.epochs > 0 and has_reached_home(self.history[-1].signals, self.home)
 
     def _has_worsened(self, done: int) -> bool:
         return has_worsened([row.verification for row in self.history if row.verification is not None], done)

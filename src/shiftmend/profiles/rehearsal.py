@@ -140,6 +140,19 @@ class Rehearsal:
         counts = self.by_class[name].double()
         return counts / counts.sum(2, keepdim=True).clamp_min(1)
 
+    def home_level(self, signal: str, samples: int) -> float:
+        """Return the mean of a signal on unshifted, held-out home data of that size; NaN if home did not have it.
+
+        The mean is linear in 1 / n through the smallest and the largest size, since chance adds a term of that order.
+        """
+        if signal not in self.signals:
+            return math.nan
+        means, sizes = self.home_mean[:, self.signals.index(signal)].double().tolist(), self.sizes
+        if len(sizes) == 1:
+            return float(means[0])
+        slope = (means[0] - means[-1]) / (1 / sizes[0] - 1 / sizes[-1])
+        return float(means[-1] + slope * (1 / samples - 1 / sizes[-1]))
+
     @property
     def metric(self) -> str:
         """Name of the score: accuracy, agreement, rmse or deviation."""

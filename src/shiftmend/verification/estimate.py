@@ -839,9 +839,9 @@ class Estimator:
             return math.nan, math.nan
         place = record.signals.index(name)
         sizes = np.array(record.sizes, dtype=float)
-        means, deviations = (one[:, place].double().numpy() for one in (record.home_mean, record.home_deviation))
+        deviations = record.home_deviation[:, place].double().numpy()
         spread = [_scale_deviation(sizes, deviations, number) for number in (samples, record.samples)]
-        return _extrapolate(sizes, means, samples), math.hypot(*spread)
+        return record.home_level(name, samples), math.hypot(*spread)
 
 
 def _check_range(rehearsed: Floats, name: str, value: float) -> str | None:
@@ -853,14 +853,6 @@ def _check_range(rehearsed: Floats, name: str, value: float) -> str | None:
     if name == "skew":
         return f"answers fall into other classes than ever at home (skew {value:.2f}, rehearsed up to {high:.2f})"
     return f"{name} {value:.3g} lies outside of what was rehearsed ({low:.3g} to {high:.3g})"
-
-
-def _extrapolate(sizes: Floats, means: Floats, samples: int) -> float:
-    """Return the mean at a sample size: linear in 1 / n through the smallest and the largest size."""
-    if len(sizes) == 1:
-        return float(means[0])
-    slope = (means[0] - means[-1]) / (1 / sizes[0] - 1 / sizes[-1])
-    return float(means[-1] + slope * (1 / samples - 1 / sizes[-1]))
 
 
 def _scale_deviation(sizes: Floats, deviations: Floats, samples: int) -> float:
