@@ -37,6 +37,7 @@ class Given:
 
     resources: Resources
     may_train: bool
+    rehearsed: Path | None = None
 
     @property
     def benchmark(self) -> Benchmark:
@@ -60,6 +61,15 @@ class Given:
     def profile(self, seed: int) -> Profile:
         self.model(seed)
         return self.resources.profile("plain", seed, self.protocol.temperature)
+
+    def rehearsed_profile(self, seed: int) -> Profile:
+        """Return the profile that was rehearsed for the source model of a seed, or the plain one if none is named."""
+        if self.rehearsed is None:
+            return self.profile(seed)
+        profile = Profile.load(self.rehearsed / f"{self.benchmark.name}-{seed}.profile")
+        if profile.weights != fingerprints.weights(self.model(seed)):
+            raise SystemExit(f"Expected a profile of the model of seed {seed}, got one of another. Rehearse again.")
+        return profile
 
     def target(self, shift: str) -> tuple[Tensor, Tensor]:
         """Return inputs and labels of a shift, as they come from memory, on the host."""
@@ -109,6 +119,7 @@ class Given:
             "bfloat16": self.protocol.in_bfloat16(self.device),
             "source": self.benchmark.sources["plain"].facts(),
             "source_remark": self.benchmark.source_remark(self.resources.root),
+            "rehearsed": self.rehearsed is not None,
             "source_models": {
                 str(seed): {
                     "file": self._find_model(seed).name,
@@ -132,6 +143,7 @@ def open_benchmark(
     *,
     targets: Path | None = None,
     may_train: bool = False,
+    rehearsed: Path | None = None,
 ) -> Given:
     """Open a benchmark whose source models and profiles lie in a folder, as `shiftmend bench run` leaves them.
 
@@ -142,6 +154,7 @@ def open_benchmark(
         device: Where to compute.
         targets: Folder that keeps shifted images, so that no later run makes them again.
         may_train: Whether source models that are missing are trained.
+        rehearsed: Folder with rehearsed profiles.
     """
     benchmark = find(name)
     places = (models / name / "bench", models / name, models / "bench")
@@ -155,7 +168,7 @@ def open_benchmark(
         return kept.get("target", shift, lambda: _read_target(name, shift, given_root, targets))
 
     opened = replace(benchmark, load_target=load_target)
-    return Given(Resources(opened, home, root, resolve_device(device), data=Cache(4)), may_train)
+    return Given(Resources(opened, home, root, resolve_device(device), data=Cache(4)), may_train, rehearsed)
 
 
 def keep_targets(name: str, shifts: Sequence[str], root: Path | None, folder: Path, workers: int | None = None) -> None:

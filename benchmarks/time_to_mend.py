@@ -9,7 +9,8 @@ by itself), without scores on the way, from arrays on the host; the first run of
 libraries does not count. A second such run is scored after each round, to find the best state (`oracle`). Beside it
 stand the untouched model, AdaBN and the published schedule: run here with `--published`, or taken from a store or from
 a file in `results/`, if the source model there had the same weights. Cells from other source models of the same recipe
-are set beside with `--other-models`, and are named so. A run that was cut off goes on from `--out`. Digits take a few
+are set beside with `--other-models`, and are named so. With `--rehearsed FOLDER` auto runs get the rehearsed profile that
+`benchmarks/estimates.py` left there, as a site would have it. A run that was cut off goes on from `--out`. Digits take a few
 minutes on a CPU; the others are for a GPU.
 """
 
@@ -79,7 +80,7 @@ def measure_baseline(given: Given, method: str, shift: str, seed: int) -> Row:
 def measure_auto(given: Given, method: str, shift: str, seed: int) -> Row:
     """Time `adapt` with nothing but a method, and score what it returns."""
     inputs, labels = given.target(shift)
-    model, profile = given.model(seed), given.profile(seed)
+    model, profile = given.model(seed), given.rehearsed_profile(seed)
     started = time.perf_counter()
     result = given.adapt(model, inputs, profile, method, seed)
     seconds = time.perf_counter() - started
@@ -115,7 +116,7 @@ def measure_oracle(given: Given, method: str, shift: str, seed: int) -> Row:
         assert isinstance(scores, Scores)
         found.append((row, scores))
 
-    result = given.adapt(given.model(seed), inputs, given.profile(seed), method, seed, on_epoch=look)
+    result = given.adapt(given.model(seed), inputs, given.rehearsed_profile(seed), method, seed, on_epoch=look)
     scorer.clear()
     best, scores = max(found, key=lambda pair: pair[1].accuracy)
     batches = steps_per_epoch(given, inputs)
@@ -579,6 +580,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", type=Path, default=Path("bench"), help="folder with sources and profiles")
     parser.add_argument("--train", action="store_true", help="train source models that are missing")
     parser.add_argument("--targets", type=Path, help="folder that keeps shifted images")
+    parser.add_argument("--rehearsed", type=Path, help="folder with rehearsed profiles, BENCHMARK-SEED.profile")
     parser.add_argument("--methods", nargs="*", choices=METHODS)
     parser.add_argument("--shifts", nargs="*")
     parser.add_argument("--seeds", type=int, nargs="*")
@@ -628,6 +630,7 @@ def run(options: argparse.Namespace, file: RowFile) -> None:
         str(device),
         targets=options.targets,
         may_train=options.train or name == "digits",
+        rehearsed=options.rehearsed,
     )
     wishes = Wishes(
         tuple(options.methods or (METHODS[:1] if name in CIFAR else METHODS)),
