@@ -9,9 +9,9 @@ by itself), without scores on the way, from arrays on the host; the first run of
 libraries does not count. A second such run is scored after each round, to find the best state (`oracle`). Beside it
 stand the untouched model, AdaBN and the published schedule: run here with `--published`, or taken from a store or from
 a file in `results/`, if the source model there had the same weights. Cells from other source models of the same recipe
-are set beside with `--other-models`, and are named so. With `--rehearsed FOLDER` auto runs get the rehearsed profile that
-`benchmarks/estimates.py` left there, as a site would have it. A run that was cut off goes on from `--out`. Digits take a few
-minutes on a CPU; the others are for a GPU.
+are set beside with `--other-models`, and are named so. With `--rehearsed FOLDER` auto runs get the rehearsed profile
+that `benchmarks/estimates.py` left there, as a site would have it. A run that was cut off goes on from `--out`. Digits
+take a few minutes on a CPU; the others are for a GPU.
 """
 
 from __future__ import annotations
