@@ -315,6 +315,7 @@ def analyse(
     name = find(block.benchmark).name
     file = place.store / f"{name}-analyses.json"
     numbers: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"seed": seed, "figures": {}}
+    numbers["blocks"] = measure_blocks([r for r in read_store(place) if r.cell.seed == numbers["seed"]], name)
     done: list[str] = []
     for title, (figure, choice) in (FIGURES if figures is None else figures).items():
         if title not in numbers["figures"]:
@@ -329,6 +330,16 @@ def analyse(
             write_atomically(file, (json.dumps(numbers, indent=1) + "\n").encode())
         done.append(title)
     return done
+
+
+def measure_blocks(results: Sequence[Result], name: str) -> dict[str, dict[str, float]]:
+    """Return the accuracy of `bufr` at the end of each block, by shift; before adapting stands under an empty name."""
+    found: dict[str, dict[str, float]] = {}
+    for result in results:
+        if (result.cell.benchmark, result.cell.protocol, result.cell.method) == (name, "offline", "bufr"):
+            scored = [row for row in result.history if row.get("accuracy") is not None]
+            found[result.cell.shift] = {row["block"]: row["accuracy"] for row in scored}
+    return found
 
 
 def measure(figure: str, request: Request) -> Any:
