@@ -3,8 +3,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import analyses
 import pytest
+
+import analyses
 from analyses import answer_blocks, answer_layers, answer_moved, main, tabulate_calibration
 
 BLOCKS = {
