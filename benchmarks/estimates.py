@@ -719,14 +719,20 @@ def _tabulate_returned(judged: Sequence[Row], names: Sequence[str]) -> list[str]
             if not rows:
                 continue
             keys = ("true_before", "bufr", "true", "best")
-            values = [100 * mean(row[key] for row in rows if math.isfinite(row[key])) for key in keys]
+            values = [_average(rows, key) for key in keys]
             aimed = f" (aim {limit})" if math.isfinite(limit) else ""
             lines.append(
                 f"| {title} | {len(rows)} | "
-                + " | ".join(f"{value:.1f}" for value in values)
+                + " | ".join(values)
                 + f" | {mean(100 * (row['best'] - row['true']) for row in rows):.2f}{aimed} |"
             )
     return lines
+
+
+def _average(rows: Sequence[Row], key: str) -> str:
+    """Write the mean accuracy in percent; a dash where a candidate was not tried."""
+    known = [row[key] for row in rows if math.isfinite(row[key])]
+    return f"{100 * mean(known):.1f}" if known else "–"
 
 
 def _tabulate_calibration(judged: Sequence[Row], names: Sequence[str]) -> list[str]:
@@ -763,13 +769,10 @@ def _tabulate_harm(judged: Sequence[Row], names: Sequence[str]) -> list[str]:
             told = [_error(row) for row in rows if row["after"]["told"]]
             lost = max(100 * (row["true_before"] - row["true"]) for row in rows)
             worst, largest = max(worst, lost), max([largest, *told])
-            values = [
-                100 * mean(row[key] for row in rows if math.isfinite(row[key]))
-                for key in ("true_before", "bufr", "true")
-            ]
+            values = [_average(rows, key) for key in ("true_before", "bufr", "true")]
             lines.append(
                 f"| {name}, {case} | {len(rows)} | "
-                + " | ".join(f"{value:.1f}" for value in values)
+                + " | ".join(values)
                 + f" | {lost:.1f} | {len(told)} | {f'{max(told):.1f}' if told else '–'} |"
             )
     lines += ["", f"The largest loss is {worst:.1f} points (aim: at most 2), the largest error of what was told"]
