@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
+import multiprocessing
 import os
+import pickle
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +26,16 @@ from shiftmend.errors import DataError
 from shiftmend.inputs.images import Split
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.profile import Profile
-from shiftmend.research.bench.benchmark import Benchmark, Images, Protocol, Root, Target
+from shiftmend.research.bench.benchmark import (
+    CLEAN,
+    UNADAPTED,
+    Benchmark,
+    Images,
+    Protocol,
+    Root,
+    Setting,
+    Target,
+)
 from shiftmend.research.bench.resources import Cache, Resources, identify_data
 from shiftmend.research.bench.suite import find
 from shiftmend.utils.devices import resolve_device
@@ -48,6 +61,11 @@ class Given:
         return self.resources.device
 
     @property
+    def source(self) -> str:
+        """Name of the recipe of the plain source model; that of MNIST where each direction has its own."""
+        return self.benchmark.source_for(Setting(UNADAPTED), CLEAN)
+
+    @property
     def protocol(self) -> Protocol:
         return self.benchmark.protocols["offline"]
 
@@ -56,11 +74,11 @@ class Given:
         path = self._find_model(seed)
         if not self.may_train and not path.exists():
             raise SystemExit(f"Expected the source model {path}, found none. Try --train, or name another --models.")
-        return self.resources.model("plain", seed)[0]
+        return self.resources.model(self.source, seed)[0]
 
     def profile(self, seed: int) -> Profile:
         self.model(seed)
-        return self.resources.profile("plain", seed, self.protocol.temperature)
+        return self.resources.profile(self.source, seed, self.protocol.temperature)
 
     def rehearsed_profile(self, seed: int) -> Profile:
         """Return the profile that was rehearsed for the source model of a seed, or the plain one if none is named."""
@@ -117,7 +135,7 @@ class Given:
             "environment": versions | {"threads": torch.get_num_threads()},
             "protocol": self.protocol.facts(),
             "bfloat16": self.protocol.in_bfloat16(self.device),
-            "source": self.benchmark.sources["plain"].facts(),
+            "source": self.benchmark.sources[self.source].facts(),
             "source_remark": self.benchmark.source_remark(self.resources.root),
             "rehearsed": self.rehearsed is not None,
             "source_models": {
@@ -130,7 +148,7 @@ class Given:
         }
 
     def _find_model(self, seed: int) -> Path:
-        data, recipe = self.resources.source("plain").train, self.benchmark.sources["plain"]
+        data, recipe = self.resources.source(self.source).train, self.benchmark.sources[self.source]
         digest = recipe.digest(identify_data(data, self.benchmark.preprocess))
         return self.resources.home / "sources" / f"{recipe.network}-{digest}-{seed}.safetensors"
 
@@ -144,6 +162,7 @@ def open_benchmark(
     targets: Path | None = None,
     may_train: bool = False,
     rehearsed: Path | None = None,
+    source_epochs: int | None = None,
 ) -> Given:
     """Open a benchmark whose source models and profiles lie in a folder, as `shiftmend bench run` leaves them.
 
@@ -155,8 +174,12 @@ def open_benchmark(
         targets: Folder that keeps shifted images, so that no later run makes them again.
         may_train: Whether source models that are missing are trained.
         rehearsed: Folder with rehearsed profiles.
+        source_epochs: Epochs of that training, instead of those of the recipe. Such a model is another source model.
     """
     benchmark = find(name)
+    if source_epochs is not None:
+        shorter = {key: replace(recipe, epochs=source_epochs) for key, recipe in benchmark.sources.items()}
+        benchmark = replace(benchmark, sources=shorter)
     places = (models / name / "bench", models / name, models / "bench")
     home = next((place for place in places if (place / "sources").is_dir()), models)
     kept = Cache(TARGETS_IN_MEMORY)
@@ -282,3 +305,36 @@ class Deadline:
 
     def done(self) -> None:
         self.longest = max(self.longest, self._clock() - self._begun)
+
+
+class TimeUp(Exception):
+    """The time limit was over before a job could begin."""
+
+
+class Workers(Executor):
+    """Processes that share the device. None begins a job after the time limit.
+
+    Jobs travel by value: tensors in shared memory would need more of it than a container has.
+    """
+
+    def __init__(self, count: int, minutes: float | None) -> None:
+        self.end = math.inf if minutes is None else time.time() + 60 * minutes
+        self._pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _begin_worker)
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        return self._pool.submit(_call, pickle.dumps((function, arguments, options)), self.end)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._pool.shutdown(wait, cancel_futures=cancel_futures)
+
+
+def _begin_worker() -> None:
+    torch.set_num_threads(1)
+    logging.getLogger("shiftmend").setLevel(logging.ERROR)
+
+
+def _call(job: bytes, end: float) -> Any:
+    if time.time() > end:
+        raise TimeUp
+    function, arguments, options = pickle.loads(job)
+    return function(*arguments, **options)

@@ -59,9 +59,19 @@ def load_target(shift: str, root: Root) -> Target:
     if shift == CLEAN:
         return Target(clean, clean, clean)
     if _published(shift, root):
-        return Target(source_part(mnist_c(shift, "train", root)), mnist_c(shift, "test", root), clean)
-    name = f"mnist-c/{shift}"
-    return Target(make_again(name, source_part(mnist("train", root))), make_again(name, clean), clean)
+        adapt = source_part(mnist_c(shift, "train", root))
+    else:
+        adapt = make_again(f"mnist-c/{shift}", source_part(mnist("train", root)))
+    return Target(adapt, load_scored(shift, root), clean)
+
+
+def load_scored(shift: str, root: Root) -> Split:
+    """Load the images of a shift that methods are scored on, and these alone."""
+    if shift == CLEAN:
+        return mnist("test", root)
+    if _published(shift, root):
+        return mnist_c(shift, "test", root)
+    return make_again(f"mnist-c/{shift}", mnist("test", root))
 
 
 def origin(shift: str, root: Root) -> Origin:

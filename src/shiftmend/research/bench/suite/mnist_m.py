@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shiftmend.inputs.images import signed
+from shiftmend.inputs.images import Split, signed
 from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Origin, Root, Setting, Target
 from shiftmend.research.bench.suite.mnist_c import OFFLINE, SETTINGS, SOURCES, load_source, source_part
 from shiftmend.research.bench.suite.shifted_data import exists, find_textures, make_again
@@ -30,11 +30,19 @@ def load_target(shift: str, root: Root) -> Target:
     if shift == CLEAN:
         return Target(clean, clean, clean)
     if _published(root):
-        seen = mnist_m("test", root)
-        return Target(source_part(mnist_m("train", root)), seen, clean if _in_order(root) else None)
-    train = source_part(mnist("train", root))
-    pictures = _photographs(root)
-    return Target(make_again(SHIFT, train, pictures=pictures), make_again(SHIFT, clean, pictures=pictures), clean)
+        seen = source_part(mnist_m("train", root))
+        return Target(seen, load_scored(shift, root), clean if _in_order(root) else None)
+    seen = make_again(SHIFT, source_part(mnist("train", root)), pictures=_photographs(root))
+    return Target(seen, load_scored(shift, root), clean)
+
+
+def load_scored(shift: str, root: Root) -> Split:
+    """Load the images that methods are scored on, and these alone."""
+    if shift == CLEAN:
+        return mnist("test", root)
+    if _published(root):
+        return mnist_m("test", root)
+    return make_again(SHIFT, mnist("test", root), pictures=_photographs(root))
 
 
 def origin(shift: str, root: Root) -> Origin:
