@@ -48,7 +48,8 @@ CANDIDATES = (UNTOUCHED, "match-mean", "match-moments", "adabn", "fr-shares", "f
 """Candidates of `auto`, the simplest first: of several that are as good, the simplest is kept."""
 
 MUCH_CLOSER = 0.7
-"""Without a rehearsal: slices, as a share of those of the untouched model, that a candidate must come below."""
+"""Slices, as a share of those of the untouched model, that a candidate must come below where no estimate holds: without
+a rehearsal, and where the untouched model is certain of other classes than home has."""
 SIMPLER = 1.2
 """Without a rehearsal: the simplest candidate is kept whose slices exceed the lowest by no more than this factor."""
 
@@ -217,10 +218,16 @@ def adapt_auto(
     estimator = Estimator(record)
     if estimator.is_at_home(untouched.signals, untouched.reading.samples):
         return _finish_at_home(untouched, estimator)
-    if answers_other_classes(untouched.reading, task.profile):
-        return _finish_with_other_shares(task, untouched, estimator)
+    free = None
+    if has_skew := answers_other_classes(untouched.reading, task.profile):
+        free = compare_with_free_shares(task, untouched)
+        if free is not None and shares_explain(untouched.signals, free.signals, record):
+            return _finish_with_other_shares(untouched, estimator)
+        # A device may have made the model certain of wrong classes. Only candidates that leave class shares free can
+        # tell: whatever assumes the shares of home finds them by pushing samples into other classes.
+        methods = {name: method for name, method in methods.items() if name == UNTOUCHED or method.frees_shares}
     trials = _try_others(task, settings, methods, untouched)
-    return _finish_rehearsed(task, trials, estimator, calibrate, settings.output)
+    return _finish_rehearsed(task, trials, estimator, calibrate, settings.output, has_skew=has_skew, free=free)
 
 
 def _try_others(task: Task, settings: Settings, methods: Mapping[str, Method], untouched: Trial) -> list[Trial]:
@@ -242,40 +249,58 @@ def _finish_at_home(untouched: Trial, estimator: Estimator) -> Adaptation:
     return _complete(result, Estimates(estimate, estimate), tried, "the data are as at home, so nothing was changed")
 
 
-def _explained_by_shares(task: Task, untouched: Trial) -> bool:
-    """Return whether other class shares explain how features and logits differ from home.
+def compare_with_free_shares(task: Task, untouched: Trial) -> Reading | None:
+    """Read the untouched model once more, compared with home for the class shares that it finds.
 
     A device can make a model certain of wrong classes. The samples of each class then do not look as at home, whatever
-    the shares. Without histograms of the classes that cannot be told, and the answer is no.
+    the shares. Without histograms of the classes that cannot be told, and there is no such reading.
     """
     assert task.profile is not None
     if task.profile.rehearsal is None or not task.profile.rehearsal.by_class:
-        return False
+        return None
     assert untouched.adaptation is not None
-    free = _read(task, untouched.adaptation.model, untouched.method, free_shares=True)
-    return shares_explain(untouched.signals, free.signals)
+    return _read(task, untouched.adaptation.model, untouched.method, free_shares=True)
 
 
-def _finish_with_other_shares(task: Task, untouched: Trial, estimator: Estimator) -> Adaptation:
+def is_mended(signals: Mapping[str, float], free: Mapping[str, float]) -> bool:
+    """Return whether a candidate with free class shares came much closer to home than the untouched model, also free.
+
+    Where nothing but the shares changed, there is nothing left to mend.
+
+    Args:
+        signals: Signals of the candidate.
+        free: Signals of the untouched model, compared with home for the class shares that it finds.
+    """
+    return signals["slices"] < MUCH_CLOSER * free["slices"]
+
+
+def _finish_with_other_shares(untouched: Trial, estimator: Estimator) -> Adaptation:
     """Return the untouched model: other classes are frequent here, which no candidate can undo."""
     result, reading = untouched.adaptation, untouched.reading
     assert result is not None
     assert reading is not None
-    why = OTHER_SHARES
-    found = None
-    estimate = estimator.estimate(UNTOUCHED, untouched.signals, reading.samples, reasons=[why])
-    if _explained_by_shares(task, untouched):
-        found = estimate_shares(reading.outputs, estimator.record)
-        estimate = estimator.estimate_with_shares(found)
-        result.shares, result.changed = found, "patients"
+    result.shares = estimate_shares(reading.outputs, estimator.record)
+    result.changed = "patients" if result.shares.reliable else None
+    estimate = estimator.estimate_with_shares(result.shares)
     tried = (Candidate(UNTOUCHED, estimate, untouched.signals, untouched.seconds),)
-    return _complete(result, Estimates(estimate, estimate), tried, f"{why}, so nothing was changed")
+    return _complete(result, Estimates(estimate, estimate), tried, f"{OTHER_SHARES}, so nothing was changed")
 
 
 def _finish_rehearsed(
-    task: Task, trials: Sequence[Trial], estimator: Estimator, calibrate: bool, output: Entry
+    task: Task,
+    trials: Sequence[Trial],
+    estimator: Estimator,
+    calibrate: bool,
+    output: Entry,
+    *,
+    has_skew: bool = False,
+    free: Reading | None = None,
 ) -> Adaptation:
-    """Choose by the estimates."""
+    """Choose by the estimates.
+
+    Where the untouched model is certain of other classes (`has_skew`), candidates take part only if their estimate
+    holds, and if they came closer to home than the untouched model did with free class shares (`free`).
+    """
     record = estimator.record
     tried: list[Candidate] = []
     readings: dict[str, dict[str, float]] = {}
@@ -284,9 +309,13 @@ def _finish_rehearsed(
             tried.append(Candidate(trial.name, None, {}, trial.seconds, trial.failure))
             continue
         reasons = record.find_differences(describe_method(trial.method))
+        if has_skew and trial.name == UNTOUCHED:
+            # Its signals are those of other class shares, which were not rehearsed for them.
+            reasons = [OTHER_SHARES, *reasons]
         apart = trial.reading.measure_distance(record)
         estimate = estimator.estimate(trial.name, trial.signals, trial.reading.samples, reasons=reasons, distance=apart)
-        if not reasons:
+        closer = free is not None and is_mended(trial.signals, free.signals)
+        if trial.name == UNTOUCHED or (not reasons and (not has_skew or (estimate.reliable and closer))):
             readings[trial.name] = trial.signals
         tried.append(Candidate(trial.name, estimate, trial.signals, trial.seconds, trial.failure))
     assert trials[0].reading is not None
@@ -307,17 +336,19 @@ def _finish_rehearsed(
     reason = "its estimate is the best"
     if name == UNTOUCHED:
         reason = "no candidate is clearly better than the untouched model"
+        if has_skew and before is not None:
+            after, reason = before, f"{OTHER_SHARES}, so nothing was changed"
     result = chosen.adaptation
     if record.task == "classes" and record.confusion.numel() and name != UNTOUCHED:
         result.shares = estimate_shares(chosen.reading.outputs, record)
-    result.changed = _tell_change(result.shares, record)
+    result.changed = tell_change(result.shares, record)
     _complete(result, Estimates(before, after), tuple(tried), reason)
     if calibrate and name != UNTOUCHED:
         calibrate_result(result, chosen.reading, task, output)
     return result
 
 
-def _tell_change(shares: Shares | None, record: Rehearsal) -> Change | None:
+def tell_change(shares: Shares | None, record: Rehearsal) -> Change | None:
     """Tell whether class shares changed beside the device; None if the shares are not known."""
     if shares is None or not shares.reliable:
         return None

@@ -7,7 +7,7 @@ A cell is one simulated shift at one sample size, adapted to by one candidate: i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
@@ -62,6 +62,72 @@ class RehearsedShift:
     strength: float
 
 
+LOSS_OF_A_DEVICE = 0.03
+"""Loss of accuracy of the untouched model, at the class shares of home, from which on a device counts as changed."""
+OTHER_PATIENTS = 0.1
+"""Total variation of the class shares from which on patients count as others."""
+MIN_SITES_TOLD = 5
+"""Sites of other class shares that have to be foreseen at home before any other is told."""
+UNEXPLAINED_MARGIN = 0.9
+"""Share of the least that a simulated device left unexplained by class shares which another device may leave."""
+CHANGES = ("neither", "device", "patients", "both")
+
+
+@dataclass(frozen=True)
+class RehearsedSite:
+    """A site that was drawn from home: with class shares of its own, behind a simulated device or that of home.
+
+    Attributes:
+        device: Name of the simulated shift; `none` is the device of home.
+        kind: Kind of the class shares.
+        samples: Samples of the site.
+        distance: Total variation between its class shares and those of home.
+        loss: Loss of the untouched model behind the device, at the class shares of home.
+        told: What `auto` would have told: one of `CHANGES`; None if it would have told nothing.
+        chosen: Name of the candidate that it would have kept.
+        score: True score of that candidate.
+        estimate: What it would have told of the score; None if nothing.
+        unexplained: Share of its divergence from home that other class shares do not explain, where the untouched model
+            is as certain as at home but of other classes; None elsewhere.
+        share_errors: Error of an estimate beyond its interval, in each unit of `distance`, for candidates that leave
+            class shares free and could be told.
+    """
+
+    device: str
+    kind: str
+    samples: int
+    distance: float
+    loss: float
+    told: str | None
+    chosen: str
+    score: float
+    estimate: float | None
+    unexplained: float | None = None
+    share_errors: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def truth(self) -> str | None:
+        """What changed, one of `CHANGES`; None in the grey zone, below a limit but above a third or a half of it."""
+        return tell_truth(self.loss, self.distance)
+
+
+def tell_truth(loss: float, distance: float) -> str | None:
+    """Return what changed: device, patients, both or neither; None in the grey zone below the limits of each.
+
+    Args:
+        loss: Loss of the untouched model behind the device, at the class shares of home.
+        distance: Total variation between the class shares of the site and those of home.
+
+    Example:
+        >>> tell_truth(0.3, 0.0), tell_truth(0.0, 0.2), tell_truth(0.02, 0.2)
+        ('device', 'patients', None)
+    """
+    device, patients = loss >= LOSS_OF_A_DEVICE, distance >= OTHER_PATIENTS
+    if (not device and loss > LOSS_OF_A_DEVICE / 3) or (not patients and distance > OTHER_PATIENTS / 2):
+        return None
+    return CHANGES[device + 2 * patients]
+
+
 @dataclass(frozen=True, eq=False)
 class Rehearsal:
     """Scores and signals of simulated shifts, by candidate. `shiftmend.rehearse` makes one.
@@ -97,6 +163,8 @@ class Rehearsal:
             (`BY_CLASS`). Each row is scaled so that its largest count is 255. Empty if the file would be too large.
         error_kurtosis: Kurtosis of the errors at home: 3 if they are normal, far more if a few samples make most of the
             squared error. Quantities only; 3 for classes, and for files of earlier versions.
+        sites: Sites of other class shares that were drawn at home; empty without histograms of the classes, and for
+            files of earlier versions.
     """
 
     task: Task
@@ -124,6 +192,7 @@ class Rehearsal:
     settings: Mapping[str, Any] = field(default_factory=dict)
     error_kurtosis: float = 3.0
     by_class: Mapping[str, Tensor] = field(default_factory=dict)
+    sites: tuple[RehearsedSite, ...] = ()
 
     @property
     def label_shares(self) -> Tensor:
@@ -178,6 +247,30 @@ class Rehearsal:
         """Return the true scores `[F, S]` of what `auto` would have chosen."""
         return self.scores.gather(2, self.chosen.long().clamp_min(0).unsqueeze(2)).squeeze(2)
 
+    def find_share_error(self, candidate: str) -> float | None:
+        """Return how much wider an interval has to be, in each unit of the distance between class shares.
+
+        It is the largest error beyond an interval of all sites at home that could be told; None if these are too few.
+
+        Args:
+            candidate: Name of a candidate that leaves class shares free.
+        """
+        errors = [site.share_errors[candidate] for site in self.sites if candidate in site.share_errors]
+        return max(errors) if len(errors) >= MIN_SITES_TOLD else None
+
+    def find_unexplained_limit(self, most: float, without: str | None = None) -> float:
+        """Return how much divergence from home may be left unexplained by other class shares.
+
+        Every simulated device that made the model certain of other classes left more.
+
+        Args:
+            most: The limit where no device left less.
+            without: Name of a device that does not count, as if nobody had rehearsed it.
+        """
+        devices = [site for site in self.sites if site.loss >= LOSS_OF_A_DEVICE and site.device != without]
+        left = [site.unexplained for site in devices if site.unexplained is not None]
+        return min([most, *(UNEXPLAINED_MARGIN * one for one in left)])
+
     def index(self, candidate: str) -> int:
         """Return the place of a candidate.
 
@@ -213,6 +306,7 @@ class Rehearsal:
             "signals": list(self.signals),
             "shifts": [[shift.name, shift.family, shift.strength] for shift in self.shifts],
             "settings": dict(self.settings),
+            "sites": [[getattr(site, one.name) for one in fields(site)] for site in self.sites],
         }
         tensors = {name: getattr(self, name).float().cpu() for name in _TENSORS}
         tensors |= {f"{_PREFIX}{name}": counts.cpu() for name, counts in self.by_class.items()}
@@ -227,7 +321,7 @@ class Rehearsal:
         """
         names = {one.name for one in fields(Rehearsal)} - set(_TENSORS) - {"by_class"}
         if isinstance(facts, dict):
-            facts = {"error_kurtosis": 3.0} | facts
+            facts = {"error_kurtosis": 3.0, "sites": []} | facts
         by_class = {name.removeprefix(_PREFIX): one for name, one in tensors.items() if name.startswith(_PREFIX)}
         tensors = {name: one for name, one in tensors.items() if not name.startswith(_PREFIX)}
         if by_class and (
@@ -240,7 +334,7 @@ class Rehearsal:
             raise ProfileError("the description of its rehearsal has missing or unknown entries")
         if any(tensors[name].ndim != number for name, number in _TENSORS.items()):
             raise ProfileError("its rehearsal has tensors with another number of dimensions")
-        lists = ("sizes", "thresholds", "candidates", "signals", "shifts")
+        lists = ("sizes", "thresholds", "candidates", "signals", "shifts", "sites")
         if not all(isinstance(facts[name], list) for name in lists):
             raise ProfileError("its rehearsal has entries that are no lists")
         if facts["task"] not in get_args(Task) or type(facts["labelled"]) is not bool:
@@ -273,6 +367,7 @@ class Rehearsal:
             shifts=tuple(RehearsedShift(name, family, float(strength)) for name, family, strength in facts["shifts"]),
             settings=facts["settings"],
             by_class=by_class,
+            sites=tuple(_read_site(site, facts["candidates"]) for site in facts["sites"]),
             error_kurtosis=float(facts["error_kurtosis"]),
             **{name: tensors[name].float() for name in _TENSORS},
         )
@@ -341,6 +436,29 @@ class Rehearsal:
         return describe(self)
 
 
+def _read_site(values: Any, candidates: Sequence[str]) -> RehearsedSite:
+    """Make a site of what a file holds, which may come from anywhere."""
+    if not isinstance(values, list) or len(values) != len(fields(RehearsedSite)):
+        raise ProfileError("its rehearsal has a site with missing or unknown entries")
+    site = RehearsedSite(*values)
+    errors = site.share_errors
+    optional = [number for number in (site.estimate, site.unexplained) if number is not None]
+    numbers = (site.distance, site.loss, site.score, *optional)
+    is_valid = (
+        all(isinstance(text, str) and len(text) <= 200 and text.isprintable() for text in (site.device, site.kind))
+        and all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
+        and (site.told is None or site.told in CHANGES)
+        and site.chosen in candidates
+        and type(site.samples) is int
+        and isinstance(errors, dict)
+        and all(name in candidates for name in errors)
+        and all(type(error) in (int, float) and 0 <= error < math.inf for error in errors.values())
+    )
+    if not is_valid:
+        raise ProfileError("its rehearsal has a site that is not valid")
+    return site
+
+
 def round_signals(values: Tensor) -> Tensor:
     """Round signals to the three digits that a file stores. Signals are most of its size, and vary more by chance."""
     largest = torch.finfo(torch.float16).max
@@ -389,15 +507,37 @@ def describe(record: Rehearsal) -> str:
     lines = [
         f"Rehearsal of {len(record.shifts)} simulated shifts on {record.samples:,} samples from home, {source}",
         f"  {record.metric} at home {at_home}; sizes {', '.join(f'{size:,}' for size in record.sizes)}",
-        *_tabulate(head, rows),
+        *_tabulate(head, rows, left={0, 1, len(head) - 3}),
         f"  mean error of the estimate, made without the family of the shift: {error:.3g}{unit}",
+        *_describe_sites(record.sites),
     ]
     return "\n".join(lines)
 
 
-def _tabulate(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def _describe_sites(sites: Sequence[RehearsedSite]) -> list[str]:
+    """Return lines on how often it was told right what changed, at sites that were drawn from home."""
+    if not sites:
+        return []
+    lines = []
+    for truth in CHANGES:
+        own = [site.told for site in sites if site.truth == truth]
+        right, nothing = own.count(truth), own.count(None)
+        if own:
+            lines.append([truth, str(len(own)), str(right), str(len(own) - right - nothing), str(nothing)])
+    grey = sum(site.truth is None for site in sites)
+    head = ["what changed", "sites", "told right", "told wrong", "not told"]
+    errors = [abs(site.estimate - site.score) for site in sites if site.estimate is not None and site.distance > 0.05]
+    mean = 100 * sum(errors) / max(1, len(errors))
+    told = f"; accuracy told of {len(errors)} with other class shares, mean error {mean:.3g} points" if errors else ""
+    return [
+        "  device or patients, told of sites drawn at home without the family of the device:",
+        *("  " + line for line in _tabulate(head, lines, left={0})),
+        f"    {grey} more in the grey zone{told}",
+    ]
+
+
+def _tabulate(head: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    left = {0, 1, len(head) - 3}
     return [
         "  "
         + "  ".join(

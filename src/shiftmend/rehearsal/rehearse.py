@@ -17,8 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from shiftmend.accelerate.precision import nothing_cached
-from shiftmend.adaptation.auto import CANDIDATES, CandidateNames, choose_usual, list_candidates, try_candidates
+from shiftmend.adaptation.auto import (
+    CANDIDATES,
+    CandidateNames,
+    Trial,
+    choose_usual,
+    compare_with_free_shares,
+    list_candidates,
+    tell_change,
+    try_candidates,
+)
 from shiftmend.adaptation.run import Settings, prepare
+from shiftmend.adaptation.run import Task as AdaptationTask
 from shiftmend.engine.method import Method, describe_method
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.evaluation.classification import Scores
@@ -39,12 +49,14 @@ from shiftmend.profiles.rehearsal import (
     UNTOUCHED,
     Rehearsal,
     RehearsedShift,
+    RehearsedSite,
     Task,
     empty_estimates,
     round_signals,
 )
 from shiftmend.rehearsal import extend as extension
 from shiftmend.rehearsal.battery import PlannedShift, from_functions, list_devices, plan_battery
+from shiftmend.rehearsal.label_shifts import AS_AT_HOME, PlannedSite, judge_sites, plan_sites
 from shiftmend.utils import sealing
 from shiftmend.utils.checks import brief, counted, is_whole
 from shiftmend.utils.devices import resolve_device
@@ -55,9 +67,10 @@ from shiftmend.utils.progress import Bar, Progress, progress_bar
 from shiftmend.utils.rng import isolate_rng
 from shiftmend.utils.tensor_tree import Inputs
 from shiftmend.verification import predictions
-from shiftmend.verification.estimate import MIN_CELLS, cross_fit
+from shiftmend.verification.class_shares import estimate_shares
+from shiftmend.verification.estimate import MIN_CELLS, Estimator, cross_fit
 from shiftmend.verification.predictions import as_class_logits
-from shiftmend.verification.reading import READ_SIGNALS, Reading, read
+from shiftmend.verification.reading import READ_SIGNALS, Reading, measure_unexplained, read
 from shiftmend.verification.signals import VERIFIED
 
 logger = logging.getLogger(__name__)
@@ -90,6 +103,8 @@ MAX_SHARE_OF_ONE = 0.25
 """Share of the squared error at home that one sample may make. One tablet in 100 made 40 to 48 % of it between
 two spectrometers, and home looked 30 to 40 % worse than without that tablet."""
 FILE_FORMAT = "shiftmend rehearsal"
+SITE = -1
+"""Stands for the size of a cell that is a site of other class shares."""
 
 
 @torch.inference_mode(False)
@@ -213,10 +228,12 @@ def rehearse(
         counted(len(sizes), "size"),
         counted(len(methods), "candidate"),
     )
-    jobs = _Jobs(world, blank, planned, methods, path)
+    jobs = _Jobs(world, blank, planned, methods, path, with_sites=True)
     with progress_bar(progress, "rehearsing", jobs.total) as bar, hide_warnings():
         cells = jobs.run(executor, bar)
-    record = cross_fit(jobs.assemble(cells))
+    estimator = Estimator(jobs.assemble(cells))
+    estimator.record = cross_fit(estimator.record, estimator)
+    record = replace(estimator.record, sites=jobs.judge(estimator))
     return replace(profile, rehearsal=record)
 
 
@@ -541,6 +558,7 @@ class _Job:
     methods: Mapping[str, Method]
     inputs: Inputs
     labels: Tensor
+    looks_at_shares: bool = False
 
 
 Cell = dict[str, dict[str, Any]]
@@ -562,7 +580,26 @@ def run_job(job: _Job) -> Cell:
                 raise KeyboardInterrupt
             score = home.score(trial.adaptation.model, job.inputs, job.labels)
             cell[trial.name] = {"score": score, "signals": trial.signals, "seconds": round(trial.seconds, 3)}
+            if job.looks_at_shares:
+                cell[trial.name] |= _look_at_shares(task, trial, job.record)
     return cell
+
+
+def _look_at_shares(task: AdaptationTask, trial: Trial, record: Rehearsal) -> dict[str, Any]:
+    """Return what a candidate tells of class shares, for a site to be judged by."""
+    assert trial.reading is not None
+    found = estimate_shares(trial.reading.outputs, record)
+    facts: dict[str, Any] = {"changed": tell_change(found, record), "distance": trial.reading.measure_distance(record)}
+    if trial.name == UNTOUCHED:
+        free = compare_with_free_shares(task, trial)
+        assert free is not None, "there are histograms of the classes"
+        facts |= {
+            "answers": predictions.class_shares(trial.reading.answers, len(record.shares)).tolist(),
+            "free": {name: free.signals[name] for name in ("slices", "marginals")},
+            "unexplained": measure_unexplained(trial.signals, free.signals),
+            "expected": Estimator(record).estimate_with_shares(found).value,
+        }
+    return facts
 
 
 class _Jobs:
@@ -575,18 +612,29 @@ class _Jobs:
         planned: Sequence[PlannedShift],
         methods: Mapping[str, Method],
         path: Path | None,
+        *,
+        with_sites: bool = False,
     ) -> None:
         self.home, self.methods, self.path = home, methods, path
         self.planned: list[PlannedShift | None] = [None, *planned]
         names = [RehearsedShift("none", "none", 0.0)]
         names += [RehearsedShift(one.name, one.family, float(one.strength)) for one in planned]
         self.record = replace(record, shifts=tuple(names))
+        self.sites = self._plan_sites() if with_sites else []
         self.cells = self._load()
+
+    def _plan_sites(self) -> list[PlannedSite]:
+        """Choose sites of other class shares, if a candidate can make use of them."""
+        is_used = any(method.frees_shares for method in self.methods.values())
+        if not (is_used and self.record.by_class and self.home.labelled):
+            return []
+        mendable = [shift is None or shift.device.mendable for shift in self.planned]
+        return plan_sites(self.home.labels.flatten().long(), self.record, mendable, self.home.settings.seed)
 
     @property
     def total(self) -> int:
         """Number of cells."""
-        return len(self.planned) * len(self.record.sizes)
+        return len(self.planned) * len(self.record.sizes) + len(self.sites)
 
     @property
     def identity(self) -> str:
@@ -598,6 +646,7 @@ class _Jobs:
             "methods": {name: dict(method) for name, method in record.methods.items()},
             "sizes": list(record.sizes),
             "shifts": [[shift.name, shift.strength] for shift in record.shifts],
+            "sites": [[site.kind, site.shift, len(site.places)] for site in self.sites],
         }
         return hashlib.sha256(dumps(facts).encode()).hexdigest()
 
@@ -623,7 +672,7 @@ class _Jobs:
 
     def run(self, executor: Executor | None, bar: Bar) -> dict[str, Cell]:
         """Run what is missing, and keep it as it comes."""
-        missing = [(shift, size) for shift, size in self._places() if _key(shift, size) not in self.cells]
+        missing = [place for place in (*self._places(), *self._list_sites()) if _key(*place) not in self.cells]
         bar.advance(self.total - len(missing))
         started = time.perf_counter()
         outcomes = (
@@ -635,7 +684,8 @@ class _Jobs:
             self.cells[_key(shift, size)] = cell
             self._save()
             left = (time.perf_counter() - started) / done * (len(missing) - done)
-            bar.advance(1, f"{self.record.shifts[shift].name}, about {math.ceil(left / 60)} min left")
+            what = self.record.shifts[shift].name if size != SITE else "other class shares"
+            bar.advance(1, f"{what}, about {math.ceil(left / 60)} min left")
         return self.cells
 
     def score_untouched(self) -> Iterator[tuple[tuple[int, int], float]]:
@@ -657,15 +707,41 @@ class _Jobs:
             for shift in range(len(self.planned)):
                 yield shift, size
 
-    def _make_job(self, shift: int, size: int) -> _Job:
-        home, device = self.home, self.planned[shift]
-        places = home.draw(self.record.sizes[size], 1000 * size + shift)
+    def _list_sites(self) -> Iterator[tuple[int, int]]:
+        for number in range(len(self.sites)):
+            yield number, SITE
+
+    def _make_job(self, number: int, size: int) -> _Job:
+        home, methods = self.home, self.methods
+        if size == SITE:
+            shift, places = self.sites[number].shift, self.sites[number].places
+            # Behind the device of home, `auto` looks at the untouched model alone.
+            methods = methods if shift else {UNTOUCHED: methods[UNTOUCHED]}
+        else:
+            shift, places = number, home.draw(self.record.sizes[size], 1000 * size + number)
+        device = self.planned[shift]
         inputs = home.inputs[places.to(home.inputs.device)]
         labels = home.labels[places.to(home.labels.device)]
         shifted = inputs if device is None else device(inputs, home.settings.seed)
         # Another process needs the model and the options, and of the data this cell alone.
         bare = replace(home, inputs=home.inputs[:0], labels=home.labels[:0])
-        return _Job(bare, self.record, self.methods, shifted.cpu(), labels.cpu())
+        looks = bool(self.sites) and size in (SITE, len(self.record.sizes) - 1)
+        return _Job(bare, self.record, methods, shifted.cpu(), labels.cpu(), looks)
+
+    def judge(self, estimator: Estimator) -> tuple[RehearsedSite, ...]:
+        """Return what would have been told of each site, and of each simulated shift at the class shares of home."""
+        record = estimator.record
+        if not self.sites:
+            return ()
+        free = [name for name in record.candidates if self.methods[name].frees_shares]
+        last = len(record.sizes) - 1
+        alone = [
+            (PlannedSite(AS_AT_HOME, shift, self.home.draw(record.sizes[last], 1000 * last + shift), 0.0), shift)
+            for shift in range(1, len(record.shifts))
+        ]
+        pairs = [(site, self.cells[_key(shift, last)]) for site, shift in alone]
+        pairs += [(site, self.cells[_key(number, SITE)]) for number, site in enumerate(self.sites)]
+        return judge_sites(estimator, pairs, free)
 
     def assemble(self, cells: Mapping[str, Cell]) -> Rehearsal:
         """Put all cells into a record: NaN where a candidate failed, and without candidates that mostly failed.

@@ -63,10 +63,8 @@ MAX_SIZE_RATIO = 16.0
 MAX_OUTSIDE = 0.02
 """Share of the features beyond the range of home, beyond chance, that other class shares can explain. Of five boards of
 gas sensors, which make a model wrong and certain, each had 0.08 or more; single classes at home had less than 0.01."""
-ERROR_BY_DISTANCE = 0.25
-"""Error of an accuracy, in each unit of the distance between class shares, that intervals allow for. Behind lower
-contrast, MNIST with a long tail of classes (0.47 apart) would have been told 13 points too high, and ten other sites
-within 4 (`benchmarks/other_shares.py`). The value was chosen so that this site is not told."""
+UNREHEARSED_DISTANCE = 0.07
+"""Total variation between class shares from which on an estimate needs errors that were measured for other shares."""
 HOME_DEVIATIONS = 3.0
 """Deviations within which the signals of data count as those of home."""
 AS_CERTAIN = 0.02
@@ -322,25 +320,34 @@ def _leave_one_out(signals: Floats, scores: Floats, kind: str) -> Floats:
     return np.array(guesses)
 
 
-def _leave_families_out(cells: Cells) -> dict[int, tuple[Floats, Floats]]:
-    """Predict each cell without its whole family.
+@dataclass(frozen=True, eq=False)
+class CrossFit:
+    """Predictions of each cell without its whole family.
 
-    Returns:
-        Predictions and their difficulties, `[F]` each, by the number of maps.
+    Attributes:
+        guesses: Predictions and their difficulties, `[F]` each, by the number of maps.
+        fits: Maps that were fitted without a family, by its name.
     """
-    nothing = np.full_like(cells.scores, np.nan)
-    found = {count: (nothing.copy(), nothing.copy()) for count in MAP_COUNTS}
-    families = np.array(cells.families)
-    for family in dict.fromkeys(cells.families):
-        others = cells.take(np.flatnonzero(families != family))
-        if not others.fit_for_use:
-            continue
-        fit = Fitted.fit(others)
-        for row in np.flatnonzero(families == family):
-            for count, (guesses, difficulties) in found.items():
-                told = fit.predict(cells.signals[row], count)
-                guesses[row], difficulties[row] = told.value, told.difficulty
-    return found
+
+    guesses: Mapping[int, tuple[Floats, Floats]]
+    fits: Mapping[str, Fitted]
+
+    @staticmethod
+    def fit(cells: Cells) -> CrossFit:
+        """Leave each family out in turn."""
+        nothing = np.full_like(cells.scores, np.nan)
+        found = {count: (nothing.copy(), nothing.copy()) for count in MAP_COUNTS}
+        families, fits = np.array(cells.families), {}
+        for family in dict.fromkeys(cells.families):
+            others = cells.take(np.flatnonzero(families != family))
+            if not others.fit_for_use:
+                continue
+            fits[family] = Fitted.fit(others)
+            for row in np.flatnonzero(families == family):
+                for count, (guesses, difficulties) in found.items():
+                    told = fits[family].predict(cells.signals[row], count)
+                    guesses[row], difficulties[row] = told.value, told.difficulty
+        return CrossFit(found, fits)
 
 
 @dataclass(frozen=True)
@@ -410,7 +417,7 @@ def fit_width(
     return min(widths, key=lambda one: one[0])[1]
 
 
-def cross_fit(record: Rehearsal) -> Rehearsal:
+def cross_fit(record: Rehearsal, estimator: Estimator | None = None) -> Rehearsal:
     """Fill in what would have been estimated for each rehearsed shift without its whole family.
 
     Ranking, fitting and the choice among candidates are repeated without the family, so the errors are those of shifts
@@ -418,16 +425,18 @@ def cross_fit(record: Rehearsal) -> Rehearsal:
 
     Args:
         record: A rehearsal with scores and signals.
+        estimator: An estimator of that record, which then keeps what was fitted.
 
     Returns:
         A new record with `estimates`, `scales` (the difficulties) and `chosen`.
     """
+    estimator = Estimator(record) if estimator is None else estimator
     shape = (len(record.shifts), len(record.sizes), len(record.candidates) + 1)
     estimates, difficulties = np.full(shape, np.nan), np.full(shape, np.nan)
     chosen = np.zeros(shape[:2])
     for size in range(len(record.sizes)):
         every = {name: Cells.of(record, name, size) for name in record.candidates}
-        guesses = {name: _leave_families_out(cells) for name, cells in every.items()}
+        guesses = {name: estimator.cross_fit(name, size, cells).guesses for name, cells in every.items()}
         for family in record.families:
             for shift in (place for place, one in enumerate(record.shifts) if one.family == family):
                 told = {}
@@ -515,12 +524,28 @@ class Estimator:
 
     Args:
         record: The rehearsal in the profile.
+        without: A family of shifts whose cells no map is fitted to, as if nobody had rehearsed them.
     """
 
-    def __init__(self, record: Rehearsal) -> None:
-        self.record = record
+    def __init__(self, record: Rehearsal, without: str | None = None) -> None:
+        self.record, self.without = record, without
         self._fits: dict[tuple[str, int, tuple[str, ...]], Fitted] = {}
         self._widths: dict[tuple[str, int, tuple[str, ...]], Width | None] = {}
+        self._crossed: dict[tuple[str, int, tuple[str, ...]], CrossFit] = {}
+
+    def leave_out(self, family: str) -> Estimator:
+        """Return an estimator that does not know a family of shifts, but how wide intervals are."""
+        other = Estimator(self.record, family)
+        # Widths come from errors of shifts that were left out, each with its family, so that they can be shared.
+        other._widths, other._crossed = self._widths, self._crossed
+        return other
+
+    def cross_fit(self, candidate: str, size: int, cells: Cells) -> CrossFit:
+        """Leave each family out of the cells of a candidate, once."""
+        key = candidate, size, cells.names
+        if key not in self._crossed:
+            self._crossed[key] = CrossFit.fit(cells)
+        return self._crossed[key]
 
     def predict(self, candidate: str, signals: Mapping[str, float], samples: int) -> Prediction | None:
         """Predict the score of a candidate; None if too little was rehearsed, or no signal could be measured."""
@@ -548,6 +573,8 @@ class Estimator:
         if candidate not in self.record.candidates:
             return None
         cells = Cells.of(self.record, candidate, size).restrict(signals)
+        if self.without in cells.families:
+            return self.cross_fit(candidate, size, cells).fits.get(self.without) if cells.names else None
         if not cells.fit_for_use:
             return None
         key = candidate, size, cells.names
@@ -596,7 +623,13 @@ class Estimator:
             return [f"there are far more samples ({samples:,}) than were rehearsed ({sizes[-1]:,})"]
         return []
 
-    def choose(self, readings: Mapping[str, Mapping[str, float]], samples: int, strict: Collection[str] = ()) -> str:
+    def choose(
+        self,
+        readings: Mapping[str, Mapping[str, float]],
+        samples: int,
+        strict: Collection[str] = (),
+        only: Collection[str] | None = None,
+    ) -> str:
         """Choose among candidates by their signals.
 
         Candidates whose signals are unlike all that was rehearsed take part only if the untouched model is ruined by
@@ -606,8 +639,10 @@ class Estimator:
             readings: Signals by candidate, the untouched model among them.
             samples: Samples at the site.
             strict: Candidates that take part only if their estimate could be told.
+            only: Candidates that take part at all; None for all of them.
         """
         told: dict[str, tuple[float, float]] = {}
+        readings = {name: signals for name, signals in readings.items() if only is None or name in only}
         for name, signals in readings.items():
             prediction = self.predict(name, signals, samples)
             if prediction is not None and (name == UNTOUCHED or not self.find_obstacles(name, signals, samples)):
@@ -665,7 +700,7 @@ class Estimator:
         cells = Cells.of(self.record, candidate, size).restrict(signals)
         key = candidate, size, cells.names
         if key not in self._widths:
-            guesses = _leave_families_out(cells) if cells.names else {}
+            guesses = self.cross_fit(candidate, size, cells).guesses if cells.names else {}
             found = fit_width(guesses, cells.scores, cells.families, cells.least, cells.unit) if guesses else None
             self._widths[key] = found
         return self._widths[key]
@@ -696,7 +731,7 @@ class Estimator:
             chosen: Whether `auto` chose the candidate, which makes its estimate a little too good.
             reasons: Further reasons for which the estimate does not hold.
             distance: Total variation between the class shares that the candidate was compared for and those of home.
-                Other shares were not rehearsed, so the interval grows with it.
+                The interval grows with it, as errors did at the rehearsed sites.
         """
         found = [*reasons, *self.find_obstacles(candidate, signals, samples)]
         found += self.find_doubts(candidate, signals, samples) if not found else []
@@ -705,7 +740,10 @@ class Estimator:
             return Estimate(None, None, None, self.record.metric, tuple(found))
         width, is_claimed = self.find_width(candidate, signals, samples, told.difficulty, chosen=chosen)
         chance = NORMAL_QUANTILE * self._sampling_error(told.value, samples)
-        half = math.hypot(width, chance, ERROR_BY_DISTANCE * distance)
+        by_distance = self.record.find_share_error(candidate)
+        if by_distance is None and distance > UNREHEARSED_DISTANCE:
+            found.append("too few sites with other class shares could be foreseen at home")
+        half = math.hypot(width, chance, (by_distance or 0.0) * distance)
         low: float | None = max(0.0, told.value - half)
         high: float | None = told.value + half if self.record.task == "quantities" else min(1.0, told.value + half)
         if not found and half > self._widest(told.value):
@@ -715,6 +753,32 @@ class Estimator:
         if found:
             return Estimate(None, None, None, self.record.metric, tuple(found), (told.value, low, high))
         return Estimate(told.value, low, high, self.record.metric)
+
+    def measure_share_error(
+        self, candidate: str, signals: Mapping[str, float], samples: int, score: float, distance: float
+    ) -> float | None:
+        """Return by how much an estimate errs beyond its interval, in each unit of the distance between class shares.
+
+        Args:
+            candidate: Name of a candidate that leaves class shares free.
+            signals: Its signals at a site with other class shares, drawn from home.
+            samples: Samples they were read from.
+            score: True score of the candidate there.
+            distance: As for `estimate`.
+
+        Returns:
+            The error, 0 within the interval; None if the estimate does not hold anyway, or shares are those of home.
+        """
+        told = self.predict(candidate, signals, samples)
+        if told is None or not distance > 0 or self.find_obstacles(candidate, signals, samples):
+            return None
+        if self.find_doubts(candidate, signals, samples):
+            return None
+        width, _ = self.find_width(candidate, signals, samples, told.difficulty)
+        half = math.hypot(width, NORMAL_QUANTILE * self._sampling_error(told.value, samples))
+        if half > self._widest(told.value):
+            return None
+        return math.sqrt(max(0.0, (told.value - score) ** 2 - half**2)) / distance
 
     def _widest(self, value: float) -> float:
         """Return half of the widest interval that is worth telling."""

@@ -40,8 +40,10 @@ READ_SIGNALS: dict[str, str] = {
 }
 """Signals of a reading by name. `agreement with CANDIDATE` joins them where several candidates are read."""
 
-UNEXPLAINED = 0.4
-"""Share of the divergence from home that may be left with free class shares, for these to explain the divergence."""
+MAX_UNEXPLAINED = 0.4
+"""Share of the divergence from home that may be left with free class shares, for these to explain the divergence. A
+rehearsal lowers the limit where a simulated device came below it (`Rehearsal.find_unexplained_limit`). It never raises
+the limit: what chance leaves falls with the samples of a site, and home cannot draw sites as large as itself."""
 
 MAX_KEPT_VALUES = 1 << 24
 """Outputs kept of a pass; samples beyond are left out evenly."""
@@ -136,18 +138,29 @@ def summarise(
     return Reading(values, outputs, found.answers, verification, verification.samples, shares)
 
 
-def shares_explain(plain: Mapping[str, float], free: Mapping[str, float]) -> bool:
-    """Return whether other class shares explain most of the divergence from home.
+def measure_unexplained(plain: Mapping[str, float], free: Mapping[str, float]) -> float:
+    """Return the share of the divergence from home that other class shares do not explain.
 
     Args:
         plain: Signals of a model, compared with home.
         free: The same, compared with home for the class shares that the model finds (`free_shares`).
 
     Example:
-        >>> shares_explain({"slices": 0.5, "marginals": 0.4}, {"slices": 0.05, "marginals": 0.02})
-        True
+        >>> measure_unexplained({"slices": 0.5, "marginals": 0.4}, {"slices": 0.05, "marginals": 0.02})
+        0.1
     """
-    return all(free[name] <= UNEXPLAINED * plain[name] for name in ("slices", "marginals"))
+    return max(free[name] / max(plain[name], 1e-12) for name in ("slices", "marginals"))
+
+
+def shares_explain(plain: Mapping[str, float], free: Mapping[str, float], record: Rehearsal) -> bool:
+    """Return whether other class shares explain most of the divergence from home.
+
+    Args:
+        plain: As for `measure_unexplained`.
+        free: As for `measure_unexplained`.
+        record: The rehearsal in the profile, which knows how much simulated devices leave unexplained.
+    """
+    return measure_unexplained(plain, free) <= record.find_unexplained_limit(MAX_UNEXPLAINED)
 
 
 def measure_outside(tally: Tally) -> float:
