@@ -196,8 +196,6 @@ class Budget:
     """A privacy budget that releases of counts are paid from, by OpenDP."""
 
     def __init__(self, privacy: Privacy) -> None:
-        self._dp = require("opendp.prelude", "private")
-        self._dp.enable_features("contrib")
         self.rho = find_rho(privacy.epsilon, privacy.delta)
         self.spent = 0.0
 
@@ -229,14 +227,13 @@ class Budget:
 
 def add_noise(values: Tensor, sensitivity: float, scale: float) -> tuple[Tensor, float]:
     """Add discrete Gaussian noise to whole numbers by OpenDP; return them with the rho that is spent."""
-    dp = require("opendp.prelude", "private")
-    measurement = _make_gaussian(dp, scale)
+    measurement = _make_gaussian(_load_opendp(), scale)
     return torch.tensor(measurement(values.tolist()), dtype=torch.int64), measurement.map(sensitivity)
 
 
 def find_rho(epsilon: float, delta: float) -> float:
     """Find the largest rho of zero-concentrated differential privacy that keeps (epsilon, delta), by OpenDP."""
-    dp = require("opendp.prelude", "private")
+    dp = _load_opendp()
 
     def keeps(scale: float) -> bool:
         converted = dp.c.make_zCDP_to_approxDP(_make_gaussian(dp, scale))
@@ -245,6 +242,12 @@ def find_rho(epsilon: float, delta: float) -> float:
     scale = dp.binary_search(keeps, bounds=(0.1, 1e5))
     rho: float = _make_gaussian(dp, scale).map(1.0)
     return rho
+
+
+def _load_opendp() -> Any:
+    dp = require("opendp.prelude", "private")
+    dp.enable_features("contrib")
+    return dp
 
 
 def _make_gaussian(dp: Any, scale: float) -> Any:
