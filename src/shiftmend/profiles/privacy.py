@@ -470,18 +470,18 @@ def collect(plan: Plan, privacy: Privacy) -> Collected:
     for name in grids:
         shares = denoise(released[name], noise)
         parts[name] = _Part(shares, ranges[name], *moments_of(shares, *ranges[name]))
-    statistics = _describe_taps(plan, parts, samples) | inputs.describe(parts, samples)
-    if "answers" in released:
-        certain = (released["answers"][1, :1] / samples).clamp(0, 1)
-        answered = denoise(released["answers"][:1], noise)[0]
-        statistics["answers"] = Answers(answered.float(), certain.float(), samples * plan.positions["logits"])
-
+    statistics = _describe_taps(plan, parts, samples)
     features = parts["features"]
     frame = plan.frame or (features.mean.float(), features.variance.sqrt().float())
     for name, count in plan.slices.items():
         projector = Projector.build(*frame, usable, count, plan.seeds[name])
         histogram = _slice(plan, name, projector, samples, budget, (range_noise, noise))
         statistics[f"slices.{name}"] = Slices(histogram, plan.seeds[name], projector)
+    statistics |= inputs.describe(parts, samples)
+    if "answers" in released:
+        certain = (released["answers"][1, :1] / samples).clamp(0, 1)
+        answered = denoise(released["answers"][:1], noise)[0]
+        statistics["answers"] = Answers(answered.float(), certain.float(), samples * plan.positions["logits"])
     guarantee = Guarantee(privacy.epsilon, privacy.delta, noise, histograms)
     return Collected(statistics, *frame, inputs.summarise(parts), samples, guarantee)
 
