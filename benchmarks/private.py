@@ -45,6 +45,7 @@ from shiftmend.profiles.fingerprints import weights
 from shiftmend.profiles.profile import Profile
 from shiftmend.research.bench.resources import inputs_of
 from shiftmend.research.datasets import digits
+from shiftmend.stats.histograms import Bins
 from shiftmend.utils.files import write_atomically
 
 ACCURACY = ("benchmark", "shift", "method", "epsilon", "draw", "seed")
@@ -153,8 +154,8 @@ def measure_accuracy(options: argparse.Namespace, file: RowFile) -> None:
         given = _shorten(given, options.epochs)
     for seed in options.seeds or given.benchmark.seeds[:1]:
         model, manifest = given.model(seed), given.describe([seed])
-        bins = given.profile(seed).bins
-        source = inputs_of(given.resources.source("plain").train)
+        bins = Bins(8, temperature=given.protocol.temperature)
+        source = inputs_of(given.resources.source("plain").profiled)
         profiles: dict[tuple[float, int], Profile] = {}
         for epsilon, draw in list_profiles(options):
             for shift in names:
@@ -241,7 +242,7 @@ def add_accuracy(
         "samples": profile.samples,
         "noise": None if promise is None else round(promise.noise, 2),
         "histograms": None if promise is None else promise.histograms,
-        "verdict": None if result.verification is None else result.verification.verdict,
+        "verdict": None if result.after is None else result.after.verdict,
     }
     file.add(key, row, manifest)
     print(*key, row, flush=True)
