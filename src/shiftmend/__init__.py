@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shiftmend.introspection.taps import Tap
     from shiftmend.profiles.batchnorm import refresh_batchnorm
     from shiftmend.profiles.collect import profile
+    from shiftmend.profiles.privacy import Privacy
     from shiftmend.profiles.profile import Profile
     from shiftmend.rehearsal.rehearse import rehearse
     from shiftmend.stats.histograms import Bins
@@ -42,6 +43,7 @@ __all__ = [
     "DivergedError",
     "Estimate",
     "Evaluator",
+    "Privacy",
     "Profile",
     "ProfileError",
     "RegressionScores",
@@ -77,6 +79,7 @@ _HOMES = {
     "DivergedError": "errors",
     "Estimate": "verification.estimate",
     "Evaluator": "evaluation.evaluate",
+    "Privacy": "profiles.privacy",
     "Profile": "profiles.profile",
     "ProfileError": "errors",
     "RegressionScores": "evaluation.regression",

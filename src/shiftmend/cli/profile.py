@@ -37,6 +37,17 @@ def profile(
     like: Annotated[
         Path | None, typer.Option(help="Ranges, slices and taps of this profile, so that the two can be mixed.")
     ] = None,
+    private: Annotated[
+        float | None,
+        typer.Option(metavar="EPSILON", help="Make the profile differentially private within this budget, e.g. 1."),
+    ] = None,
+    delta: Annotated[float, typer.Option(help="Of --private: the probability that the promise may fail.")] = 1e-6,
+    known_range: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--range", help="Of --private: tap=low,high that is known without data, or inputs=0,1; repeatable."
+        ),
+    ] = None,
     refresh_batchnorm: Annotated[
         Path | None,
         typer.Option(
@@ -69,6 +80,7 @@ def profile(
 
     check_place(out, weights)
     check_key(sign)
+    _read_privacy(private, delta, known_range)
     if refresh_batchnorm is not None:
         _check_weights_place(refresh_batchnorm, out)
     usual = presets.preset("reference" if preset is None else preset).bins
@@ -89,6 +101,7 @@ def profile(
         taps=dict(named_tap(text) for text in tap) if tap else None,
         output=entry(output_entry),
         like=home,
+        private=_read_privacy(private, delta, known_range),
         batch_size=batch_size,
         preprocess=preprocess,
         device=device,
@@ -100,6 +113,27 @@ def profile(
     if refresh_batchnorm is not None:
         _write_weights(net, refresh_batchnorm)
     _write(made, out, as_json, sign)
+
+
+def _read_privacy(epsilon: float | None, delta: float, ranges: list[str] | None) -> Any:
+    """Read `--private`, `--delta` and `--range`."""
+    import shiftmend
+
+    if epsilon is None:
+        if ranges:
+            raise DataError("Expected --range beside --private, got it alone. Try --private 1.")
+        return None
+    return shiftmend.Privacy(epsilon, delta, dict(_named_range(text) for text in ranges or ()))
+
+
+def _named_range(text: str) -> tuple[str, tuple[float, float]]:
+    """Read `--range name=low,high`."""
+    name, _, ends = text.partition("=")
+    try:
+        low, high = (float(end) for end in ends.split(","))
+    except ValueError:
+        raise DataError(f"Expected --range name=low,high, got {text!r}. Try inputs=0,1.") from None
+    return name, (low, high)
 
 
 def inspect(
@@ -220,6 +254,7 @@ def summarise(profile: Any, file: Path) -> dict[str, Any]:
         "architecture": profile.architecture,
         "weights": profile.weights,
         "library": profile.library,
+        **({} if profile.privacy is None else {"privacy": profile.privacy.to_json()}),
         **({} if profile.rehearsal is None else {"rehearsal": rehearsal_json(profile.rehearsal)}),
     }
 

@@ -22,10 +22,11 @@ from shiftmend.introspection.taps import Tap
 from shiftmend.introspection.trace import trace
 from shiftmend.introspection.validate import check_model, unwrap
 from shiftmend.passes.evaluation_pass import Observation, run_pass, without_labels
-from shiftmend.profiles import fingerprints
+from shiftmend.profiles import fingerprints, privacy
 from shiftmend.profiles.batchnorm import warn_if_stale
 from shiftmend.profiles.presets import Preset
 from shiftmend.profiles.presets import preset as find_preset
+from shiftmend.profiles.privacy import Collected, Privacy
 from shiftmend.profiles.profile import Profile, as_profile
 from shiftmend.stats.answers import AnswerTracker
 from shiftmend.stats.gaussians import CovarianceTracker, FullGaussian
@@ -83,6 +84,7 @@ def profile(
     output: Entry = None,
     gaussian: Gaussian | None = None,
     like: Profile | str | os.PathLike[str] | None = None,
+    private: Privacy | None = None,
     batch_size: int | None = None,
     preprocess: Preprocess | None = None,
     device: str | torch.device = "auto",
@@ -108,6 +110,9 @@ def profile(
         output: Entry of a tuple or dict that is the model's output.
         gaussian: `"full"` also stores the covariance of the features, four bytes a pair, for the method `full-gauss`.
         like: Another profile, or its file, whose ranges and slices are used. Both profiles can then be merged.
+        private: A privacy budget, `shiftmend.Privacy(epsilon=1.0)`. Everything that the profile stores is then
+            differentially private, with noise from OpenDP (extra `private`). Without it, a profile holds exact
+            numbers, among them the lowest and highest value of each feature.
         batch_size: Samples in a batch.
         preprocess: Called with each batch on the device, before the model.
         device: Where to compute.
@@ -137,6 +142,8 @@ def profile(
     like = None if like is None else as_profile(like, "what like= names")
     if like is not None:
         like.check_architecture(model)
+    if private is not None:
+        _check_private(private, gaussian, like)
     if gaussian is not None:
         check_known(gaussian, get_args(Gaussian), "kind of Gaussian", ProfileError)
     if not is_whole(keep_bytes):
@@ -155,45 +162,87 @@ def profile(
         progress_bar(progress, "profiling", None) as bar,
     ):
         model.eval()
-        summary = fingerprints.summarise(feed.batches())
-        if isinstance(summary, fingerprints.InputSummary):
-            summary = replace(summary, columns=feed.columns)
         specs = trace(model, feed.first(2), head=head, taps=like.specs if like else taps, output=output).taps
         _check_agreement(model, feed, (specs, chosen.name, cut, full, keep_bytes), like)
         with all_processes(), synchronised(model):
             passes = _Passes(model, feed, specs, keep_bytes, bar)
             trackers = _ranges(passes, specs, like)
-            frame = _frame(trackers, chosen, like)
-            counters, slice_counters, covariance = _counts(passes, frame, cut, like, full)
-            moments = passes.input_moments.reduce_over_processes().moments()
-            answers = passes.answers.answers()
-            quantiles = passes.input_quantiles.reduce_over_processes().quantiles()
-        statistics: dict[str, Statistic] = {f"tap.{name}": counter.histogram() for name, counter in counters.items()}
-        statistics["gaussian"] = trackers["features"].gaussian() if covariance is None else covariance.gaussian()
-        for name, projector in frame.projectors.items():
-            statistics[f"slices.{name}"] = Slices(slice_counters[name].histogram(), frame.seeds[name], projector)
-        if moments is not None:
-            statistics["inputs"] = moments
-        if answers is not None:
-            statistics["answers"] = answers
-        if quantiles is not None:
-            statistics["inputs.quantiles"] = quantiles
+            if private is None:
+                made = _collect(passes, trackers, chosen, cut, like, full)
+            else:
+                made = _collect_privately(passes, trackers, chosen, cut, like, private)
+        summary = made.inputs
+        if isinstance(summary, fingerprints.InputSummary):
+            summary = replace(summary, columns=feed.columns)
         result = Profile(
-            statistics=statistics,
-            mean=frame.mean,
-            deviation=frame.deviation,
+            statistics=made.statistics,
+            mean=made.mean,
+            deviation=made.deviation,
             specs=specs,
             preset=chosen.name,
             architecture=fingerprints.architecture(model),
             weights=weights,
             inputs=summary,
-            inputs_seen=feed.samples,
+            inputs_seen=made.inputs_seen,
+            privacy=made.guarantee,
         )
-        if like is None:
-            # With the ranges of another profile, the data may be of one class, whose statistics are others.
+        if like is None and private is None:
+            # With the ranges of another profile, the data may be of one class, whose statistics are others. In a
+            # private profile, noise looks like stale statistics.
             warn_if_stale(model, feed, result)
     _remark(result)
     return result
+
+
+def _collect(
+    passes: _Passes,
+    trackers: Mapping[str, RangeTracker],
+    chosen: Preset,
+    cut: Bins,
+    like: Profile | None,
+    full: bool,
+) -> Collected:
+    """Collect everything that an ordinary profile stores about its data."""
+    frame = _frame(trackers, chosen, like)
+    counters, slice_counters, covariance = _counts(passes, frame, cut, like, full)
+    moments = passes.input_moments.reduce_over_processes().moments()
+    answers = passes.answers.answers()
+    quantiles = passes.input_quantiles.reduce_over_processes().quantiles()
+    statistics: dict[str, Statistic] = {f"tap.{name}": counter.histogram() for name, counter in counters.items()}
+    statistics["gaussian"] = trackers["features"].gaussian() if covariance is None else covariance.gaussian()
+    for name, projector in frame.projectors.items():
+        statistics[f"slices.{name}"] = Slices(slice_counters[name].histogram(), frame.seeds[name], projector)
+    if moments is not None:
+        statistics["inputs"] = moments
+    if answers is not None:
+        statistics["answers"] = answers
+    if quantiles is not None:
+        statistics["inputs.quantiles"] = quantiles
+    summary = fingerprints.summarise(passes.feed.batches())
+    return Collected(statistics, frame.mean, frame.deviation, summary, passes.feed.samples)
+
+
+def _collect_privately(
+    passes: _Passes,
+    trackers: Mapping[str, RangeTracker],
+    chosen: Preset,
+    cut: Bins,
+    like: Profile | None,
+    budget: Privacy,
+) -> Collected:
+    """Collect everything that a private profile stores about its data."""
+    numbers = _number_slices(chosen, len(trackers["features"].mean))
+    plan = privacy.Plan(
+        passes.run,
+        passes.feed,
+        {name: tracker.samples // passes.feed.samples for name, tracker in trackers.items()},
+        cut,
+        numbers,
+        SLICE_SEEDS,
+        {} if like is None else like.statistics,
+        None if like is None else (like.mean, like.deviation),
+    )
+    return privacy.collect(plan, budget)
 
 
 @dataclass(frozen=True)
@@ -219,14 +268,7 @@ def _frame(trackers: Mapping[str, RangeTracker], chosen: Preset, like: Profile |
         )
     features = trackers["features"]
     mean, deviation = features.mean.float().cpu(), features.deviation.float().cpu()
-    numbers = {"verification": VERIFICATION_SLICES}
-    if chosen.aligned_slices:
-        numbers["alignment"] = chosen.aligned_slices
-    if sum(numbers.values()) * len(mean) > MAX_WEIGHTS:
-        raise ProfileError(
-            f"{len(mean):,} features are too many for {sum(numbers.values())} slices; tap a smaller layer with "
-            "taps={'features': ...}, or leave out the preset 'sliced'"
-        )
+    numbers = _number_slices(chosen, len(mean))
     usable = usable_units(features.low, features.high)
     return _Frame(
         {name: (tracker.low, tracker.high) for name, tracker in trackers.items()},
@@ -235,6 +277,19 @@ def _frame(trackers: Mapping[str, RangeTracker], chosen: Preset, like: Profile |
         {name: Projector.build(mean, deviation, usable, count, SLICE_SEEDS[name]) for name, count in numbers.items()},
         {name: SLICE_SEEDS[name] for name in numbers},
     )
+
+
+def _number_slices(chosen: Preset, features: int) -> dict[str, int]:
+    """Return the number of slices of each set that a preset has."""
+    numbers = {"verification": VERIFICATION_SLICES}
+    if chosen.aligned_slices:
+        numbers["alignment"] = chosen.aligned_slices
+    if sum(numbers.values()) * features > MAX_WEIGHTS:
+        raise ProfileError(
+            f"{features:,} features are too many for {sum(numbers.values())} slices; tap a smaller layer with "
+            "taps={'features': ...}, or leave out the preset 'sliced'"
+        )
+    return numbers
 
 
 class _Passes:
@@ -356,6 +411,18 @@ def _counts(
     )
 
 
+def _check_private(given: Any, gaussian: Gaussian | None, like: Profile | None) -> None:
+    """Refuse what would break the promise of a private profile."""
+    if not isinstance(given, Privacy):
+        raise ProfileError(f"Expected private=shiftmend.Privacy(...), got {brief(given)}. Try Privacy(epsilon=1.0).")
+    if gaussian == "full":
+        raise ProfileError("Expected marginal moments in a private profile, got gaussian='full'. Leave it out.")
+    if like is not None and like.privacy is None:
+        raise ProfileError("Expected like= to be a private profile, got exact ranges. Try one made with private=.")
+    if world_size() > 1:
+        raise ProfileError(f"Expected one process for a private profile, got {world_size()}. Run a single process.")
+
+
 def _remark(made: Profile) -> None:
     """Log warnings about a profile for the person who made it."""
     if made.inputs_seen < LEAST_SAMPLES:
@@ -363,6 +430,8 @@ def _remark(made: Profile) -> None:
             "A profile of only %s nearly reveals the inputs. Do not pass it on if they are confidential.",
             counted(made.inputs_seen, "sample"),
         )
+    if made.privacy is not None:
+        privacy.remark(made.privacy, made.inputs_seen)
     for name, count in made.unusable.items():
         if count:
             units = made.taps[name].units

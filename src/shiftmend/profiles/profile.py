@@ -20,6 +20,7 @@ from shiftmend.introspection.taps import Tap, attach_taps
 from shiftmend.introspection.validate import unwrap
 from shiftmend.profiles import fingerprints
 from shiftmend.profiles.fingerprints import Summary, mix_summaries
+from shiftmend.profiles.privacy import Guarantee, effective_samples, mix_guarantees
 from shiftmend.profiles.rehearsal import Rehearsal
 from shiftmend.stats.gaussians import FullGaussian, MarginalGaussian
 from shiftmend.stats.histograms import Bins, Histogram
@@ -78,6 +79,8 @@ class Profile:
     library: str = __version__
     rehearsal: Rehearsal | None = None
     """The record of shifts simulated at home; None before `shiftmend.rehearse`."""
+    privacy: Guarantee | None = None
+    """The promise of a private profile; None for exact numbers."""
 
     @cached_property
     def taps(self) -> dict[str, Histogram]:
@@ -112,6 +115,13 @@ class Profile:
     def samples(self) -> int:
         """The number of source inputs; a tap on feature maps counts each of their positions as a sample."""
         return self.inputs_seen
+
+    @property
+    def effective_samples(self) -> float:
+        """The number of source inputs whose chance is as large as that of these with the noise of a private profile."""
+        if self.privacy is None:
+            return self.inputs_seen
+        return effective_samples(self.inputs_seen, self.privacy.noise, self.bins.total)
 
     @property
     def unusable(self) -> dict[str, int]:
@@ -350,6 +360,9 @@ class Profile:
         if self.rehearsal is not None:
             record = self.rehearsal
             rehearsed = f"{counted(len(record.shifts), 'simulated shift')}, candidates {', '.join(record.candidates)}"
+        if self.privacy is not None:
+            lines.append(f"  privacy     {self.privacy}")
+            rehearsed = "none: a rehearsal is not private"
         lines.append(f"  rehearsal   {rehearsed}")
         return "\n".join(lines)
 
@@ -400,6 +413,7 @@ def _mix(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
         inputs_seen=round(sum(sizes)),
         shares=(),
         rehearsal=None,  # It belongs to the profile that was rehearsed with.
+        privacy=mix_guarantees([part.privacy for part in parts], times),
         statistics={
             name: type(statistic).mix([part.statistics[name] for part in parts], times)
             for name, statistic in first.statistics.items()

@@ -30,6 +30,7 @@ from shiftmend.introspection.taps import Tap
 from shiftmend.profiles import collect  # noqa: F401
 from shiftmend.profiles.fingerprints import read_summary
 from shiftmend.profiles.presets import PRESETS
+from shiftmend.profiles.privacy import Guarantee
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import Rehearsal
 from shiftmend.stats.answers import Answers
@@ -102,6 +103,7 @@ def encode(profile: Profile, key: Key | None = None) -> bytes:
         "inputs": profile.inputs.to_json(),
         "inputs_seen": profile.inputs_seen,
         **({"shares": list(profile.shares)} if profile.shares else {}),
+        **({} if profile.privacy is None else {"privacy": profile.privacy.to_json()}),
         **rehearsed,
     }
     # Tensors of a profile may share memory, which safetensors refuses.
@@ -232,6 +234,7 @@ def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
         shares=_read_shares(facts.get("shares", [])),
         library=_read_text(facts["library"], "library", "[ -~]{1,64}"),
         rehearsal=rehearsal,
+        privacy=Guarantee.from_json(facts["privacy"]) if "privacy" in facts else None,
     )
 
 
@@ -332,6 +335,8 @@ def problems(profile: Profile) -> list[str]:
             found.append(f"the {name} by class are not counted in the bins of the profile")
     if any(tap.samples < profile.inputs_seen for tap in profile.taps.values()):
         found.append(f"a tap has fewer samples than the {profile.inputs_seen} inputs")
+    if profile.privacy is not None and (profile.rehearsal is not None or isinstance(profile.gaussian, FullGaussian)):
+        found.append("it promises privacy, and holds a rehearsal or a covariance, which are not private")
     if features.usable_count == 0:
         found.append("every one of its features was constant")
     return found

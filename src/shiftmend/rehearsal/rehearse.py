@@ -30,7 +30,7 @@ from shiftmend.adaptation.auto import (
 from shiftmend.adaptation.run import Settings, prepare
 from shiftmend.adaptation.run import Task as AdaptationTask
 from shiftmend.engine.method import Method, describe_method
-from shiftmend.errors import DataError, ShiftmendError
+from shiftmend.errors import DataError, ProfileError, ShiftmendError
 from shiftmend.evaluation.classification import Scores
 from shiftmend.evaluation.evaluate import Evaluator
 from shiftmend.inputs.batching import random_order
@@ -184,6 +184,10 @@ def rehearse(
         'agreement'
     """
     model, profile = unwrap(model), as_profile(profile)
+    if profile.privacy is not None:
+        raise ProfileError(
+            "Expected an ordinary profile, got a private one, and a rehearsal is not private. Profile without private=."
+        )
     profile.check_architecture(model)
     profile.check_weights(model)
     settings = Settings(

@@ -345,7 +345,7 @@ def gather(
     predictions = _compare_predictions(before, after)
     adapted = mending is not None and mending.same_data is not False and mending.kept > 0
     # Positions of one feature map are not independent, so chance depends on the number of inputs.
-    floor = sampling_floor(profile.bins, profile.inputs_seen, feed.samples)
+    floor = sampling_floor(profile.bins, profile.effective_samples, feed.samples)
     return Facts(
         title=title or f"{type(model).__name__} at a new site",
         samples=feed.samples,
@@ -353,7 +353,7 @@ def gather(
         before=before.tally.verification(),
         after=None if after is None else replace(after.tally.verification(), adapted=adapted),
         slices=profile.slices["verification"].histogram.units,
-        samples_needed=samples_needed(profile.bins, profile.inputs_seen, profile.taps["features"].usable_count),
+        samples_needed=samples_needed(profile.bins, profile.effective_samples, profile.taps["features"].usable_count),
         cautions=tuple(_list_cautions(model, profile, summary, result, predictions)),
         inputs=shown,
         taps=tuple(_measure_tap(name, profile, floor, observers) for name in profile.taps),
@@ -369,7 +369,7 @@ def gather(
     )
 
 
-def samples_needed(bins: Bins, source_samples: int, units: int | None = None) -> int | None:
+def samples_needed(bins: Bins, source_samples: float, units: int | None = None) -> int | None:
     """Return how many target samples leave no divergence undecided, or None if the profile has too few samples.
 
     Half as many may do for samples that were not adapted to, if the features are as at home.
@@ -463,7 +463,7 @@ def _describe_mending(result: Adaptation, file: str | None, feed: Feed, profile:
     same = None if digest is None or feed.inputs is None else digest == fingerprints.digest(feed.inputs)
     looked_at: Any = result.manifest.get("verified_per_epoch")
     inputs = looked_at if is_whole(looked_at) else feed.samples
-    floor = sampling_floor(profile.bins, profile.inputs_seen, inputs)
+    floor = sampling_floor(profile.bins, profile.effective_samples, inputs)
     return Mending(
         result.manifest,
         tuple(result.history),

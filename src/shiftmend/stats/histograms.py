@@ -17,7 +17,7 @@ over batches: `RangeTracker` in a first pass, `CountTracker` in a second one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
@@ -238,6 +238,17 @@ def soft_assignment(unit_values: Tensor, bins: Bins) -> Tensor:
     weights = torch.arange(1, bins.total + 1, dtype=unit_values.dtype, device=unit_values.device)
     offsets = torch.cat([cuts.new_zeros(1), -cuts.cumsum(0)])
     return torch.softmax((unit_values.unsqueeze(-1) * weights + offsets) / bins.temperature, dim=-1)
+
+
+def share_out(values: Tensor, low: Tensor, high: Tensor, bins: Bins) -> Iterator[Tensor]:
+    """Yield the shares `[B, rows, D]` of some rows of the values `[N, D]` at a time; each is valid until the next."""
+    work = values.float()
+    low, high = low.to(work), high.to(work)
+    scale = inverse_range(low, high)
+    parts = work.split(_rows_at_once(work, bins))
+    buffers = _allocate_buffers(parts[0], bins)
+    for rows in parts:
+        yield _assign(rows, low, scale, bins, buffers)[0]
 
 
 class _SoftHistogram(torch.autograd.Function):

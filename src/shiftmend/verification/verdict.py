@@ -155,6 +155,6 @@ def judge(slices: float, marginals: float | None, inputs: int, profile: Profile)
 
     Positions of one feature map are not independent, so the number of inputs decides about chance.
     """
-    floor = sampling_floor(profile.bins, profile.inputs_seen, inputs)
+    floor = sampling_floor(profile.bins, profile.effective_samples, inputs)
     units = profile.taps["features"].usable_count
     return Verification(slices, floor, inputs, profile.inputs_seen, marginals=marginals, units=units)
