@@ -190,7 +190,7 @@ def test_every_question_is_answered(emnist: str) -> None:
     assert re.fullmatch(r"\s*<details><summary>.*</summary>\n\nFog is \*thicker\* here\.\n\n</details>\s*", notes)
     assert emnist.index("## Accuracy") < emnist.index("## Notes") < emnist.index("## How this page was made")
     folded = re.findall(r"<details>.*?</details>", emnist, re.DOTALL)
-    assert len(folded) == 4  # notes, signals, how the page was made, hashes
+    assert len(folded) == 5  # notes, each shift, signals, how the page was made, hashes
     assert not any(re.search(r"^#+ ", part, re.MULTILINE) for part in folded), "a heading ends a folded part"
 
 

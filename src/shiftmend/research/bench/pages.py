@@ -114,7 +114,7 @@ def page(
         ("", [_headline(parts)]),
         ("Accuracy and calibration", [ONCE, *_clean(main), *averages(main)]),
         ("Notes", _fold("What to make of these figures", [notes.strip()] if notes.strip() else [])),
-        ("Each shift", by_shift(main)),
+        ("Each shift", _fold("Accuracy on each shift", by_shift(main))),
         ("Each class", _introduce(CLASSES, by_class(main))),
         ("Which epoch: last, selected, best", _introduce(EPOCHS, choice_of_epoch(main))),
         ("Few images", _introduce(FEW, [*few_shot(parts), *few_verdicts(parts)])),
