@@ -106,7 +106,7 @@ for number, axis in enumerate(axes):
     kept = recorded["mask"][row]
     for name, events in (("home's probe", recorded), ("site's probe", site)):
         axis.plot(events["times"][row][kept], events["values"][row][kept], ".", label=name)
-    axis.set(title=CLASSES[number], xlabel="time")
+    axis.set(title=CLASSES[number], xlabel="time", xlim=(0, 1), xticks=(0, 0.5, 1))
 axes[0].set_ylabel("value")
-axes[0].legend(fontsize="small")
+axes[2].legend(loc="lower right", fontsize="small")
 plt.show()
