@@ -1,5 +1,5 @@
-"""Several GPUs
-============
+"""Several GPUs: a script
+======================
 
 Under ``torchrun``, the processes of a group share the work of ``profile`` and ``adapt``. This script starts two
 processes on the CPU, so that it runs anywhere; on a machine with GPUs each process takes the GPU of its number. See
