@@ -365,7 +365,7 @@ COSTS: tuple[tuple[str, str, str, str], ...] = (
 )
 
 
-def tabulate(table: Table, method: str) -> str:
+def tabulate(table: Table, method: str, *, each_shift: bool = True) -> str:
     """Return the table of a method: accuracy in percent, steps and seconds, means over seeds.
 
     Columns without any figure are left out.
@@ -374,7 +374,7 @@ def tabulate(table: Table, method: str) -> str:
     columns += [(title, method, way, field, form, 1) for title, way, field, form in COSTS]
     columns = [column for column in columns if table.values(None, *column[1:4])]
     lines = [_line(["shift", *(title for title, *_ in columns)]), "|" + "---|" * (len(columns) + 1)]
-    for shift in [*table.shifts, None]:
+    for shift in [*(table.shifts if each_shift else ()), None]:
         cells = [
             _cell(table.values(shift, name, way, field), form, factor) for _, name, way, field, form, factor in columns
         ]
@@ -521,7 +521,7 @@ def write_page(file: RowFile) -> str:
         "other weights, so figures from them are not paired. Steps and seconds are those of the whole run, and *until "
         "kept* those up to the returned state. Seconds are those of one call of `adapt` from arrays on the host, in a "
         "process that has run once before, checks and verification included. Accuracy in percent; all figures are "
-        "means over seeds.",
+        "means over shifts and seeds. `--only-page` without `--page` prints each shift.",
     ]
     if {"emnist-da", *CIFAR} & set(names):
         parts += ["## Targets", tabulate_targets(find_targets(tables))]
@@ -534,7 +534,7 @@ def write_page(file: RowFile) -> str:
         for method in table.methods():
             seeds = sorted({key[1] for key in table.rows if key[2:] == (method, "auto")})
             parts.append(f"### `{method}`, {'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}")
-            parts.append(tabulate(table, method))
+            parts.append(tabulate(table, method, each_shift=False))
             parts += describe_remarks(table, method)
             compared = table.compare(method)
             if compared is not None and compared.difference is not None:

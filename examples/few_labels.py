@@ -77,7 +77,8 @@ for row, estimate in enumerate(found.values()):
         axis.plot([100 * estimate.low, 100 * estimate.high], [row, row], color="#0072b2", lw=3)
         axis.plot(100 * estimate.value, row, "o", color="#0072b2")
     else:
-        axis.text(0, row, "cannot be told", va="center")
+        axis.text(1, row, "cannot be told", va="center")
 axis.axvline(100 * after, color="black", lw=1)
 axis.set(yticks=range(len(found)), yticklabels=found, xlabel="accuracy, percent", xlim=(0, 100))
+axis.margins(y=0.2)
 plt.show()

@@ -87,7 +87,7 @@ print(profile.rehearsal)
 # -----------
 # A device that is in no list: haze with a darker bottom.
 
-site = (0.3 + 0.5 * recorded) * (1 - 0.05 * row)
+site = (0.45 + 0.35 * recorded) * (1 - 0.02 * row)
 result = shiftmend.adapt(model, site, profile, progress=False)
 print(result)
 

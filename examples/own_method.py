@@ -56,7 +56,7 @@ images, labels = load_digits()
 order = torch.randperm(len(images))
 images, labels = images[order], labels[order]
 home, home_labels, truth = images[:900], labels[:900], labels[900:]
-site = 0.3 + 0.4 * images[900:] + 0.05 * torch.randn(897, 1, 8, 8)
+site = 0.5 + 0.25 * images[900:] + 0.03 * torch.randn(897, 1, 8, 8)
 
 model = nn.Sequential(
     nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),

@@ -77,6 +77,7 @@ for name, values in right.items():
     smooth = torch.tensor(values).unfold(0, 10, 1).mean(1)
     axis.plot(range(9, batches), smooth, label=name)
 axis.set(xlabel="batch", ylabel="true accuracy, mean of 10", ylim=(0, 1))
+axis.xaxis.get_major_locator().set_params(integer=True)
 axis.legend()
 plt.show()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
+import functools
 import importlib
 import inspect
 import re
@@ -299,6 +301,57 @@ def test_the_benchmarks_page_runs_as_written(
     (tmp_path / "perceptron.py").write_text(own.replace("epochs=20", "epochs=2").replace('"epochs": 8', '"epochs": 1'))
     report = run("perceptron.py:PLAIN", "results", workers=1, progress=False)
     assert (report.done, report.failed) == (5, ())
+
+
+def calls_of(tree: ast.AST) -> Iterator[tuple[Any, ast.Call]]:
+    """Give the functions of shiftmend that a block calls, with the calls; what it imports has to be there."""
+    names: dict[str, Any] = {"shiftmend": shiftmend}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "shiftmend":
+            module = importlib.import_module(node.module or "")
+            names |= {one.asname or one.name: getattr(module, one.name) for one in node.names}
+    for node in ast.walk(tree):
+        path = ast.unparse(node.func).split(".") if isinstance(node, ast.Call) else [""]
+        if isinstance(node, ast.Call) and path[0] in names:
+            yield functools.reduce(getattr, path[1:], names[path[0]]), node
+
+
+@pytest.mark.parametrize("page", PAGES, ids=in_the_repository)
+def test_python_on_pages_calls_what_exists_with_options_that_exist(page: Path) -> None:
+    """Blocks that need an optional package, or would take long, are not run elsewhere."""
+    for block in code_blocks(page):
+        for function, call in calls_of(ast.parse(block)):
+            known = inspect.signature(function).parameters
+            free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+            for keyword in call.keywords:
+                assert free or keyword.arg in known, f"{function.__name__} has no {keyword.arg}"
+
+
+@pytest.mark.slow
+def test_the_page_about_deploying_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxscript")
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(
+        nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()), nn.Linear(64, 2)
+    )
+    inputs = torch.randn(40, 1, 6, 6)
+    names = {"result": shiftmend.adapt(model.eval(), inputs, method="adabn", progress=False), "inputs": inputs}
+    for block in code_blocks(ROOT / "docs/deploy.md"):
+        exec(block, names)
+    expected = names["result"].model(inputs)
+    for again in (names["folded"], torch.jit.load("mended.pt"), torch.export.load("mended.pt2").module()):
+        torch.testing.assert_close(again(inputs), expected)
+    assert (tmp_path / "mended.onnx").exists()
+
+
+@pytest.mark.slow
+def test_the_page_about_other_libraries_logs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.chdir(tmp_path)
+    block = code_blocks(ROOT / "docs/integrations.md")[0].partition("with mlflow")[0]
+    world = sensors()
+    exec(block, {"result": shiftmend.adapt(world.model, world.target, world.profile(), "adabn", progress=False)})
+    assert [*(tmp_path / "runs/site-a").rglob("events.out.*")]
 
 
 def test_the_page_of_the_command_line_is_made_from_the_commands() -> None:

@@ -204,7 +204,7 @@ def test_auto_and_its_oracle_are_measured_on_digits(
     time_to_mend.measure_all(quick, wishes, file, Deadline(None))
     assert len(file.rows) == 3, "what is there is not measured again"
     page = time_to_mend.write_page(file)
-    assert "| stripe |" in page
+    assert "| **mean** | " in page
     assert manifest["source_models"]["123"]["weights_sha256"][:12] in page
     assert "Targets" not in page
 

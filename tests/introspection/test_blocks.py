@@ -87,6 +87,38 @@ def test_a_backbone_in_a_wrapper_and_a_plain_chain() -> None:
     ]
 
 
+def test_entries_of_a_list_are_blocks_also_beside_other_stages() -> None:
+    """The layers of an encoder between embeddings and a decoder came as one block."""
+
+    def make_layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(make_layer() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.encoder = make_layer(), Encoder()
+            self.decoder = nn.ModuleDict({"left": make_layer(), "right": make_layer()})
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.encoder(self.embedding(x))
+            return self.head(self.decoder["left"](x) + self.decoder["right"](x))
+
+    names = [block.name for block in blocks_of(Net().eval(), torch.randn(2, 4))]
+    layers = [f"encoder.layers.{index}" for index in range(3)]
+    assert names == ["embedding", *layers, "decoder.left", "decoder.right"]
+
+
 def test_normalisation_over_whole_maps_is_no_layer_of_its_own() -> None:
     """Its scale has as many axes as a kernel."""
     layers = [nn.Conv2d(1, 4, 3), nn.LayerNorm([4, 6, 6]), nn.Conv2d(4, 4, 3), nn.LayerNorm([4, 4, 4]), nn.Flatten()]

@@ -72,9 +72,9 @@ def adapt(
     process runs its share of every batch, `batch_size` is that of all together, and Ctrl-C ends them all.
 
     Args:
-        model: Any `nn.Module` that is called with one tensor.
-        target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
-            Nothing but the inputs reaches the method. Columns of a data frame are found by name.
+        model: Any `nn.Module`. Inputs in a dict are passed by name, and those in a tuple in order.
+        target: A tensor, an array, a data frame, a dict of arrays, a `Dataset` or a `DataLoader`, of inputs or of
+            (inputs, anything). Nothing but the inputs reaches the method. Columns of a data frame are found by name.
         profile: The source's profile, or the name of its file. Some methods do without.
         method: Name, class or instance of a method. `"auto"` tries several candidates and returns the one that is
             estimated best. The untouched model is one of them.
@@ -88,7 +88,7 @@ def adapt(
             the first step, until they do.
         seed: Decides the order of the batches, and whatever else is random.
         preprocess: Called with each batch on the device, before the model.
-        blocks: BlockNames of modules, or groups of them, that BUFR unfreezes one after the other.
+        blocks: Names of modules, or groups of them, that BUFR unfreezes one after the other.
         output: Entry of a tuple or dict that is the model's output.
         device: Where to compute; `"auto"` is the model's accelerator, else CUDA if there is one, else the CPU.
         autocast: True runs the network in bfloat16. A dtype (`torch.bfloat16`, `torch.float16`) chooses another.

@@ -188,7 +188,7 @@ def _run(folder: Path, seed: int, say: Callable[..., None] | None) -> Report:
     profile.save(path)
     talk(f"   At home it reads {100 * profile.rehearsal.score:.1f} %. Stored: {path}, {path.stat().st_size:,} bytes.")
 
-    talk(f"3. At the site: {len(LESSONS)} other devices record {len(site)} digits that nobody has seen. No labels.")
+    talk(f"3. At the site: {len(LESSONS)} devices record {len(site)} digits that nobody has seen. No labels.")
     rows: list[Row] = []
     strips: list[Strip] = []
     with progress_bar(bars, "adapting", len(LESSONS)) as bar, hide_warnings():

@@ -123,10 +123,11 @@ def _is_inside(name: str, ancestor: str) -> bool:
 
 
 def _group_by_stages(model: nn.Module, running: list[str], level: str = "") -> list[list[str]]:
-    """Cut between the children of `level`; go down a level if one child holds all the repetition.
+    """Cut between the children of `level`; go down a level if one child holds all the repetition, or is a list.
 
     A child with at least two layers is a stage. Layers before the first stage are the stem. A layer after a stage is a
-    block. A module without a kernel, such as normalisation or tokens, joins the layer before it.
+    block. A module without a kernel, such as normalisation or tokens, joins the layer before it. The entries of a
+    `ModuleList` or `ModuleDict` are stages of their own: the layers of an encoder, or the way down of a U-Net.
     """
     modules = dict(model.named_modules())
     children: dict[str, list[str]] = {}
@@ -137,7 +138,7 @@ def _group_by_stages(model: nn.Module, running: list[str], level: str = "") -> l
     in_stem = bool(stages)
     for name, inside in children.items():
         if name in stages:
-            go_down = len(stages) == 1 or _is_plain_chain(modules, name, inside)
+            go_down = len(stages) == 1 or _is_list(modules, inside) or _is_plain_chain(modules, name, inside)
             parts = _group_by_stages(model, inside, name) if go_down else [inside]
             if blocks and not _count_layers(modules, blocks[-1]):
                 # Tokens alone are no block.
@@ -173,6 +174,21 @@ def _has_kernel(module: nn.Module, name: str, running: list[str]) -> bool:
     return any(parameter is not None and parameter.ndim > 1 for parameter in own)
 
 
+def _is_list(modules: dict[str, nn.Module], inside: list[str]) -> bool:
+    """Tell whether the smallest container of some modules is a list, or a dict like torchvision's backbones."""
+    return isinstance(modules[_common_parent(inside)], nn.ModuleList | nn.ModuleDict)
+
+
+def _common_parent(names: list[str]) -> str:
+    """Return the name of the smallest module that contains all of these; a single name is its own."""
+    common = []
+    for parts in zip(*(name.split(".") for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
 def _is_plain_chain(modules: dict[str, nn.Module], name: str, inside: list[str]) -> bool:
     """Tell whether a container is a sequence of three or more single layers, each of which is then a block."""
     children: dict[str, list[str]] = {}
@@ -196,13 +212,7 @@ def _make_title(group: list[str], everything: list[str]) -> str:
     """Return a readable name: the common parent, if all of it is in the group, or else the modules themselves."""
     if len(group) == 1:
         return group[0] or "(own parameters)"
-    paths = [name.split(".") for name in group]
-    common = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    parent = ".".join(common)
+    parent = _common_parent(group)
     if parent and {owner for owner in everything if _is_inside(owner, parent)} == set(group):
         return parent
     shown = [name or "(own parameters)" for name in group]

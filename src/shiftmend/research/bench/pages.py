@@ -30,7 +30,7 @@ from shiftmend.research.bench.benchmark import (
     labelled_methods,
     sees_labels,
 )
-from shiftmend.research.bench.grids import METRICS, Beside, Grid
+from shiftmend.research.bench.grids import METRICS, Grid
 from shiftmend.research.bench.plan import variants_of, with_another_source
 from shiftmend.research.bench.rendering import Column, Entry, Row, Table, escape_markdown, render
 from shiftmend.research.bench.results import Reading, read
@@ -62,9 +62,11 @@ FEW = "Adapted to a few images of each class, scored on all of them; mean over a
 
 ONLINE = "One pass over the images: each batch is predicted before it is learnt from."
 
-VARIANTS = "Each row differs from its method in one option; the difference is the variant less the method as it is."
-
-SLICES = "Marginals can be matched by scrambling features; slices see how features go together."
+VARIANTS = (
+    "Each row differs from its method in one option; the difference is the variant less the method as it is. Variants "
+    "with slices also align random projections of the features, which see how features go together. "
+    "`shiftmend bench compare` compares two methods shift by shift."
+)
 
 RESTORATION = (
     "The restoration distance is how far the features of a shifted image are from those of its clean version. Do "
@@ -112,15 +114,14 @@ def page(
         ("", [_headline(parts)]),
         ("Accuracy and calibration", [ONCE, *_clean(main), *averages(main)]),
         ("Notes", _fold("What to make of these figures", [notes.strip()] if notes.strip() else [])),
-        ("Each shift", by_shift(main)),
+        ("Each shift", _fold("Accuracy on each shift", by_shift(main))),
         ("Each class", _introduce(CLASSES, by_class(main))),
         ("Which epoch: last, selected, best", _introduce(EPOCHS, choice_of_epoch(main))),
         ("Few images", _introduce(FEW, [*few_shot(parts), *few_verdicts(parts)])),
         ("Online", _introduce(ONLINE, _online(run))),
         ("Variants of a method", _introduce(VARIANTS, variants(main))),
-        ("Does it help to align slices too?", _introduce(SLICES, slices(main))),
         ("Restoration and calibration", _introduce(RESTORATION, restoration(main))),
-        ("Signals that need no labels", _introduce(SIGNALS, signals(main))),
+        ("Signals that need no labels", _fold("Which signals go with accuracy", _introduce(SIGNALS, signals(main)))),
         ("Does the model without adaptation do as published?", sanity(main)),
         ("About the published figures", _published_notes(chosen.name)),
         (
@@ -390,7 +391,8 @@ def averages(part: Part, metrics: Sequence[str] = ("accuracy", "ece")) -> list[B
         both = tables.put_beside(paper, rerun)
         everything, groups = _over(both, of_all=True), _over(both, of_all=False)
         blocks.append(tables.add_quoted(everything, Grid(results=[], **part.about(metric=metric))))
-        if groups.columns:
+        # What a group of shifts says about calibration, it says about accuracy.
+        if groups.columns and metric == "accuracy":
             ranked = (footnotes.SEVERITY,) if "severe" in part.benchmark.groups else ()
             blocks.append(replace(groups, title=f"{groups.title}, groups of shifts", notes=(*groups.notes, *ranked)))
     return blocks
@@ -414,27 +416,14 @@ def _over(table: Table, *, of_all: bool) -> Table:
     return replace(chosen, columns=columns, title=f"{table.title}, {name}")
 
 
-def by_shift(part: Part, metrics: Sequence[str] = ("accuracy", "ece")) -> list[Block]:
-    """Show each shift, and folded below its difference from the published figures."""
-    blocks: list[Block] = []
-    folded: list[Block] = []
-    for metric in metrics:
-        blocks.append(_per_shift(part, metric, None))
-        for side in ("paper", "re-run"):
-            table = _per_shift(part, metric, side)
-            compared = tables.keep_columns(table, lambda column: column.kind == "difference")
-            if compared.columns:
-                columns = tuple(replace(column, title=column.heading, heading="") for column in compared.columns)
-                folded.append(
-                    replace(compared, columns=columns, title=f"{table.title}, ours minus the {side}'s", marked="")
-                )
-    return [*blocks, *_fold("Each shift: ours minus the published figure", folded)]
-
-
-def _per_shift(part: Part, metric: str, beside: Beside | None) -> Table:
+def by_shift(part: Part) -> list[Block]:
+    """Show the accuracy on each shift, and say how to see more."""
     groups = part.benchmark.groups if part.whole else {}
-    table = tables.per_shift(part.results, **part.about(groups=groups, metric=metric, beside=beside))
-    return table if part.whole else tables.drop_means(table)
+    table = tables.per_shift(part.results, **part.about(groups=groups, metric="accuracy", beside=None))
+    name = shlex.quote(part.benchmark.name)
+    command = f"shiftmend bench table {name} --folder results/{name}.json --per-shift --metric ece --beside re-run"
+    more = f"`{command}` shows other metrics, and published figures beside them."
+    return [table if part.whole else tables.drop_means(table), more]
 
 
 def by_class(part: Part) -> list[Block]:
@@ -520,10 +509,10 @@ def _online(run: Mapping[str, Part]) -> list[Block]:
     if "online" not in run:
         return []
     part, metrics = run["online"], ("accuracy", "ece_per_batch", "ece")
-    return [*averages(part, metrics), *by_shift(part, metrics[:2])]
+    return averages(part, metrics)
 
 
-# ---- variants of a method, and slices
+# ---- variants of a method
 
 
 def variants(part: Part) -> list[Block]:
@@ -571,39 +560,6 @@ def _variant(part: Part, name: str, base: str, compared: Sequence[comparisons.Co
             Entry(text=f"{decided[0]} / {decided[1]} / {sum(one.pairs > 0 for one in each) - sum(decided)}"),
         ),
     )
-
-
-def slices(part: Part) -> list[Block]:
-    """Compare, shift by shift, methods that also align slices with themselves without."""
-    blocks: list[Block] = []
-    settings = part.benchmark.settings[part.protocol]
-    for name, base in variants_of(part.benchmark, part.protocol).items():
-        compared = _compare(part, name, base) if settings[name].preset == "sliced" else []
-        if not compared:
-            continue
-        rows = [
-            Row(
-                one.over(len(part.benchmark.shifts)),
-                (Entry(one.pairs), _points(one), _chance(one.p), _chance(one.corrected), Entry(text=one.verdict)),
-                one.shift is None,
-            )
-            for one in compared
-        ]
-        columns = (
-            Column("seeds", digits=0),
-            Column(f"{name} - {base}", kind="difference"),
-            Column("p", digits=3),
-            Column("corrected p", digits=3),
-            Column("verdict"),
-        )
-        said = footnotes.about_comparisons(compared, len(part.benchmark.shifts))
-        title = f"{part.benchmark.name}, {part.protocol}: {base} with slices and without"
-        notes = (
-            "difference in points of accuracy (last); two-sided paired t-test over seeds, Holm's correction for the "
-            "number of shifts",
-        )
-        blocks.append(Table(title, "shift", columns, tuple(rows), (*notes, *said)))
-    return blocks
 
 
 def _compare(part: Part, first: str, second: str) -> list[comparisons.Comparison]:
