@@ -11,7 +11,8 @@ import torch
 
 import estimates
 from bench_models import TimeUp, _call
-from estimates import FEW_SAMPLES, TEMPERATURES, find_calibration, make_site, measure_auroc, split_halves
+from estimates import FEW_SAMPLES, TEMPERATURES, find_calibration, make_site, measure_auroc
+from shiftmend.research.datasets.partitions import halves
 
 
 def test_auroc_counts_pairs() -> None:
@@ -39,7 +40,7 @@ def test_calibration_is_read_where_confidence_equals_the_estimate() -> None:
 def test_few_samples_are_scored_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = torch.arange(100)
     monkeypatch.setattr(estimates, "load_scored", lambda *given: (numbers.view(-1, 1, 1, 1), numbers % 10))
-    home, place = split_halves(numbers % 10)
+    home, place = halves(numbers % 10)
     assert not set(home.tolist()) & set(place.tolist())
     site = make_site("digits", f"{FEW_SAMPLES} samples/1", None, place, 0)
     assert site.others is not None

@@ -27,12 +27,23 @@ from shiftmend.errors import DataError
 from shiftmend.evaluation.evaluate import Scorer
 from shiftmend.inputs.feed import Feed
 from shiftmend.methods import METHODS
+from shiftmend.profiles.profile import Profile
 from shiftmend.research.bench import cell as cell_module
-from shiftmend.research.bench.benchmark import SIGNALS, Benchmark, Outcome, Result, Setting, Target
-from shiftmend.research.bench.cell import ScoredAdaptation, collect_warnings, run_cell
+from shiftmend.research.bench.benchmark import (
+    REHEARSED_ROWS,
+    SIGNALS,
+    Benchmark,
+    Outcome,
+    Rehearsed,
+    Result,
+    Setting,
+    Target,
+)
+from shiftmend.research.bench.cell import ScoredAdaptation, collect_warnings, labels_of, run_cell, take_site
 from shiftmend.research.bench.plan import plan
 from shiftmend.research.bench.resources import Resources
 from shiftmend.research.bench.store import Store
+from shiftmend.research.datasets.partitions import halves
 from shiftmend.verification import signals
 
 HOME: list[Path] = []
@@ -872,3 +883,38 @@ def test_another_thread_s_warnings_are_not_this_cell_s() -> None:
         thread.start()
         thread.join()
     assert own == []
+
+
+# ---- with a rehearsal
+
+
+@pytest.mark.slow
+def test_rehearsed_rows_have_an_estimate_beside_the_truth() -> None:
+    protocol = Rehearsed(batch_size=32, candidates=("match-moments", "adabn"), simulated_shifts=5)
+    rows = {name: REHEARSED_ROWS[name] for name in ("source-only", "adabn", "auto")}
+    changes: dict[str, Any] = {"protocols": {"rehearsed": protocol}, "settings": {"rehearsed": rows}}
+    found = {name: done(name, "dim", "rehearsed", **changes) for name in rows}
+    test, target = shop().source("plain").test, load_target("dim", None)
+    home, site = halves(labels_of(test))
+    assert not set(home.tolist()) & set(site.tolist())
+    images, labels = target.score.images[site], target.score.labels[site]
+    untouched = found["source-only"]
+    expected = scores(logits_of(shop().model("plain", 1)[0], images), labels)
+    assert untouched.last.accuracy == pytest.approx(expected["accuracy"])
+    for name, result in found.items():
+        assert result.manifest["target"]["samples"] == len(site)
+        assert result.manifest["estimate"]["after"]["metric"] == "accuracy", name
+    # The rehearsal is read from its file the next time, and `auto` chose among its candidates.
+    (file,) = (HOME[0] / "profiles").glob("*-rehearsed-*.safetensors")
+    assert set(Profile.load(file).rehearsal.candidates) == {"source-only", "match-moments", "adabn"}
+    assert {one["name"] for one in found["auto"].manifest["candidates"]} <= {"source-only", "match-moments", "adabn"}
+
+
+def test_a_site_has_no_image_of_home() -> None:
+    test, target = drawn(100, 2, "away"), load_target("dim", None)
+    site = halves(labels_of(test))[1]
+    assert torch.equal(take_site(target, test).adapt.images, target.score.images[site])
+    # Another set is the site as a whole; one of the same length in an unknown order may be that of home.
+    assert take_site(replace(target, clean=None), drawn(60, 5, "other")).score is target.score
+    with pytest.raises(DataError, match="order"):
+        take_site(replace(target, clean=None), test)

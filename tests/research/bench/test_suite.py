@@ -22,7 +22,7 @@ from shiftmend.errors import DataError
 from shiftmend.inputs.images import Split
 from shiftmend.methods import METHODS
 from shiftmend.research.bench import published
-from shiftmend.research.bench.benchmark import CLEAN, Benchmark, FewShot, Offline, Online, Setting
+from shiftmend.research.bench.benchmark import CLEAN, Benchmark, FewShot, Offline, Online, Rehearsed, Setting
 from shiftmend.research.bench.recipes import AUGMENTATIONS, Recipe, build_untrained
 from shiftmend.research.bench.resources import identify_data
 from shiftmend.research.bench.suite import BENCHMARKS, find, list_problems, mnist_m
@@ -183,7 +183,8 @@ def test_rates_and_epochs_are_the_published_ones(name: str) -> None:
 def test_protocols_are_the_published_ones(name: str) -> None:
     benchmark = find(name)
     shots = {f"few-shot-{n}": n for n in FEW_SHOT.get(name, ())}
-    assert set(benchmark.protocols) == {"offline", *shots, *(["online"] if "cifar" in name else [])}
+    own = {protocol for protocol, found in benchmark.protocols.items() if isinstance(found, Rehearsed)}
+    assert set(benchmark.protocols) - own == {"offline", *shots, *(["online"] if "cifar" in name else [])}
     offline = benchmark.protocols["offline"]
     assert isinstance(offline, Offline)
     assert (offline.batch_size, offline.temperature) == (BATCH[name], 0.01)
@@ -207,7 +208,7 @@ def test_protocols_are_the_published_ones(name: str) -> None:
 def test_how_often_and_how_exactly_is_as_documented(name: str) -> None:
     """Nothing of this is published, but it decides what a figure is."""
     for protocol, found in find(name).protocols.items():
-        if protocol == "online":
+        if protocol in ("online", "rehearsed"):
             often = 1
         elif protocol.startswith("few-shot") and name == "emnist-da":
             often = 30
@@ -295,6 +296,8 @@ def test_every_row_here_is_published_somewhere(name: str) -> None:
     benchmark = find(name)
     where = {"mnist-m": "mnist-m", "visda-c": "photographs"}.get(name, "all")
     for protocol, settings in benchmark.settings.items():
+        if isinstance(benchmark.protocols[protocol], Rehearsed):
+            continue
         for method in settings:
             figure = published.figure(name, protocol, "accuracy", method, where)
             ours_alone = name == "emnist-da" and protocol.startswith("few-shot") and method == "adabn"

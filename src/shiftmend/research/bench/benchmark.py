@@ -26,6 +26,9 @@ CLEAN = "clean"
 UNADAPTED = next(name for name, method in METHODS.items() if not method.adapts)
 """The row of the model that is left as it is."""
 
+AUTO = "auto"
+"""The row of what `adapt` chooses by itself, under a protocol that rehearses."""
+
 USUAL_PRESET = "reference"
 """The preset of a row that names none. File names and recipes leave it out: they are older than other presets."""
 
@@ -106,6 +109,19 @@ class FewShot(Offline):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rehearsed(Offline):
+    """Rehearsal on one half of the clean test images. The other half is the site, which is adapted to and scored.
+
+    No image is in both halves. Rows run as `adapt` runs by default, with estimates beside their accuracy. The row
+    `auto` chooses among `candidates`.
+    """
+
+    kind: ClassVar[str] = "rehearsed"
+    candidates: tuple[str, ...] = ("match-mean", "match-moments", "adabn", "fr", "bufr", "bufr-im")
+    simulated_shifts: int = 12
+
+
+@dataclass(frozen=True, kw_only=True)
 class Online(Protocol):
     """One pass in the order of the files; every batch is predicted before it is learnt from.
 
@@ -131,6 +147,10 @@ class Setting:
     source: str = "plain"
     preset: str = USUAL_PRESET
     """The profile's preset, see `shiftmend.profiles.presets`. The protocol sets the temperature of its bins."""
+
+
+REHEARSED_ROWS = {name: Setting(name) for name in (UNADAPTED, *Rehearsed.candidates, AUTO)}
+"""Rows of a protocol that rehearses, with the options that `adapt` has by default."""
 
 
 @dataclass(frozen=True)

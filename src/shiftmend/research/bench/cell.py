@@ -40,13 +40,14 @@ from shiftmend.research.bench.benchmark import (
     Online,
     Outcome,
     Protocol,
+    Rehearsed,
     Result,
     Setting,
     Target,
 )
 from shiftmend.research.bench.plan import rates_for, settings_of
 from shiftmend.research.bench.resources import Resources, inputs_of, labelled
-from shiftmend.research.datasets.partitions import few_shot, fractions
+from shiftmend.research.datasets.partitions import few_shot, fractions, halves
 from shiftmend.verification import signals
 
 SCORING_BATCH_SIZE = 2048
@@ -75,6 +76,8 @@ def run_cell(
             candidates = rates_for(given.setting, rates)
             if isinstance(given.protocol, Online):
                 result = _run_online(given, result, candidates, tick)
+            elif isinstance(given.protocol, Rehearsed):
+                result = _run_rehearsed(given, result, resources.source(given.source).test)
             else:
                 result = _run_offline(given, result, candidates, tick)
         except Exception as error:
@@ -108,6 +111,7 @@ class CellInputs:
     profile: Profile
     target: Target
     seed: int
+    source: str
 
     def feed(self, images: Images, batch_size: int) -> Feed:
         return Feed(
@@ -139,10 +143,13 @@ def _gather(resources: Resources, cell: Cell, manifest: dict[str, Any]) -> CellI
     }
     model, file = resources.model(source, cell.seed)
     manifest["source"]["file"] = file.name
-    profile = resources.profile(source, cell.seed, protocol.temperature, setting.preset)
+    if isinstance(protocol, Rehearsed):
+        profile = resources.rehearsed(source, cell.seed, protocol, setting.preset)
+    else:
+        profile = resources.profile(source, cell.seed, protocol.temperature, setting.preset)
     target = resources.target(cell.shift)
     manifest["data"] = {"adapted_to": target.adapt.name, "scored_on": target.score.name}
-    return CellInputs(resources, setting, protocol, model, profile, target, cell.seed)
+    return CellInputs(resources, setting, protocol, model, profile, target, cell.seed, source)
 
 
 def _run_offline(given: CellInputs, result: Result, rates: Sequence[float], tick: Tick) -> Result:
@@ -191,6 +198,65 @@ def _run_offline(given: CellInputs, result: Result, rates: Sequence[float], tick
         history=kept.history(),
         manifest=manifest,
     )
+
+
+def _run_rehearsed(given: CellInputs, result: Result, test: Images) -> Result:
+    """Adapt to the half that was not rehearsed with, as `adapt` does by default, and score what it returns."""
+    resources, protocol = given.resources, given.protocol
+    target = take_site(given.target, test)
+    adaptation = shiftmend.adapt(
+        given.model,
+        inputs_of(target.adapt),
+        given.profile,
+        given.setting.method,
+        batch_size=protocol.batch_size,
+        seed=given.seed,
+        preprocess=resources.benchmark.preprocess,
+        device=resources.device,
+        autocast=protocol.in_bfloat16(resources.device),
+        progress=False,
+        **given.setting.options,
+    )
+    if adaptation.interrupted:
+        raise KeyboardInterrupt
+    scores = shiftmend.evaluate(
+        adaptation.model,
+        labelled(target.score),
+        batch_size=SCORING_BATCH_SIZE,
+        preprocess=resources.benchmark.preprocess,
+        device=resources.device,
+        progress=False,
+    )
+    assert isinstance(scores, Scores)
+    outcome = to_outcome(adaptation.kept.epoch, scores)
+    seen = signals.observe(adaptation.model, given.feed(target.adapt, protocol.batch_size), given.profile)
+    return replace(
+        result,
+        last=outcome,
+        best=outcome,
+        selected=outcome,
+        signals=dict(seen.values),
+        restoration_distance=_measure_restoration(given, adaptation.model, target),
+        alignment_loss=seen.get("marginals"),
+        epochs=adaptation.history[-1].epoch,
+        history=tuple(row.to_json() for row in adaptation.history),
+        manifest=result.manifest | adaptation.manifest | {"reliability": list_reliability(scores)},
+    )
+
+
+def take_site(target: Target, test: Images) -> Target:
+    """Take the images of a target whose clean versions were not rehearsed with, to adapt to and to score.
+
+    A set of its own, of another length than the clean test images, is taken as a whole.
+    """
+    score, clean = target.score, target.clean
+    if clean is None and len(score) != len(test):
+        return Target(score, score)
+    if clean is None or not torch.equal(labels_of(clean).cpu(), labels_of(test).cpu()):
+        raise DataError(f"Expected {score.name} in the order of {test.name}, or images are on both sides. Sort both.")
+    site = halves(labels_of(clean))[1]
+    seen = score.take(site)
+    return Target(seen, seen, clean.take(site))
 
 
 def divide_target(target: Target, protocol: Offline, takes_labels: bool, seed: int) -> Target:

@@ -30,7 +30,7 @@ import torch
 
 from shiftmend.accelerate.cuda_graphs import pause_garbage_collection
 from shiftmend.errors import DataError, ShiftmendError
-from shiftmend.research.bench.benchmark import USUAL_PRESET, Benchmark, Cell, Result
+from shiftmend.research.bench.benchmark import USUAL_PRESET, Benchmark, Cell, Rehearsed, Result
 from shiftmend.research.bench.cell import collect_warnings, now_in_utc, release_unused_memory, run_cell
 from shiftmend.research.bench.plan import settings_of
 from shiftmend.research.bench.resources import Cache, Resources
@@ -74,6 +74,8 @@ class Preparation:
     seed: int
     temperature: float
     presets: tuple[str, ...] = (USUAL_PRESET,)
+    rehearsed: Rehearsed | None = None
+    """The protocol that the profiles are rehearsed for, if it rehearses."""
 
     def __str__(self) -> str:
         return f"source model {self.source}, seed {self.seed}"
@@ -94,8 +96,9 @@ Execute = Callable[[Iterable[Task]], Outcomes]
 def preparation_for(benchmark: Benchmark, cell: Cell) -> Preparation:
     """Name the source model and the profile that a cell starts from."""
     setting = settings_of(benchmark, cell.protocol)[cell.method]
-    source, temperature = benchmark.source_for(setting, cell.shift), benchmark.protocols[cell.protocol].temperature
-    return Preparation(source, cell.seed, temperature, (setting.preset,))
+    source, protocol = benchmark.source_for(setting, cell.shift), benchmark.protocols[cell.protocol]
+    rehearsed = protocol if isinstance(protocol, Rehearsed) else None
+    return Preparation(source, cell.seed, protocol.temperature, (setting.preset,), rehearsed)
 
 
 def list_preparations(benchmark: Benchmark, cells: Sequence[Cell]) -> list[Preparation]:
@@ -132,7 +135,10 @@ def do_task(job: Job, task: Task, advance: Advance, resources: Resources | None 
     with collect_warnings():
         resources.model(task.source, task.seed, tick)
         for preset in task.presets:
-            resources.profile(task.source, task.seed, task.temperature, preset)
+            if task.rehearsed is None:
+                resources.profile(task.source, task.seed, task.temperature, preset)
+            else:
+                resources.rehearsed(task.source, task.seed, task.rehearsed, preset)
     return None
 
 

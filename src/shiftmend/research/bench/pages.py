@@ -18,9 +18,11 @@ from typing import Any, get_args
 from shiftmend.errors import DataError
 from shiftmend.methods import METHODS
 from shiftmend.methods.fr import Alignment
+from shiftmend.profiles.rehearsal import name_candidate
 from shiftmend.research.analysis import comparisons, correlations
 from shiftmend.research.bench import footnotes, published, tables
 from shiftmend.research.bench.benchmark import (
+    AUTO,
     CLEAN,
     UNADAPTED,
     Benchmark,
@@ -56,6 +58,11 @@ EPOCHS = (
     "epochs that were scored: those that the protocol names, the last and the selected one. It says what a better "
     "choice among them could have given, and the cost of selection is what lies between the two; an epoch that was not "
     "scored may have been better still."
+)
+
+ESTIMATES = (
+    "One half of the clean test images rehearses at home. The other half is the site, adapted to with the library's "
+    "own defaults. What a site is told without labels stands beside the truth; `auto` is what `adapt` chooses."
 )
 
 FEW = "Adapted to a few images of each class, scored on all of them; mean over all shifts."
@@ -117,6 +124,7 @@ def page(
         ("Each shift", _fold("Accuracy on each shift", by_shift(main))),
         ("Each class", _introduce(CLASSES, by_class(main))),
         ("Which epoch: last, selected, best", _introduce(EPOCHS, choice_of_epoch(main))),
+        ("Estimates beside the truth", _introduce(ESTIMATES, estimates(run))),
         ("Few images", _introduce(FEW, [*few_shot(parts), *few_verdicts(parts)])),
         ("Online", _introduce(ONLINE, _online(run))),
         ("Variants of a method", _introduce(VARIANTS, variants(main))),
@@ -424,6 +432,68 @@ def by_shift(part: Part) -> list[Block]:
     command = f"shiftmend bench table {name} --folder results/{name}.json --per-shift --metric ece --beside re-run"
     more = f"`{command}` shows other metrics, and published figures beside them."
     return [table if part.whole else tables.drop_means(table), more]
+
+
+def estimates(run: Mapping[str, Part]) -> list[Block]:
+    """Show what was told without labels beside the truth: one line a row of the table, then each shift for `auto`."""
+    blocks: list[Block] = []
+    for part in run.values():
+        told = [result for result in part.results if result.last is not None and "estimate" in result.manifest]
+        if not told:
+            continue
+        columns = tuple(Column(name) for name in ("accuracy", "estimated", "true where told", "error", "held, of 100"))
+        columns = (*columns, Column("told", digits=0), Column("of", digits=0))
+        rows = []
+        for method in part.methods:
+            own = [result for result in told if result.cell.method == method]
+            rows += [Row(method, _summarise_estimates(own))] if own else []
+        about = f"{part.benchmark.name}, {part.protocol}"
+        seeds = counted(len({result.cell.seed for result in told}), "seed")
+        notes = (
+            f"percent, mean over {counted(len(part.shifts), 'shift')} and {seeds}; error is absolute",
+            "held counts 90 % intervals with the truth inside",
+        )
+        blocks.append(Table(f"{about}: estimates beside the truth", "method", columns, tuple(rows), notes))
+        rows = [
+            Row(f"{result.cell.shift}, seed {result.cell.seed}", _show_estimate(result))
+            for result in told
+            if result.cell.method == AUTO
+        ]
+        if rows:
+            columns = tuple(
+                Column(name) for name in ("estimated", "low", "high", "true", "untouched, estimated", "took")
+            )
+            blocks.append(
+                Table(f"{about}: what {AUTO} told of each shift", "shift", columns, tuple(rows), ("percent",))
+            )
+    return blocks
+
+
+def _summarise_estimates(results: Sequence[Result]) -> tuple[Entry, ...]:
+    """Return mean accuracy; of what was told estimate, truth, error, intervals that hold, number; the number of all."""
+    pairs = [(result.manifest["estimate"]["after"], result.last.accuracy) for result in results if result.last]
+    told = [(one, truth) for one, truth in pairs if one is not None and one["value"] is not None]
+    ended = [(one, truth) for one, truth in told if one["low"] is not None]
+    means = (
+        _mean([truth for _, truth in pairs]),
+        _mean([one["value"] for one, _ in told]),
+        _mean([truth for _, truth in told]),
+        _mean([abs(one["value"] - truth) for one, truth in told]),
+        _mean([float(one["low"] <= truth <= one["high"]) for one, truth in ended]),
+    )
+    return (*map(_percent, means), Entry(len(told)), Entry(len(pairs)))
+
+
+def _show_estimate(result: Result) -> tuple[Entry, ...]:
+    assert result.last is not None
+    before, after = (result.manifest["estimate"][name] or {} for name in ("before", "after"))
+    ends = [_percent(after.get(name)) for name in ("value", "low", "high")]
+    took = Entry(text=name_candidate(result.manifest["method"]["name"]))
+    return (*ends, _percent(result.last.accuracy), _percent(before.get("value")), took)
+
+
+def _percent(value: float | None) -> Entry:
+    return Entry(None if value is None else 100 * value)
 
 
 def by_class(part: Part) -> list[Block]:

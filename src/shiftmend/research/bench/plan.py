@@ -13,6 +13,7 @@ from shiftmend.errors import DataError
 from shiftmend.inputs.feed import Preprocess
 from shiftmend.methods import METHODS
 from shiftmend.research.bench.benchmark import (
+    AUTO,
     CLEAN,
     UNADAPTED,
     USUAL_PRESET,
@@ -131,7 +132,9 @@ def _probe_inputs(preprocess: Preprocess) -> Any:
 
 def rates_for(setting: Setting, rates: Sequence[float] | None) -> tuple[float, ...]:
     """Sort the learning rates to try with a setting; none if its method has no learning rate."""
-    has_one = any(option.name == "learning_rate" for option in fields(METHODS[setting.method]))
+    has_one = setting.method != AUTO and any(
+        option.name == "learning_rate" for option in fields(METHODS[setting.method])
+    )
     return tuple(sorted({float(rate) for rate in rates or ()})) if has_one else ()
 
 
@@ -210,6 +213,8 @@ def describe(benchmark: Benchmark, root: Root = None) -> dict[str, Any]:
 
 def _list_defaults(setting: Setting, protocol: Protocol) -> Mapping[str, Any]:
     """List the method's options that the setting does not change, if they have a fixed value."""
+    if setting.method == AUTO:
+        return {}
     unused = UNUSED_ONLINE if isinstance(protocol, Online) else ()
     return {
         field.name: field.default

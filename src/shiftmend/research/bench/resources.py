@@ -25,9 +25,10 @@ from shiftmend.profiles import fingerprints
 from shiftmend.profiles.collect import Gaussian
 from shiftmend.profiles.presets import preset as find_preset
 from shiftmend.profiles.profile import Profile
-from shiftmend.research.bench.benchmark import USUAL_PRESET, Benchmark, Images, Source, Target
+from shiftmend.research.bench.benchmark import AUTO, USUAL_PRESET, Benchmark, Images, Rehearsed, Source, Target
 from shiftmend.research.bench.recipes import Recipe, build_untrained
 from shiftmend.research.bench.training import MAX_WORKERS, train
+from shiftmend.research.datasets.partitions import halves
 from shiftmend.research.datasets.streamed import ImageFiles
 from shiftmend.stats.histograms import Bins
 from shiftmend.utils.checks import kind
@@ -66,7 +67,7 @@ class Resources:
         settings = [setting for table in benchmark.settings.values() for setting in table.values()]
         presets = {setting.preset for setting in settings}
         self._models, self._profiles = Cache(SOURCES_IN_MEMORY), Cache(SOURCES_IN_MEMORY * max(1, len(presets)))
-        full = any(METHODS[setting.method].needs_covariance for setting in settings)
+        full = any(setting.method != AUTO and METHODS[setting.method].needs_covariance for setting in settings)
         self._gaussian: Gaussian = "full" if full else "marginal"
 
     def source(self, name: str) -> Source:
@@ -130,6 +131,48 @@ class Resources:
             progress=False,
         )
         made.save(file)
+        return made
+
+    def rehearsed(self, source: str, seed: int, protocol: Rehearsed, preset: str = USUAL_PRESET) -> Profile:
+        """Get the profile of a source model with a rehearsal; rehearse if there is none yet."""
+        key = (source, seed, protocol, preset)
+        return self._profiles.get("rehearsed", key, lambda: self._rehearse(*key))
+
+    def _rehearse(self, source: str, seed: int, protocol: Rehearsed, preset: str) -> Profile:
+        profile = self.profile(source, seed, protocol.temperature, preset)
+        model, path = self.model(source, seed)
+        test = self.source(source).test
+        if not isinstance(test, Split) or test.labels is None:
+            raise DataError(f"Expected labelled images in memory to rehearse with, got {test.name}.")
+        facts: dict[str, Any] = {
+            "data": identify_data(test, self.benchmark.preprocess),
+            "weights": profile.weights,
+            "preset": preset,
+        }
+        facts |= {"protocol": protocol.facts(), "bfloat16": protocol.in_bfloat16(self.device)}
+        file = self.home / "profiles" / f"{path.stem}-rehearsed-{identify(facts)}.safetensors"
+        found = _read_profile(file, model)
+        if found is not None and found.rehearsal is not None:
+            return found
+        home, _ = halves(test.labels)
+        checkpoint = file.with_suffix(".json")
+        with lock(checkpoint) as alone:
+            made = shiftmend.rehearse(
+                model,
+                (test.images[home], test.labels[home]),
+                profile,
+                candidates=protocol.candidates,
+                shifts=protocol.simulated_shifts,
+                batch_size=protocol.batch_size,
+                preprocess=self.benchmark.preprocess,
+                device=self.device,
+                autocast=protocol.in_bfloat16(self.device),
+                seed=seed,
+                checkpoint=checkpoint if alone else None,
+                progress=False,
+            )
+        made.save(file)
+        checkpoint.unlink(missing_ok=True)
         return made
 
     def _move_to_device(self, target: Target) -> Target:

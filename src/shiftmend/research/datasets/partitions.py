@@ -55,6 +55,15 @@ def fractions(count: int, parts: Sequence[float] = (0.8, 0.1, 0.1), seed: int = 
     return tuple(part.sort().values for part in torch.split(order, sizes))
 
 
+def halves(labels: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Draw two disjoint halves that cover all samples, class by class."""
+    order = torch.randperm(len(labels), generator=_generator(seed), device="cpu")
+    ranks = torch.empty_like(order)
+    ranks[order[labels.cpu()[order].argsort(stable=True)]] = torch.arange(len(labels))
+    first = ranks % 2 == 0
+    return first.nonzero().flatten(), (~first).nonzero().flatten()
+
+
 def few_shot(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
     """Draw `per_class` samples of each class without replacement."""
     if per_class < 1:

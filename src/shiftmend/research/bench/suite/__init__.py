@@ -12,7 +12,16 @@ import torch
 from shiftmend.errors import AdaptationError, DataError
 from shiftmend.methods import METHODS, method
 from shiftmend.profiles.presets import PRESETS
-from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Setting, is_clean, labelled_methods, sees_labels
+from shiftmend.research.bench.benchmark import (
+    AUTO,
+    CLEAN,
+    Benchmark,
+    Rehearsed,
+    Setting,
+    is_clean,
+    labelled_methods,
+    sees_labels,
+)
 from shiftmend.utils.checks import brief
 from shiftmend.utils.python_files import describe_error, first_on_path, import_file, user_code
 
@@ -84,13 +93,16 @@ def list_problems(benchmark: Benchmark) -> Iterator[str]:
         for row, setting in settings.items():
             for problem in _list_setting_problems(benchmark, row, setting):
                 yield f"{row!r} of protocol {protocol!r} {problem}"
+            if setting.method == AUTO and not isinstance(benchmark.protocols.get(protocol), Rehearsed):
+                yield f"{row!r} of protocol {protocol!r} has the method {AUTO!r}, expected a protocol that rehearses"
 
 
 def _list_setting_problems(benchmark: Benchmark, row: str, setting: Setting) -> Iterator[str]:
     takes_labels = setting.method in METHODS and METHODS[setting.method].takes_labels
     labels = {"labels": torch.zeros(1, dtype=torch.long)} if takes_labels else {}
     try:
-        method(setting.method, **setting.options, **labels)
+        if setting.method != AUTO:
+            method(setting.method, **setting.options, **labels)
     except AdaptationError as error:
         yield f"cannot be made: {error}"
     if takes_labels and not sees_labels(row):

@@ -11,7 +11,19 @@ from collections.abc import Callable
 import torch
 
 from shiftmend.inputs.images import Split, standardised
-from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Offline, Online, Origin, Root, Setting, Source, Target
+from shiftmend.research.bench.benchmark import (
+    CLEAN,
+    REHEARSED_ROWS,
+    Benchmark,
+    Offline,
+    Online,
+    Origin,
+    Rehearsed,
+    Root,
+    Setting,
+    Source,
+    Target,
+)
 from shiftmend.research.bench.recipes import AUGMENTATIONS, Recipe
 from shiftmend.research.bench.suite.shifted_data import SEED, exists, find_textures, make_again, origin_of
 from shiftmend.research.datasets.cifar import CIFAR_CORRUPTIONS, cifar10, cifar10_c, cifar100, cifar100_c
@@ -91,10 +103,15 @@ def _make_benchmark(
                 autocast=True,
             )
         },
-        protocols={"offline": Offline(batch_size=200, score_every=10, autocast=True), "online": Online(batch_size=200)},
+        protocols={
+            "offline": Offline(batch_size=200, score_every=10, autocast=True),
+            "online": Online(batch_size=200),
+            "rehearsed": Rehearsed(batch_size=200, autocast=True),
+        },
         settings={
             "offline": OFFLINE,
             "online": {"source-only": Setting("source-only"), "adabn": Setting("adabn"), **online},
+            "rehearsed": REHEARSED_ROWS,
         },
         load_source=load_source,
         load_target=load_target,

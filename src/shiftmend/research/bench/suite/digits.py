@@ -16,11 +16,13 @@ from shiftmend.inputs.digits import enlarged_digits
 from shiftmend.inputs.images import Split, signed
 from shiftmend.research.bench.benchmark import (
     CLEAN,
+    REHEARSED_ROWS,
     Benchmark,
     FewShot,
     Offline,
     Online,
     Origin,
+    Rehearsed,
     Setting,
     Source,
     Target,
@@ -99,11 +101,13 @@ BENCHMARK = Benchmark(
         "offline": Offline(batch_size=128),
         "online": Online(batch_size=100),
         "few-shot-20": FewShot(batch_size=100, per_class=20),
+        "rehearsed": Rehearsed(batch_size=128),
     },
     settings={
         "offline": _OFFLINE,
         "online": _ONLINE,
         "few-shot-20": {name: _OFFLINE[name] for name in ("adabn", "bnm", "full-gauss", "shot-im", "fr", "bufr")},
+        "rehearsed": REHEARSED_ROWS,
     },
     load_source=_source,
     load_target=_target,

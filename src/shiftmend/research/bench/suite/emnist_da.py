@@ -8,7 +8,19 @@ their published definition, the five backgrounds with other textures.
 from __future__ import annotations
 
 from shiftmend.inputs.images import signed
-from shiftmend.research.bench.benchmark import CLEAN, Benchmark, FewShot, Offline, Origin, Root, Setting, Source, Target
+from shiftmend.research.bench.benchmark import (
+    CLEAN,
+    REHEARSED_ROWS,
+    Benchmark,
+    FewShot,
+    Offline,
+    Origin,
+    Rehearsed,
+    Root,
+    Setting,
+    Source,
+    Target,
+)
 from shiftmend.research.bench.recipes import Recipe
 from shiftmend.research.bench.suite.shifted_data import exists, find_textures, make_again, origin_of
 from shiftmend.research.datasets.digits import EMNIST_SHIFTS, emnist, emnist_da, emnist_edition
@@ -93,10 +105,12 @@ BENCHMARK = Benchmark(
         "offline": Offline(score_every=5, autocast=True),
         # A score of all 18,800 images takes longer than ten epochs on a few of them.
         **{f"few-shot-{n}": FewShot(batch_size=235, per_class=n, score_every=30, autocast=True) for n in SHOTS},
+        "rehearsed": Rehearsed(autocast=True),
     },
     settings={
         "offline": SETTINGS,
         **{f"few-shot-{n}": {name: SETTINGS[name] for name in FEW_SHOT} for n in SHOTS},
+        "rehearsed": REHEARSED_ROWS,
     },
     load_source=load_source,
     load_target=load_target,

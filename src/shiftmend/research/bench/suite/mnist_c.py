@@ -7,7 +7,18 @@ of the 54,000 source images, and of the 10,000 test images.
 from __future__ import annotations
 
 from shiftmend.inputs.images import Split, signed
-from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Offline, Origin, Root, Setting, Source, Target
+from shiftmend.research.bench.benchmark import (
+    CLEAN,
+    REHEARSED_ROWS,
+    Benchmark,
+    Offline,
+    Origin,
+    Rehearsed,
+    Root,
+    Setting,
+    Source,
+    Target,
+)
 from shiftmend.research.bench.recipes import Recipe
 from shiftmend.research.bench.suite.shifted_data import exists, make_again, origin_of
 from shiftmend.research.datasets.digits import MNIST_CORRUPTIONS, mnist, mnist_c
@@ -91,8 +102,8 @@ BENCHMARK = Benchmark(
     shifts=MNIST_CORRUPTIONS,
     groups={"without translate": tuple(shift for shift in MNIST_CORRUPTIONS if shift != "translate")},
     sources=SOURCES,
-    protocols={"offline": OFFLINE},
-    settings={"offline": SETTINGS},
+    protocols={"offline": OFFLINE, "rehearsed": Rehearsed(autocast=True)},
+    settings={"offline": SETTINGS, "rehearsed": REHEARSED_ROWS},
     load_source=load_source,
     load_target=load_target,
     origin=origin,

@@ -10,7 +10,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from shiftmend.inputs.images import Split, signed
-from shiftmend.research.bench.benchmark import CLEAN, Benchmark, Origin, Root, Setting, Target
+from shiftmend.research.bench.benchmark import (
+    CLEAN,
+    REHEARSED_ROWS,
+    Benchmark,
+    Origin,
+    Rehearsed,
+    Root,
+    Setting,
+    Target,
+)
 from shiftmend.research.bench.suite.mnist_c import OFFLINE, SETTINGS, SOURCES, load_source, source_part
 from shiftmend.research.bench.suite.shifted_data import exists, find_textures, make_again
 from shiftmend.research.datasets.digits import mnist, mnist_m
@@ -74,10 +83,11 @@ BENCHMARK = Benchmark(
     shifts=(SHIFT,),
     groups={},
     sources=SOURCES,
-    protocols={"offline": OFFLINE},
+    protocols={"offline": OFFLINE, "rehearsed": Rehearsed(autocast=True)},
     settings={
         "offline": SETTINGS
-        | {"shot": Setting("shot", {"epochs": 30, "learning_rate": 0.1, "weight": 0.1}, source="shot")}
+        | {"shot": Setting("shot", {"epochs": 30, "learning_rate": 0.1, "weight": 0.1}, source="shot")},
+        "rehearsed": REHEARSED_ROWS,
     },
     load_source=load_source,
     load_target=load_target,
