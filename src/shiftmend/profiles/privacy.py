@@ -171,7 +171,7 @@ def effective_samples(samples: int, noise: float, bins: int) -> float:
 
     Example:
         >>> effective_samples(10_000, 0.0, 10), round(effective_samples(10_000, 100.0, 10))
-        (10000.0, 4737)
+        (10000.0, 826)
     """
     chance = (bins - 1) / samples + (bins * noise / samples) ** 2
     return (bins - 1) / chance
