@@ -97,7 +97,8 @@ def read(
     extra = {result.cell.seed for result in there} - numbers if seeds is None else set()
     # Recipes do not depend on seeds. To plan the cells of all other seeds would take longer than to read them.
     before = {(now.method, now.shift): (old.recipe, now.recipe) for old, now in zip(former, own, strict=True)}
-    results = _take_current([result for result in there if result.cell.seed in numbers | extra], before)
+    counted = numbers | extra
+    results = _take_current([result for result in there if result.cell.seed in counted], before)
     cells = own + [result.cell for result in results if result.cell.seed in extra]
     candidates = [
         result
