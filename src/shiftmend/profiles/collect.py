@@ -240,7 +240,7 @@ def _collect_privately(
         cut,
         numbers,
         SLICE_SEEDS,
-        {} if like is None else like.statistics,
+        {} if like is None else like.to("cpu").statistics,
         None if like is None else (like.mean, like.deviation),
     )
     return privacy.collect(plan, budget)
