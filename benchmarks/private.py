@@ -297,7 +297,7 @@ def attack(profile: Profile, asked: Taps, reference: Taps) -> dict[str, Tensor]:
         # Batches of another size change the last digits.
         lowest, highest = (torch.isclose(own, end, rtol=1e-5, atol=1e-6) for end in (tap.low, tap.high))
         outside = ((own < tap.low) & ~lowest) | ((own > tap.high) & ~highest)
-        extremes += ((lowest & (tap.low != 0)) | highest).sum(1) - outside.sum(1)
+        extremes += (((lowest & (tap.low != 0)) | highest) & tap.usable).sum(1) - (outside & tap.usable).sum(1)
         expected = tap.count(known).double()
         # Homer's statistic: a bin that holds more than expected speaks for those that lie in it.
         weight = (tap.probabilities.double() - expected) / (expected * (1 - expected)).clamp_min(1e-4)

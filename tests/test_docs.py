@@ -24,6 +24,7 @@ from worlds import sensors
 import shiftmend
 from shiftmend.cli import main
 from shiftmend.methods import METHODS
+from shiftmend.profiles import privacy
 from shiftmend.research.analysis.toys import offset_toy
 from shiftmend.research.bench.run import run
 from shiftmend.research.networks import MODELS
@@ -94,7 +95,7 @@ class ImageAndAge(nn.Module):
 
 def test_the_profile_page_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    refreshing, several, merging, mixing, by_hand = code_blocks(ROOT / "docs/profiles.md")[-5:]
+    refreshing, several, merging, mixing, private, by_hand = code_blocks(ROOT / "docs/profiles.md")[-6:]
     given = {"shiftmend": shiftmend, "model": Words(), "ids": torch.randint(0, 50, (20, 7)), "mask": torch.ones(20, 7)}
     given |= {"fusion": ImageAndAge(), "images": torch.randn(20, 3, 32, 32), "ages": torch.rand(20, 1)}
     exec(several, found := given | {"labels": torch.arange(20) % 2})
@@ -107,6 +108,10 @@ def test_the_profile_page_runs_as_written(tmp_path: Path, monkeypatch: pytest.Mo
     for part, name in (("first", "benign"), ("second", "tumour")):
         names[part].save(f"{name}.profile")
     exec(mixing, names)
+    # The page is read without OpenDP as well.
+    monkeypatch.setattr(privacy, "add_noise", lambda values, sensitivity, scale: (values, 0.0))
+    monkeypatch.setattr(privacy, "find_rho", lambda epsilon, delta: 100.0)
+    exec(private, names | {"home": world.source})
     assert 0 < names["site"].samples < names["both"].samples
     loader = [torch.randn(64, 8) for _ in range(3)]
     names = {"nn": nn, "torch": torch, "shiftmend": shiftmend, "loader": loader, "x": loader[0] + 1}

@@ -162,13 +162,14 @@ def profile(
         progress_bar(progress, "profiling", None) as bar,
     ):
         model.eval()
+        summary = fingerprints.summarise(feed.batches())  # It refuses NaN that preprocess has made.
         specs = trace(model, feed.first(2), head=head, taps=like.specs if like else taps, output=output).taps
         _check_agreement(model, feed, (specs, chosen.name, cut, full, keep_bytes), like)
         with all_processes(), synchronised(model):
             passes = _Passes(model, feed, specs, keep_bytes, bar)
             trackers = _ranges(passes, specs, like)
             if private is None:
-                made = _collect(passes, trackers, chosen, cut, like, full)
+                made = _collect(passes, trackers, summary, chosen, cut, like, full)
             else:
                 made = _collect_privately(passes, trackers, chosen, cut, like, private)
         summary = made.inputs
@@ -197,6 +198,7 @@ def profile(
 def _collect(
     passes: _Passes,
     trackers: Mapping[str, RangeTracker],
+    summary: fingerprints.Summary,
     chosen: Preset,
     cut: Bins,
     like: Profile | None,
@@ -218,7 +220,6 @@ def _collect(
         statistics["answers"] = answers
     if quantiles is not None:
         statistics["inputs.quantiles"] = quantiles
-    summary = fingerprints.summarise(passes.feed.batches())
     return Collected(statistics, frame.mean, frame.deviation, summary, passes.feed.samples)
 
 
@@ -239,7 +240,7 @@ def _collect_privately(
         cut,
         numbers,
         SLICE_SEEDS,
-        {} if like is None else like.statistics,
+        {} if like is None else like.to("cpu").statistics,
         None if like is None else (like.mean, like.deviation),
     )
     return privacy.collect(plan, budget)

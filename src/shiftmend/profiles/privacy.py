@@ -171,7 +171,7 @@ def effective_samples(samples: int, noise: float, bins: int) -> float:
 
     Example:
         >>> effective_samples(10_000, 0.0, 10), round(effective_samples(10_000, 100.0, 10))
-        (10000.0, 4737)
+        (10000.0, 826)
     """
     chance = (bins - 1) / samples + (bins * noise / samples) ** 2
     return (bins - 1) / chance
@@ -228,7 +228,7 @@ class Budget:
 def add_noise(values: Tensor, sensitivity: float, scale: float) -> tuple[Tensor, float]:
     """Add discrete Gaussian noise to whole numbers by OpenDP; return them with the rho that is spent."""
     measurement = _make_gaussian(_load_opendp(), scale)
-    return torch.tensor(measurement(values.tolist()), dtype=torch.int64), measurement.map(sensitivity)
+    return torch.tensor(measurement(values.tolist()), dtype=torch.int64, device="cpu"), measurement.map(sensitivity)
 
 
 def find_rho(epsilon: float, delta: float) -> float:
@@ -269,7 +269,7 @@ class GridCounter:
 
     def __init__(self) -> None:
         self.edges = grid_edges()
-        self.counts = torch.zeros(0, 0, dtype=torch.int64)
+        self.counts = torch.zeros(0, 0, dtype=torch.int64, device="cpu")
 
     def update(self, values: Tensor, positions: int) -> None:
         """Count values `[N, D]`, of which each sample has so many rows."""
@@ -286,7 +286,7 @@ class EvenCounter:
 
     def __init__(self, low: Tensor, high: Tensor, bins: Bins) -> None:
         self.low, self.high, self.bins = low, high, bins
-        self.counts = torch.zeros(0, 0, dtype=torch.int64)
+        self.counts = torch.zeros(0, 0, dtype=torch.int64, device="cpu")
 
     def update(self, values: Tensor, positions: int) -> None:
         """Count values `[N, D]`, of which each sample has so many rows."""
@@ -304,7 +304,7 @@ class SoftCounter:
 
     def __init__(self, low: Tensor, high: Tensor, bins: Bins) -> None:
         self.low, self.high, self.bins = low, high, bins
-        self.counts = torch.zeros(len(low), bins.total, dtype=torch.int64)
+        self.counts = torch.zeros(len(low), bins.total, dtype=torch.int64, device="cpu")
 
     def update(self, values: Tensor, positions: int) -> None:
         """Count values `[N, D]`, of which each sample has so many rows."""
@@ -340,7 +340,7 @@ def find_ranges(counts: Tensor, noise: float) -> tuple[Tensor, Tensor]:
     upper = torch.cat([-edges.flip(0), edges.new_zeros(1), edges[1:], edges[-1:]])
     lower = -upper.flip(0)
     found = counts > SIGNIFICANT * noise
-    places = torch.arange(2 * most + 1)
+    places = torch.arange(2 * most + 1, device="cpu")
     first = torch.where(found, places, 2 * most + 1).amin(1)
     last = torch.where(found, places, -1).amax(1)
     nothing = last < 0
@@ -367,7 +367,8 @@ def denoise(counts: Tensor, noise: float) -> Tensor:
 def moments_of(probabilities: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """Compute mean and variance `[units]` from histograms `[units, bins]`; the outer bins lie at the ends."""
     inner = probabilities.shape[1] - 2
-    places = torch.cat([torch.zeros(1), (torch.arange(inner) + 0.5) / inner, torch.ones(1)]).double()
+    steps = (torch.arange(inner, dtype=torch.float64, device="cpu") + 0.5) / inner
+    places = torch.cat([steps.new_zeros(1), steps, steps.new_ones(1)])
     mean = probabilities @ places
     within = probabilities[:, 1:-1].sum(1) / (12 * inner**2)
     variance = probabilities @ places.square() - mean.square() + within

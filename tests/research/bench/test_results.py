@@ -180,6 +180,8 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 BY_SCRIPTS = (
     "harm",
     "streams",
+    "private",
+    "private-membership",
     "other-shares",
     "label-shift",
     "real-instruments",

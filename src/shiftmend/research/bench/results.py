@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from pathlib import Path
 
 from shiftmend.methods.adabn import AdaBN
@@ -12,6 +13,9 @@ from shiftmend.research.bench.benchmark import UNADAPTED, Benchmark, Cell, Origi
 from shiftmend.research.bench.plan import OUTDATED_KL, plan
 from shiftmend.research.bench.store import load_results
 from shiftmend.research.bench.suite import find
+
+_BY_CELL = attrgetter(*(f"cell.{field.name}" for field in fields(Cell)))
+"""Order of cells, as tuples: comparing a hundred thousand cells themselves takes a second."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +89,16 @@ def read(
     there = [result for result in everything if result.cell.protocol == protocol]
     found = _with_stored_origins(chosen, everything)
 
-    def planned(numbers: Sequence[int] | None, former: bool = False) -> list[Cell]:
-        return plan(found, protocol, methods=methods, seeds=numbers, rates=rates, root=place, former=former)
+    def planned(former: bool = False) -> list[Cell]:
+        return plan(found, protocol, methods=methods, seeds=seeds, rates=rates, root=place, former=former)
 
-    own = planned(seeds)
-    extra = sorted({result.cell.seed for result in there} - set(chosen.seeds)) if seeds is None else []
-    wanted = [*own, *(planned(extra) if extra else ())]
-    before = dict(zip([*planned(seeds, True), *(planned(extra, True) if extra else ())], wanted, strict=True))
-    results = _take_current(there, before)
+    own, former = planned(), planned(True)
+    numbers = {cell.seed for cell in own}
+    extra = {result.cell.seed for result in there} - numbers if seeds is None else set()
+    # Recipes do not depend on seeds. To plan the cells of all other seeds would take longer than to read them.
+    before = {(now.method, now.shift): (old.recipe, now.recipe) for old, now in zip(former, own, strict=True)}
+    counted = numbers | extra
+    results = _take_current([result for result in there if result.cell.seed in counted], before)
     cells = own + [result.cell for result in results if result.cell.seed in extra]
     candidates = [
         result
@@ -103,20 +109,26 @@ def read(
     return Reading(chosen, cells, results, clean, len(candidates) - len(results))
 
 
-def _take_current(results: Sequence[Result], before: Mapping[Cell, Cell]) -> list[Result]:
+def _take_current(results: Sequence[Result], recipes: Mapping[tuple[str, str], tuple[str, str]]) -> list[Result]:
     """Take the result of each cell under its present recipe, else under its former one with a remark.
 
     Args:
         results: Results of any cells.
-        before: Maps each cell with its former recipe to the cell with its present one; most are equal.
+        recipes: Former and present recipe by method and shift; most are equal.
     """
-    wanted = set(before.values())
-    current = {result.cell: result for result in results if result.cell in wanted}
+    current: dict[Cell, Result] = {}
+    outdated = []
     for result in results:
-        now = before.get(result.cell, result.cell)
-        if now != result.cell and not result.failed and (now not in current or current[now].failed):
-            current[now] = replace(result, cell=now, manifest=result.manifest | {"outdated": OUTDATED_KL})
-    return sorted(current.values(), key=lambda result: result.cell)
+        cell = result.cell
+        former, present = recipes.get((cell.method, cell.shift), ("", ""))
+        if cell.recipe == present:
+            current[cell] = result
+        elif cell.recipe == former and not result.failed:
+            outdated.append(replace(result, cell=replace(cell, recipe=present)))
+    for result in outdated:
+        if result.cell not in current or current[result.cell].failed:
+            current[result.cell] = replace(result, manifest=result.manifest | {"outdated": OUTDATED_KL})
+    return sorted(current.values(), key=_BY_CELL)
 
 
 def _find_clean(benchmark: Benchmark, results: Sequence[Result], seeds: set[int], root: Root) -> list[Result]:

@@ -13,6 +13,7 @@ a manifest says a second time. Numbers are rounded to six digits, which no table
 from __future__ import annotations
 
 import csv
+import gc
 import hashlib
 import io
 import json
@@ -260,15 +261,17 @@ class Store:
             raise DataError(f"the store {self.path}: {error}") from None
 
     def brief_results(self, benchmark: str | None = None) -> list[Result]:
-        """List which cells are done and which failed, without outcomes, histories and manifests.
+        """List which cells are done and which failed, in any order, without outcomes, histories and manifests.
 
         Seals are not checked. A hundred thousand rows take a second.
         """
         condition = "1" if benchmark is None else "benchmark = ?"
-        query = f"SELECT {', '.join(_BRIEF)} FROM cells WHERE {condition} ORDER BY {', '.join(_KEY)}"
+        # NOT INDEXED: to find rows by an index, one after the other, takes twice as long as to read all of them.
+        query = f"SELECT {', '.join(_BRIEF)} FROM cells NOT INDEXED WHERE {condition}"
         with _explain_errors(self.path):
             rows = self._connection.execute(query, () if benchmark is None else (benchmark,))
-            return [_from_brief_row(row) for row in rows]
+            with _without_collections():
+                return [_from_brief_row(row) for row in rows]
 
     def cells(self) -> set[Cell]:
         """List the cells that are done; failed ones are to be tried again."""
@@ -286,6 +289,18 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keep Python from looking for garbage again and again while many objects are made that are all kept."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _to_row(result: Result) -> dict[str, Value]:
