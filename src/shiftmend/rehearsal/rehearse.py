@@ -724,7 +724,7 @@ class _Jobs:
         labels = home.labels[places.to(home.labels.device)]
         shifted = inputs if device is None else device(inputs, home.settings.seed)
         # Another process needs the model and the options, and of the data this cell alone.
-        bare = replace(home, inputs=home.inputs[:0], labels=home.labels[:0])
+        bare = replace(home, inputs=home.inputs[:0].cpu(), labels=home.labels[:0].cpu())
         looks = bool(self.sites) and size in (SITE, len(self.record.sizes) - 1)
         return _Job(bare, self.record, methods, shifted.cpu(), labels.cpu(), looks)
 
