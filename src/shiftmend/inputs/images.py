@@ -104,12 +104,13 @@ def signed(images: Tensor) -> Tensor:
 
 def standardised(mean: Sequence[float], deviation: Sequence[float]) -> Callable[[Tensor], Tensor]:
     """Make a function that scales 8-bit images to [0, 1], subtracts a mean and divides by a deviation per channel."""
+    # A partial can be pickled, for other processes, where a function inside a function cannot.
+    return functools.partial(_standardise, mean=tuple(mean), deviation=tuple(deviation))
 
-    def preprocess(images: Tensor) -> Tensor:
-        scaled = images.float().div_(255)
-        return scaled.sub_(per_channel(tuple(mean), scaled)).div_(per_channel(tuple(deviation), scaled))
 
-    return preprocess
+def _standardise(images: Tensor, mean: tuple[float, ...], deviation: tuple[float, ...]) -> Tensor:
+    scaled = images.float().div_(255)
+    return scaled.sub_(per_channel(mean, scaled)).div_(per_channel(deviation, scaled))
 
 
 def per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:
