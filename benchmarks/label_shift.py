@@ -2,7 +2,7 @@
 
     python benchmarks/label_shift.py digits mnist --data-root DATA --device cpu --workers 16
     python benchmarks/label_shift.py emnist-da mnist-to-usps usps-to-mnist cifar-10-c --data-root DATA --models MODELS
-    python benchmarks/label_shift.py --page docs/results/label-shift.md
+    python benchmarks/label_shift.py --page docs/results/other-shares.md
 
 A model is rehearsed on held-out images of home. Sites are drawn from further images without replacement, with class
 shares of their own, behind the same device or behind another. At each of them: the untouched model; `fr-shares`, which
@@ -351,7 +351,7 @@ def describe(row: Row) -> str:
     )
 
 
-INTRODUCTION = """# Label shift
+INTRODUCTION = """# Other class shares
 
 Made by `benchmarks/label_shift.py` from the rows in `results/label-shift` and from nothing else. Sites are drawn with
 class shares of their own, behind the device of home and behind others. *Skew* is the total variation of the shares
