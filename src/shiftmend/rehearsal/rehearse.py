@@ -155,7 +155,8 @@ def rehearse(
         site_size: Samples that sites have, if that is known. By default all home samples and 300 are rehearsed.
         quick: Leave out the slowest candidates (FR, BUFR-IM), the small size and three shifts.
         per_class: Store histograms of each class, which `fr-shares` and `shiftmend.shares` need. They are left out
-            anyway where they would take more than 192 KiB.
+            anyway where they would take more than 192 KiB. With them, with labels and with `fr-shares` among the
+            candidates, sites of other class shares are rehearsed as well.
         batch_size: Samples in a batch, as for `adapt`.
         preprocess: Called with each batch on the device, before the model. Simulated devices change what comes before.
         blocks: Blocks of BUFR, as for `adapt`.
