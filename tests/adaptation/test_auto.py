@@ -403,3 +403,18 @@ def test_a_device_that_makes_a_model_certain_of_wrong_classes_is_told_no_accurac
     assert wrong.estimate.after is not None
     assert not wrong.estimate.after.reliable
     assert (wrong.changed, wrong.shares) == (None, None)
+    assert [one.name for one in wrong.candidates] == [UNTOUCHED], "others would find home's shares by force"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closer", [True, False])
+def test_a_certain_model_is_mended_only_if_features_come_closer_and_the_estimate_holds(
+    closer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Estimator, "has_other_shares", lambda *_: True)
+    monkeypatch.setattr(AdaBN, "frees_shares", True)
+    if not closer:
+        monkeypatch.setattr("shiftmend.adaptation.auto.MUCH_CLOSER", 0.0)
+    result = adapt(shifted().inputs)
+    assert result.manifest["method"]["name"] == ("adabn" if closer else UNTOUCHED)
+    assert [one.name for one in result.candidates] == [UNTOUCHED, "adabn"], "match-moments assumes the shares of home"

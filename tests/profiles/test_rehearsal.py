@@ -30,6 +30,7 @@ from shiftmend.profiles.rehearsal import (
     UNTOUCHED,
     Rehearsal,
     RehearsedShift,
+    RehearsedSite,
     format_score,
     name_candidate,
     round_signals,
@@ -200,7 +201,7 @@ def test_entries_that_are_no_numbers_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", RECORD.to_file()[0])
 @pytest.mark.parametrize("value", [None, "x", -1, [], {}, [None], math.nan])
 def test_facts_of_another_kind_are_refused(name: str, value: Any) -> None:
-    if name == "settings" and value == {}:
+    if (name == "settings" and value == {}) or (name == "sites" and value == []):
         return
     if name == "score" and value == -1:
         assert "negative" in refusal(lambda facts, tensors: facts.update(score=-1))
@@ -215,7 +216,7 @@ def test_a_file_without_the_kurtosis_of_errors_counts_them_as_normal() -> None:
     assert Rehearsal.from_file(facts, tensors).error_kurtosis == 3
 
 
-@pytest.mark.parametrize("name", [name for name in RECORD.to_file()[0] if name != "error_kurtosis"])
+@pytest.mark.parametrize("name", [name for name in RECORD.to_file()[0] if name not in ("error_kurtosis", "sites")])
 def test_missing_facts_are_refused(name: str) -> None:
     assert "missing or unknown" in refusal(lambda facts, tensors: facts.pop(name))
 
@@ -340,3 +341,47 @@ def test_the_level_of_home_at_any_size_has_a_part_that_chance_makes(chance: floa
     assert math.isnan(record.home_level("marginals", 300))
     single = make_record(sizes=(300,), signals=("slices",), home_mean=means[:1], cross_fitted=False)
     assert single.home_level("slices", 10_000) == pytest.approx(0.05 + chance / 300, abs=1e-6)
+
+
+# ---- sites of other class shares
+
+SITE = RehearsedSite("gain", "tail 10", 400, 0.3, 0.2, "both", "bufr", 0.9, 0.91, 0.5, {"bufr": 0.2})
+SITES = (SITE, *(replace(SITE, share_errors={"bufr": number / 10}) for number in range(4)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "distance", "truth"),
+    [(0.0, 0.0, "neither"), (0.03, 0.05, "device"), (0.01, 0.1, "patients"), (0.5, 0.5, "both")],
+)
+def test_truth_of_a_site(loss: float, distance: float, truth: str) -> None:
+    assert replace(SITE, loss=loss, distance=distance).truth == truth
+    assert replace(SITE, loss=0.02, distance=distance).truth is None
+    assert replace(SITE, loss=loss, distance=0.07).truth is None
+
+
+def test_errors_for_other_shares_need_enough_sites() -> None:
+    assert replace(RECORD, sites=SITES).find_share_error("bufr") == pytest.approx(0.3)
+    assert replace(RECORD, sites=SITES[1:]).find_share_error("bufr") is None
+    assert replace(RECORD, sites=SITES).find_share_error("fr") is None
+
+
+def test_a_device_lowers_how_much_may_stay_unexplained() -> None:
+    record = replace(RECORD, sites=(SITE, replace(SITE, device="none", loss=0.0, unexplained=0.1)))
+    assert record.find_unexplained_limit(0.4) == 0.4, "a site of other patients does not count"
+    close = replace(record, sites=(*record.sites, replace(SITE, device="lamp", unexplained=0.2)))
+    assert close.find_unexplained_limit(0.4) == pytest.approx(0.18)
+    assert close.find_unexplained_limit(0.4, without="lamp") == 0.4
+
+
+def test_sites_travel_and_are_checked() -> None:
+    record = replace(RECORD, sites=SITES)
+    assert Rehearsal.from_file(*record.to_file()).sites == SITES
+    assert "both" in str(record)
+    facts, tensors = record.to_file()
+    for place, wrong in enumerate([1, None, 0.5, "far", math.nan, "all", "nobody", None, "x", [], {"bufr": -1}]):
+        site = [*facts["sites"][0]]
+        site[place] = wrong
+        with pytest.raises(ProfileError, match="site"):
+            Rehearsal.from_file(facts | {"sites": [site]}, tensors)
+    with pytest.raises(ProfileError, match="site"):
+        Rehearsal.from_file(facts | {"sites": [facts["sites"][0][:-1]]}, tensors)

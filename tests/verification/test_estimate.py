@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rehearsed_world import make_record
 from scipy import stats
 
-from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal
+from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal, RehearsedSite
 from shiftmend.verification import estimate
 from shiftmend.verification.estimate import (
     MIN_FAMILIES,
@@ -610,3 +610,60 @@ def test_an_estimate_without_an_interval_gives_way_to_labels() -> None:
     found = Estimate(0.5, None, None, "accuracy").with_labels(45, 50)
     assert found.value == 0.9
     assert found.low is not None
+
+
+# ---- other class shares
+
+
+def test_an_interval_for_other_shares_is_as_wide_as_errors_were_at_home() -> None:
+    record = make_record(noise=0.002)
+    signals = signals_of(record, 0, "bufr")
+    unknown = Estimator(record).estimate("bufr", signals, 1000, distance=0.2)
+    assert not unknown.reliable
+    assert "other class shares" in str(unknown)
+    assert Estimator(record).estimate("bufr", signals, 1000, distance=0.05).reliable
+    site = RehearsedSite("gain", "tail 10", 400, 0.3, 0.2, None, UNTOUCHED, 0.9, None, None, {"bufr": 0.1})
+    known = Estimator(replace(record, sites=(site,) * 5))
+    plain, other = (known.estimate("bufr", signals, 1000, distance=distance) for distance in (0.0, 0.3))
+    assert plain.low is not None
+    assert other.low is not None
+    assert other.value == plain.value
+    assert other.value - other.low == pytest.approx(math.hypot(plain.value - plain.low, 0.03))
+
+
+def test_the_error_beyond_an_interval_is_measured_by_distance() -> None:
+    record = make_record(noise=0.002)
+    estimator = Estimator(record)
+    signals = signals_of(record, 0, "bufr")
+    told = estimator.estimate("bufr", signals, 1000)
+    assert told.value is not None
+    assert told.low is not None
+    half = told.value - told.low
+    assert estimator.measure_share_error("bufr", signals, 1000, told.value + half / 2, 0.3) == 0
+    error = estimator.measure_share_error("bufr", signals, 1000, told.value - 0.2, 0.4)
+    assert error == pytest.approx(math.sqrt(0.04 - half**2) / 0.4)
+    assert estimator.measure_share_error("bufr", signals, 1000, told.value, 0.0) is None
+    assert estimator.measure_share_error("bufr", signals | {"slices": 50.0}, 1000, 0.9, 0.3) is None, "not told anyway"
+
+
+def test_an_estimator_without_a_family_predicts_as_when_it_was_left_out() -> None:
+    record = make_record(families=10)
+    estimator = Estimator(record)
+    crossed = cross_fit(record, estimator)
+    for place in (0, 4):
+        signals = signals_of(record, place, "bufr")
+        told = estimator.leave_out(record.shifts[place].family).predict("bufr", signals, 1000)
+        whole = estimator.predict("bufr", signals, 1000)
+        assert told is not None
+        assert whole is not None
+        assert told.value != whole.value
+        guesses = estimator.cross_fit("bufr", 0, Cells.of(record, "bufr", 0)).guesses
+        assert any(told.value == pytest.approx(float(values[place])) for values, _ in guesses.values())
+    assert torch.equal(crossed.estimates, cross_fit(record).estimates)
+
+
+def test_only_some_candidates_may_take_part() -> None:
+    record = make_record(noise=0.002)
+    best = int(record.scores[:, 0, 1].argmax())
+    readings = {name: signals_of(record, best, name) for name in record.candidates}
+    assert Estimator(record).choose(readings, 1000, only=[UNTOUCHED]) == UNTOUCHED

@@ -103,10 +103,8 @@ def signed(images: Tensor) -> Tensor:
 
 
 def standardised(mean: Sequence[float], deviation: Sequence[float]) -> Callable[[Tensor], Tensor]:
-    """Make a function that scales 8-bit images to [0, 1], subtracts a mean and divides by a deviation per channel.
-
-    The function can be pickled, so that other processes can have it.
-    """
+    """Make a function that scales 8-bit images to [0, 1], subtracts a mean and divides by a deviation per channel."""
+    # A partial can be pickled, for other processes, where a function inside a function cannot.
     return functools.partial(_standardise, mean=tuple(mean), deviation=tuple(deviation))
 
 

@@ -14,7 +14,7 @@ nothing is trained on, tell which one came closest to home.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -43,6 +43,7 @@ NORMS = (_BatchNorm, _InstanceNorm, nn.LayerNorm, nn.GroupNorm)
 """Layers whose scale and offset are trained."""
 ALIGNED = ("features", "logits")
 Start = Literal["home", "batches", "inputs"]
+SMALLEST_SHARE = 1e-6
 BATCH = 256
 MAX_KEPT_VALUES = 1 << 28
 """Input values that are kept in memory. Of more inputs, every second one is left out, then every second of these."""
@@ -66,12 +67,18 @@ class FRShares(Method):
     steps: int = 500
     learning_rate: float = 0.01
     share_rate: float = 0.05
+    shares: tuple[float, ...] | None = None
+    """Class shares at the target, where they are known. They are then not learnt."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_epochs(self.steps, "steps")
         check_positive(self.learning_rate, "the learning rate")
         check_positive(self.share_rate, "the rate of the shares")
+        if self.shares is not None:
+            object.__setattr__(self, "shares", tuple(float(share) for share in self.shares))
+            if not self.shares or not all(0 <= share < math.inf for share in self.shares) or not any(self.shares):
+                raise AdaptationError("Expected shares that are not negative, and one above 0. Try one for each class.")
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         return [Stage("normalisation", 1)] if _find_parameters(network.model) else []
@@ -83,9 +90,11 @@ class FRShares(Method):
         """Check that the profile holds histograms of its classes, and attach an identity map where inputs have one."""
         assert profile is not None
         try:
-            find_classes(profile)
+            classes = len(find_classes(profile).label_shares)
         except ProfileError as error:
             raise AdaptationError(f"{self.name}: {error}") from error
+        if self.shares is not None and len(self.shares) != classes:
+            raise AdaptationError(f"Expected {classes} shares, got {len(self.shares)}. Try one for each class.")
         if not has_input_map(model):
             # Integers and several tensors cannot be matched, and start as they are.
             with suppress(AdaptationError):
@@ -109,10 +118,11 @@ class FRShares(Method):
     def _train(self, model: nn.Module, inputs: Inputs, profile: Profile) -> float:
         """Train a model in place; return the divergence of its slices from home for the shares that were found."""
         taps = {name: profile.specs[name] for name in ALIGNED}
-        mixture = _Mixture(profile, inputs.device)
+        mixture = _Mixture(profile, inputs.device, self.shares)
         with torch.enable_grad(), _trainable(_find_parameters(model)) as parameters, attach_taps(model, taps) as tapped:
             optimiser = torch.optim.Adam(parameters, lr=self.learning_rate)
-            optimiser.add_param_group({"params": [mixture.scores], "lr": self.share_rate})
+            if self.shares is None:
+                optimiser.add_param_group({"params": [mixture.scores], "lr": self.share_rate})
             rng = torch.Generator().manual_seed(0)
             for rows in _draw_batches(len(inputs), self.steps, rng):
                 call_model(model, inputs[rows.to(inputs.device)])
@@ -134,10 +144,14 @@ class _Mixture:
     The shares are trained on features and logits. Slices only verify.
     """
 
-    def __init__(self, profile: Profile, device: torch.device) -> None:
+    def __init__(self, profile: Profile, device: torch.device, shares: Sequence[float] | None = None) -> None:
         record = find_classes(profile)
         self.home = record.label_shares.float().to(device)
-        self.scores = torch.zeros_like(self.home, requires_grad=True)
+        self.scores = torch.zeros_like(self.home)
+        if shares is not None:
+            wanted = torch.tensor(shares, device=device) / sum(shares)
+            self.scores = wanted.clamp_min(SMALLEST_SHARE).log() - self.home.clamp_min(SMALLEST_SHARE).log()
+        self.scores.requires_grad_(shares is None)
         self.slices = profile.slices["verification"].to(device)
         self.histograms: dict[str, Histogram] = {name: profile.taps[name].to(device) for name in ALIGNED}
         self.classes = {name: record.class_histograms(name).float().to(device) for name in BY_CLASS}
@@ -145,7 +159,7 @@ class _Mixture:
 
     @property
     def shares(self) -> Tensor:
-        return (self.home.clamp_min(1e-6).log() + self.scores).softmax(0)
+        return (self.home.clamp_min(SMALLEST_SHARE).log() + self.scores).softmax(0)
 
     def divergence(self, activations: dict[str, Tensor]) -> Tensor:
         """Return the divergence of a batch from the mixture, unit by unit, of features and of logits."""

@@ -155,7 +155,8 @@ def rehearse(
         site_size: Samples that sites have, if that is known. By default all home samples and 300 are rehearsed.
         quick: Leave out the slowest candidates (FR, BUFR-IM), the small size and three shifts.
         per_class: Store histograms of each class, which `fr-shares` and `shiftmend.shares` need. They are left out
-            anyway where they would take more than 192 KiB.
+            anyway where they would take more than 192 KiB. With them, with labels and with `fr-shares` among the
+            candidates, sites of other class shares are rehearsed as well.
         batch_size: Samples in a batch, as for `adapt`.
         preprocess: Called with each batch on the device, before the model. Simulated devices change what comes before.
         blocks: Blocks of BUFR, as for `adapt`.
@@ -728,7 +729,7 @@ class _Jobs:
         labels = home.labels[places.to(home.labels.device)]
         shifted = inputs if device is None else device(inputs, home.settings.seed)
         # Another process needs the model and the options, and of the data this cell alone.
-        bare = replace(home, inputs=home.inputs[:0], labels=home.labels[:0])
+        bare = replace(home, inputs=home.inputs[:0].cpu(), labels=home.labels[:0].cpu())
         looks = bool(self.sites) and size in (SITE, len(self.record.sizes) - 1)
         return _Job(bare, self.record, methods, shifted.cpu(), labels.cpu(), looks)
 
