@@ -528,8 +528,9 @@ def measure(job: Job, root: Path) -> Iterator[tuple[tuple[Any, ...], Row]]:
     rehearsed = None
     for part, site in job.missing:
         if part == "auto":
+            size = len(home.sites[site][0])
             rehearsed = rehearsed or shiftmend.rehearse(
-                home.model, home.held_out, profile, seed=job.seed, progress=False
+                home.model, home.held_out, profile, site_size=size, seed=job.seed, progress=False
             )
             found = measure_auto(home, site, rehearsed)
         else:

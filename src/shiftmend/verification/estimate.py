@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -465,10 +465,24 @@ def _estimate_left_out(
     return value, difficulty, width(difficulty)
 
 
-def find_habits(record: Rehearsal, size: int, without: str | None = None) -> dict[str, tuple[float, float]]:
-    """Return how much better or worse than the others each candidate usually is, with its deviation over families.
+class Habit(NamedTuple):
+    """What a candidate usually did in the rehearsal, over families of shifts.
 
-    Shifts that no candidate mends are left out: there the untouched model should be kept, whatever the others do.
+    Attributes:
+        relative: Score relative to the median of all candidates, where some candidate mends the shift.
+        deviation: Deviation of that over families.
+        gain: Score less that of the untouched model, in all shifts, also in those that cannot be mended.
+        gain_deviation: Deviation of that over families.
+    """
+
+    relative: float
+    deviation: float
+    gain: float
+    gain_deviation: float
+
+
+def find_habits(record: Rehearsal, size: int, without: str | None = None) -> dict[str, Habit]:
+    """Return what each candidate usually did in a rehearsal; nothing if too few shifts were mended.
 
     Args:
         record: A rehearsal with scores.
@@ -478,24 +492,25 @@ def find_habits(record: Rehearsal, size: int, without: str | None = None) -> dic
     sign = 1.0 if record.higher_is_better else -1.0
     scores = record.scores[:, size].double().numpy()
     untouched = record.index(UNTOUCHED)
-    rows: dict[str, list[Floats]] = {}
+    gains: dict[str, list[Floats]] = {}
+    relative: dict[str, list[Floats]] = {}
     for shift, row in zip(record.shifts, scores, strict=True):
-        gains = sign * (row - row[untouched])
-        if shift.family != without and np.isfinite(row).all() and gains.max() > 0:
-            rows.setdefault(shift.family, []).append(row - np.median(row))
-    if len(rows) < MIN_CELLS:
+        if shift.family == without or not np.isfinite(row).all():
+            continue
+        gains.setdefault(shift.family, []).append(row - row[untouched])
+        if (sign * (row - row[untouched])).max() > 0:
+            relative.setdefault(shift.family, []).append(row - np.median(row))
+    if len(relative) < MIN_CELLS:
         return {}
-    relative = np.array([np.mean(every, axis=0) for every in rows.values()])
-    return {
-        name: (float(np.median(one)), float(one.std(ddof=1)))
-        for name, one in zip(record.candidates, relative.T, strict=True)
-    }
+    both = [np.array([np.mean(rows, axis=0) for rows in found.values()]) for found in (relative, gains)]
+    figures = np.array([part for one in both for part in (np.median(one, axis=0), one.std(axis=0, ddof=1))])
+    return {name: Habit(*column) for name, column in zip(record.candidates, figures.T.tolist(), strict=True)}
 
 
 GAIN_IN_WIDTHS = 0.1
 """Gain, in half-widths of both intervals, below which the untouched model is kept."""
 GAIN_IN_WIDE_WIDTHS = 0.3
-"""The same for a candidate whose interval is too wide to be told."""
+"""The same for a candidate whose interval is too wide to be told, where nothing usual is known."""
 OVERWHELMING = 0.2
 """Gain in accuracy, over what the untouched model could have at best, from which on doubts do not count."""
 
@@ -505,20 +520,19 @@ def choose(
     higher_is_better: bool = True,
     least: float = MIN_ERROR,
     widest: float = MAX_HALF_WIDTH,
-    habits: Mapping[str, tuple[float, float]] | None = None,
+    habits: Mapping[str, Habit] | None = None,
 ) -> str:
     """Choose the candidate with the best estimate; the untouched model wins unless another is clearly better.
 
-    Among candidates that are clearly better, wide intervals leave open which is the best. What was usual in the
-    rehearsal then counts the more, the wider the intervals are.
+    Wide intervals leave open which candidate is the best, and by how much. What was usual in the rehearsal then counts
+    the more, the wider the intervals are.
 
     Args:
         told: Estimate and half of its interval, by candidate. Those that do not hold are left out by the caller.
         higher_is_better: False for errors.
         least: Gain that is too small to count in any case.
         widest: Half of the widest interval that is worth telling. Beyond it, more gain is asked for.
-        habits: How much better or worse than others a candidate usually is, and the deviation of that
-            (`find_habits`). Without them the estimates alone decide.
+        habits: What candidates usually did (`find_habits`). Without them the estimates alone decide.
 
     Returns:
         Name of the candidate.
@@ -529,25 +543,34 @@ def choose(
         >>> choose({"source-only": (0.84, 0.05), "bufr": (0.85, 0.03)})
         'source-only'
     """
-    sign = 1.0 if higher_is_better else -1.0
+    sign, habits = 1.0 if higher_is_better else -1.0, habits or {}
     clear: dict[str, float] = {}
     for name, (value, half) in told.items():
         if name == UNTOUCHED:
             continue
         reference, around = told.get(UNTOUCHED, (-sign * math.inf, 0.0))
-        share = GAIN_IN_WIDTHS if half <= widest else GAIN_IN_WIDE_WIDTHS
-        if sign * (value - reference) > least + share * (half + around):
+        gain, open_half, share = sign * (value - reference), half + around, GAIN_IN_WIDTHS
+        if half > widest and name in habits and math.isfinite(gain):
+            usual = sign * habits[name].gain, NORMAL_QUANTILE * habits[name].gain_deviation
+            gain, open_half = _combine((gain, open_half), usual, least)
+        elif half > widest:
+            share = GAIN_IN_WIDE_WIDTHS
+        if gain > least + share * open_half:
             clear[name] = value
     if not clear:
         return UNTOUCHED
-    habits = habits if habits is not None and clear.keys() <= habits.keys() else {}
     centre = float(np.median([*clear.values()]))
-    for name, (usual, deviation) in habits.items():
-        if name in clear:
-            # Two measurements of one number, each with its own error.
-            squares = [max(one, least) ** 2 for one in (told[name][1] / NORMAL_QUANTILE, deviation)]
-            clear[name] = np.average([clear[name] - centre, usual], weights=[1 / one for one in squares])
+    if clear.keys() <= habits.keys():
+        for name, value in clear.items():
+            usual = habits[name].relative, NORMAL_QUANTILE * habits[name].deviation
+            clear[name] = _combine((value - centre, told[name][1]), usual, least)[0]
     return max(clear, key=lambda name: sign * clear[name])
+
+
+def _combine(first: tuple[float, float], second: tuple[float, float], least: float) -> tuple[float, float]:
+    """Return the mean of two numbers with half-widths, each weighted by one over its square, and its half-width."""
+    weights = [1 / max(half, least) ** 2 for _, half in (first, second)]
+    return float(np.average([first[0], second[0]], weights=weights)), 1 / math.sqrt(sum(weights))
 
 
 # ---- estimates at the site
