@@ -63,8 +63,8 @@ model.eval()
 # %%
 # At home, then at the site
 # -------------------------
-# Features are a table ``[N, D]``. The candidates here undo a gain and an offset in each column of the inputs, or in each
-# unit inside the network, and train nothing.
+# Features are a table ``[N, D]``. The candidates here undo a gain and an offset in each column of the inputs, or in
+# each unit inside the network, and train nothing.
 
 profile = shiftmend.profile(model, home, progress=False)
 profile = shiftmend.rehearse(
