@@ -763,8 +763,10 @@ def list_targets(rows: Sequence[Row]) -> Iterator[str]:
     every = [cell for cells in gather(rows, "twin-gas").values() for cell in cells.values() if "auto" in cell]
     wish = "twin-gas: `auto` above every unsupervised competitor"
     if every:
-        means = {name: fmean(cell[name] for cell in every) for name in ("auto", *UNSUPERVISED)}
-        best = max(UNSUPERVISED, key=lambda name: means[name])
+        # Rows of earlier versions lack the columns that came later.
+        rivals = [name for name in UNSUPERVISED if all(name in cell for cell in every)]
+        means = {name: fmean(cell[name] for cell in every) for name in ("auto", *rivals)}
+        best = max(rivals, key=lambda name: means[name])
         met = _judge(means["auto"] > means[best])
         yield f"{wish}. {met}: {100 * means['auto']:.1f}, {best} {100 * means[best]:.1f}, {_count(every)}."
     else:
