@@ -2,13 +2,15 @@
 
     python benchmarks/real_instruments.py --data-root DATA --page docs/results/real-instruments.md
     python benchmarks/real_instruments.py --data-root DATA --rows twin-gas --seeds 0 1
+    python benchmarks/real_instruments.py --data-root DATA --workers 15 --time-limit 12
 
 Nothing is simulated here but the rehearsal. `ROWS` lists the benchmarks: `tablets` (two near-infrared spectrometers, a
 regression), `twin-gas` (five boards of gas sensors), `phone-watch` (two motion sensors at two places of the body). A
 small network is trained at one device, its home, and meets another, its site, with samples or people that it has never
 seen. Each cell, a home with a site and a seed, has one score for each column: methods of shiftmend by themselves,
 `auto` with a rehearsed profile, and what the field uses. A cell that is in the file of results is not measured again,
-so the script can be stopped at any time. A cell takes from a few seconds to a minute on one core.
+so the script can be stopped at any time. A home with its sites takes from one to six minutes on one core; `--workers`
+measures several at once, one process each.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ import functools
 import itertools
 import logging
 import math
+import multiprocessing
+import queue
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, ClassVar
@@ -55,7 +59,7 @@ KEY = ("data", "home", "site", "seed", "part")
 PARTS = ("alone", "auto")
 """Rows of a cell: columns that need no rehearsal, and `auto`."""
 MATCHERS = ("match-mean", "match-moments", "match-histogram")
-METHODS = ("source-only", *MATCHERS, "coral", "neo", "adabn", "bnm", "fr", "bufr")
+METHODS = ("source-only", *MATCHERS, "coral", "neo", "adabn", "bnm", "fr", "match-fr", "bufr", "bufr-im")
 """Methods of shiftmend that are measured by themselves, with a profile that was not rehearsed."""
 SUPERVISED = ("target-supervised", "pds", "ds", "slope-and-bias", "pls + pds", "pls + ds", "pls + slope-and-bias")
 """Columns that have seen labels or transfer samples of the site."""
@@ -70,6 +74,8 @@ PEOPLE_TRAINED, PEOPLE_AT_HOME = 14, 4
 """People whose windows train the network, and rehearse; the others are at the site."""
 MAX_WINDOWS = 400
 """Windows that rehearse, and that a site has, drawn at random."""
+
+SPECTROMETERS, BOARDS, WEARABLES = ("1", "2"), ("B1", "B2", "B3", "B4", "B5"), ("sp", "sw")
 
 Row = dict[str, Any]
 Pair = tuple[Tensor, Tensor]
@@ -182,10 +188,16 @@ def make_perceptron(inputs: int, outputs: int) -> nn.Module:
     )
 
 
-def list_tablets(
-    root: Path, seed: int, answer: str = "assay", official: bool = False, preprocess: str = "", clean: bool = True
-) -> Iterator[Home]:
-    """Yield both directions between the spectrometers."""
+def open_spectrometer(
+    root: Path,
+    seed: int,
+    home: str,
+    answer: str = "assay",
+    official: bool = False,
+    preprocess: str = "",
+    clean: bool = True,
+) -> Home:
+    """Train at one of two spectrometers; the other is its site."""
     data = np.load(root / "instruments" / "nir_tablets.npz")
     spectra = torch.tensor(preprocess_spectra(data["x"], preprocess))
     answers = torch.tensor(data["y"])[:, [("weight", "hardness", "assay").index(answer)]]
@@ -194,32 +206,32 @@ def list_tablets(
     else:
         order = np.random.default_rng(seed).permutation(np.unique(data["sample"]))
         parts = np.split(order, [TABLETS_TRAINED, TABLETS_AT_HOME])
+    own, other = int(home), 3 - int(home)
     find = functools.partial(_find, data, "sample")
-    for home, site in ((1, 2), (2, 1)):
-        torch.manual_seed(seed)
-        trained, held_out, there = find(home, parts[0]), find(home, parts[1]), find(site, parts[2])
-        scaled = standardise(spectra, trained)
-        centre, unit = answers[trained].mean(), answers[trained].std()
-        wanted = (answers - centre) / unit
-        training = {"epochs": 100, "batch_size": 16, "rate": 3e-3}
-        model = train(make_perceptron(spectra.shape[1], 1), (scaled[trained], wanted[trained]), **training)
-        with torch.no_grad():
-            errors = (model(scaled[held_out]) - wanted[held_out]).abs()[:, 0]
-        kept = held_out[errors <= OUTLYING * 1.4826 * errors.median()] if clean else held_out
-        standards = np.random.default_rng(seed).permutation(parts[0])[:TRANSFER_SAMPLES]
-        both = find(home, standards), find(site, standards)
-        yield Home(
-            str(home),
-            seed,
-            model,
-            training,
-            (scaled[trained], wanted[trained]),
-            (scaled[kept], wanted[kept]),
-            {str(site): (scaled[there], wanted[there])},
-            float(unit),
-            {str(site): (scaled[both[0]], scaled[both[1]], wanted[both[0]])},
-            len(held_out) - len(kept),
-        )
+    torch.manual_seed(seed)
+    trained, held_out, there = find(own, parts[0]), find(own, parts[1]), find(other, parts[2])
+    scaled = standardise(spectra, trained)
+    centre, unit = answers[trained].mean(), answers[trained].std()
+    wanted = (answers - centre) / unit
+    training = {"epochs": 100, "batch_size": 16, "rate": 3e-3}
+    model = train(make_perceptron(spectra.shape[1], 1), (scaled[trained], wanted[trained]), **training)
+    with torch.no_grad():
+        errors = (model(scaled[held_out]) - wanted[held_out]).abs()[:, 0]
+    kept = held_out[errors <= OUTLYING * 1.4826 * errors.median()] if clean else held_out
+    standards = np.random.default_rng(seed).permutation(parts[0])[:TRANSFER_SAMPLES]
+    both = find(own, standards), find(other, standards)
+    return Home(
+        home,
+        seed,
+        model,
+        training,
+        (scaled[trained], wanted[trained]),
+        (scaled[kept], wanted[kept]),
+        {str(other): (scaled[there], wanted[there])},
+        float(unit),
+        {str(other): (scaled[both[0]], scaled[both[1]], wanted[both[0]])},
+        len(held_out) - len(kept),
+    )
 
 
 def preprocess_spectra(spectra: Floats, how: str) -> Floats:
@@ -231,63 +243,48 @@ def preprocess_spectra(spectra: Floats, how: str) -> Floats:
     return np.ascontiguousarray(spectra, dtype=np.float32)
 
 
-def list_boards(root: Path, seed: int) -> Iterator[Home]:
-    """Yield each board with the four others; half of the replicates train, and the other half rehearses."""
+def open_board(root: Path, seed: int, home: str) -> Home:
+    """Train at one of five boards; half of its replicates train, and the other half rehearses."""
     data = np.load(root / "instruments" / "twin_gas.npz")
     inputs, answers = torch.tensor(data["x"]), torch.tensor(data["y"]).long()
-    boards = sorted(set(data["board"]))
-    for home in boards:
-        torch.manual_seed(seed)
-        own = data["board"] == home
-        replicates = np.random.default_rng(seed).permutation(np.unique(data["replicate"][own]))
-        halves = np.split(replicates, 2)
-        trained, held_out = (
-            torch.from_numpy(np.flatnonzero(own & np.isin(data["replicate"], half))) for half in halves
-        )
-        scaled = standardise(inputs, trained)
-        training = {"epochs": 60, "batch_size": 16, "rate": 1e-2}
-        model = train(make_perceptron(inputs.shape[1], 4), (scaled[trained], answers[trained]), **training)
-        sites = {}
-        for site in boards:
-            if site != home:
-                there = torch.from_numpy(np.flatnonzero(data["board"] == site))
-                sites[site] = scaled[there], answers[there]
-        yield Home(
-            home,
-            seed,
-            model,
-            training,
-            (scaled[trained], answers[trained]),
-            (scaled[held_out], answers[held_out]),
-            sites,
-        )
+    torch.manual_seed(seed)
+    own = data["board"] == home
+    replicates = np.random.default_rng(seed).permutation(np.unique(data["replicate"][own]))
+    halves = np.split(replicates, 2)
+    trained, held_out = (torch.from_numpy(np.flatnonzero(own & np.isin(data["replicate"], half))) for half in halves)
+    scaled = standardise(inputs, trained)
+    training = {"epochs": 60, "batch_size": 16, "rate": 1e-2}
+    model = train(make_perceptron(inputs.shape[1], 4), (scaled[trained], answers[trained]), **training)
+    places = {site: torch.from_numpy(np.flatnonzero(data["board"] == site)) for site in BOARDS if site != home}
+    given = [(scaled[part], answers[part]) for part in (trained, held_out)]
+    sites = {site: (scaled[there], answers[there]) for site, there in places.items()}
+    return Home(home, seed, model, training, given[0], given[1], sites)
 
 
-def list_motion(root: Path, seed: int) -> Iterator[Home]:
-    """Yield phone and watch; the other device, and the own one, meet people that the network has never seen."""
+def open_wearable(root: Path, seed: int, home: str) -> Home:
+    """Train with phone or watch; the other device, and the own one, meet people that the network has never seen."""
     data = np.load(root / "instruments" / "har_phone_watch.npz")
     inputs, answers = torch.tensor(data["x"].astype(np.float32)), torch.tensor(data["y"]).long()
     order = np.random.default_rng(seed).permutation(sorted(set(data["subject"])))
     groups = np.split(order, [PEOPLE_TRAINED, PEOPLE_TRAINED + PEOPLE_AT_HOME])
-    for home in ("sp", "sw"):
-        torch.manual_seed(seed)
-        trained, held_out = (_find(data, "subject", home, group) for group in groups[:2])
-        held_out = held_out[torch.randperm(len(held_out))[:MAX_WINDOWS]]
-        scaled = standardise(inputs, trained, (0, 2))
-        model = nn.Sequential(
-            *(nn.Conv1d(6, 16, 5, 2, 2), nn.BatchNorm1d(16), nn.ReLU()),
-            *(nn.Conv1d(16, 32, 5, 2, 2), nn.BatchNorm1d(32), nn.ReLU()),
-            *(nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 5)),
-        )
-        training = {"epochs": 8, "batch_size": 64, "rate": 3e-3}
-        train(model, (scaled[trained], answers[trained]), **training)
-        sites = {}
-        for site in ("sp", "sw"):
-            there = _find(data, "subject", site, groups[2])
-            there = there[torch.randperm(len(there))[:MAX_WINDOWS]]
-            sites[site] = scaled[there], answers[there]
-        given = [(scaled[part], answers[part]) for part in (trained, held_out)]
-        yield Home(home, seed, model, training | {"epochs": 4}, given[0], given[1], sites)
+    torch.manual_seed(seed)
+    trained, held_out = (_find(data, "subject", home, group) for group in groups[:2])
+    held_out = held_out[torch.randperm(len(held_out))[:MAX_WINDOWS]]
+    scaled = standardise(inputs, trained, (0, 2))
+    model = nn.Sequential(
+        *(nn.Conv1d(6, 16, 5, 2, 2), nn.BatchNorm1d(16), nn.ReLU()),
+        *(nn.Conv1d(16, 32, 5, 2, 2), nn.BatchNorm1d(32), nn.ReLU()),
+        *(nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 5)),
+    )
+    training = {"epochs": 8, "batch_size": 64, "rate": 3e-3}
+    train(model, (scaled[trained], answers[trained]), **training)
+    sites = {}
+    for site in WEARABLES:
+        there = _find(data, "subject", site, groups[2])
+        there = there[torch.randperm(len(there))[:MAX_WINDOWS]]
+        sites[site] = scaled[there], answers[there]
+    given = [(scaled[part], answers[part]) for part in (trained, held_out)]
+    return Home(home, seed, model, training | {"epochs": 4}, given[0], given[1], sites)
 
 
 def _find(data: Any, name: str, device: Any, chosen: Sequence[Any] | Floats) -> Tensor:
@@ -297,13 +294,19 @@ def _find(data: Any, name: str, device: Any, chosen: Sequence[Any] | Floats) -> 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark of the page: how to list its homes, what it is, and its baseline of the field."""
+    """One benchmark of the page: its devices, how to open one as a home, and its baseline of the field."""
 
     title: str
-    homes: Callable[[Path, int], Iterable[Home]]
+    devices: tuple[str, ...]
+    open_home: Callable[[Path, int, str], Home]
     text: str
     baseline: str = ""
     unit: str = "accuracy in percent"
+    meets_itself: bool = False
+    """Whether the home is one of its sites, with other people."""
+
+    def list_sites(self, home: str) -> list[str]:
+        return [device for device in self.devices if device != home or self.meets_itself]
 
 
 _TABLETS = (
@@ -314,7 +317,8 @@ _TABLETS = (
 ROWS = {
     "tablets": Benchmark(
         "tablets, assay",
-        list_tablets,
+        SPECTROMETERS,
+        open_spectrometer,
         f"{_TABLETS} 200 tablets train at home and up to 100 others rehearse; 355 others are at the site. Tablets "
         "whose error at home exceeds six robust deviations do not rehearse, as the field leaves outliers out of a "
         "calibration, and do not count at home. All tablets of the site count.",
@@ -323,14 +327,16 @@ ROWS = {
     ),
     "tablets-all": Benchmark(
         "tablets, assay, outliers rehearse",
-        functools.partial(list_tablets, clean=False),
+        SPECTROMETERS,
+        functools.partial(open_spectrometer, clean=False),
         "The same, but nothing is left out of the rehearsal.",
         "pls",
         "root mean squared error of the assay, mg",
     ),
     "tablets-official": Benchmark(
         "tablets, assay, official split",
-        functools.partial(list_tablets, official=True),
+        SPECTROMETERS,
+        functools.partial(open_spectrometer, official=True),
         "The split of the shootout: 155 tablets train, 40 rehearse, 460 are at the site. Answers are distributed "
         "otherwise in each part (deviation of the assay 21.9, 2.4 and 15.7), which no method of this page can know.",
         "pls",
@@ -338,7 +344,8 @@ ROWS = {
     ),
     "tablets-snv-derivative": Benchmark(
         "tablets, assay, SNV and first derivative",
-        functools.partial(list_tablets, preprocess="snv derivative"),
+        SPECTROMETERS,
+        functools.partial(open_spectrometer, preprocess="snv derivative"),
         "The first benchmark with the preprocessing of the field: each spectrum to mean 0 and deviation 1, then the "
         "first derivative (Savitzky and Golay, 15 points).",
         "pls",
@@ -346,21 +353,24 @@ ROWS = {
     ),
     "tablets-weight": Benchmark(
         "tablets, weight",
-        functools.partial(list_tablets, answer="weight"),
+        SPECTROMETERS,
+        functools.partial(open_spectrometer, answer="weight"),
         "The weight of the same tablets, which spectra tell less well.",
         "pls",
         "root mean squared error of the weight, mg",
     ),
     "tablets-hardness": Benchmark(
         "tablets, hardness",
-        functools.partial(list_tablets, answer="hardness"),
+        SPECTROMETERS,
+        functools.partial(open_spectrometer, answer="hardness"),
         "The hardness of the same tablets, which spectra hardly tell: a constant guess has 1.3.",
         "pls",
         "root mean squared error of the hardness",
     ),
     "twin-gas": Benchmark(
         "twin-gas",
-        list_boards,
+        BOARDS,
+        open_board,
         "Five equally built boards of eight metal-oxide gas sensors tell four gases apart (UCI 361). The device shift: "
         "no two such sensors have the same baseline and sensitivity. Whoever builds a second device, or replaces a "
         "sensor, sees it. Half of a board's replicates train and the other half rehearses (80 and 80, or 40 and 40); "
@@ -369,12 +379,14 @@ ROWS = {
     ),
     "phone-watch": Benchmark(
         "phone-watch",
-        list_motion,
+        WEARABLES,
+        open_wearable,
         "Windows of accelerometer and gyroscope of 23 people who carried a phone (`sp`) and a watch (`sw`), five "
         "activities. The device shift is one of place, too: what the wrist does, a pocket does not see. Whoever "
         "brings an app from phones to watches meets it. Fourteen people train, four rehearse, five others are at the "
         "site, with at most 400 windows each. Scores are balanced accuracies, since half of the windows is walking.",
         unit="balanced accuracy in percent",
+        meets_itself=True,
     ),
 }
 
@@ -488,27 +500,87 @@ def measure_baseline(home: Home, site: str, name: str) -> dict[str, float]:
     return scores
 
 
-def run(name: str, root: Path, seeds: Sequence[int], parts: Sequence[str], file: RowFile) -> None:
-    """Measure what is not in the file yet."""
-    benchmark = ROWS[name]
-    for seed in seeds:
-        for home in benchmark.homes(root, seed):
-            missing = [
-                (part, site)
-                for part, site in itertools.product(parts, home.sites)
-                if not file.has(name, home.name, site, seed, part)
-            ]
-            if not missing:
+@dataclass(frozen=True)
+class Job:
+    """A home with the parts and sites that are not measured yet."""
+
+    name: str
+    home: str
+    seed: int
+    missing: tuple[tuple[str, str], ...]
+
+
+def list_jobs(names: Sequence[str], seeds: Sequence[int], parts: Sequence[str], file: RowFile) -> Iterator[Job]:
+    """Yield what is not in the file yet."""
+    for seed, name in itertools.product(seeds, names):
+        for home in ROWS[name].devices:
+            every = itertools.product(parts, ROWS[name].list_sites(home))
+            missing = tuple((part, site) for part, site in every if not file.has(name, home, site, seed, part))
+            if missing:
+                yield Job(name, home, seed, missing)
+
+
+def measure(job: Job, root: Path) -> Iterator[tuple[tuple[Any, ...], Row]]:
+    """Yield key and values of each missing row of a home."""
+    benchmark = ROWS[job.name]
+    home = benchmark.open_home(root, job.seed, job.home)
+    profile = shiftmend.profile(home.model, home.trained[0], gaussian="full", progress=False)
+    rehearsed = None
+    for part, site in job.missing:
+        if part == "auto":
+            size = len(home.sites[site][0])
+            rehearsed = rehearsed or shiftmend.rehearse(
+                home.model, home.held_out, profile, site_size=size, seed=job.seed, progress=False
+            )
+            found = measure_auto(home, site, rehearsed)
+        else:
+            found = measure_alone(home, site, benchmark.baseline, profile)
+        yield (job.name, job.home, site, job.seed, part), found
+
+
+def run(jobs: Sequence[Job], root: Path, file: RowFile, workers: int, seconds: float) -> None:
+    """Measure jobs by processes of one thread each, and write each row as it comes, until the time is over."""
+    context = multiprocessing.get_context("spawn")
+    waiting, found = context.Queue(), context.Queue()
+    for job in jobs:
+        waiting.put(job)
+    for _ in range(workers):
+        waiting.put(None)
+    processes = [context.Process(target=_work, args=(waiting, found, root), daemon=True) for _ in range(workers)]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + seconds
+    try:
+        while time.monotonic() < end:
+            try:
+                row = found.get(timeout=1)
+            except queue.Empty:
+                if not any(process.is_alive() for process in processes):
+                    break
                 continue
-            profile = shiftmend.profile(home.model, home.trained[0], gaussian="full", progress=False)
-            if any(part == "auto" for part, _ in missing):
-                profile = shiftmend.rehearse(home.model, home.held_out, profile, seed=seed, progress=False)
-            for part, site in missing:
-                if part == "auto":
-                    found = measure_auto(home, site, profile)
-                else:
-                    found = measure_alone(home, site, benchmark.baseline, replace(profile, rehearsal=None))
-                print(describe(file.add((name, home.name, site, seed, part), found, _facts())), flush=True)
+            if isinstance(row, str):
+                print(row, flush=True)
+            else:
+                print(describe(file.add(*row, _facts())), flush=True)
+    finally:
+        for process in processes:
+            process.terminate()
+
+
+def _work(waiting: Any, found: Any, root: Path) -> None:
+    prepare_process()
+    while (job := waiting.get()) is not None:
+        try:
+            for row in measure(job, root):
+                found.put(row)
+        except Exception as error:
+            # One home that fails must not end the others.
+            found.put(f"{job.name} {job.home}, seed {job.seed} failed: {error!r}")
+
+
+def prepare_process() -> None:
+    logging.getLogger("shiftmend").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
 
 
 def _facts() -> Row:
@@ -691,8 +763,10 @@ def list_targets(rows: Sequence[Row]) -> Iterator[str]:
     every = [cell for cells in gather(rows, "twin-gas").values() for cell in cells.values() if "auto" in cell]
     wish = "twin-gas: `auto` above every unsupervised competitor"
     if every:
-        means = {name: fmean(cell[name] for cell in every) for name in ("auto", *UNSUPERVISED)}
-        best = max(UNSUPERVISED, key=lambda name: means[name])
+        # Rows of earlier versions lack the columns that came later.
+        rivals = [name for name in UNSUPERVISED if all(name in cell for cell in every)]
+        means = {name: fmean(cell[name] for cell in every) for name in ("auto", *rivals)}
+        best = max(rivals, key=lambda name: means[name])
         met = _judge(means["auto"] > means[best])
         yield f"{wish}. {met}: {100 * means['auto']:.1f}, {best} {100 * means[best]:.1f}, {_count(every)}."
     else:
@@ -763,16 +837,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("results/real-instruments.json"))
     parser.add_argument("--page", type=Path, help="write the page from what was measured, and measure nothing")
     parser.add_argument("--notes", type=Path, default=Path("docs/results/notes/real-instruments.md"))
+    parser.add_argument("--workers", type=int, default=1, help="processes, of one thread each")
+    parser.add_argument("--time-limit", type=float, default=math.inf, metavar="MINUTES", help="stop after that long")
     options = parser.parse_args(arguments)
-    logging.getLogger("shiftmend").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
+    prepare_process()
     file = RowFile(options.out, KEY)
     if options.page is not None:
         notes = options.notes.read_text() if options.notes.exists() else ""
         write_atomically(options.page, write_page(file.rows, notes).encode())
         return
-    for name in options.rows:
-        run(name, options.data_root, options.seeds, options.parts, file)
+    jobs = [*list_jobs(options.rows, options.seeds, options.parts, file)]
+    run(jobs, options.data_root, file, options.workers, 60 * options.time_limit)
 
 
 if __name__ == "__main__":

@@ -277,6 +277,7 @@ def test_methods_by_name() -> None:
         "full-gauss",
         "fr",
         "fr-shares",
+        "match-fr",
         "bufr",
         "bufr-im",
         "target-supervised",

@@ -22,9 +22,11 @@ from shiftmend.verification.estimate import (
     Estimate,
     Estimator,
     Fitted,
+    Habit,
     Width,
     choose,
     cross_fit,
+    find_habits,
     fit_width,
 )
 
@@ -399,12 +401,42 @@ def test_of_errors_the_lowest_is_chosen() -> None:
     assert choose({UNTOUCHED: told(1.0), "bufr": told(1.0)}, higher_is_better=False) == UNTOUCHED
 
 
+def test_wide_intervals_leave_the_choice_to_what_was_usual() -> None:
+    habits = {
+        UNTOUCHED: Habit(-0.2, 0.05, 0.0, 0.0),
+        "fr": Habit(0.0, 0.05, 0.2, 0.1),
+        "bufr": Habit(0.1, 0.05, 0.3, 0.1),
+    }
+    wide = {UNTOUCHED: (0.6, 0.5), "fr": (0.72, 0.5), "bufr": (0.7, 0.5)}
+    assert choose(wide) == UNTOUCHED
+    assert choose(wide, habits=habits) == "bufr"
+    narrow = {name: (value, 0.01) for name, (value, _) in wide.items()}
+    assert choose(narrow, habits=habits) == "fr"
+    harmful = {name: one._replace(gain=-one.gain) for name, one in habits.items()}
+    assert choose(wide, habits=harmful) == UNTOUCHED
+
+
+def test_habits_are_those_of_families_with_all_candidates() -> None:
+    record = make_record(noise=0.02)
+    record = replace(record, scores=torch.rand(record.scores.shape, generator=torch.Generator().manual_seed(0)))
+    scores = record.scores[:, 0].double().numpy()
+    kept = [place for place, shift in enumerate(record.shifts) if shift.family != record.families[2]]
+    gains = scores[kept] - scores[kept][:, :1]
+    found = find_habits(record, 0, without=record.families[2])
+    assert len({shift.family for shift in record.shifts}) == len(record.shifts)
+    assert [one.gain for one in found.values()] == pytest.approx(np.median(gains, axis=0).tolist(), abs=1e-6)
+    assert [one.gain_deviation for one in found.values()] == pytest.approx(gains.std(0, ddof=1).tolist(), abs=1e-6)
+    mended = scores[kept][gains.max(1) > 0]
+    relative = mended - np.median(mended, axis=1, keepdims=True)
+    assert [one.relative for one in found.values()] == pytest.approx(np.median(relative, axis=0).tolist(), abs=1e-6)
+
+
 def test_doubts_about_a_candidate_count_unless_the_untouched_model_is_ruined_by_every_measure(
     exact: Rehearsal,
 ) -> None:
     estimator = Estimator(exact)
     mended, ruined = at(exact, 0.85), at(exact, 0.3)
-    doubtful = mended | {"slices": -5.0}
+    doubtful = mended | {"skew": 9.0}
     assert estimator.find_doubts("bufr", doubtful, 1000)
     assert not estimator.find_doubts("bufr", mended, 1000)
 
@@ -437,7 +469,6 @@ def test_a_number_that_does_not_hold_is_shown_to_nobody(noisy: Rehearsal) -> Non
     ("change", "words"),
     [
         ({"slices": 5.0}, "slices"),
-        ({"slices": -5.0}, "slices"),
         ({"skew": 9.0}, "other classes"),
         ({"confidence": -3.0}, "confidence"),
         ({"confidence": math.nan}, "NaN"),
@@ -448,6 +479,22 @@ def test_signals_outside_of_what_was_rehearsed(noisy: Rehearsal, change: dict[st
     found = Estimator(noisy).estimate(UNTOUCHED, signals_of(noisy, 3) | change, 1000)
     assert not found.reliable
     assert any(words in reason for reason in found.reasons)
+
+
+@pytest.mark.parametrize("change", [{"slices": -5.0}, {"skew": -1.0}])
+def test_less_divergence_than_rehearsed_is_no_doubt(noisy: Rehearsal, change: dict[str, float]) -> None:
+    doubts = " ".join(Estimator(noisy).find_doubts(UNTOUCHED, signals_of(noisy, 3) | change, 1000))
+    assert "outside" not in doubts
+    assert "other classes" not in doubts
+
+
+def test_few_samples_may_leave_the_rehearsed_range_by_chance() -> None:
+    record = make_record(home_deviation=torch.full((1, 3), 0.05))
+    place = record.signals.index("confidence")
+    beyond = signals_of(record, 3) | {"confidence": float(record.values[:, 0, 0, place].max()) + 0.12}
+    words = [" ".join(Estimator(record).find_doubts(UNTOUCHED, beyond, samples)) for samples in (100_000, 20)]
+    assert "confidence" in words[0]
+    assert "confidence" not in words[1]
 
 
 @pytest.mark.parametrize(("samples", "words"), [(3, "too few samples"), (10**7, "far more samples")])

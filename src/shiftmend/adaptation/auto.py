@@ -44,7 +44,7 @@ from shiftmend.verification.verdict import Verification
 logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
 
-CANDIDATES = (UNTOUCHED, "match-mean", "match-moments", "adabn", "fr-shares", "fr", "bufr", "bufr-im")
+CANDIDATES = (UNTOUCHED, "match-mean", "match-moments", "adabn", "fr-shares", "fr", "match-fr", "bufr", "bufr-im")
 """Candidates of `auto`, the simplest first: of several that are as good, the simplest is kept."""
 
 MUCH_CLOSER = 0.7
@@ -102,9 +102,12 @@ def list_candidates(given: CandidateNames | None, profile: Profile) -> dict[str,
 
 
 def choose_usual(names: Sequence[str], profile: Profile) -> tuple[str, ...]:
-    """Return the candidates that a model can have: several inputs are not mapped."""
-    several = isinstance(profile.inputs, TreeSummary)
-    return tuple(name for name in names if not (several and METHODS[name].maps_inputs))
+    """Return the candidates that suit the inputs of a model: several are not mapped, and of images few channels are."""
+    if isinstance(profile.inputs, TreeSummary):
+        return tuple(name for name in names if not METHODS[name].maps_inputs)
+    # Each column of a table has a gain and an offset of its own, which FR alone would have to undo by its weights.
+    is_table = len(profile.inputs.shape) == 1
+    return tuple(name for name in names if is_table or name != "match-fr")
 
 
 def try_candidates(task: Task, settings: Settings, methods: Mapping[str, Method]) -> list[Trial]:

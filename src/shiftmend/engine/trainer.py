@@ -167,11 +167,12 @@ class Trainer:
                 checkpoints.check_fits(self._resumed, self.path, self.model, [stage.name for stage in self.stages])
                 restore(self.model, self._resumed.model)
                 logger.info("resuming from %s after epoch %d", self.path, self.epochs)
-            self._search_rate()
             self.bar.advance(self.epochs)
             first = self._resumed.stage if self._resumed is not None else 0
             over = False
-            for index, stage in enumerate(self.stages[first:], first):
+            for index in range(first, len(self.stages)):
+                self._search_rate(index)
+                stage = self.stages[index]
                 refines = stage.name in self.method.refining
                 if over and not refines:
                     continue
@@ -199,7 +200,7 @@ class Trainer:
                     compile=self.compile,
                     stage=stage.name,
                     each=rounds.steps,
-                    warm_up=rounds.warm_up if index == 0 else 0,
+                    warm_up=0 if any(earlier.parameters for earlier in self.stages[:index]) else rounds.warm_up,
                 )
                 while not self._is_over(stage, rounds, done):
                     self._run_round(stage, steps, done)
@@ -216,11 +217,11 @@ class Trainer:
                     logger.info("features are as close to the profile as home's; restoring ends in %s", stage.name)
                     over = True
 
-    def _search_rate(self) -> None:
-        """Find the learning rate, if it is only a guess; a resumed run takes what was found when it began."""
-        if not self.stages or not self.stages[0].searches:
+    def _search_rate(self, index: int) -> None:
+        """Find the learning rate before the first stage that searches; a resumed run takes what was found."""
+        if not self.stages[index].searches or self.search is not None:
             return
-        first = self.stages[0]
+        first = next(stage for stage in self.stages if stage.searches)
         objective = self.method.objective_of(first, self.profile, self.feed.device)
         check_objective(objective, self.method, [first])
         assert objective is not None
@@ -281,7 +282,7 @@ class Trainer:
         enter_adapting_modes(self.model, self.method.dropout)
         before = self.history[-1].steps or 0
         began = self.history[-1 - done].steps or 0  # Steps when the stage began.
-        if self.method.reads_inputs:
+        if self.method.reads_inputs and not stage.parameters:
             sums, batches = self._read_inputs()
         else:
             sums, batches = steps.run(self.seed, number, before - began, targets)

@@ -24,6 +24,7 @@ from shiftmend.methods.fr import FR
 from shiftmend.methods.fr_shares import FRShares
 from shiftmend.methods.full_gauss import FullGauss
 from shiftmend.methods.match import MatchHistogram, MatchMean, MatchMoments
+from shiftmend.methods.match_fr import MatchFR
 from shiftmend.methods.pl import PL
 from shiftmend.methods.shot import SHOT
 from shiftmend.methods.shot_im import SHOTIM
@@ -51,6 +52,7 @@ METHODS: dict[str, type[Method]] = {
         FullGauss,
         FR,
         FRShares,
+        MatchFR,
         BUFR,
         BUFRIM,
         TargetSupervised,
@@ -115,6 +117,7 @@ __all__ = [
     "TENT",
     "AdaBN",
     "FullGauss",
+    "MatchFR",
     "MatchHistogram",
     "MatchMean",
     "MatchMoments",

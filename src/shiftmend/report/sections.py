@@ -68,6 +68,7 @@ EXPLAINED_CANDIDATES = {
     "adabn": "measures mean and spread inside the network again, on these inputs",
     "fr-shares": "trains scales inside the network until features are as at home, for any class shares",
     "fr": "trains the network until its features are as at home, all layers at once",
+    "match-fr": "shifts and scales the inputs, then trains like fr",
     "bufr": "trains the network until its features are as at home, lowest layers first",
     "bufr-im": "trains like bufr, and then for clear answers",
 }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,7 +53,9 @@ NEAR = 0.01
 relative to the distance: an estimate of 50 % may be off by more than one of 90 %."""
 
 RANGE_MARGIN = 0.1
-"""Share of the rehearsed range of a signal by which a site may exceed it."""
+"""Share of the rehearsed range of a signal by which a site may exceed it, unless chance among few samples is more."""
+DIVERGING = ("slices", "marginals", "skew", "outside")
+"""Signals that tell how far the target is from home: less than was rehearsed is no reason for doubt."""
 MAX_SPREAD_RATIO = 1.5
 """Disagreement between the maps, as a multiple of the largest one at home, above which an estimate does not hold."""
 MIN_SIZE_RATIO = 0.5
@@ -438,6 +440,7 @@ def cross_fit(record: Rehearsal, estimator: Estimator | None = None) -> Rehearsa
         every = {name: Cells.of(record, name, size) for name in record.candidates}
         guesses = {name: estimator.cross_fit(name, size, cells).guesses for name, cells in every.items()}
         for family in record.families:
+            habits = find_habits(record, size, without=family)
             for shift in (place for place, one in enumerate(record.shifts) if one.family == family):
                 told = {}
                 for place, (name, cells) in enumerate(every.items()):
@@ -446,7 +449,7 @@ def cross_fit(record: Rehearsal, estimator: Estimator | None = None) -> Rehearsa
                         estimates[shift, size, place], difficulties[shift, size, place], half = found
                         told[name] = found[0], half
                 widest = MAX_HALF_WIDTH if record.task == "classes" else MAX_RELATIVE_HALF_WIDTH * abs(record.score)
-                name = choose(told, record.higher_is_better, every[UNTOUCHED].least, widest)
+                name = choose(told, record.higher_is_better, every[UNTOUCHED].least, widest, habits)
                 best = record.index(name) if told else 0
                 chosen[shift, size] = best
                 for table in (estimates, difficulties):
@@ -471,10 +474,52 @@ def _estimate_left_out(
     return value, difficulty, width(difficulty)
 
 
+class Habit(NamedTuple):
+    """What a candidate usually did in the rehearsal, over families of shifts.
+
+    Attributes:
+        relative: Score relative to the median of all candidates, where some candidate mends the shift.
+        deviation: Deviation of that over families.
+        gain: Score less that of the untouched model, in all shifts, also in those that cannot be mended.
+        gain_deviation: Deviation of that over families.
+    """
+
+    relative: float
+    deviation: float
+    gain: float
+    gain_deviation: float
+
+
+def find_habits(record: Rehearsal, size: int, without: str | None = None) -> dict[str, Habit]:
+    """Return what each candidate usually did in a rehearsal; nothing if too few shifts were mended.
+
+    Args:
+        record: A rehearsal with scores.
+        size: Place of the sample size.
+        without: A family that does not count.
+    """
+    sign = 1.0 if record.higher_is_better else -1.0
+    scores = record.scores[:, size].double().numpy()
+    untouched = record.index(UNTOUCHED)
+    gains: dict[str, list[Floats]] = {}
+    relative: dict[str, list[Floats]] = {}
+    for shift, row in zip(record.shifts, scores, strict=True):
+        if shift.family == without or not np.isfinite(row).all():
+            continue
+        gains.setdefault(shift.family, []).append(row - row[untouched])
+        if (sign * (row - row[untouched])).max() > 0:
+            relative.setdefault(shift.family, []).append(row - np.median(row))
+    if len(relative) < MIN_CELLS:
+        return {}
+    both = [np.array([np.mean(rows, axis=0) for rows in found.values()]) for found in (relative, gains)]
+    figures = np.array([part for one in both for part in (np.median(one, axis=0), one.std(axis=0, ddof=1))])
+    return {name: Habit(*column) for name, column in zip(record.candidates, figures.T.tolist(), strict=True)}
+
+
 GAIN_IN_WIDTHS = 0.1
 """Gain, in half-widths of both intervals, below which the untouched model is kept."""
 GAIN_IN_WIDE_WIDTHS = 0.3
-"""The same for a candidate whose interval is too wide to be told."""
+"""The same for a candidate whose interval is too wide to be told, where nothing usual is known."""
 OVERWHELMING = 0.2
 """Gain in accuracy, over what the untouched model could have at best, from which on doubts do not count."""
 
@@ -484,14 +529,19 @@ def choose(
     higher_is_better: bool = True,
     least: float = MIN_ERROR,
     widest: float = MAX_HALF_WIDTH,
+    habits: Mapping[str, Habit] | None = None,
 ) -> str:
     """Choose the candidate with the best estimate; the untouched model wins unless another is clearly better.
+
+    Wide intervals leave open which candidate is the best, and by how much. What was usual in the rehearsal then counts
+    the more, the wider the intervals are.
 
     Args:
         told: Estimate and half of its interval, by candidate. Those that do not hold are left out by the caller.
         higher_is_better: False for errors.
         least: Gain that is too small to count in any case.
         widest: Half of the widest interval that is worth telling. Beyond it, more gain is asked for.
+        habits: What candidates usually did (`find_habits`). Without them the estimates alone decide.
 
     Returns:
         Name of the candidate.
@@ -502,16 +552,34 @@ def choose(
         >>> choose({"source-only": (0.84, 0.05), "bufr": (0.85, 0.03)})
         'source-only'
     """
-    sign = 1.0 if higher_is_better else -1.0
+    sign, habits = 1.0 if higher_is_better else -1.0, habits or {}
     clear: dict[str, float] = {}
     for name, (value, half) in told.items():
         if name == UNTOUCHED:
             continue
         reference, around = told.get(UNTOUCHED, (-sign * math.inf, 0.0))
-        share = GAIN_IN_WIDTHS if half <= widest else GAIN_IN_WIDE_WIDTHS
-        if sign * (value - reference) > least + share * (half + around):
-            clear[name] = sign * value
-    return max(clear, key=lambda name: clear[name]) if clear else UNTOUCHED
+        gain, open_half, share = sign * (value - reference), half + around, GAIN_IN_WIDTHS
+        if half > widest and name in habits and math.isfinite(gain):
+            usual = sign * habits[name].gain, NORMAL_QUANTILE * habits[name].gain_deviation
+            gain, open_half = _combine((gain, open_half), usual, least)
+        elif half > widest:
+            share = GAIN_IN_WIDE_WIDTHS
+        if gain > least + share * open_half:
+            clear[name] = value
+    if not clear:
+        return UNTOUCHED
+    centre = float(np.median([*clear.values()]))
+    if clear.keys() <= habits.keys():
+        for name, value in clear.items():
+            usual = habits[name].relative, NORMAL_QUANTILE * habits[name].deviation
+            clear[name] = _combine((value - centre, told[name][1]), usual, least)[0]
+    return max(clear, key=lambda name: sign * clear[name])
+
+
+def _combine(first: tuple[float, float], second: tuple[float, float], least: float) -> tuple[float, float]:
+    """Return the mean of two numbers with half-widths, each weighted by one over its square, and its half-width."""
+    weights = [1 / max(half, least) ** 2 for _, half in (first, second)]
+    return float(np.average([first[0], second[0]], weights=weights)), 1 / math.sqrt(sum(weights))
 
 
 # ---- estimates at the site
@@ -598,8 +666,10 @@ class Estimator:
         used = [fit.cells.names[place] for fit in known for place, _ in fit.ranked[: min(MAP_COUNTS)]]
         for name in dict.fromkeys(["slices", "skew", *used]):
             rehearsed = [fit.cells.signals[:, fit.cells.names.index(name)] for fit in known if name in fit.cells.names]
-            if rehearsed and (remark := _check_range(np.concatenate(rehearsed), name, signals[name])):
-                doubts.append(remark)
+            if rehearsed:
+                chance = self._find_chance(name, signals[name], samples)
+                remark = _check_range(np.concatenate(rehearsed), name, signals[name], chance)
+                doubts += [remark] if remark else []
         for fit in known:
             values = np.array([signals[name] for name in fit.cells.names])
             spreads = {count: fit.predict(values, count).spread for count in MAP_COUNTS}
@@ -610,6 +680,14 @@ class Estimator:
                 doubts.append("the signals contradict each other more than they ever did at home")
                 break
         return doubts
+
+    def _find_chance(self, name: str, value: float, samples: int) -> float:
+        """Return how far chance moves a signal on the samples of the site and of home, at most; 0 if unknown."""
+        deviation = self._describe_home(name, samples)[1]
+        if not math.isfinite(deviation):
+            share = min(max(value, 0.0), 1.0) if self.record.task == "classes" else 0.0
+            deviation = math.sqrt(share * (1 - share) * (1 / samples + 1 / self.record.samples))
+        return NORMAL_QUANTILE * deviation
 
     def _list_fits(self, candidate: str, signals: Mapping[str, float], samples: int) -> list[Fitted]:
         fits = [self._fit(candidate, size, signals) for size, _ in self._weigh_sizes(samples)]
@@ -658,8 +736,9 @@ class Estimator:
                 and not self.find_doubts(name, readings[name], samples)
             )
         }
-        cells = Cells.of(self.record, UNTOUCHED, -1)
-        return choose(held, self.record.higher_is_better, cells.least, self._widest(self.record.score))
+        cells, size = Cells.of(self.record, UNTOUCHED, -1), self._weigh_sizes(samples)[0][0]
+        habits = find_habits(self.record, size)
+        return choose(held, self.record.higher_is_better, cells.least, self._widest(self.record.score), habits)
 
     def _is_overwhelming(
         self, value: float, untouched: tuple[float, float] | None, signals: Mapping[str, float]
@@ -854,8 +933,7 @@ class Estimator:
         deviations = {name: self._compare(name, value, samples) for name, value in compared.items()}
         known = {name: far for name, far in deviations.items() if far is not None}
         # Less divergence or skew than at home is no sign of a shift. Not a number is not at home either.
-        one_sided = ("slices", "marginals", "skew", "outside")
-        strayed = [not (far if name in one_sided else abs(far)) <= HOME_DEVIATIONS for name, far in known.items()]
+        strayed = [not (far if name in DIVERGING else abs(far)) <= HOME_DEVIATIONS for name, far in known.items()]
         return bool(known) and not any(strayed)
 
     def has_other_shares(self, signals: Mapping[str, float], samples: int, shares: Tensor | None = None) -> bool:
@@ -908,11 +986,17 @@ class Estimator:
         return record.home_level(name, samples), math.hypot(*spread)
 
 
-def _check_range(rehearsed: Floats, name: str, value: float) -> str | None:
-    """Return a remark if a signal lies outside of what was rehearsed."""
+def _check_range(rehearsed: Floats, name: str, value: float, chance: float) -> str | None:
+    """Return a remark if a signal lies outside of what was rehearsed, by more than chance.
+
+    Less divergence than rehearsed, and more agreement, are on the good side. Maps are constant there, so that nothing
+    better than rehearsed is told.
+    """
     low, high = float(rehearsed.min()), float(rehearsed.max())
-    margin = RANGE_MARGIN * (high - low)
-    if low - margin <= value <= high + margin:
+    margin = max(RANGE_MARGIN * (high - low), chance)
+    too_low = name not in DIVERGING and not value >= low - margin
+    too_high = not name.startswith("agreement") and not value <= high + margin
+    if not (too_low or too_high):
         return None
     if name == "skew":
         return f"answers fall into other classes than ever at home (skew {value:.2f}, rehearsed up to {high:.2f})"

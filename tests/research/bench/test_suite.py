@@ -37,7 +37,7 @@ OURS = ("fr-sliced", "bufr-sliced")
 TO_THE_LETTER = ("fr-paper", "bufr-paper")
 """Rows with the loss as the paper writes it; published are figures of the released code alone."""
 
-OWN_METHODS = {"bufr-im", "match-mean", "match-moments", "match-histogram", "neo", "coral", "fr-shares"}
+OWN_METHODS = {"bufr-im", "match-mean", "match-moments", "match-histogram", "neo", "coral", "fr-shares", "match-fr"}
 PUBLISHED_METHODS = set(METHODS) - OWN_METHODS
 """Methods of the paper and of its reference implementation."""
 
