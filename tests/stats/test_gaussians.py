@@ -274,7 +274,7 @@ def test_a_part_counted_twice_is_a_part_repeated(seed: int, units: int, times: t
 
 def test_gaussians_of_other_sizes_do_not_merge() -> None:
     for of in (full_of, marginal_of):
-        with pytest.raises(ProfileError, match=r"3 units.*2"):
+        with pytest.raises(ProfileError, match=r"units.*3 and 2"):
             type(of(drawn(20, 3, 0))).mix([of(drawn(20, 3, 0)), of(drawn(20, 2, 0))], [1, 1])
 
 

@@ -201,7 +201,7 @@ def test_a_reader_of_the_old_file_is_not_disturbed(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError, match="is a folder"):
+    with pytest.raises(IsADirectoryError, match="got the folder"):
         write_atomically(tmp_path, b"content")
     assert names(tmp_path) == []
 
@@ -220,9 +220,9 @@ def test_a_folder_that_cannot_be_written_to_is_refused_beforehand(tmp_path: Path
     check_folder(tmp_path)
     check_folder(tmp_path / "new" / "newer")
     assert names(tmp_path) == ["file"]
-    with pytest.raises(ShiftmendError, match="expected a folder"):
+    with pytest.raises(ShiftmendError, match="Expected a folder"):
         check_folder(file)
-    with pytest.raises(ShiftmendError, match=r"file.*cannot be made"):
+    with pytest.raises(ShiftmendError, match=r"cannot be made below the file"):
         check_folder(file / "below")
     with pytest.raises(ShiftmendError, match="File name too long"):
         check_folder(tmp_path / ("x" * 300))
@@ -240,7 +240,7 @@ def test_a_folder_without_permission_is_refused_beforehand(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("wrong", [None, 3, "", [], b"folder"])
 def test_what_is_no_name_is_refused(wrong: Any) -> None:
-    with pytest.raises(ShiftmendError, match=r"folder.*expected a name"):
+    with pytest.raises(ShiftmendError, match=r"Expected a name.*folder"):
         check_folder(wrong)
     assert as_path("a/b", "the file") == as_path(Path("a/b"), "the file") == Path("a/b")
 

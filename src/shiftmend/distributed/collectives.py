@@ -104,8 +104,8 @@ def local_part(batch: Inputs) -> Inputs:
         return batch
     if len(batch) < world_size():
         raise AdaptationError(
-            f"a batch of {len(batch)} cannot be shared by {world_size()} processes, each of which needs at least one "
-            "sample; use larger batches or fewer processes"
+            f"Expected at least one sample for each of {world_size()} processes, got a batch of {len(batch)}. Use "
+            "larger batches or fewer processes."
         )
     return batch.tensor_split(world_size())[rank()]
 
@@ -239,8 +239,8 @@ def check_same(digest: str, what: str, device: torch.device | None = None) -> No
     others = [index for index, same in enumerate((every == every[0]).all(1).tolist()) if not same]
     if others:
         raise AdaptationError(
-            f"the {what} of process {', '.join(map(str, others))} differs from that of process 0; give every process "
-            "the same model and the same data, in the same order"
+            f"Expected the same {what} in every process, got another in process {', '.join(map(str, others))}. Pass "
+            "every process the same data in the same order."
         )
 
 
@@ -249,6 +249,6 @@ def _check_backend(device_type: str) -> None:
     backends = dict(entry.split(":", 1) for entry in dist.get_backend_config().split(","))
     if device_type not in backends:
         raise AdaptationError(
-            f"the process group ({dist.get_backend()}) cannot exchange tensors on {device_type}; initialise it with "
-            "'gloo' to work on the CPU and with 'nccl' to work on CUDA"
+            f"Expected a process group that exchanges tensors on {device_type}, got {dist.get_backend()}. Use 'gloo' "
+            "for the CPU and 'nccl' for CUDA."
         )

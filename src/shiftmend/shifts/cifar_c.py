@@ -214,7 +214,7 @@ def frost(
     """
     check_colour(images)
     if not textures:
-        raise DataError("frost needs at least one texture, got none: pass textures=shifts.textures.frost()")
+        raise DataError("Expected at least one texture for frost, got none. Pass textures=shifts.textures.frost().")
     count, _, height, width = images.shape
     windows = crop(textures[:FROST_TEXTURES], count, height, width, generator)
     # Float64, since whole results are frequent here and truncation would turn 8.9999999 into 8.
@@ -251,7 +251,7 @@ def spatter(
     """
     check_colour(images)
     if liquid not in LIQUIDS:
-        raise DataError(f"spatter knows water and mud, got {liquid!r}")
+        raise DataError(f"Expected water or mud for spatter, got {liquid!r}.")
     count, _, height, width = images.shape
     drops = primitives.gaussian_blur(normal((count, height, width), mean, deviation, generator), sigma)
     drops = drops.masked_fill_(drops < threshold, 0)
@@ -452,8 +452,8 @@ def check_colour(images: Tensor) -> None:
     check_images(images)
     if images.shape[1] != 3:
         raise DataError(
-            f"this shift changes colours and takes 3 channels, got {images.shape[1]}; "
-            "repeat a grey channel three times first"
+            f"Expected 3 channels for a shift of colours, got {images.shape[1]}. Repeat a grey channel three times "
+            "first."
         )
 
 

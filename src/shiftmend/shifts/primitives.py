@@ -44,7 +44,7 @@ def border_index(index: Tensor, length: int, mode: str) -> Tensor:
         period = max(2 * (length - 1), 1)
         wrapped = index.remainder(period)
         return torch.minimum(wrapped, period - wrapped).clamp_(max=length - 1)
-    raise DataError(f"unknown border {mode!r}, expected nearest, reflect or mirror")
+    raise DataError(f"Expected the border to be nearest, reflect or mirror, got {mode!r}.")
 
 
 def pad(values: Tensor, amount: int, dim: int, mode: str) -> Tensor:
@@ -115,7 +115,7 @@ def plasma(count: int, size: int, decay: float, generator: torch.Generator, *, w
     were rescaled as a whole, and the work is done in portions, so that many large maps fit into memory.
     """
     if size < 2 or size & (size - 1):
-        raise DataError(f"a plasma map needs a power of two as its size, got {size}")
+        raise DataError(f"Expected a power of two as the size of a plasma map, got {size}.")
     if window is None:
         return _plasma(count, size, decay, generator)
     portion = max(1, 2**23 // size**2)

@@ -98,7 +98,7 @@ def divergence(source: Tensor, target: Tensor, kind: str = "psi") -> Tensor:
     """
     if source.shape != target.shape:
         raise ShiftmendError(
-            f"expected two tables of counts of one shape, got {list(source.shape)} and {list(target.shape)}"
+            f"Expected two tables of counts of one shape, got {list(source.shape)} and {list(target.shape)}."
         )
     check_known(kind, DIVERGENCES, "divergence")
     return DIVERGENCES[kind].function(source, target)

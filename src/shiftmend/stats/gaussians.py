@@ -164,7 +164,9 @@ def _mix_moments(
     first = parts[0]
     for other in parts[1:]:
         if first.mean.shape != other.mean.shape:
-            raise ProfileError(f"a Gaussian of {len(first.mean)} units cannot be merged with one of {len(other.mean)}")
+            raise ProfileError(
+                f"Expected Gaussians of as many units to merge, got {len(first.mean)} and {len(other.mean)}."
+            )
     sizes = [number * part.samples for part, number in zip(parts, times, strict=True)]
     total = sum(sizes)
     # Means are averaged as differences from the first: close together and far from zero, they would lose digits.
@@ -181,7 +183,9 @@ def _mix_moments(
 
 def _check_has_variance(samples: int) -> None:
     if samples < 2:
-        raise AdaptationError("a batch of one sample has no variance to compare with the source's; use larger batches")
+        raise AdaptationError(
+            "Expected batches of at least two samples, since one has no variance, got one. Use larger batches."
+        )
 
 
 def shrink(covariance: Tensor, shrinkage: float) -> Tensor:
@@ -217,8 +221,8 @@ class Comparison:
         factor, failed = torch.linalg.cholesky_ex(shrink(source.covariance.double(), shrinkage))
         if bool(failed):
             raise AdaptationError(
-                f"the covariance of the source's {len(source.mean)} features is singular "
-                f"({counted(source.samples, 'sample')}); use full-gauss with shrinkage, e.g. shrinkage=0.1"
+                f"Expected a covariance that can be inverted, got a singular one of {len(source.mean)} features from "
+                f"{counted(source.samples, 'sample')}. Try full-gauss with shrinkage=0.1."
             )
         parts = source.mean, torch.cholesky_inverse(factor), _log_determinant(factor)
         mean, precision, log_determinant = (part.to(dtype).to(device) for part in parts)
@@ -228,8 +232,8 @@ class Comparison:
         samples, units = values.shape
         if samples <= units and self.shrinkage == 0:
             raise AdaptationError(
-                f"full-gauss needs batches of more than {units} samples for {units} features, got {samples}; use a "
-                "larger batch, or shrinkage, e.g. shrinkage=0.1"
+                f"Expected batches of more than {units} samples for the covariance of {units} features, got {samples}. "
+                "Use larger batches, or shrinkage=0.1."
             )
         _check_has_variance(samples)
         values = values.to(self.mean.dtype)

@@ -105,13 +105,14 @@ class Bins:
         if not is_whole(self.count) or not 1 <= self.inner <= MAX_INNER_BINS:
             outer = 2 if self.layout == "paper" else 0
             raise ShiftmendError(
-                f"the number of bins in the {self.layout} layout must be a whole number from {1 + outer} to "
-                f"{MAX_INNER_BINS + outer}, got {brief(self.count)}"
+                f"Expected the number of bins in the {self.layout} layout to be whole, from {1 + outer} to "
+                f"{MAX_INNER_BINS + outer}, got {brief(self.count)}."
             )
         given: Any = self.temperature
         if not (is_real(given) and MIN_TEMPERATURE <= given <= MAX_TEMPERATURE):
             raise ShiftmendError(
-                f"the temperature must be a number from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, got {brief(given)}"
+                f"Expected the temperature to be a number from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, got "
+                f"{brief(given)}."
             )
         object.__setattr__(self, "count", int(self.count))
         object.__setattr__(self, "temperature", float(given))
@@ -151,7 +152,7 @@ def check_bins(given: Any, default: Bins) -> Bins:
         return default
     if not isinstance(given, Bins):
         example = f"Bins({given})" if is_whole(given) else "Bins(8)"
-        raise ShiftmendError(f"bins is {brief(given)}, expected shiftmend.Bins, e.g. bins={example}")
+        raise ShiftmendError(f"Expected bins to be shiftmend.Bins, e.g. {example}, got {brief(given)}.")
     return given
 
 
@@ -207,10 +208,10 @@ def soft_histogram(values: Tensor, low: Tensor, high: Tensor, bins: Bins, *, sca
         tensor([[0.0000, 0.5000, 0.2500, 0.2500]])
     """
     if values.ndim != 2 or values.shape[0] == 0:
-        raise ShiftmendError(f"a soft histogram takes values [samples, units], got {list(values.shape)}")
+        raise ShiftmendError(f"Expected values [samples, units] for a soft histogram, got {list(values.shape)}.")
     if low.shape != values.shape[1:] or high.shape != low.shape:
         raise ShiftmendError(
-            f"the ranges are of {low.shape[0] if low.ndim else 0} units but the values have {values.shape[1]}"
+            f"Expected ranges for {values.shape[1]} units, as the values have, got {low.shape[0] if low.ndim else 0}."
         )
     if kernels.supports(values, bins):
         low, high = (given.to(values.device, torch.float32) for given in (low, high))
@@ -395,7 +396,7 @@ class Histogram:
         for other in parts[1:]:
             same_ranges = torch.equal(first.low, other.low) and torch.equal(first.high, other.high)
             if not same_ranges or first.bins != other.bins:
-                raise ProfileError(f"these histograms were collected over different ranges or bins; {LIKE_HINT}")
+                raise ProfileError(f"Expected histograms of the same ranges and bins, got different ones. {LIKE_HINT}.")
         counts = sum(part.counts.double() * number for part, number in zip(parts, times, strict=True))
         samples = round(sum(part.samples * number for part, number in zip(parts, times, strict=True)))
         assert isinstance(counts, Tensor)

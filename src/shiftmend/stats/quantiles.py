@@ -85,7 +85,8 @@ class Quantiles:
         for other in parts[1:]:
             if other.values.shape != first.shape:
                 raise ProfileError(
-                    f"quantiles of {len(first)} channels or columns cannot be merged with those of {len(other.values)}"
+                    f"Expected quantiles of as many channels or columns to merge, got {len(first)} and "
+                    f"{len(other.values)}."
                 )
         sizes = [number * part.samples for part, number in zip(parts, times, strict=True)]
         pooled, order = torch.cat([part.values.double() for part in parts], 1).sort(dim=1, stable=True)

@@ -90,7 +90,7 @@ class Slices:
         first = parts[0]
         for other in parts[1:]:
             if first.seed != other.seed or not torch.equal(first.projector.weight, other.projector.weight):
-                raise ProfileError(f"these slices were taken in different directions; {LIKE_HINT}")
+                raise ProfileError(f"Expected slices of the same directions, got different ones. {LIKE_HINT}.")
         return Slices(Histogram.mix([part.histogram for part in parts], times), first.seed, first.projector)
 
     def divergence(self, values: Tensor, kind: str = "psi") -> Tensor:

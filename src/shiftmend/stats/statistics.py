@@ -22,7 +22,7 @@ from shiftmend.errors import ProfileError
 if TYPE_CHECKING:
     from shiftmend.stats.histograms import Bins
 
-LIKE_HINT = "collect the others with like= the first, or all of them with like= one profile"
+LIKE_HINT = "Collect the others with like= the first, or all of them with like= one profile"
 """Advice where statistics of several profiles do not fit together."""
 
 
@@ -108,5 +108,5 @@ def register(statistic: type[S]) -> type[S]:
 def read_whole_number(value: Any, what: str, least: int = 1, most: int = MAX_SAMPLES) -> int:
     """Return a whole number from a file. Refuse anything else, also true and 3.0, which Python takes for numbers."""
     if type(value) is not int or not least <= value <= most:
-        raise ProfileError(f"{what} is {reprlib.repr(value)}, expected a whole number from {least} to {most}")
+        raise ProfileError(f"Expected {what} to be a whole number from {least} to {most}, got {reprlib.repr(value)}.")
     return value

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shiftmend.errors import ShiftmendError
 from shiftmend.stats.histograms import Bins, CountTracker, Histogram, RangeTracker, as_samples, check_bins
-from shiftmend.utils.checks import brief, check_axis, check_known, is_whole, kind
+from shiftmend.utils.checks import brief, check_axis, check_known, counted, is_whole, kind
 
 Mode = Literal["off", "range", "counts", "align"]
 
@@ -49,7 +49,7 @@ class StatsLayer(nn.Module):
     def __init__(self, units: int, bins: Bins | None = None, *, channel_axis: int = 1) -> None:
         super().__init__()
         if not is_whole(units) or units < 1:
-            raise ShiftmendError(f"a StatsLayer needs the number of its units, at least 1, got {brief(units)}")
+            raise ShiftmendError(f"Expected the number of units of a StatsLayer to be at least 1, got {brief(units)}.")
         check_axis(channel_axis, "a StatsLayer")
         self.bins = check_bins(bins, Bins())
         self.channel_axis = channel_axis
@@ -82,16 +82,20 @@ class StatsLayer(nn.Module):
         check_known(mode, get_args(Mode), "mode")
         if mode != "off" and self.counts.dtype not in (torch.float32, torch.float64):
             raise ShiftmendError(
-                f"the statistics are {self.counts.dtype}, too coarse to count in; call .float() on the StatsLayer "
-                "after converting the network (its input may be of any precision)"
+                f"Expected statistics in float32 or float64, got {self.counts.dtype}. Call .float() on the StatsLayer "
+                "after converting the network."
             )
         if mode in ("counts", "align"):
             self._check_range(mode)
         if mode == "align" and int(self.samples) == 0:
-            raise ShiftmendError("mode 'align' needs the counts first: track('counts') and one pass over the source")
+            raise ShiftmendError(
+                "Expected counts before mode 'align', got none. Call track('counts') and run one pass over the source "
+                "first."
+            )
         if mode == "align" and bool(broken := (~torch.isfinite(self.counts)).any(1).sum()):
             raise ShiftmendError(
-                f"{int(broken)} units were NaN in mode 'counts'; track both again, without such samples"
+                f"Expected counts without NaN, got {counted(int(broken), 'unit')} with it. Track range and counts "
+                "again, without such samples."
             )
         if mode == "range":
             self.low.fill_(torch.inf)
@@ -105,12 +109,15 @@ class StatsLayer(nn.Module):
     def _check_range(self, mode: Mode) -> None:
         # The ranges start as infinity to minus infinity.
         if bool((self.low > self.high).any()):
-            raise ShiftmendError(f"mode {mode!r} needs the range first: track('range') and one pass over the source")
+            raise ShiftmendError(
+                f"Expected ranges before mode {mode!r}, got none. Call track('range') and run one pass over the source "
+                "first."
+            )
         finite = torch.isfinite(self.low) & torch.isfinite(self.high)
         if not bool(finite.all()):
             raise ShiftmendError(
-                f"{int((~finite).sum())} units were NaN or infinite in mode 'range'; look at the source data and at "
-                "the layers before this one"
+                f"Expected finite values in mode 'range', got NaN or infinity in "
+                f"{counted(int((~finite).sum()), 'unit')}. Check the source data and the layers before."
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,16 +141,17 @@ class StatsLayer(nn.Module):
             return x
         units, axis = self.low.shape[0], self.channel_axis
         if not isinstance(x, Tensor):
-            raise ShiftmendError(f"the input of this StatsLayer is {kind(x)}, expected a tensor")
+            raise ShiftmendError(f"Expected the input of a StatsLayer to be a tensor, got {kind(x)}.")
         if x.ndim == 0 or x.numel() == 0 or (x.ndim > 1 and not -x.ndim < axis < x.ndim):
             raise ShiftmendError(
-                f"the input of this StatsLayer is {list(x.shape)}, expected samples with {units} units on axis {axis}"
+                f"Expected the input of a StatsLayer to have samples with {units} units on axis {axis}, got "
+                f"{list(x.shape)}."
             )
         values = as_samples(x, axis)
         if values.shape[1] != units:
             raise ShiftmendError(
-                f"this StatsLayer was made for {units} units, its input {list(x.shape)} has {values.shape[1]} on axis "
-                f"{axis}"
+                f"Expected {units} units on axis {axis} of the input of this StatsLayer, got {values.shape[1]} in "
+                f"{list(x.shape)}."
             )
         if self.mode == "range":
             tracker = RangeTracker()
@@ -195,7 +203,7 @@ class StatsLayer(nn.Module):
             0.0
         """
         if self._last is None:
-            raise ShiftmendError("there is no batch to compare: track('align'), then run a forward pass")
+            raise ShiftmendError("Expected a batch to compare, got none. Call track('align'), then run a forward pass.")
         return self.histogram().divergence(self._last, kind)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:

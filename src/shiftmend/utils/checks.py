@@ -56,36 +56,38 @@ def is_real(value: Any) -> bool:
 def check_known(given: Any, known: Collection[str], what: str, error: type[ShiftmendError] = ShiftmendError) -> None:
     """Refuse a name that is not known."""
     if not isinstance(given, str) or given not in known:
-        raise error(f"unknown {what} {brief(given)}, expected one of {', '.join(known)}")
+        raise error(f"Expected the {what} to be one of {', '.join(known)}, got {brief(given)}.")
 
 
 def check_seed(seed: Any) -> None:
     """Refuse a seed that generators of torch do not take."""
     if not is_whole(seed) or not -(2**63) <= seed < 2**64:
-        raise DataError(f"a seed is a whole number of at most 64 bits, got {brief(seed)}")
+        raise DataError(f"Expected a seed that is a whole number of at most 64 bits, got {brief(seed)}.")
 
 
 def check_classes(named: int, known: int) -> None:
     """Refuse data with more or fewer classes than the model: labels number the names, or the folders."""
     if named != known:
         raise DataError(
-            f"The data names {named} classes, and the model knows {known}. Try one name or folder for each, or an .npz "
-            "with labels."
+            f"Expected the {known} classes that the model knows, got {named}. Try one name or folder for each class, "
+            "or an .npz file with labels."
         )
 
 
 def check_function(given: Any, what: str, takes: str) -> None:
     """Refuse a callback that is not callable; `takes` names its arguments for the message."""
     if given is not None and not callable(given):
-        raise DataError(f"{what} is {brief(given)}, expected a function: {what}({takes})")
+        raise DataError(f"Expected {what} to be a function {what}({takes}), got {brief(given)}.")
 
 
 def check_axis(axis: Any, what: str) -> None:
     """Refuse an axis that cannot be that of the units; images `[N, C, H, W]` have their units on axis 1."""
     if not is_whole(axis):
-        raise TapError(f"{what} counts units on axis {brief(axis)}, expected a whole number: 1, or -1 for the last")
+        raise TapError(f"Expected {what} to count units on axis 1, or -1 for the last, got axis {brief(axis)}.")
     if axis == 0:
-        raise TapError(f"{what} counts units on axis 0, which is that of the samples; expected 1, or -1 for the last")
+        raise TapError(
+            f"Expected {what} to count units on axis 1, or -1 for the last, got axis 0, which holds the samples."
+        )
 
 
 def require(module: str, extra: str) -> ModuleType:
@@ -105,5 +107,5 @@ def require(module: str, extra: str) -> ModuleType:
         if error.name is None or error.name.partition(".")[0] != package:
             raise
         raise ShiftmendError(
-            f"expected the package {package}, which is not installed. Try pip install 'shiftmend[{extra}]'"
+            f"Expected the package {package}, which is not installed. Try pip install 'shiftmend[{extra}]'."
         ) from error

@@ -44,13 +44,13 @@ def resolve_device(device: str | torch.device | None, model: nn.Module | None = 
         if model is not None and device_of(model).type != "cpu":
             return device_of(model)
         return torch.device("cuda", _own_gpu()) if torch.cuda.is_available() else torch.device("cpu")
-    unknown = f"device {brief(str(device) if isinstance(device, torch.device) else device)} is not available here; "
+    given = brief(str(device) if isinstance(device, torch.device) else device)
     try:
         place = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-        raise ShiftmendError(f"{unknown}use 'auto' or 'cpu'") from error
+        raise ShiftmendError(f"Expected a device that is available here, got {given}. Use 'auto' or 'cpu'.") from error
     if place.type == "meta":
-        raise ShiftmendError(f"{unknown}nothing can be computed on 'meta': use 'auto' or 'cpu'")
+        raise ShiftmendError("Expected a device that computes, got 'meta'. Use 'auto' or 'cpu'.")
     return place
 
 

@@ -21,7 +21,7 @@ from shiftmend.utils.checks import brief
 def as_path(given: Any, what: str, error: type[ShiftmendError] = ShiftmendError) -> Path:
     """Turn a name into a path. Refuse anything else, and empty names, which Python takes for the current folder."""
     if not isinstance(given, str | os.PathLike) or given == "":
-        raise error(f"{what} is {brief(given)}, expected a name, as text or as a Path")
+        raise error(f"Expected a name, as text or as a Path, for {what}, got {brief(given)}.")
     return Path(given)
 
 
@@ -63,9 +63,9 @@ def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
     with ExitStack() as stack:
         for path in paths:
             if path.is_dir():
-                raise IsADirectoryError(f"{path} is a folder, expected the name of a file to write")
+                raise IsADirectoryError(f"Expected the name of a file to write, got the folder {path}.")
             if is_special(path):
-                raise FileExistsError(f"{path} is a device or a pipe, expected the name of a file to write")
+                raise FileExistsError(f"Expected the name of a file to write, got {path}, a device or a pipe.")
             target = Path(os.path.realpath(path))
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary = stack.enter_context(_staging_folder(target.parent, target.name)) / target.name
@@ -176,8 +176,8 @@ def alone_with(path: Path) -> Iterator[bool]:
         handle = lock.open("ab")
     except OSError as error:
         raise DataError(
-            f"The lock {lock} cannot be opened ({error.strerror}). Wait for the process that holds it, or choose "
-            "another place."
+            f"Lock {lock} cannot be opened ({error.strerror}). Wait for the process that holds it, or choose another "
+            "place."
         ) from error
     with handle:
         alone = _lock(handle.fileno())
@@ -216,7 +216,9 @@ def said_where(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"{target} cannot be written ({error.strerror or error}); choose another place") from error
+        raise DataError(
+            f"File {target} cannot be written ({error.strerror or error}). Choose another place."
+        ) from error
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
@@ -225,13 +227,18 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
     try:
         there = next(parent for parent in (place, *place.absolute().parents) if parent.exists())
     except OSError as error:
-        raise ShiftmendError(f"{place} cannot be written into ({error.strerror}); name another folder") from error
+        raise ShiftmendError(
+            f"Folder {place} cannot be written into ({error.strerror}). Name another folder."
+        ) from error
     if there == place and not place.is_dir():
-        raise ShiftmendError(f"{place} is a file, expected a folder to write into; name another")
+        raise ShiftmendError(f"Expected a folder to write into, got the file {place}. Name another folder.")
     if not there.is_dir():
-        raise ShiftmendError(f"{there} is a file, so {place} cannot be made; name another folder")
+        raise ShiftmendError(
+            f"Expected a folder to write into, got {place}, which cannot be made below the file {there}. Name another "
+            "folder."
+        )
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ShiftmendError(f"nothing can be written into {there}: no permission; name another folder")
+        raise ShiftmendError(f"Folder {there} cannot be written into: no permission. Name another folder.")
 
 
 def _permissions(target: Path) -> int:

@@ -55,8 +55,8 @@ def to_strict_json(value: Any, name: str) -> Any:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: to_strict_json(entry, f"{name}.{key}") for key, entry in value.items()}
     raise DataError(
-        f"{name} is {kind(value)} that cannot be kept as JSON; "
-        "expected numbers, strings, lists, and dictionaries with strings as keys"
+        f"Expected {name} to be numbers, strings, lists or dictionaries with strings as keys, got {kind(value)}, which "
+        "JSON cannot hold."
     )
 
 

@@ -79,7 +79,9 @@ def new_key(path: str | os.PathLike[str]) -> Key:
         with beside.open("x", encoding="ascii") as text:
             text.write(f"{made.public}\n")
     except OSError as error:
-        raise ShiftmendError(f"{error.filename} cannot be written ({error.strerror}); name another file.") from error
+        raise ShiftmendError(
+            f"File {error.filename} cannot be written ({error.strerror}). Name another file."
+        ) from error
     return made
 
 
@@ -96,8 +98,8 @@ def load_key(path: str | os.PathLike[str]) -> Key:
         with Path(path).open("rb") as file:
             private = serialization.load_pem_private_key(file.read(_MAX_KEY_BYTES), password=None)
     except (OSError, ValueError, TypeError, exceptions.UnsupportedAlgorithm, exceptions.InternalError) as error:
-        said = error.strerror if isinstance(error, OSError) else "it is none"
-        raise ShiftmendError(f"Expected a private key at {path}, {said}. Try `shiftmend key new`.") from error
+        said = error.strerror if isinstance(error, OSError) else "something else"
+        raise ShiftmendError(f"Expected a private key at {path}, got: {said}. Try `shiftmend key new`.") from error
     if not isinstance(private, ed25519.Ed25519PrivateKey):
         raise ShiftmendError(f"Expected an Ed25519 key at {path}, got another kind. Try `shiftmend key new`.")
     return _as_key(private)

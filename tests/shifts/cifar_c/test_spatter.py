@@ -201,7 +201,7 @@ def test_mud_covers_in_its_colour(severity: int) -> None:
 
 
 def test_an_unknown_liquid_is_refused() -> None:
-    with pytest.raises(DataError, match="water and mud"):
+    with pytest.raises(DataError, match="water or mud"):
         spatter(
             random_images(1, 3, 32, 32),
             generator=generator(),

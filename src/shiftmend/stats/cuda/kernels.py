@@ -152,8 +152,8 @@ def _check_tables(values: Tensor, bins: Bins, **tables: Tensor) -> None:
         shape = (values.shape[1], bins.total) if name == "source" else (values.shape[1],)
         if table.shape != shape or table.dtype != torch.float32 or table.device != values.device:
             raise ShiftmendError(
-                f"{name} is {table.dtype} {list(table.shape)} on {table.device}, expected float32 {list(shape)} on "
-                f"{values.device}, where the values are"
+                f"Expected {name} to be float32 {list(shape)} on {values.device}, as the values are, got {table.dtype} "
+                f"{list(table.shape)} on {table.device}."
             )
 
 
