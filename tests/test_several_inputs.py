@@ -136,7 +136,7 @@ def test_every_form_gives_every_input_once_with_its_label(form: str, room: dict[
         ({"ids": [[1, 2], [3]], "mask": torch.zeros(2, 2)}, "'ids'.* list of 2 lists.*pad and stack"),
         ([([torch.zeros(3, 8), torch.zeros(3, 9)], torch.zeros(2))], "2 labels with inputs of 3.*padded and stacked"),
         (((torch.zeros(4, 2), "a name"), torch.zeros(4)), "a str among its inputs"),
-        ({"names": ["a", "b"]}, "expected tensors"),
+        ({"names": ["a", "b"]}, "tensors or arrays by name"),
         ({"a": torch.zeros(2, 2), "b": torch.tensor([[1.0], [torch.nan]])}, "in 'b',.* NaN.*sample 1"),
     ],
 )

@@ -157,7 +157,7 @@ def test_wrong_names_are_one_sentence(names: list[str], words: str) -> None:
 
 def test_a_head_on_raw_inputs_has_nothing_to_adapt() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
-    with pytest.raises(AdaptationError, match="nothing below the features"):
+    with pytest.raises(AdaptationError, match="parameters below the features"):
         blocks_of(model, torch.randn(2, 4))
 
 

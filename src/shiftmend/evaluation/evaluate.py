@@ -244,7 +244,7 @@ def metrics_for(
         return ClassificationMetrics(device=device, ignore_label=ignore_label)
     if ignore_label is not None:
         raise DataError(
-            f"ignore_label={brief(ignore_label)} is for class numbers, and the labels are {describe(labels)}; those "
-            "of a classifier are whole numbers, e.g. labels.long()"
+            f"Expected class numbers beside ignore_label={brief(ignore_label)}, got labels {describe(labels)}. Try "
+            "labels.long() for a classifier."
         )
     return RegressionMetrics(device)

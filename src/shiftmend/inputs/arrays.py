@@ -55,21 +55,21 @@ def npz_file(
         numbers = read_member(archive, file, labels) if labels in archive.files else None
     if pictures.dtype != np.uint8 or pictures.ndim not in (3, 4):
         raise DataError(
-            f"{file} holds {pictures.dtype} {list(pictures.shape)} under {images!r}; expected uint8 images "
-            "[N, H, W], [N, H, W, C] or [N, C, H, W]: convert them first"
+            f"Expected uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W] under {images!r} of {file}, got "
+            f"{pictures.dtype} {list(pictures.shape)}. Convert them first."
         )
     if pictures.ndim == 3:
         if pictures.shape[2] in (1, 3) and channels_last is None:
             raise DataError(
-                f"{file} holds {list(pictures.shape)} under {images!r}, which looks like one image [H, W, C]; expected "
-                "[N, H, W], [N, H, W, C] or [N, C, H, W]: store it as [1, H, W, C], or pass channels_last=False"
+                f"Expected several images [N, H, W, C] under {images!r} of {file}, got {list(pictures.shape)}. Store "
+                "one image as [1, H, W, C], or pass channels_last=False."
             )
         pictures = pictures[:, None]
     elif _are_channels_last(pictures, channels_last, file):
         pictures = pictures.transpose(0, 3, 1, 2)
     if numbers is not None and not (numbers.ndim == 1 and np.issubdtype(numbers.dtype, np.integer)):
         raise DataError(
-            f"{file} holds {numbers.dtype} {list(numbers.shape)} under {labels!r}; expected integer labels [N]"
+            f"Expected integer labels [N] under {labels!r} of {file}, got {numbers.dtype} {list(numbers.shape)}."
         )
     return Split(
         as_images(pictures),
@@ -84,25 +84,27 @@ def open_npz(path: Path) -> NpzFile:
     try:
         kind = _kind_of_file(path)
         if kind == "npy":
-            raise DataError(f"{path} holds a single array; expected an .npz archive of named arrays")
+            raise DataError(f"Expected an .npz archive of named arrays, got {path}, a single array. Try numpy.savez.")
         archive: NpzFile = np.load(path, allow_pickle=False)
     except FileNotFoundError:
-        raise DataError(f"{path} is missing: expected an .npz archive there; put it there by hand") from None
+        raise DataError(f"Expected an .npz archive, got {path}, which is missing. Put it there by hand.") from None
     except DataError:
         raise
     except DAMAGE as error:
-        raise DataError(f"{path} is no .npz archive ({one_line(error)}); replace the file") from error
+        raise DataError(
+            f"Expected an .npz archive, got {path}, which is none ({one_line(error)}). Replace the file."
+        ) from error
     return archive
 
 
 def read_member(archive: NpzFile, path: Path, key: str) -> NDArray[Any]:
     """Read one array of an open archive."""
     if key not in archive.files:
-        raise DataError(f"{path} has no array {key!r}; expected it beside {', '.join(archive.files) or 'nothing'}")
+        raise DataError(f"Expected an array {key!r} in {path}, got {', '.join(archive.files) or 'nothing'}.")
     if holds_objects(archive, key):
         raise DataError(
-            f"{path} holds objects under {key!r}, as arrays of different lengths are stored; expected numbers: pad "
-            "all samples to one size"
+            f"Expected numbers under {key!r} of {path}, got objects, perhaps arrays of different lengths. Pad all "
+            "samples to one size."
         )
     try:
         with _open_member(archive, key) as file:
@@ -110,7 +112,7 @@ def read_member(archive: NpzFile, path: Path, key: str) -> NDArray[Any]:
             array = read_array(file, held)
     except DAMAGE as error:
         raise DataError(
-            f"{path} is damaged: array {key!r} cannot be read ({one_line(error)}); replace the file"
+            f"File {path} is damaged: array {key!r} cannot be read ({one_line(error)}). Replace the file."
         ) from error
     return array
 
@@ -139,15 +141,17 @@ def map_npy(path: Path, expected: str, remedy: str) -> NDArray[Any]:
     try:
         kind = _kind_of_file(path)
         if kind == "npz":
-            raise DataError(f"{path} is an archive of arrays: expected {expected} as a single .npy array; {remedy}")
+            raise DataError(
+                f"Expected {path} to hold {expected} as a single .npy array, got an archive of arrays; {remedy}."
+            )
         mapped: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
-        raise DataError(f"{path} is missing: expected {expected} there; {remedy}") from None
+        raise DataError(f"Expected {expected}, got {path}, which is missing; {remedy}.") from None
     except DataError:
         raise
     except DAMAGE as error:
         raise DataError(
-            f"{path} is truncated or no .npy file ({one_line(error)}): expected {expected}; {remedy}"
+            f"Expected {expected}, got {path}, truncated or no .npy file ({one_line(error)}); {remedy}."
         ) from error
     return mapped
 
@@ -169,7 +173,7 @@ def _are_channels_last(images: NDArray[Any], told: bool | None, path: Path) -> b
         return told
     if first == last:
         raise DataError(
-            f"{path} holds images {list(images.shape)}, in which the channels cannot be told from the other "
-            "axes; pass channels_last=True or False"
+            f"Expected images with channels of 1 or 3 on one axis in {path}, got {list(images.shape)}. Pass "
+            "channels_last=True or False."
         )
     return last

@@ -84,19 +84,17 @@ def image_folder(
     """
     path = as_path(folder, "the folder of images", DataError)
     if channels not in (None, 1, 3):
-        raise DataError(f"images have 1 or 3 channels, got channels={channels}")
+        raise DataError(f"Expected images of 1 or 3 channels, got channels={channels}.")
     shape = (size, size) if isinstance(size, int) else size
     if shape is not None and not (
         isinstance(shape, tuple) and len(shape) == 2 and all(is_whole(side) and side > 0 for side in shape)
     ):
-        raise DataError(
-            f"images have at least 1 pixel a side, got size={brief(size)}; expected a side, or (height, width)"
-        )
+        raise DataError(f"Expected size to be a side in pixels, or (height, width), at least 1, got {brief(size)}.")
     listing = list_images(path)
     if classes is not None and listing.classes != classes:
         raise DataError(
-            f"{path} holds {_summarise(listing.classes)}; expected {_summarise(classes)}, or labels would be wrong: "
-            "put the right folders there"
+            f"Expected {_summarise(classes)} in {path}, got {_summarise(listing.classes)}. Put the right folders "
+            "there, since labels count folders."
         )
     label = name or path.name
     stored = None if cache is None else _cache_file(Path(cache), label, listing, shape, channels)
@@ -112,31 +110,33 @@ def image_folder(
 def list_images(folder: Path) -> FolderListing:
     """List the images of a folder, one level deep at most."""
     if not folder.is_dir():
-        raise DataError(f"{folder} is missing: expected a folder of images, or of one folder per class")
+        raise DataError(f"Expected a folder of images, or of one folder per class, got {folder}, which is missing.")
     flat, folders = _scan(folder)
     found = {name: _scan(folder / name) for name in folders}
     parts = {name: files for name, (files, _) in found.items()}
     filled = {name: files for name, files in parts.items() if files}
     if flat and filled:
         raise DataError(
-            f"{folder} holds images ({flat[0].name}) beside folders of images ({next(iter(filled))}); "
-            "expected either images alone or one folder per class: move one of the two away"
+            f"Expected either images or one folder per class in {folder}, got both ({flat[0].name}, "
+            f"{next(iter(filled))}). Move one of the two away."
         )
     if flat:
         return FolderListing(tuple(entry.name for entry in flat), None, (), _signature({"": flat}))
     if not filled:
-        raise DataError(f"{folder} holds no images: expected files such as 0.png in it or in one folder per class")
+        raise DataError(
+            f"Expected images in {folder}, or in one folder per class, got none. Put files such as 0.png there."
+        )
     if len(filled) < len(parts):
         empty = next(name for name, files in parts.items() if not files)
         raise DataError(
-            f"{folder / empty} holds no images: expected those of class {empty}; put them there, or remove the folder "
-            "if it is none (labels count the folders, so those behind a class that is missing would change)"
+            f"Expected images of class {empty}, got none in {folder / empty}. Put them there, or remove the folder; "
+            "labels count the folders in order."
         )
     for below in (folder / name / inner for name, (_, within) in found.items() for inner in within):
         if deeper := _scan(below)[0]:
             raise DataError(
-                f"{below} holds images ({deeper[0].name}) a level deeper than those of its class; expected them in "
-                f"{below.parent} itself: move them there, or away"
+                f"Expected images in {below.parent} itself, got {deeper[0].name} a level deeper, in {below}. Move them "
+                "up, or away."
             )
     files = tuple(f"{name}/{entry.name}" for name, entries in parts.items() for entry in entries)
     labels = tuple(number for number, entries in enumerate(parts.values()) for _ in entries)
@@ -157,8 +157,8 @@ def decode_images(
         picture = decode_image(path, size, channels)
         if picture.shape[1:] != common:
             raise DataError(
-                f"{path} is {picture.shape[1]} x {picture.shape[2]} pixels but {paths[0]} is "
-                f"{common[0]} x {common[1]}; expected one size: pass size= (--size) to scale them all to it"
+                f"Expected images of one size, got {picture.shape[1]} x {picture.shape[2]} pixels in {path} and "
+                f"{common[0]} x {common[1]} in {paths[0]}. Pass size= (--size)."
             )
         return picture
 
@@ -196,13 +196,13 @@ def _open(path: Path) -> Image:
     try:
         image = Image.open(path)
     except FileNotFoundError:
-        raise DataError(f"{path} is missing: expected an image there; fetch or unpack the set again") from None
+        raise DataError(f"Expected an image, got {path}, which is missing. Fetch or unpack the set again.") from None
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise _damaged(path, error) from error
     if image.mode not in GREY_MODES | COLOUR_MODES or _is_cut_to_8_bits(image):
         mode = f"{image.mode} with 16 bits" if image.mode in GREY_MODES | COLOUR_MODES else image.mode
         image.close()
-        raise DataError(f"{path} has pixels of mode {mode}; expected 8 bits a channel: convert it to 8 bits first")
+        raise DataError(f"Expected 8 bits a channel in {path}, got pixels of mode {mode}. Convert it to 8 bits first.")
     return image
 
 
@@ -220,7 +220,9 @@ def _is_cut_to_8_bits(image: Image) -> bool:
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path} is no whole image ({error}): expected a PNG, JPEG or the like; replace the file")
+    return DataError(
+        f"Expected an image such as PNG or JPEG, got {path}, which is damaged or none ({error}). Replace it."
+    )
 
 
 def _scan(folder: Path) -> tuple[list[os.DirEntry[str]], list[str]]:
@@ -234,8 +236,8 @@ def _scan(folder: Path) -> tuple[list[os.DirEntry[str]], list[str]]:
             entry.stat()
         except OSError as error:
             raise DataError(
-                f"{entry.path} is a link to a file that cannot be reached ({error.strerror}); expected an image: fetch "
-                "what it links to, or remove the link"
+                f"Expected an image, got {entry.path}, a link to a file that cannot be reached ({error.strerror}). "
+                "Fetch that file, or remove the link."
             ) from error
     files = {entry.name: entry for entry in images if entry.is_file()}
     folders = [entry.name for entry in visible if entry.name not in files and os.path.isdir(entry)]

@@ -46,23 +46,22 @@ class Split:
         images, labels = self.images, self.labels
         if images.dtype != torch.uint8 or images.ndim != 4 or 0 in images.shape:
             raise DataError(
-                f"{self.name} holds {str(images.dtype).removeprefix('torch.')} {list(images.shape)}; "
-                "expected at least one image as uint8 [N, C, H, W]"
+                f"Expected {self.name} to hold at least one image as uint8 [N, C, H, W], got "
+                f"{str(images.dtype).removeprefix('torch.')} {list(images.shape)}."
             )
         if labels is None:
             return
         if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
             raise DataError(
-                f"{self.name} has {counted(len(images), 'image')} but labels of "
-                f"{str(labels.dtype).removeprefix('torch.')} {list(labels.shape)}; expected one int64 label "
-                "an image"
+                f"Expected one int64 label for each of {counted(len(images), 'image')} of {self.name}, got "
+                f"{str(labels.dtype).removeprefix('torch.')} {list(labels.shape)}."
             )
         lowest, highest = int(labels.min()), int(labels.max())
         if lowest < 0 or (self.classes and highest >= len(self.classes)):
             expected = f"0 to {len(self.classes) - 1}" if self.classes else "class numbers from 0"
             raise DataError(
-                f"{self.name} has labels from {lowest} to {highest}; expected {expected}: the labels belong to another "
-                "set or are damaged, or mark images without a class, which have to be left out"
+                f"Expected {expected} as labels of {self.name}, got {lowest} to {highest}. Leave out images without "
+                "a class, or replace damaged labels."
             )
 
     def __len__(self) -> int:

@@ -64,8 +64,8 @@ def open_source(source: Any, batch_size: int | None, what: str) -> tuple[Any, in
         labels = as_tensor(source[1], what) if len(source) > 1 and source[1] is not None else None
         if labels is not None and (labels.ndim == 0 or len(inputs) != len(labels)):
             raise DataError(
-                f"the {what} has {counted(len(inputs), 'input')} but "
-                f"{counted(len(labels) if labels.ndim else 1, 'label')}"
+                f"Expected one label for each input of the {what}, got {counted(len(inputs), 'input')} and "
+                f"{counted(len(labels) if labels.ndim else 1, 'label')}."
             )
         return (inputs, labels), None
     if isinstance(source, DataLoader):
@@ -75,20 +75,22 @@ def open_source(source: Any, batch_size: int | None, what: str) -> tuple[Any, in
         if sampler is not None and batch_size not in (None, own):
             its = "with a batch_sampler of its own" if own is None else f"of batches of {own}"
             raise DataError(
-                f"the {what} is a DataLoader {its}, but batch_size={batch_size} was asked for; leave one of the two out"
+                f"Expected one batch size for the {what}, got batch_size={batch_size} and a DataLoader {its}. Leave "
+                "one of the two out."
             )
         return source, own
     if isinstance(source, IterableDataset | Dataset):
         if not isinstance(source, IterableDataset) and not hasattr(source, "__len__"):
             raise DataError(
-                f"the {what} is {kind(source)}, a Dataset without __len__; expected one that knows its size"
+                f"Expected the {what} to be a Dataset with __len__, got {kind(source)} without. Try an IterableDataset."
             )
         return DataLoader(source, batch_size=batch_size or DEFAULT_BATCH_SIZE), None
     if isinstance(source, Iterable) and not _cannot_hold_batches(source):
         # As a tuple, two batches would look like inputs and labels.
         return list(source) if isinstance(source, tuple) else source, None
     raise DataError(
-        f"the {what} is {kind(source)}; expected a tensor, an array, a Dataset or a DataLoader{_suggest(source)}"
+        f"Expected the {what} to be a tensor, an array, a Dataset or a DataLoader, got "
+        f"{kind(source)}.{_suggest(source)}"
     )
 
 
@@ -115,14 +117,14 @@ def _is_hugging_face(source: Any) -> bool:
 def _suggest(source: Any) -> str:
     """Guess what a user meant who passed something else."""
     if isinstance(source, Iterator):
-        return " (a generator can be run through only once: make a list of it)"
+        return " A generator can be run through only once: make a list of it."
     if isinstance(source, str | os.PathLike):
-        return "; read the files first, e.g. shiftmend.image_folder(folder).images"
+        return " Read the files first, e.g. shiftmend.image_folder(folder).images."
     if _is_hugging_face(source):
-        return "; try shiftmend.integrations.huggingface.as_dataset(rows, columns)"
+        return " Try shiftmend.integrations.huggingface.as_dataset(rows, columns)."
     if hasattr(source, "images"):
-        return "; pass its images, or (images, labels) to evaluate"
-    return "; pass what its to_numpy() gives" if hasattr(source, "to_numpy") else ""
+        return " Pass its images, or (images, labels) to evaluate."
+    return " Pass what its to_numpy() returns." if hasattr(source, "to_numpy") else ""
 
 
 def _split_by_name(named: Mapping[Any, Any], what: str) -> tuple[Any, Any]:
@@ -133,13 +135,16 @@ def _split_by_name(named: Mapping[Any, Any], what: str) -> tuple[Any, Any]:
     """
     found = [name for name in LABEL_NAMES if _is_array(named.get(name))]
     if len(found) > 1:
-        raise DataError(f"the {what} may hold labels under {' and '.join(map(repr, found))}; leave one of them out")
+        raise DataError(
+            f"Expected labels of the {what} under one name, got {' and '.join(map(repr, found))}. Leave one of them "
+            "out."
+        )
     others = {name: value for name, value in named.items() if name not in LABEL_NAMES}
     inputs = {name: value for name, value in others.items() if _holds_numbers(value, f"entry {name!r}", what)}
     if not inputs:
         raise DataError(
-            f"the {what} is a dict of {', '.join(map(repr, named)) or 'nothing'}; expected tensors or arrays of inputs "
-            "by name"
+            f"Expected the {what} to be a dict of inputs, tensors or arrays by name, got "
+            f"{', '.join(map(repr, named)) or 'nothing'}."
         )
     large = [value for value in inputs.values() if not _is_array(value) or value.ndim > 1]
     alone = large if len(large) == 1 and _is_array(large[0]) else [*inputs.values()] if len(inputs) == 1 else []
@@ -158,8 +163,8 @@ def _holds_numbers(value: Any, where: str, what: str) -> bool:
         return bool(value) and all(_holds_numbers(part, where, what) for part in value)
     if isinstance(value, list) and value and not isinstance(value[0], str | bytes | None):
         raise DataError(
-            f"{where} of the {what} is a list of {counted(len(value), _name_of_part(value[0]))}; expected one tensor "
-            "with a row for each sample: pad and stack them first"
+            f"Expected {where} of the {what} to be one tensor, got a list of "
+            f"{counted(len(value), _name_of_part(value[0]))}. Pad and stack them first."
         )
     return _is_array(value) and (isinstance(value, Tensor) or value.dtype.kind in "biufc")
 
@@ -172,7 +177,9 @@ def as_tensor(values: Any, what: str) -> Tensor:
     """Convert inputs or labels to a tensor, without a copy where possible."""
     if np.ma.is_masked(values):
         # Torch would take the values behind the mask.
-        raise DataError(f"the {what} has masked values; replace them first, e.g. by the array's filled(...)")
+        raise DataError(
+            f"Expected the {what} without masked values, got some. Replace them first, e.g. by the array's filled(...)."
+        )
     if isinstance(values, np.ndarray) and any(stride < 0 for stride in values.strides):
         # Torch has no negative strides, which a flipped array has.
         values = values.copy()
@@ -192,7 +199,9 @@ def as_tensor(values: Any, what: str) -> Tensor:
             return values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         held = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else kind(values)
-        raise DataError(f"the {what} holds {held}, which is no tensor of numbers; convert it first") from error
+        raise DataError(
+            f"Expected numbers in the {what}, got {held}, which no tensor can hold. Convert it first."
+        ) from error
 
 
 def _as_inputs(values: Any, what: str) -> Inputs:
@@ -202,7 +211,7 @@ def _as_inputs(values: Any, what: str) -> Inputs:
         return values
     inputs = as_tensor(values, what)
     if inputs.ndim == 0:
-        raise DataError(f"the {what} is a single number; expected samples along the first axis")
+        raise DataError(f"Expected the {what} to have samples along its first axis, got a single number.")
     if isinstance(values, np.ndarray) and inputs.dtype == torch.float64:
         # Float64 is the default of numpy, but networks take another type.
         if torch.get_default_dtype() == torch.float32:
@@ -223,9 +232,7 @@ def _as_tree(values: Any, what: str) -> Inputs:
     sizes = {name: len(leaf) for name, leaf in tree.named_leaves}
     if len(set(sizes.values())) > 1:
         found = ", ".join(f"{size} in {name!r}" for name, size in sizes.items())
-        raise DataError(
-            f"the inputs of the {what} differ in their number of samples: {found}; expected one row a sample in each"
-        )
+        raise DataError(f"Expected all inputs of the {what} to have one row a sample, got different numbers: {found}.")
     return tree
 
 
@@ -235,7 +242,7 @@ def _convert(value: Any, what: str) -> Any:
     if isinstance(value, tuple | list):
         return tuple(_convert(part, what) for part in value)
     if not _is_array(value):
-        raise DataError(f"the {what} holds {kind(value)} among its inputs; expected tensors with one row a sample")
+        raise DataError(f"Expected inputs of the {what} to be tensors with one row a sample, got {kind(value)}.")
     return _as_inputs(value, what)
 
 
@@ -258,14 +265,14 @@ def split_batch(batch: Any, what: str) -> tuple[Inputs, Tensor | None]:
         batch = _as_tree(batch, what)
         if labels is not None and len(labels) != len(batch):
             raise DataError(
-                f"the {what} gives {counted(len(labels), 'label')} with inputs of {counted(len(batch), 'sample')}; a "
-                "list of samples has to be padded and stacked first, e.g. in collate_fn"
+                f"Expected as many labels as samples in a batch of the {what}, got {counted(len(labels), 'label')} for "
+                f"{counted(len(batch), 'sample')}. Pad and stack samples, e.g. in collate_fn."
             )
     if not isinstance(batch, Tensor | TensorTree) or (isinstance(batch, Tensor) and batch.ndim == 0):
-        advice = ": a list is one of batches, make a tensor of numbers" if isinstance(batch, int | float | list) else ""
+        advice = " A list holds batches: make a tensor of numbers." if isinstance(batch, int | float | list) else ""
         raise DataError(
-            f"the {what} gives batches of type {type(batch).__name__}; expected a tensor of inputs, or (inputs, ...)"
-            f"{advice}"
+            f"Expected batches of the {what} to be a tensor of inputs, or (inputs, ...), got "
+            f"{type(batch).__name__}.{advice}"
         )
     return batch.detach(), labels
 
@@ -280,18 +287,18 @@ def _is_nested(batch: Any) -> bool:
 def check_batch_size(batch_size: Any) -> None:
     """Refuse a batch size that is no whole number of at least 1; None is the default size."""
     if batch_size is not None and not (is_whole(batch_size) and batch_size >= 1):
-        raise DataError(f"the batch size must be a whole number of at least 1, got {brief(batch_size)}")
+        raise DataError(f"Expected the batch size to be a whole number of at least 1, got {brief(batch_size)}.")
 
 
 def check_not_empty(samples: int, what: str, again: bool = False) -> None:
     """Refuse a source without samples; `again` says that an earlier pass found some."""
     if not samples and again:
         raise DataError(
-            f"the {what} gave nothing when it was run through again; expected batches that begin anew each time, as "
-            "those of a list or a DataLoader do"
+            f"Expected the {what} to give batches each time, got nothing in a later pass. Try a list or a DataLoader, "
+            "which begin anew."
         )
     if not samples:
-        raise DataError(f"the {what} is empty: expected at least one sample")
+        raise DataError(f"Expected at least one sample in the {what}, got none: it is empty.")
 
 
 def check_finite(inputs: Inputs, what: str, before: int | None = 0) -> None:
@@ -313,15 +320,20 @@ def _check_finite(inputs: Tensor, what: str, before: int | None) -> None:
         bad = (~torch.isfinite(parts[part])).reshape(len(parts[part]), -1).any(1)
         first = sum(map(len, parts[:part])) + int(bad.int().argmax())
         place = "" if before is None else f", first in sample {before + first} (counted from 0)"
-        raise DataError(f"the {what} has NaN or infinite values{place}; remove or repair such samples first")
+        raise DataError(
+            f"Expected finite values in the {what}, got NaN or infinity{place}. Remove or repair such samples first."
+        )
 
 
 def check_shapes(first: Inputs, other: Inputs, looks_labelled: bool, what: str) -> None:
     """Refuse batches that differ otherwise than in size, and a list of two that may be inputs and labels."""
     if looks_labelled:
-        raise DataError(f"the batches of the {what} differ in shape; pass inputs with labels as a tuple, not as a list")
+        raise DataError(
+            f"Expected batches of one shape in the {what}, got different shapes. Pass inputs with labels as a tuple, "
+            "not as a list."
+        )
     if _list_axes(first) != _list_axes(other):
-        raise DataError(f"the batches of the {what} differ in shape; bring all to one shape")
+        raise DataError(f"Expected batches of one shape in the {what}, got different shapes. Bring all to one shape.")
 
 
 def _list_axes(inputs: Inputs) -> list[tuple[str, int]]:
@@ -332,8 +344,8 @@ def check_labels(labels: Tensor | None, what: str) -> Tensor:
     """Return the labels, which an evaluation needs."""
     if labels is None:
         raise DataError(
-            f"the {what} has no labels: expected pairs of (inputs, labels), all alike, or dicts in which the "
-            f"labels are called {' or '.join(map(repr, LABEL_NAMES))}"
+            f"Expected labels in the {what}, got none. Pass (inputs, labels), or dicts with labels under "
+            f"{' or '.join(map(repr, LABEL_NAMES))}."
         )
     return labels
 
@@ -349,8 +361,8 @@ def check_preprocessed(result: Any, inputs: Inputs) -> Inputs:
     gave = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else kind(result)
     given = f"{list(inputs.shape)}" if isinstance(inputs, Tensor) else f"of {counted(len(inputs), 'sample')}"
     raise DataError(
-        f"preprocess made {gave} of inputs {given}; expected a tensor of as many samples: it gets "
-        "a whole batch and must return one"
+        f"Expected preprocess to return as many samples as it is given, got {gave} for inputs {given}. Let it treat a "
+        "whole batch."
     )
 
 

@@ -29,7 +29,9 @@ class Columns(Dataset[Any]):
         known = list(getattr(dataset, "column_names", None) or [])
         for name in [*names, *([labels] if labels is not None else [])]:
             if name not in known:
-                raise DataError(f"expected a column {name!r} of the dataset, got {', '.join(known) or 'none'}")
+                raise DataError(
+                    f"Expected a column {name!r} of the dataset, got {', '.join(known) or 'none'}. Name another column."
+                )
         self.inputs, self.labels = inputs, labels
         chosen = dataset.select_columns([*names, *([labels] if labels is not None else [])])
         self._rows = chosen.with_format("torch")
@@ -85,12 +87,13 @@ def save_pretrained(result: Adaptation, folder: str | os.PathLike[str], **option
     model: Any = result.model
     if not hasattr(model, "save_pretrained"):
         raise AdaptationError(
-            f"expected a model with save_pretrained, got {type(model).__name__}; use result.save(folder)"
+            f"Expected a model with save_pretrained, got {type(model).__name__}. Use result.save(folder)."
         )
     if any("shiftmend_" in name for name, _ in model.named_buffers()):
         method = result.manifest["method"]["name"]
         raise AdaptationError(
-            f"expected a model without maps, got one of {method}, which from_pretrained would lose; use result.save"
+            f"Expected a model without maps, got one of {method}, which from_pretrained would lose. Use "
+            "result.save(folder)."
         )
     home = as_path(folder, "the folder to write into")
     model.save_pretrained(home, **options)

@@ -44,7 +44,7 @@ def profile_at_end(path: str | os.PathLike[str], data: Any = None, *, module: st
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             if trainer.world_size > 1:
                 raise ShiftmendError(
-                    f"expected one process to profile in, got {trainer.world_size}; call shiftmend.profile afterwards"
+                    f"Expected one process to profile in, got {trainer.world_size}. Call shiftmend.profile afterwards."
                 )
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -62,7 +62,7 @@ def log_adaptation(result: Adaptation, tracker: Tracker, *, artifacts: bool = Tr
     """
     if not isinstance(tracker, Tracker):
         raise ShiftmendError(
-            f"expected a tracker with log_params, log_metrics and log_artifacts, got {type(tracker).__name__}"
+            f"Expected a tracker with log_params, log_metrics and log_artifacts, got {type(tracker).__name__}."
         )
     tracker.log_params(flatten(result.manifest))
     for row in result.history:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 BlockNames = Sequence[str | Sequence[str]]
 """Names of modules, or groups of such names."""
 
-_EXPECTED = "expected names of modules, or groups of them, e.g. blocks=['conv1', ['layer1', 'layer2']]"
+_EXPECTED = "names of modules, or groups of them, e.g. ['conv1', ['layer1', 'layer2']]"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,9 @@ def split_blocks(model: nn.Module, trace: Trace, names: BlockNames | None = None
             " and ".join(map(repr, trace.uncalled)),
         )
     if not below:
-        raise AdaptationError("nothing below the features has parameters, so there is nothing to adapt")
+        raise AdaptationError(
+            "Expected parameters below the features to adapt, got none. Try a later layer as tap 'features'."
+        )
     if isinstance(names, str):
         names = [names]
     given = names if names is not None else getattr(model, "shiftmend_blocks", None)
@@ -96,25 +98,30 @@ def _group_by_names(model: nn.Module, names: BlockNames, below: dict[str, tuple[
     groups: list[list[str]] = []
     taken: set[str] = set()
     if not isinstance(names, list | tuple):
-        raise AdaptationError(f"blocks is {brief(names)}, {_EXPECTED}")
+        raise AdaptationError(f"Expected blocks to be {_EXPECTED}, got {brief(names)}.")
     for entry in names:
         wanted = [entry] if isinstance(entry, str) else entry
         if not isinstance(wanted, list | tuple) or not all(isinstance(name, str) for name in wanted):
-            raise AdaptationError(f"a block is given as {brief(entry)}, {_EXPECTED}")
+            raise AdaptationError(f"Expected each block to be {_EXPECTED}, got {brief(entry)}.")
         group = []
         for name in wanted:
             if name not in modules:
-                raise AdaptationError(f"block {name!r} names no module of the model; see `shiftmend blocks`")
+                raise AdaptationError(
+                    f"Expected a block to name a module of the model, got {name!r}. See `shiftmend blocks`."
+                )
             inside = [owner for owner in below if _is_inside(owner, name)]
             if not inside:
-                raise AdaptationError(f"block {name!r} has no parameters below the features, so it cannot be adapted")
+                raise AdaptationError(
+                    f"Expected a block with parameters below the features, got {name!r}, which has none. See "
+                    "`shiftmend blocks`."
+                )
             if taken & set(inside):
-                raise AdaptationError(f"block {name!r} is named twice; each module belongs to one block")
+                raise AdaptationError(f"Expected each module in one block, got {name!r} twice. Leave it out of one.")
             taken.update(inside)
             group += inside
         groups.append(group)
     if not groups:
-        raise AdaptationError("the list of blocks is empty; name at least one module")
+        raise AdaptationError("Expected at least one block, got an empty list. Name a module, or leave blocks out.")
     return groups
 
 

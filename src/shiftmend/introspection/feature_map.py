@@ -110,8 +110,8 @@ def find_features(model: nn.Module, sample: Inputs, tap: Tap) -> Tensor:
         handle.remove()
     if len(seen) != 1 or not isinstance(seen[0], Tensor) or not seen[0].is_floating_point() or seen[0].ndim < 2:
         raise TapError(
-            f"expected features of one floating-point tensor at {str(tap)!r}, got {len(find_tensors(seen))} tensors; "
-            "tap another layer in profile"
+            f"Expected one floating-point tensor of features at {str(tap)!r}, got {len(find_tensors(seen))} tensors. "
+            "Tap another layer in shiftmend.profile."
         )
     return seen[0]
 

@@ -143,8 +143,9 @@ def check_types(tensors: dict[str, Tensor]) -> None:
             safetensors.torch.save(_pack({name: tensors[name]}))
         except KeyError as error:
             raise ShiftmendError(
-                f"{name!r} is of type {str(dtype).removeprefix('torch.')}, which safetensors cannot store. Convert it "
-                "before adapting, e.g. to complex64, or by dequantize()."
+                f"Expected tensors that safetensors can store, got {name!r} of type "
+                f"{str(dtype).removeprefix('torch.')}. Convert it before adapting, e.g. to complex64, or by "
+                "dequantize()."
             ) from error
 
 

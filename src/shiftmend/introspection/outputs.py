@@ -33,17 +33,24 @@ def pick(value: Any, entry: Entry, what: str, example: str = "output={!r}") -> T
         if "logits" in tensors or len(tensors) == 1:
             return tensors["logits"] if "logits" in tensors else next(iter(tensors.values()))
         first = next((key for key in tensors if isinstance(key, int | str)), None)
-        advice = "expected a tensor" if first is None else f"say which entry is meant, e.g. {example.format(first)}"
-        raise TapError(f"{what} returned {_describe(value)}; {advice}")
+        advice = "" if first is None else f". Name the entry that is meant, e.g. {example.format(first)}"
+        raise TapError(f"Expected {what} to return a tensor, got {_describe(value)}{advice}.")
     if isinstance(value, Tensor):
         # An index would quietly take one sample for the output of all.
-        raise TapError(f"{what} returned a single tensor, which has no entry {entry!r}; leave the entry out")
+        raise TapError(
+            f"Expected {what} to return several tensors, with one under {entry!r}, got a single tensor. Leave the "
+            "entry out."
+        )
     try:
         picked = getattr(value, entry) if isinstance(entry, str) and _field_names(value) else value[entry]
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise TapError(f"{what} returned {_describe(value)}, which has no entry {entry!r}") from error
+        raise TapError(
+            f"Expected {what} to return a tensor under {entry!r}, got {_describe(value)}. Name another entry."
+        ) from error
     if not isinstance(picked, Tensor):
-        raise TapError(f"entry {entry!r} of what {what} returned is {_describe(picked)}; expected a tensor")
+        raise TapError(
+            f"Expected a tensor under {entry!r} of what {what} returned, got {_describe(picked)}. Name another entry."
+        )
     return picked
 
 

@@ -56,9 +56,9 @@ class Tap:
 
     def __post_init__(self) -> None:
         if not isinstance(self.module, str):
-            raise TapError(f"tap {self.name!r} is {brief(self.module)}, expected the name of a module, e.g. 'layer1'")
+            raise TapError(f"Expected tap {self.name!r} to name a module, e.g. 'layer1', got {brief(self.module)}.")
         if self.side not in ("input", "output"):
-            raise TapError(f"tap {self.name!r} has the side {brief(self.side)}, expected 'input' or 'output'")
+            raise TapError(f"Expected the side of tap {self.name!r} to be 'input' or 'output', got {brief(self.side)}.")
         check_axis(self.channel_axis, f"tap {self.name!r}")
 
     @staticmethod
@@ -75,13 +75,15 @@ class Tap:
         if isinstance(spec, Tap):
             return replace(spec, name=name)
         if not isinstance(spec, str):
-            raise TapError(f"tap {name!r} is {brief(spec)}, expected the name of a module, e.g. 'layer1', or a Tap")
+            raise TapError(
+                f"Expected tap {name!r} to be the name of a module, e.g. 'layer1', or a Tap, got {brief(spec)}."
+            )
         rest, _, axis = spec.partition("@")
         module, _, side = rest.partition(":")
         if side not in ("", "input", "output") or (axis and not re.fullmatch("-?[0-9]+", axis)):
             raise TapError(
-                f"tap {name!r} is given as {spec!r}, expected 'module', 'module:input' or 'module:output', "
-                "with '@axis' behind it where units are not on axis 1"
+                f"Expected tap {name!r} to read 'module', 'module:input' or 'module:output', perhaps with '@axis' for "
+                f"its units, got {spec!r}."
             )
         return Tap(name, module, "input" if side == "input" else "output", int(axis) if axis else 1)
 
@@ -111,8 +113,8 @@ class Recorder:
             if len(values) != 1:
                 count = "never ran" if not values else f"ran {len(values)} times"
                 raise TapError(
-                    f"tap {name!r} watches {str(self._taps[name])!r}, which {count} in one forward pass; "
-                    "name a module that runs exactly once"
+                    f"Expected {str(self._taps[name])!r} of tap {name!r} to run once in a forward pass, but it "
+                    f"{count}. Tap a module that runs exactly once."
                 )
         return {name: _to_samples(self._taps[name], values[0]) for name, values in seen.items()}
 
@@ -124,14 +126,20 @@ class Recorder:
 def _to_samples(tap: Tap, values: Tensor) -> Tensor:
     """Bring activations into the shape `[samples, units]`."""
     if values.ndim == 0:
-        raise TapError(f"tap {tap.name!r} watches {str(tap)!r}, which gives a single number for all samples")
+        raise TapError(
+            f"Expected a row for each sample at tap {tap.name!r} ({str(tap)!r}), got a single number. Tap another "
+            "module."
+        )
     if values.is_complex():
         raise TapError(
-            f"tap {tap.name!r} watches {str(tap)!r}, which gives complex numbers, and those have no histogram; "
-            "name a module whose numbers are real"
+            f"Expected real numbers at tap {tap.name!r} ({str(tap)!r}), got complex ones, which have no histogram. Tap "
+            "another module."
         )
     if values.ndim > 1 and not -values.ndim < tap.channel_axis < values.ndim:
-        raise TapError(f"tap {tap.name!r} counts units on axis {tap.channel_axis} of {list(values.shape)}")
+        raise TapError(
+            f"Expected tap {tap.name!r} to have its units on an axis of {list(values.shape)}, got axis "
+            f"{tap.channel_axis}. Try '{tap.module}@-1'."
+        )
     return as_samples(values, tap.channel_axis)
 
 
@@ -140,8 +148,8 @@ def module_of(model: nn.Module, tap: Tap) -> nn.Module:
     modules: dict[str, nn.Module] = dict(model.named_modules())
     if tap.module not in modules:
         close = [name for name in modules if name.endswith(f".{tap.module}")] or get_close_matches(tap.module, modules)
-        hint = f"; did you mean {' or '.join(map(repr, close[:4]))}?" if close else ""
-        raise TapError(f"tap {tap.name!r} names module {tap.module!r}, which the model does not have{hint}")
+        hint = f". Try {' or '.join(map(repr, close[:4]))}" if close else ""
+        raise TapError(f"Expected tap {tap.name!r} to name a module of the model, got {tap.module!r}{hint}.")
     return modules[tap.module]
 
 

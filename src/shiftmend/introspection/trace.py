@@ -98,9 +98,11 @@ def trace(
     if the copy calls it.
     """
     if taps is not None and not isinstance(taps, Mapping):
-        raise TapError(f"taps is {brief(taps)}, expected names with where to tap, e.g. taps={{'early': 'layer1'}}")
+        raise TapError(
+            f"Expected taps to be a dict of names and modules, e.g. {{'early': 'layer1'}}, got {brief(taps)}."
+        )
     if head is not None and not (isinstance(head, str) and head):
-        raise TapError(f"head is {brief(head)}, expected the name of the module that classifies, e.g. head='fc'")
+        raise TapError(f"Expected head to name the module that classifies, e.g. 'fc', got {brief(head)}.")
     declared = dict(getattr(model, "shiftmend_taps", None) or {}) if head is None else {}
     given: dict[str, str | Tap] = {**declared, **(taps or {})}
     if head is not None:
@@ -220,10 +222,12 @@ def _find_head(events: _Events, returned: Any, output: Entry, given: Mapping[str
         return layers[-1]
     last = next((name for name, _ in reversed(events.written) if name), None)
     if last is None:
-        raise TapError("the model is one single layer: there is nothing below its head that could be restored")
+        raise TapError(
+            "Expected a model with layers below its head, got a single layer, in which nothing can be restored."
+        )
     raise TapError(
-        "no layer with parameters writes the model's output, so the head could not be found; name it, "
-        f"e.g. head={last!r} (the last one that ran)"
+        f"Expected a layer that returns the model's output as the head, got none. Name the head, e.g. head={last!r}, "
+        "the layer that ran last."
     )
 
 
@@ -242,8 +246,8 @@ def _check_same_head(events: _Events, returned: Any, output: Entry, tap: Tap) ->
         return
     if any(tap.module in _find_writers(events, entry) for entry in find_tensors(returned)):
         raise TapError(
-            f"output={output!r} does not belong to the tap 'logits' at {tap.module!r}. Name the entry that this module "
-            f"writes, or make the profile with output={output!r}."
+            f"Expected output= to be an entry that {tap.module!r} (tap 'logits') writes, got {output!r}. Name that "
+            f"entry, or profile with output={output!r}."
         )
 
 

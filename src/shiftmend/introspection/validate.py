@@ -74,13 +74,13 @@ def validate(
     """
     if not isinstance(model, nn.Module):
         stored = isinstance(model, str | os.PathLike | Mapping)
-        advice = "; build the network and load its weights into it first" if stored else ""
-        return [Problem(f"the model is {kind(model)}, expected a torch.nn.Module{advice}", TapError)]
+        advice = ". Build the network and load its weights into it first" if stored else ""
+        return [Problem(f"Expected the model to be a torch.nn.Module, got {kind(model)}{advice}.", TapError)]
     problems = [*_check_hooks(model, traced)] if tapped else []
     if any(is_lazy(parameter) or parameter.is_meta for parameter in model.parameters()):
         message = (
-            "the model's parameters hold no values yet (lazy layers, or the device 'meta'): run a batch through it if "
-            "it is lazy, and load its weights first"
+            "Expected parameters with values, got lazy layers or the device 'meta'. Load the weights first, after a "
+            "batch through lazy layers."
         )
         problems.append(Problem(message, TapError))
     elif trained:
@@ -130,31 +130,41 @@ def copy_model(model: nn.Module) -> nn.Module:
         raise
     except (AttributeError, RuntimeError, TypeError, ValueError, copy.Error, pickle.PicklingError) as error:
         raise AdaptationError(
-            f"the model cannot be copied ({error}), and the caller's own is never changed; remove from it what "
-            "copy.deepcopy does not take"
+            "Expected a model that copy.deepcopy can copy, since the original is never changed, got an error: "
+            f"{error}. Remove what cannot be copied."
         ) from error
     own = {id(tensor) for tensor in (*copied.parameters(), *copied.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) in own:
             raise AdaptationError(
-                f"a copy of the model shares {name!r} with the caller's own, which is never changed; copy it in "
-                "__deepcopy__"
+                f"Expected a copy of the model with tensors of its own, got {name!r} shared with the original. Copy it "
+                "in __deepcopy__."
             )
     return copied
 
 
 def _check_hooks(model: nn.Module, traced: bool) -> Iterator[Problem]:
     if isinstance(model, torch.jit.ScriptModule):
-        yield Problem("a scripted model cannot be tapped; pass the module it was scripted from", TapError)
+        yield Problem(
+            "Expected an ordinary module, since a scripted one cannot be tapped. Pass the module it was scripted from.",
+            TapError,
+        )
     elif is_exported(model):
-        yield Problem("an exported model cannot be tapped; pass the module it was exported from", TapError)
+        yield Problem(
+            "Expected an ordinary module, since an exported one cannot be tapped. Pass the module it was exported "
+            "from.",
+            TapError,
+        )
     elif traced:
         owners = find_owners(model)
         if not owners:
-            yield Problem("the model has no parameters, so there is no head to tap and nothing to adapt", TapError)
+            yield Problem(
+                "Expected a model with parameters, got one without, in which nothing can be tapped or adapted.",
+                TapError,
+            )
         for name in owners:
             if isinstance(model.get_submodule(name), torch.jit.ScriptModule):
-                message = f"{name!r} is scripted and cannot be tapped; put the module it was scripted from there"
+                message = f"Expected ordinary modules, got {name!r}, which is scripted. Put its original there."
                 yield Problem(message, TapError)
 
 
@@ -168,8 +178,8 @@ def _check_weights(model: nn.Module) -> Iterator[Problem]:
         bad = ~torch.isfinite(value) if parameter.requires_grad else torch.isnan(value)
         if bool(bad.any()):
             message = (
-                f"the model's weights are NaN or infinite in {name!r} before anything is adapted; load those of a "
-                "model that works"
+                f"Expected finite weights, got NaN or infinity in {name!r} before anything is adapted. Load those of a "
+                "model that works."
             )
             yield Problem(message, AdaptationError)
 
@@ -182,7 +192,7 @@ def _check_forward(
         returned = _try_forward(model, sample, original)
         if isinstance(returned, Problem):
             if number > 0 and returned.error is DataError:
-                message = f"the batches differ in size, and {returned.message}; bring all samples to one size first"
+                message = f"Expected batches of one size. {returned.message} Bring all samples to one size first."
                 returned = replace(returned, message=message)
             yield returned
             return
@@ -234,8 +244,8 @@ def _watch_original(original: nn.Module | None, copied: nn.Module) -> Iterator[N
                 if threading.get_ident() != thread:
                     return
                 raise _OriginalCalled(
-                    f"The copied model still runs {name or type(module).__name__!r} of the caller's model, through a "
-                    "lambda or hook. Try a method or a module instead."
+                    "Expected the copied model to run by itself, but a lambda or hook calls "
+                    f"{name or type(module).__name__!r} of the original. Use a method or module."
                 )
 
             stack.callback(module.register_forward_pre_hook(stop).remove)
@@ -247,7 +257,7 @@ def _explain(model: nn.Module, sample: Inputs, error: Exception) -> str:
     lines = str(error).strip().splitlines()
     reason = lines[0] if lines and isinstance(error, _PLAIN_ERRORS) else " ".join([type(error).__name__, *lines[:1]])
     advice = _advise(model, sample)
-    return f"the model does not take inputs of {describe_samples(sample)}: {reason}{advice}"
+    return f"Expected inputs that the model takes, got {describe_samples(sample)}: {reason.rstrip('.')}.{advice}"
 
 
 def _advise(model: nn.Module, sample: Inputs) -> str:
@@ -255,22 +265,22 @@ def _advise(model: nn.Module, sample: Inputs) -> str:
     if isinstance(sample, TensorTree):
         return _advise_several(model, sample)
     if not accepts(model, None):
-        return "; expected all inputs of a model that takes several: pass a dict by name, or ((a, b), labels) in order"
+        return " The model takes several inputs: pass a dict by name, or ((a, b), labels) in order."
     if len(sample) == 1 and any(norm.running_mean is None for norm in find_batch_norms(model)):
-        return "; it normalises by the batch, so give it at least two samples at once"
+        return " The model normalises by the batch: pass at least two samples at once."
     if sample.ndim == 1:
-        return "; expected samples along the first axis: make one tensor of several, or inputs.unsqueeze(0) of one"
+        return " Samples lie along the first axis: stack several, or pass inputs.unsqueeze(0)."
     weights = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
     if len(weights) != 1 or sample.dtype in weights:
         return ""
     (wanted,) = weights
     if sample.is_floating_point():
-        return f"; convert them first, e.g. preprocess=lambda inputs: inputs.to({wanted})"
+        return f" Convert them first, e.g. preprocess=lambda inputs: inputs.to({wanted})."
     if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in model.modules()):
         # The inputs are tokens, and something else is wrong with them.
         return ""
     scale = " / 255" if sample.dtype == torch.uint8 else ""
-    return f"; convert them as in training, e.g. preprocess=lambda inputs: inputs.to({wanted}){scale}"
+    return f" Convert them as in training, e.g. preprocess=lambda inputs: inputs.to({wanted}){scale}."
 
 
 def _advise_several(model: nn.Module, sample: TensorTree) -> str:
@@ -281,5 +291,5 @@ def _advise_several(model: nn.Module, sample: TensorTree) -> str:
         taken = inspect.signature(model.forward).parameters
         unknown = [name for name in sample.value if name not in taken]
         if unknown:
-            return f"; leave out {', '.join(map(repr, unknown))}, which its forward does not take"
+            return f" Leave out {', '.join(map(repr, unknown))}, which its forward does not take."
     return ""
