@@ -72,7 +72,7 @@ def test_a_method_by_its_class_takes_options_and_several_rates() -> None:
 def test_what_is_no_method_is_one_sentence() -> None:
     with pytest.raises(AdaptationError, match=r"method.*class int"):
         method(int)  # type: ignore[arg-type]
-    with pytest.raises(AdaptationError, match=r"'rate'.*epochs, learning_rate"):
+    with pytest.raises(AdaptationError, match=r"epochs, learning_rate.*'rate'"):
         method(Centred, rate=1)
 
 
@@ -117,23 +117,23 @@ def test_what_a_method_of_ones_own_gets_wrong_is_one_sentence(wrong: Method, sen
 def test_what_only_the_whole_data_can_give_is_refused_on_a_stream() -> None:
     world = sensors()
     staged = changed(stages=lambda self, network, profile: [Stage("some", 1, 0.1, network.below_features)] * 2)
-    with pytest.raises(AdaptationError, match=r"centred.*2 stages"):
+    with pytest.raises(AdaptationError, match=r"one stage.*centred with 2"):
         shiftmend.stream(world.model, world.profile(), staged).step(world.target[:50])
-    with pytest.raises(AdaptationError, match=r"centred.*whole"):
+    with pytest.raises(AdaptationError, match=r"stream.*centred"):
         shiftmend.stream(world.model, world.profile(), changed(by_sample=True))
 
 
 def test_targets_that_are_no_tensor() -> None:
     world = sensors()
     wrong = changed(by_sample=True, targets=lambda self, network, look: None)
-    with pytest.raises(AdaptationError, match=r"`targets`.*None.*tensor"):
+    with pytest.raises(AdaptationError, match=r"targets\(\).*tensor, got None"):
         shiftmend.adapt(world.model, world.target, world.profile(), wrong, progress=False)
 
 
 def test_batches_smaller_than_the_method_needs(caplog: pytest.LogCaptureFixture) -> None:
     world = sensors()
     hungry = changed(smallest_batch=lambda self, profile: 100)
-    with pytest.raises(AdaptationError, match=r"50.*centred.*100"):
+    with pytest.raises(AdaptationError, match=r"100.*centred.*50"):
         shiftmend.adapt(world.model, world.target, world.profile(), hungry, batch_size=50, progress=False)
     online = shiftmend.stream(world.model, world.profile(), hungry)
     online.step(world.target[:50])

@@ -162,7 +162,7 @@ def test_a_profile_without_covariance_is_one_sentence() -> None:
     world = sensors()
     with pytest.raises(AdaptationError, match="gaussian='full'"):
         shiftmend.adapt(world.model, world.target, world.profile(), "full-gauss", progress=False)
-    with pytest.raises(AdaptationError, match="needs a profile"):
+    with pytest.raises(AdaptationError, match="Expected a profile"):
         shiftmend.adapt(world.model, world.target, None, "full-gauss", progress=False)
 
 

@@ -146,7 +146,9 @@ def adapt(
     if method == AUTO:
         return _adapt_auto(model, target, profile, settings, candidates, calibrate, options)
     if candidates is not None:
-        raise AdaptationError(f"candidates are for the method 'auto', and {method!r} was named; leave one of them out")
+        raise AdaptationError(
+            f"Expected candidates only beside the method 'auto', got the method {method!r}. Leave one of the two out."
+        )
     if not isinstance(rates, list | tuple):
         alone, fits = make_method(method, **options), checkpoints.data_fits(checkpoint)
         task = prepare(model, target, profile, alone, settings, fits)
@@ -157,9 +159,14 @@ def adapt(
             estimate_one(task, alone, result, readings, calibrate=calibrate, output=output)
         return _warn(task, result, readings) if changed else result
     if profile is None:
-        raise AdaptationError("several learning rates need a judge between them: a profile of the source")
+        raise AdaptationError(
+            "Expected a profile of the source, which chooses among several learning rates, got none. Pass profile=, "
+            "or one learning rate."
+        )
     if not rates:
-        raise AdaptationError("the list of learning rates is empty; name at least one, or leave it out")
+        raise AdaptationError(
+            "Expected at least one learning rate, got an empty list. Name one, or leave learning_rate out."
+        )
     for rate in rates:
         check_positive(rate, "every learning rate")
     methods = {rate: make_method(method, **options | {"learning_rate": rate}) for rate in map(float, rates)}
@@ -186,8 +193,8 @@ def _adapt_auto(
 ) -> Adaptation:
     if options:
         raise AdaptationError(
-            f"{next(iter(options))!r} is an option of one method, and 'auto' tries several; name the method, e.g. "
-            "adapt(..., 'bufr'), or give candidates=[BUFR(...)]"
+            f"Expected options only beside a single method, got {next(iter(options))!r} beside 'auto'. Name the "
+            "method, e.g. 'bufr', or pass candidates=[BUFR(...)]."
         )
     untouched, fits = make_method("source-only"), checkpoints.data_fits(settings.checkpoint)
     task = prepare(model, target, profile, untouched, settings, fits)

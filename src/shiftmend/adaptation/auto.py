@@ -88,14 +88,16 @@ def list_candidates(given: CandidateNames | None, profile: Profile) -> dict[str,
         # A method of one's own cannot be made from its name.
         given = tuple(name for name in rehearsed if name in METHODS) or choose_usual(CANDIDATES, profile)
     elif isinstance(given, str | Method | type) or not isinstance(given, Iterable):
-        raise AdaptationError(f"candidates is {brief(given)}, expected a list of methods, e.g. ['adabn', 'bufr']")
+        raise AdaptationError(
+            f"Expected candidates to be a list of methods, e.g. ['adabn', 'bufr'], got {brief(given)}."
+        )
     methods = {UNTOUCHED: make_method(UNTOUCHED)}
     for one in given:
         made = make_method("source-only" if one == "untouched" else one)
         if made.takes_labels:
-            raise AdaptationError(f"{made.name} needs labels and cannot be a candidate")
+            raise AdaptationError(f"Expected candidates that need no labels, got {made.name}. Leave it out.")
         if made.name in methods and made.name != UNTOUCHED:
-            raise AdaptationError(f"the candidate {made.name} is named twice; name each method once")
+            raise AdaptationError(f"Expected different candidates, got {made.name} twice. Name each method once.")
         methods[made.name] = made
     return methods
 
@@ -198,13 +200,18 @@ def adapt_auto(
     """
     if task.profile is None:
         raise AdaptationError(
-            "method 'auto' needs a profile of the source, to judge its candidates; make one with shiftmend.profile, "
-            "or name a method"
+            "Expected a profile of the source, by which 'auto' judges its candidates, got none. Make one with "
+            "shiftmend.profile, or name a method."
         )
     if world_size() > 1:
-        raise AdaptationError("method 'auto' works in one process; use one process, or name a method such as 'bufr'")
+        raise AdaptationError(
+            f"Expected one process for the method 'auto', got {world_size()}. Use one process, or name a method such "
+            "as 'bufr'."
+        )
     if settings.on_epoch is not None:
-        raise AdaptationError("on_epoch follows one method, and 'auto' tries several; name a method")
+        raise AdaptationError(
+            "Expected on_epoch only beside a single method, got it beside 'auto', which tries several. Name a method."
+        )
     methods = list_candidates(candidates, task.profile)
     (untouched,) = try_candidates(task, settings, {UNTOUCHED: methods[UNTOUCHED]})
     assert untouched.reading is not None

@@ -165,7 +165,7 @@ class Adaptation:
                 manifest.write_bytes(text.encode())
         except OSError as error:  # The system names a temporary file at best.
             reason = error.strerror or error
-            raise AdaptationError(f"{home} cannot be written into ({reason}); name another folder") from error
+            raise AdaptationError(f"Folder {home} cannot be written into ({reason}). Name another folder.") from error
 
     def __repr__(self) -> str:
         epochs = self.history[-1].epoch if self.history else 0

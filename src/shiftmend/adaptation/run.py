@@ -86,18 +86,20 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.keep is not None and self.keep not in [*get_args(Keep)]:
-            raise AdaptationError(f"keep must be 'last' or 'selected', got {brief(self.keep)}")
+            raise AdaptationError(f"Expected keep to be 'last' or 'selected', got {brief(self.keep)}.")
         if not is_whole(self.seed):
-            raise AdaptationError(f"the seed must be a whole number, got {brief(self.seed)}")
+            raise AdaptationError(f"Expected the seed to be a whole number, got {brief(self.seed)}.")
         object.__setattr__(self, "seed", int(self.seed))  # Numbers of numpy do not fit into a manifest.
         flags = ("resident", "capture", "compile")
         for name in flags if isinstance(self.autocast, torch.dtype) else ("autocast", *flags):
             given: Any = getattr(self, name)
             if not isinstance(given, bool | np.bool_):  # The text "False" would count as true.
-                raise AdaptationError(f"{name} must be True or False, got {brief(given)}")
+                raise AdaptationError(f"Expected {name} to be True or False, got {brief(given)}.")
             object.__setattr__(self, name, bool(given))
         if isinstance(self.autocast, torch.dtype) and self.autocast not in PRECISIONS:
-            raise AdaptationError(f"autocast must be True, False, bfloat16 or float16, got {self.autocast}")
+            raise AdaptationError(
+                f"Expected autocast to be True, False, torch.bfloat16 or torch.float16, got {self.autocast}."
+            )
         check_function(self.on_epoch, "on_epoch", "model, row")
         if self.checkpoint is not None:
             as_path(self.checkpoint, "checkpoint", AdaptationError)
@@ -147,8 +149,8 @@ def prepare(
     if world_size() > 1 and not method.several_processes:
         able = ", ".join(name for name, kind in METHODS.items() if kind.several_processes)
         raise AdaptationError(
-            f"{method.name} works in one process only, and these are {world_size()}: its loss needs the whole of a "
-            f"batch; use one process, or one of {able}"
+            f"Expected one process for {method.name}, whose loss needs whole batches, got {world_size()}. Use one "
+            f"process, or one of {able}."
         )
     model = unwrap(model, trained=True)
     profile = check_profile(profile, model, method)
@@ -175,11 +177,16 @@ def check_profile(profile: Profile | str | os.PathLike[str] | None, model: nn.Mo
     """Return the profile, read if a file is named; raise if it does not fit the model, or the method lacks one."""
     profile = None if profile is None else as_profile(profile)
     if profile is None and method.needs_profile:
-        raise AdaptationError(f"method {method.name!r} needs a profile of the source: make one with shiftmend.profile")
+        raise AdaptationError(
+            f"Expected a profile of the source, which {method.name!r} needs, got none. Make one with shiftmend.profile."
+        )
     if profile is not None:
         missing = [name for name in read_taps(method, profile) if name not in profile.taps]
         if missing:
-            raise AdaptationError(f"the profile has no tap {missing[0]!r}; it has {', '.join(profile.taps)}")
+            raise AdaptationError(
+                f"Expected a profile with the tap {missing[0]!r}, got one with {', '.join(profile.taps)}. Profile the "
+                "source again with this tap."
+            )
         profile.check_architecture(model)
         profile.check_weights(model)
     return profile
@@ -437,24 +444,27 @@ def _refuse_unfit(method: Method, feed: Feed, normalises: bool, profile: Profile
     size = feed.epoch_batch_size or min(feed.batch_size, feed.samples)
     smallest = method.smallest_batch(profile)
     if smallest > 2 and size < smallest:
-        raise AdaptationError(f"batches of {size} are too small for {method.name}; it needs at least {smallest}")
+        raise AdaptationError(
+            f"Expected batches of at least {smallest} samples for {method.name}, got {size}. Use a larger batch_size."
+        )
     if size < max(2 if normalises else 1, smallest):
-        one = "one target sample is" if feed.samples < 2 else "a batch size of one is"
-        purpose = "adapt BatchNorm with" if normalises else f"be a distribution that {method.name} can learn from"
-        raise AdaptationError(f"{one} too few to {purpose}; use at least two, better 256")
+        purpose = "BatchNorm" if normalises else method.name
+        given = "one target sample" if feed.samples < 2 else "a batch size of one"
+        raise AdaptationError(f"Expected at least two samples a batch for {purpose}, got {given}. Use 256 or more.")
     if size < world_size():
         raise AdaptationError(
-            f"batches of {size} cannot be shared by {world_size()} processes, each of "
-            "which needs at least one sample; use larger batches or fewer processes"
+            f"Expected at least one sample for each of {world_size()} processes, got batches of {size}. Use larger "
+            "batches or fewer processes."
         )
     if method.by_sample and not feed.resident:
         raise AdaptationError(
-            f"{method.name} must know which sample is which, and streamed data does not say; pass a tensor, or data "
-            "of one size that fits into memory"
+            f"Expected data that fits into memory, since {method.name} keeps a label for each sample, got a stream. "
+            "Pass a tensor or smaller data."
         )
     if method.takes_labels and not feed.keeps_order:
         raise AdaptationError(
-            f"{method.name} takes labels in the order of the samples, and this loader shuffles them; use shuffle=False"
+            f"Expected samples in the order of their labels for {method.name}, got a loader that shuffles. Use "
+            "shuffle=False."
         )
 
 
@@ -477,6 +487,8 @@ def _divide(
     names = read_taps(method, profile)
     missing = [name for name in names if name not in found.taps]
     if missing:
-        raise AdaptationError(f"there is no tap {missing[0]!r} without a profile, only {', '.join(found.taps)}")
+        raise AdaptationError(
+            f"Expected one of the taps {', '.join(found.taps)}, got {missing[0]!r}. Pass a profile with that tap."
+        )
     network = Network(model, split_blocks(model, found, blocks), found.taps, found.head)
     return network, {name: found.taps[name] for name in names}

@@ -182,8 +182,8 @@ class Stream:
         home = None if self.profile is None else self.profile.inputs
         if isinstance(inputs, Tensor) and isinstance(home, InputSummary) and home.has_shape(inputs.shape):
             raise DataError(
-                f"the batch has the shape {list(inputs.shape)} of a single sample; give a batch of one: "
-                "inputs.unsqueeze(0)"
+                f"Expected a batch, got {list(inputs.shape)}, the shape of one sample. Pass a batch of one: "
+                "inputs.unsqueeze(0)."
             )
         if self._taps is None:
             self._prepare(inputs)
@@ -242,12 +242,12 @@ class Stream:
         if isinstance(batch, tuple | list) and batch:
             if isinstance(batch[0], tuple | list | Mapping) and not is_inputs_and_labels(batch):
                 raise DataError(
-                    f"step takes one batch, got {kind(batch)} that begins with {kind(batch[0])}; expected inputs, or "
-                    "(inputs, anything): give several batches one after the other"
+                    f"Expected one batch, inputs or (inputs, ...), got {kind(batch)} that begins with "
+                    f"{kind(batch[0])}. Pass several batches one after the other."
                 )
             batch = (batch[0], None)
         if isinstance(batch, Dataset | DataLoader):
-            raise DataError(f"step takes one batch, got {kind(batch)}; go through it, e.g. for batch in loader")
+            raise DataError(f"Expected one batch, got {kind(batch)}. Call step for each of its batches.")
         feed = Feed(
             batch,
             batch_size=1 << 30,
@@ -269,8 +269,8 @@ class Stream:
         stages = plan_stages(self.method, network, self.profile)
         if len(stages) > 1:
             raise AdaptationError(
-                f"{self.method.name} has {len(stages)} stages, and a stream never comes to the second; use "
-                "shiftmend.adapt, or give it a single stage"
+                f"Expected a method of one stage for a stream, got {self.method.name} with {len(stages)}. Use "
+                "shiftmend.adapt, or a single stage."
             )
         check_objective(self._objective, self.method, stages)
         if stages:
@@ -537,14 +537,16 @@ def stream(
     describe_method(chosen)
     if not chosen.online or chosen.by_sample:
         able = ", ".join(name for name, kind in METHODS.items() if kind.online)
-        raise AdaptationError(f"{chosen.name} needs the whole of the data, which a stream never is; use one of {able}")
+        raise AdaptationError(
+            f"Expected a method that works on a stream, got {chosen.name}, which needs all data. Use one of {able}."
+        )
     for name in ("epochs", "passes"):
         if name in options:
-            raise AdaptationError(f"{name} has no effect on a stream, each batch of which is seen once; leave it out")
+            raise AdaptationError(f"Expected no {name} for a stream, which sees each batch once. Leave it out.")
     if not is_whole(window) or window < 1:
-        raise DataError(f"the window must be a whole number of batches, at least 1, got {brief(window)}")
+        raise DataError(f"Expected window to be a whole number of batches, at least 1, got {brief(window)}.")
     if not isinstance(guard, bool):
-        raise DataError(f"guard must be True or False, got {brief(guard)}")
+        raise DataError(f"Expected guard to be True or False, got {brief(guard)}.")
     check_function(preprocess, "preprocess", "inputs")
     model = unwrap(model, trained=True)
     profile = check_profile(profile, model, chosen)

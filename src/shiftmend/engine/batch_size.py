@@ -65,8 +65,8 @@ def fit_batch_size(feed: Feed, step: Step, smallest: int = 1) -> int:
     while not _fits(step, feed, size):
         if size // 2 < max(1, smallest):
             raise AdaptationError(
-                f"Expected memory for a training step on {feed.device}, got too little for a batch of {size}. Try "
-                "autocast=True, smaller inputs, or device='cpu'"
+                f"Expected enough memory on {feed.device} for a training step, got too little for a batch of {size}. "
+                "Try autocast=True, smaller inputs, or device='cpu'."
             )
         size //= 2
     if size < wanted:

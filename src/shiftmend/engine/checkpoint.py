@@ -54,14 +54,16 @@ def check_place(path: Path) -> None:
     target = _resolve(path)
     try:
         if path.is_dir():
-            raise AdaptationError(f"checkpoint {path} is a folder, expected the name of a file in it")
+            raise AdaptationError(f"Expected the checkpoint to be a file, got the folder {path}. Name a file in it.")
         if is_special(path):
-            raise AdaptationError(f"checkpoint {path} is a device or a pipe, expected the name of a file")
+            raise AdaptationError(
+                f"Expected the checkpoint to be a file, got {path}, a device or a pipe. Name another file."
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(target.parent, os.W_OK):
             raise PermissionError(13, "no permission to write there")
     except OSError as error:
-        raise AdaptationError(f"checkpoint {path} cannot be written ({error.strerror}); name another file") from error
+        raise AdaptationError(f"Checkpoint {path} cannot be written ({error.strerror}). Name another file.") from error
 
 
 @contextmanager

@@ -232,7 +232,7 @@ def check_epochs(value: int | str, what: str, *, may_settle: bool = False) -> No
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         other = f" or {AUTO!r}" if may_settle else ""
-        raise AdaptationError(f"{what} must be a whole number of at least 1{other}, got {value!r}")
+        raise AdaptationError(f"Expected {what} to be a whole number of at least 1{other}, got {value!r}.")
 
 
 def check_positive(value: Any, what: str, *, optional: bool = False) -> None:
@@ -240,13 +240,13 @@ def check_positive(value: Any, what: str, *, optional: bool = False) -> None:
     if optional and value is None:
         return
     if not (is_real(value) and 0 < value < float("inf")):
-        raise AdaptationError(f"{what} must be a positive number, got {value!r}")
+        raise AdaptationError(f"Expected {what} to be a positive number, got {value!r}.")
 
 
 def check_decay(value: Any, what: str) -> None:
     """Raise unless a value is a finite number of at least 0."""
     if not (is_real(value) and 0 <= value < float("inf")):
-        raise AdaptationError(f"{what} must be a number of at least 0, got {value!r}")
+        raise AdaptationError(f"Expected {what} to be a number of at least 0, got {value!r}.")
 
 
 def describe_method(method: Method) -> dict[str, Any]:
@@ -254,15 +254,15 @@ def describe_method(method: Method) -> dict[str, Any]:
     name: Any = getattr(method, "name", None)
     if not isinstance(name, str) or not name:
         raise AdaptationError(
-            f'the class {type(method).__name__} has no name; give it one: name: ClassVar[str] = "..."'
+            f'Expected class {type(method).__name__} to have a name, got none. Add name: ClassVar[str] = "..." to it.'
         )
     try:
         facts = {"name": name, **method.hyperparameters()}
         dumps(facts, name)
     except (TypeError, ValueError) as error:
         raise AdaptationError(
-            f"the hyper-parameters of {name} cannot be written into a manifest ({error}); expected numbers, text and "
-            "lists: let `hyperparameters` return a dict of such"
+            f"Expected hyperparameters() of {name} to return numbers, text and lists for the manifest, got others "
+            f"({error}). Return a dict of such."
         ) from error
     return facts
 
@@ -271,7 +271,9 @@ def read_taps(method: Method, profile: Profile | None) -> tuple[str, ...]:
     """Return the taps that a method reads, checked."""
     names: Any = method.taps(profile)
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
-        raise AdaptationError(f'`taps` of {method.name} gave {brief(names)}, expected a tuple of names: ("features",)')
+        raise AdaptationError(
+            f'Expected taps() of {method.name} to return names, e.g. ("features",), got {brief(names)}.'
+        )
     return tuple(names)
 
 
@@ -279,7 +281,7 @@ def plan_stages(method: Method, network: Network, profile: Profile | None) -> li
     """Return the stages of a method, checked against the parameters of the model."""
     given: Any = method.stages(network, profile)
     if not isinstance(given, list | tuple) or not all(isinstance(stage, Stage) for stage in given):
-        raise AdaptationError(f"`stages` of {method.name} gave {brief(given)}, expected a list of Stage")
+        raise AdaptationError(f"Expected stages() of {method.name} to return a list of Stage, got {brief(given)}.")
     if not given and method.adapts:
         logger.warning("%s has nothing to change in this model, which stays as it is", method.name)
     every = network.model.named_parameters(remove_duplicate=False)  # A shared parameter has several names.
@@ -291,8 +293,8 @@ def plan_stages(method: Method, network: Network, profile: Profile | None) -> li
         unknown = [name for name in names if name not in known] if isinstance(names, tuple | list) else [names]
         if unknown:
             raise AdaptationError(
-                f"{where} trains {brief(unknown[0])}, which is no parameter of the model that can be trained; expected "
-                "a tuple of names as in named_parameters, e.g. network.below_features"
+                f"Expected {where} to train parameters of the model by name, got {brief(unknown[0])}. Try names of "
+                "named_parameters(), e.g. network.below_features."
             )
         if names:
             check_positive(stage.learning_rate, f"the learning rate of {where}")
@@ -304,8 +306,8 @@ def check_objective(objective: Any, method: Method, stages: list[Stage]) -> None
     """Raise if a method trains parameters and has no loss."""
     if not callable(objective) and (objective is not None or any(stage.parameters for stage in stages)):
         raise AdaptationError(
-            f"`objective` of {method.name} gave {brief(objective)}, expected a function from activations to named "
-            "terms of the loss, since it trains parameters"
+            f"Expected objective() of {method.name} to return a function from activations to terms of the loss, got "
+            f"{brief(objective)}."
         )
 
 
@@ -317,22 +319,26 @@ def compute_loss(objective: Objective, activations: Activations, stage: str) -> 
         [name, *_] = error.args or ("",)
         if name not in ("features", "logits", "targets") or name in activations:
             raise
-        unsaid = "no method has without `by_sample`" if name == "targets" else "its method does not name in `taps`"
-        raise AdaptationError(f"the loss of {stage!r} reads {name!r}, which {unsaid}") from error
+        remedy = "Set by_sample in the method" if name == "targets" else "Name that tap in taps()"
+        raise AdaptationError(
+            f"Expected the loss of {stage!r} to read only what its method asks for, got {name!r}. {remedy}."
+        ) from error
     if not isinstance(terms, Mapping) or not terms:
         given = kind(terms) if not isinstance(terms, Mapping) else "nothing"
-        raise AdaptationError(f"the loss of {stage!r} gave {given}, expected its terms by name: {{'features': loss}}")
+        raise AdaptationError(
+            f"Expected the loss of {stage!r} to return terms by name, e.g. {{'features': loss}}, got {given}."
+        )
     for name, term in terms.items():
         if not isinstance(term, Tensor) or term.ndim > 0 or not term.is_floating_point():
             form = f"{str(term.dtype).removeprefix('torch.')} {list(term.shape)}" if isinstance(term, Tensor) else ""
             raise AdaptationError(
-                f"term {name!r} of the loss of {stage!r} is {form or brief(term)}, expected a tensor of one "
-                "floating-point number, e.g. loss.mean()"
+                f"Expected term {name!r} of the loss of {stage!r} to be one floating-point number, got "
+                f"{form or brief(term)}. Try loss.mean()."
             )
     total: Tensor = functools.reduce(torch.add, terms.values())
     if not total.requires_grad:
         raise AdaptationError(
-            f"The parameters of {stage!r} get no gradient from the loss. Try a forward pass without no_grad, detach or "
+            f"Expected a loss of {stage!r} with a gradient, got none. Try a forward pass without no_grad, detach or "
             "reentrant checkpoints."
         )
     return dict(terms), total

@@ -131,7 +131,10 @@ class Trainer:
             with all_processes():
                 alone = all_true(alone, self.feed.device)
             if not alone:
-                raise AdaptationError(f"another run uses checkpoint {self.path}; let it finish, or name another file")
+                raise AdaptationError(
+                    f"Expected a checkpoint of its own, got {self.path}, which another run uses. Let that run finish, "
+                    "or name another file."
+                )
             yield
 
     def load_checkpoint(self) -> None:
@@ -280,15 +283,14 @@ class Trainer:
         finite_losses = all(map(math.isfinite, losses.values()))
         if not finite_losses or not is_finite(self.model, self.good):
             self.restore()
-            rate, advice = f", learning rate {stage.learning_rate:g}", "lower the learning rate"
+            rate, advice = f", learning rate {stage.learning_rate:g}", "Lower the learning rate"
             if not stage.parameters:  # Nothing is trained, so the inputs are too large.
-                rate, advice = "", "look at the inputs and at preprocess"
+                rate, advice = "", "Check the inputs and preprocess"
             if not math.isfinite(self.history[0].verification or 0.0):
-                advice = "the features were so before anything was adapted: look at the inputs and at preprocess"
+                advice = "Check the inputs and preprocess: the features were so before anything was adapted"
             raise DivergedError(
-                f"{'weights' if finite_losses else 'the loss'} of {self.method.name} became NaN or infinite in epoch "
-                f"{number} ({stage.name}{rate}); {advice}. The error's "
-                "`adaptation` is what had been reached"
+                f"{'Weights' if finite_losses else 'The loss'} of {self.method.name} became NaN or infinite in epoch "
+                f"{number} ({stage.name}{rate}). {advice}. The error's `adaptation` holds the last good epoch."
             )
         self._add_row(number, stage.name, stage.learning_rate, losses, started, before + batches)
 
@@ -329,13 +331,14 @@ class Trainer:
         """Return what the method knows of each sample, in the order of the feed."""
         targets: Any = self.method.targets(self.network, self.read_activations)
         if not isinstance(targets, Tensor):
-            raise AdaptationError(f"`targets` of {self.method.name} gave {brief(targets)}, expected a tensor")
+            raise AdaptationError(f"Expected targets() of {self.method.name} to return a tensor, got {brief(targets)}.")
         assert self.feed.inputs is not None, "adapt refuses streamed data for such a method"
         more = len(targets) > self.feed.samples
         if len(targets) != self.feed.samples:
+            several = more and not self.method.takes_labels
             raise AdaptationError(
-                f"{self.method.name} needs one label a sample: there are {len(targets)} for {self.feed.samples} samples"
-                + (", from a model with several answers a sample" if more and not self.method.takes_labels else "")
+                f"Expected one label a sample for {self.method.name}, got {len(targets)} for {self.feed.samples}."
+                + (" The model has several predictions a sample." if several else "")
             )
         return targets.to(self.feed.device)
 

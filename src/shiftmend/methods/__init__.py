@@ -85,18 +85,24 @@ def method(name: str | Method | type[Method], **options: Any) -> Method:
     """
     if isinstance(name, Method):
         if options:
-            raise AdaptationError(f"give the options of {name.name} when making it, not beside it; or give its class")
+            raise AdaptationError(
+                f"Expected options inside {name.name}(...), got them beside a finished method. Pass the class, or make "
+                "the method with them."
+            )
         return name
     kind = kind_of(name)
     name = name if isinstance(name, str) else getattr(kind, "name", kind.__name__)
     known = [field.name for field in fields(kind)]
     unknown = [option for option in options if option not in known]
     if unknown:
-        has = f"it has {', '.join(known)}" if known else "it has none"
-        raise AdaptationError(f"method {name!r} has no option {unknown[0]!r}; {has}")
+        expected = f"options of {name!r} among {', '.join(known)}" if known else f"no options for {name!r}"
+        raise AdaptationError(f"Expected {expected}, got {unknown[0]!r}.")
     missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in options]
     if missing:
-        raise AdaptationError(f"method {name!r} needs {missing[0]!r}, e.g. adapt(..., {missing[0]}={missing[0]})")
+        raise AdaptationError(
+            f"Expected {missing[0]!r}, which the method {name!r} needs, got none. Pass it: adapt(..., "
+            f"{missing[0]}={missing[0]})."
+        )
     return kind(**options)
 
 

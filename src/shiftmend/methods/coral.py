@@ -75,7 +75,9 @@ class NEO(Method):
         run_pass(model, without_labels(batches), update, taps={"features": tap})
         found = tracker.reduce_over_processes()
         if not bool(torch.isfinite(found.mean).all()):
-            raise AdaptationError(f"{self.name} expected finite features, got NaN or infinity; look at preprocess")
+            raise AdaptationError(
+                f"Expected finite features for {self.name}, got NaN or infinity. Check the inputs and preprocess."
+            )
         # Positions of a feature map are no independent samples.
         samples = found.samples * inputs / tracker.samples
         offset, matrix = self.find_map(found, samples, profile)
@@ -106,14 +108,14 @@ class CORAL(NEO):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.shrinkage is not None and not (is_real(self.shrinkage) and 0 <= self.shrinkage <= 1):
-            raise AdaptationError(f"the shrinkage must lie between 0 (none) and 1, got {self.shrinkage!r}")
+            raise AdaptationError(f"Expected the shrinkage to lie between 0 (none) and 1, got {self.shrinkage!r}.")
 
     def begin(self, model: nn.Module, sample: Inputs, profile: Profile | None) -> None:
         """Attach a map that changes nothing yet, if the profile holds what it needs."""
         if profile is None or not isinstance(profile.gaussian, FullGaussian):
             raise AdaptationError(
-                "coral expected a profile with the covariance of the features, got one without; make it with "
-                "shiftmend.profile(..., gaussian='full')"
+                "Expected a profile with the covariance of the features, got one without. Make it with "
+                "shiftmend.profile(..., gaussian='full')."
             )
         super().begin(model, sample, profile)
 

@@ -60,9 +60,7 @@ class Alignment(Method):
             object.__setattr__(self, "align", (self.align,))
         named = isinstance(self.align, tuple | list) and all(isinstance(name, str) for name in self.align)
         if not named or not self.align:
-            raise AdaptationError(
-                f"align names no tap: it is {brief(self.align)}, expected e.g. ('features', 'logits')"
-            )
+            raise AdaptationError(f"Expected align to name taps, e.g. ('features', 'logits'), got {brief(self.align)}.")
         if self.divergence is not None:
             check_known(self.divergence, DIVERGENCES, "divergence", AdaptationError)
 

@@ -33,7 +33,7 @@ class FullGauss(Prediction):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (is_real(self.shrinkage) and 0 <= self.shrinkage <= 1):
-            raise AdaptationError(f"the shrinkage must lie between 0 (none) and 1, got {self.shrinkage!r}")
+            raise AdaptationError(f"Expected the shrinkage to lie between 0 (none) and 1, got {self.shrinkage!r}.")
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         return [Stage("all blocks", self.epochs, self.rate(network), network.below_features)]
@@ -49,8 +49,8 @@ class FullGauss(Prediction):
         assert profile is not None
         if not isinstance(profile.gaussian, FullGaussian):
             raise AdaptationError(
-                "full-gauss needs the covariance of the source's features, which this profile does not hold; make it "
-                "with shiftmend.profile(..., gaussian='full')"
+                "Expected a profile with the covariance of the features, got one without. Make it with "
+                "shiftmend.profile(..., gaussian='full')."
             )
         usable = (profile.taps["features"].usable & (profile.gaussian.variance > 0)).nonzero()[:, 0]
         compare = Comparison.to_source(profile.gaussian.of_units(usable).to(device), self.shrinkage)

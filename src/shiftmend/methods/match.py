@@ -163,7 +163,7 @@ def find_curves(target: Tensor, home: Tensor, samples: int) -> tuple[Tensor, Ten
 
 def _one_tensor(inputs: Inputs, name: str) -> Tensor:
     if isinstance(inputs, TensorTree):
-        raise AdaptationError(f"{name} expected inputs of one tensor, got {len(inputs.names)}; try another method")
+        raise AdaptationError(f"Expected inputs of one tensor for {name}, got {len(inputs.names)}. Try another method.")
     return inputs
 
 
@@ -171,20 +171,18 @@ def _check_units(sample: Tensor, units: int, name: str) -> tuple[int, ...]:
     """Return the shape of one number a channel or column, or refuse inputs that cannot be matched."""
     if not sample.is_floating_point():
         kind = str(sample.dtype).removeprefix("torch.")
-        raise AdaptationError(
-            f"{name} expected inputs that are floating-point numbers, got {kind}; convert them in preprocess"
-        )
+        raise AdaptationError(f"Expected floating-point inputs for {name}, got {kind}. Convert them in preprocess.")
     shape = unit_shape(sample)
     if shape[0] != units:
         raise AdaptationError(
-            f"{name} expected inputs of {units} channels or columns as at the source, got "
-            f"{shape[0]}; look at the shape of the inputs"
+            f"Expected inputs of {units} channels or columns for {name}, as at the source, got {shape[0]}. Check the "
+            "shape of the inputs."
         )
     return shape
 
 
 def _not_finite(name: str) -> AdaptationError:
-    return AdaptationError(f"{name} expected finite inputs with one number of channels or columns; look at preprocess")
+    return AdaptationError(f"Expected finite inputs of one shape for {name}, got others. Check preprocess.")
 
 
 def _find_quantiles(profile: Profile | None, sample: Tensor) -> Quantiles:
@@ -193,11 +191,11 @@ def _find_quantiles(profile: Profile | None, sample: Tensor) -> Quantiles:
     if not isinstance(found, Quantiles):
         if sample.ndim > 1 and unit_shape(sample)[0] > MAX_UNITS:
             raise AdaptationError(
-                f"match-histogram expected at most {MAX_UNITS:,} columns, got {unit_shape(sample)[0]:,}; "
-                "try match-moments, which takes more"
+                f"Expected at most {MAX_UNITS:,} columns for match-histogram, got {unit_shape(sample)[0]:,}. Try "
+                "match-moments."
             )
         raise AdaptationError(
-            "expected a profile with quantiles of the inputs, got one without; profile the source again to match them"
+            "Expected a profile with quantiles of the inputs, got one without. Profile the source again."
         )
     return found
 
@@ -207,6 +205,6 @@ def _find_moments(profile: Profile | None) -> Moments:
     found = None if profile is None else profile.statistics.get("inputs")
     if not isinstance(found, Moments):
         raise AdaptationError(
-            "expected a profile with moments of the inputs, got one without; profile the source again to match inputs"
+            "Expected a profile with moments of the inputs, got one without. Profile the source again."
         )
     return found

@@ -57,5 +57,7 @@ class Prediction(Method):
         """Return the class logits of the batch; raise if the model has a single output, and so no classes."""
         logits = activations["logits"]
         if logits.shape[1] < 2:
-            raise AdaptationError(f"{self.name} needs class logits, but the model has one output; use fr or bufr")
+            raise AdaptationError(
+                f"Expected a classifier for {self.name}, got a model with one output. Use fr or bufr."
+            )
         return logits

@@ -67,8 +67,8 @@ class SHOT(Prediction):
         seen = read({"embedding": network.embedding, "logits": network.taps["logits"]})
         if len(seen["embedding"]) != len(seen["logits"]):
             raise AdaptationError(
-                f"shot needs one embedding and one prediction a sample, but {network.embedding!s} gives "
-                f"{len(seen['embedding'])} for {len(seen['logits'])}; name another module in `shiftmend_embedding`"
+                f"Expected one embedding a prediction, got {len(seen['embedding'])} from {network.embedding} for "
+                f"{len(seen['logits'])}. Name another module in `shiftmend_embedding`."
             )
         return centroid_labels(seen["embedding"], self.logits(seen))
 

@@ -23,13 +23,13 @@ def _class_numbers(given: Any) -> Tensor:
         labels = given.detach().cpu().clone() if isinstance(given, Tensor) else torch.from_numpy(np.array(given))
     except (TypeError, ValueError) as error:
         kind = f"an array of {given.dtype}" if isinstance(given, np.ndarray) else f"a {type(given).__name__}"
-        raise AdaptationError(f"labels must be one class number a sample, got {kind}") from error
+        raise AdaptationError(f"Expected labels to be one class number a sample, got {kind}.") from error
     if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex() or len(labels) == 0:
         kind = str(labels.dtype).removeprefix("torch.")
-        raise AdaptationError(f"labels must be one class number a sample, got {kind} {list(labels.shape)}")
+        raise AdaptationError(f"Expected labels to be one class number a sample, got {kind} {list(labels.shape)}.")
     labels = labels.long()
     if bool((labels < 0).any()):
-        raise AdaptationError(f"labels must be class numbers from 0, got {int(labels.min())}")
+        raise AdaptationError(f"Expected labels to be class numbers from 0, got {int(labels.min())}.")
     return labels
 
 
@@ -68,11 +68,14 @@ class TargetSupervised(Prediction):
         def losses(activations: Activations) -> dict[str, Tensor]:
             logits = self.logits(activations).float()
             if highest >= logits.shape[1]:
-                raise AdaptationError(f"there is a label {highest}, but the model knows {logits.shape[1]} classes")
+                raise AdaptationError(
+                    f"Expected labels below {logits.shape[1]}, the number of classes of the model, got {highest}. "
+                    "Check the numbering of the classes."
+                )
             if len(logits) != len(activations["targets"]):
                 raise AdaptationError(
-                    f"target-supervised needs one answer a sample; this model gives {len(logits)} for "
-                    f"{len(activations['targets'])}. Try fr or bufr, or your own training loop."
+                    f"Expected one prediction a sample, got {len(logits)} for {len(activations['targets'])}. Try fr or "
+                    "bufr, or your own training loop."
                 )
             return {"labels": functional.cross_entropy(logits, activations["targets"])}
 

@@ -29,7 +29,9 @@ class TENT(Prediction):
         norms = {name for name, module in network.model.named_modules() if isinstance(module, _BatchNorm)}
         affine = tuple(name for name, _ in network.model.named_parameters() if name.rpartition(".")[0] in norms)
         if not affine:
-            raise AdaptationError("tent trains BatchNorm's scale and shift, and this model has none; use fr or bufr")
+            raise AdaptationError(
+                "Expected a model with scale and shift of BatchNorm for tent to train, got one without. Use fr or bufr."
+            )
         return [Stage("batch norm", self.epochs, self.rate(network), affine)]
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:
