@@ -123,11 +123,11 @@ def refresh_batchnorm(
     warn_without_process_group()
     model = unwrap(model)
     if not find_tracking(model):
-        raise ProfileError("expected a model with running statistics of BatchNorm, got one without; use it as it is")
+        raise ProfileError("Expected a model with running statistics of BatchNorm, got one without. Use it as it is.")
     place, home = resolve_device(device, model), device_of(model)
     feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, what="source data")
     if (feed.epoch_batch_size or 2) < 2:
-        raise ProfileError("expected batches of at least 2 samples for BatchNorm, got 1; use larger batches")
+        raise ProfileError("Expected batches of at least 2 samples for BatchNorm, got 1. Use larger batches.")
     if feed.never_shuffles:
         logger.warning("The source data comes in a fixed order. If it is sorted, batches are biased. Try shuffle=True.")
     refreshed = copy_model(model).to(place)

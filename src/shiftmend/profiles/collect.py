@@ -133,14 +133,17 @@ def profile(
     model = unwrap(model)
     place = resolve_device(device, model)
     if like is not None and any(part is not None for part in (preset, bins, taps, head, gaussian)):
-        raise ProfileError("like= brings preset, bins, taps and kind of Gaussian with it; leave them out beside it")
+        raise ProfileError(
+            "Expected neither preset, bins, taps, head nor gaussian beside like=, which brings them, got some. Leave "
+            "them out."
+        )
     like = None if like is None else as_profile(like, "what like= names")
     if like is not None:
         like.check_architecture(model)
     if gaussian is not None:
         check_known(gaussian, get_args(Gaussian), "kind of Gaussian", ProfileError)
     if not is_whole(keep_bytes):
-        raise ProfileError(f"keep_bytes must be a whole number of bytes, got {brief(keep_bytes)}")
+        raise ProfileError(f"Expected keep_bytes to be a whole number of bytes, got {brief(keep_bytes)}.")
     full = isinstance(like.gaussian, FullGaussian) if like else gaussian == "full"
     chosen = find_preset(like.preset if like else "reference" if preset is None else preset)
     usual = chosen.bins if find_batch_norms(model) else chosen.bins.with_temperature(SOFT_TEMPERATURE)
@@ -224,8 +227,8 @@ def _frame(trackers: Mapping[str, RangeTracker], chosen: Preset, like: Profile |
         numbers["alignment"] = chosen.aligned_slices
     if sum(numbers.values()) * len(mean) > MAX_WEIGHTS:
         raise ProfileError(
-            f"{len(mean):,} features are too many for {sum(numbers.values())} slices; tap a smaller layer with "
-            "taps={'features': ...}, or leave out the preset 'sliced'"
+            f"Expected fewer features for {sum(numbers.values())} slices, got {len(mean):,}. Tap a smaller layer with "
+            "taps={'features': ...}, or leave out the preset 'sliced'."
         )
     usable = usable_units(features.low, features.high)
     return _Frame(
@@ -296,14 +299,13 @@ def _ranges(passes: _Passes, specs: Mapping[str, Tap], like: Profile | None) -> 
             finite &= torch.isfinite(tracker.gaussian().variance).to(finite.device)
         if not bool(finite.all()):
             raise ProfileError(
-                f"Tap {name!r} gave values that are NaN, infinite or beyond 1e19 in {int((~finite).sum())} units. "
-                "Check the weights of the model and preprocess."
+                f"Expected values below 1e19 at tap {name!r}, got NaN, infinity or larger ones in "
+                f"{int((~finite).sum())} units. Check the model's weights and preprocess."
             )
         if like is None and not bool(usable_units(tracker.low, tracker.high).any()):
             raise ProfileError(
-                f"every unit at tap {name!r} was constant over the source data "
-                f"({counted(passes.feed.samples, 'sample')}): a profile needs varied samples, and a model that "
-                "reacts to them"
+                f"Expected values that vary at tap {name!r}, got constant ones over "
+                f"{counted(passes.feed.samples, 'sample')}. Use varied samples, and a model that reacts to them."
             )
     return trackers
 
@@ -314,8 +316,8 @@ def _counts(
     """Run the second and third pass: count at the taps and in the slices, and sum the covariance if wanted."""
     if full and len(frame.mean) > MOST_CORRELATED:
         raise ProfileError(
-            f"the covariance of {len(frame.mean):,} features is too large to store (at most {MOST_CORRELATED:,}); "
-            "leave out gaussian='full', or tap a smaller layer"
+            f"Expected at most {MOST_CORRELATED:,} features for a covariance, got {len(frame.mean):,}. Leave out "
+            "gaussian='full', or tap a smaller layer."
         )
     place = passes.feed.device
     covariance = CovarianceTracker() if full else None

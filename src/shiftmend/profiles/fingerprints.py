@@ -42,8 +42,8 @@ def weights(model: nn.Module) -> str:
     for name, value in sorted(full_state_dict(model).items()):
         if value.layout != torch.strided:
             raise ShiftmendError(
-                f"{name!r} of the model is a sparse tensor, which no file of weights can hold; register it with "
-                "persistent=False"
+                f"Expected a model of dense tensors, got {name!r}, which is sparse and cannot be saved. Register it "
+                "with persistent=False."
             )
         digest.update(name.encode())
         digest.update(tensor_bytes(value))
@@ -257,9 +257,7 @@ class _Summing:
     def finish(self) -> InputSummary:
         assert self._shape is not None, "feeds refuse empty data"
         if bool(torch.stack(self._nans).any()):
-            raise DataError(
-                "the inputs are finite before preprocess and NaN behind it; expected numbers: look at it first"
-            )
+            raise DataError("Expected preprocess to return numbers, got NaN for finite inputs. Check preprocess.")
         trackers = [*self._trackers.values()]
         mean, deviation = _combine_moments(trackers)
         return InputSummary(

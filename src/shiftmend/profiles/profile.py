@@ -242,7 +242,9 @@ class Profile:
             write_atomically(target, content)
         except OSError as error:
             # The system names a temporary file at best.
-            raise ProfileError(f"{target} cannot be written ({error.strerror or error}); name another file") from error
+            raise ProfileError(
+                f"File {target} cannot be written ({error.strerror or error}). Name another file."
+            ) from error
 
     @staticmethod
     @torch.inference_mode(False)
@@ -281,8 +283,8 @@ class Profile:
         """
         if fingerprints.architecture(unwrap(model)) != self.architecture:
             raise ProfileError(
-                "The profile belongs to a model with other layers: names or shapes of parameters differ. Profile this "
-                "model, or load the model of the profile."
+                "Expected the model that was profiled, got one with other layers. Profile this model, or load the one "
+                "that was profiled."
             )
 
     @torch.no_grad()
@@ -314,8 +316,8 @@ class Profile:
         for name, tap in self.taps.items():
             if name in found and found[name] != tap.units:
                 raise ProfileError(
-                    f"tap {name!r} gives {counted(found[name], 'unit')} at {str(self.specs[name])!r}, and the "
-                    f"profile holds {tap.units}; profile this model at its source"
+                    f"Expected {tap.units} units at tap {name!r} ({str(self.specs[name])!r}), as in the profile, got "
+                    f"{found[name]}. Profile this model at its source."
                 )
 
     def check_weights(self, model: nn.Module) -> None:
@@ -359,19 +361,18 @@ def as_profile(given: Profile | str | os.PathLike[str], what: str = "the profile
     if isinstance(given, str | os.PathLike):
         return Profile.load(given, trust=trust)
     if not isinstance(given, Profile):
-        raise ProfileError(f"{what} is {kind(given)}, expected a Profile or the name of its file")
+        raise ProfileError(f"Expected {what} to be a Profile or the name of its file, got {kind(given)}.")
     return given
 
 
 def _check_parts(given: Sequence[Profile | str | os.PathLike[str]]) -> list[Profile]:
     if isinstance(given, str | os.PathLike | Profile) or not isinstance(given, Iterable):
-        raise ProfileError(f"the parts of a mixture are given as {kind(given)}, expected a list of profiles or files")
+        raise ProfileError(f"Expected the parts of a mixture to be a list of profiles or files, got {kind(given)}.")
     return [as_profile(part, f"part {number} of the mixture") for number, part in enumerate(given, 1)]
 
 
 def _check_shares(parts: int, given: Sequence[float]) -> list[float]:
     """Return the shares scaled to add up to 1."""
-    expected = f"expected one number for each of the {parts} parts, none negative and one at least above 0"
     try:
         # Text and dictionaries would give digits and names, and a set has no order.
         shares = [] if isinstance(given, str | Mapping | Set) else [float(share) for share in given]
@@ -379,7 +380,10 @@ def _check_shares(parts: int, given: Sequence[float]) -> list[float]:
         shares = []
     total = sum(shares)
     if len(shares) != parts or not all(0 <= share < math.inf for share in shares) or not 0 < total < math.inf:
-        raise ProfileError(f"the shares of a mixture are {brief(shares or given)}, {expected}")
+        raise ProfileError(
+            f"Expected shares of a mixture as {parts} numbers, one for each part, none negative and one above 0, got "
+            f"{brief(shares or given)}."
+        )
     return [share / total for share in shares]
 
 
@@ -391,7 +395,8 @@ def _mix(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
     for part in parts[1:]:
         if _identity(part) != _identity(first):
             raise ProfileError(
-                "these profiles are of different models, taps, presets or statistics and cannot be put together"
+                "Expected profiles of one model, with the same taps, preset and statistics, got different ones. "
+                "Collect the others with like= the first."
             )
     sizes = [part.inputs_seen * number for part, number in zip(parts, times, strict=True)]
     return replace(

@@ -173,7 +173,8 @@ class Rehearsal:
         """
         if candidate not in self.candidates:
             raise ProfileError(
-                f"{candidate!r} was not rehearsed, only {', '.join(self.candidates)}; rehearse with candidates=[...]"
+                f"Expected a candidate that was rehearsed ({', '.join(self.candidates)}), got {candidate!r}. Rehearse "
+                "with candidates=[...]."
             )
         return self.candidates.index(candidate)
 

@@ -141,9 +141,13 @@ def read(path: Path, trust: str | None = None) -> Profile:
         with path.open("rb") as handle:
             content = handle.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ProfileError(f"{path} could not be read ({error.strerror}); expected a shiftmend profile") from error
+        raise ProfileError(
+            f"Expected a shiftmend profile, got {path}, which cannot be read ({error.strerror}). Name another file."
+        ) from error
     if len(content) > MAX_BYTES:
-        raise ProfileError(f"{path} has more than {MAX_BYTES:,} bytes; a profile has fewer, so it is none")
+        raise ProfileError(
+            f"Expected a profile of at most {MAX_BYTES:,} bytes, got {path}, which is larger and therefore none."
+        )
     try:
         return decode(content, trust)
     except ProfileError as error:

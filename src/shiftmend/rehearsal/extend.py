@@ -34,7 +34,10 @@ def find_missing(record: Rehearsal, methods: Mapping[str, Method]) -> dict[str, 
     """Return the candidates that the rehearsal lacks; refuse those that it has with other hyper-parameters."""
     for method in methods.values():
         if different := record.find_differences(describe_method(method)):
-            raise DataError(f"Expected the candidates of the stored rehearsal, but {different[0]}. Leave extend out.")
+            raise DataError(
+                f"Expected the candidates of the stored rehearsal, but {different[0]}. Leave extend out to rehearse "
+                "anew."
+            )
     return {name: method for name, method in methods.items() if name not in record.candidates}
 
 
@@ -49,7 +52,9 @@ def plan_again(record: Rehearsal, inputs: Inputs, battery: Any) -> list[PlannedS
     names = [RehearsedShift(one.name, one.family, float(one.strength)) for one in planned]
     if tuple(names) != record.shifts[1:]:
         first = next((shift.name for shift in record.shifts[1:] if shift not in names), "no more")
-        raise DataError(f"Expected the battery of the stored rehearsal, which has {first!r}. Pass the same battery=.")
+        raise DataError(
+            f"Expected the battery of the stored rehearsal, which has {first!r}, got another. Pass the same battery=."
+        )
     return planned
 
 

@@ -189,7 +189,7 @@ def rehearse(
     )
     number = (QUICK_SHIFTS if quick else DEFAULT_SHIFTS) if shifts is None else shifts
     if not is_whole(number) or number < 1:
-        raise DataError(f"shifts must be a whole number of at least 1, got {brief(shifts)}")
+        raise DataError(f"Expected shifts to be a whole number of at least 1, got {brief(shifts)}.")
     world = _Home.open(model, home, profile, settings, ignore_label)
     if candidates is None:
         candidates = choose_usual(QUICK_CANDIDATES if quick else CANDIDATES, profile)
@@ -257,7 +257,7 @@ def choose_sizes(samples: int, site_size: int | None, quick: bool) -> tuple[int,
     """Return the sample sizes to rehearse, ascending."""
     if site_size is not None:
         if not is_whole(site_size) or not site_size >= 2:
-            raise DataError(f"site_size must be a whole number of at least 2, got {brief(site_size)}")
+            raise DataError(f"Expected site_size to be a whole number of at least 2, got {brief(site_size)}.")
         return (min(int(site_size), samples),)
     small = min(SMALL_SIZE, samples // 3)
     return (samples,) if quick or small < MIN_SMALL_SIZE else (small, samples)
@@ -293,9 +293,11 @@ class _Home:
             what="home data",
         )
         if feed.inputs is None:
-            raise DataError("Expected home data of one shape that fits into memory; try a few thousand samples of it.")
+            raise DataError(
+                "Expected home data of one shape that fits into memory, got others. Try a few thousand samples."
+            )
         if feed.samples < MIN_SAMPLES:
-            raise DataError(f"Expected at least {MIN_SAMPLES} samples of home data, got {feed.samples}; add some.")
+            raise DataError(f"Expected at least {MIN_SAMPLES} samples of home data, got {feed.samples}. Add some.")
         inputs, labels = feed.inputs, feed.labels
         if len(inputs) > MAX_SAMPLES:
             chosen = random_order(len(inputs), settings.seed)[:MAX_SAMPLES].sort().values
@@ -610,9 +612,15 @@ class _Jobs:
             cells: dict[str, Cell] = found["cells"]
             known = found["format"] == FILE_FORMAT and found["identity"] == self.identity
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ShiftmendError(f"{self.path} is no checkpoint of a rehearsal; remove it, or name another.") from error
+            raise ShiftmendError(
+                f"Expected a checkpoint of a rehearsal, got {self.path}, which is none. Remove it, or name another "
+                "file."
+            ) from error
         if not known:
-            raise ShiftmendError(f"{self.path} belongs to another rehearsal; remove it, or name another checkpoint.")
+            raise ShiftmendError(
+                f"Expected a checkpoint of this rehearsal, got {self.path}, which belongs to another. Remove it, or "
+                "name another file."
+            )
         return cells
 
     def _save(self) -> None:
@@ -678,7 +686,8 @@ class _Jobs:
         if failures[UNTOUCHED]:
             unscored = record.shifts[failures[UNTOUCHED][0][0]].name
             raise DataError(
-                f"Expected a score of the untouched model for each shift, got none for {unscored}; leave it out."
+                f"Expected a score of the untouched model for each shift, got none for {unscored}. Leave that shift "
+                "out."
             )
         names = [name for name, failed in failures.items() if self._is_usable(failed)]
         for name, failed in failures.items():

@@ -77,7 +77,9 @@ def shares(
     profile.check_architecture(model)
     record = profile.rehearsal
     if record is None or not record.confusion.numel():
-        raise DataError("Expected a profile that knows the mistakes at home. Try shiftmend.rehearse with labels.")
+        raise DataError(
+            "Expected a profile that knows the mistakes at home, got one without. Try shiftmend.rehearse with labels."
+        )
     place = resolve_device(device, model)
     columns = profile.inputs.columns
     feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, columns=columns, what="target data")
