@@ -560,7 +560,7 @@ def test_the_line_has_no_zone_that_so_few_samples_cannot_reach(
 @pytest.mark.parametrize("path", [None, 3, ""])
 def test_a_page_is_written_of_facts_into_a_file(path: object, tmp_path: Path) -> None:
     world, profile, _ = mended()
-    with pytest.raises(shiftmend.ShiftmendError, match="expected a name"):
+    with pytest.raises(shiftmend.ShiftmendError, match="Expected a name"):
         report.write(report.gather(world.model, world.target, profile), path)  # type: ignore[arg-type]
     with pytest.raises(shiftmend.ShiftmendError, match="Profile"):
         report.write(profile, tmp_path / "report.html")  # type: ignore[arg-type]

@@ -73,7 +73,7 @@ def blocks(
         sample = torch.zeros(2, *sides)
     except (ValueError, TypeError, RuntimeError) as error:
         raise DataError(
-            f"--shape {shape!r} should be whole numbers with commas, e.g. 3,32,32, that fit into memory"
+            f"Expected --shape to be whole numbers with commas that fit into memory, e.g. 3,32,32, got {shape!r}."
         ) from error
     found = split_blocks(net, trace(net, sample, head=head, output=entry(output_entry)), block_names(block))
     parameters = dict(net.named_parameters())
@@ -175,7 +175,7 @@ def adapt(
     supervised = getattr(METHODS.get(chosen) if isinstance(chosen, str) else chosen, "takes_labels", False)
     if supervised:
         if labels is None:
-            raise DataError(f"{method} needs labels, and {data} has none that can be used: {LABELLED}")
+            raise DataError(f"Expected labels in {data}, which {method} needs, got none. {LABELLED}.")
         options["labels"] = labels
 
     def score(which: nn.Module, rows: list[int] | slice = slice(None)) -> Scores | RegressionScores:
@@ -237,7 +237,10 @@ def _check_place(out: Path, weights: Path | None) -> None:
     check_folder(out)
     result = out / "model.safetensors"
     if weights is not None and result.exists() and weights.exists() and result.samefile(weights):
-        raise DataError(f"--out {out} would replace the file of the weights, {weights}; name another folder")
+        raise DataError(
+            f"Expected a new folder as --out, got {out}, which would replace the weights {weights}. Name another "
+            "folder."
+        )
 
 
 def _method_options(texts: list[str] | None) -> dict[str, Any]:
@@ -247,5 +250,8 @@ def _method_options(texts: list[str] | None) -> dict[str, Any]:
     options = dict(method_option(text) for text in texts or [])
     foreign = set(options) & set(signature(shiftmend.adapt).parameters)
     if foreign:
-        raise DataError(f"{min(foreign)!r} is no option of a method; see `shiftmend adapt --help` for those of adapt")
+        raise DataError(
+            f"Expected an option of a method, got {min(foreign)!r}, which is one of adapt. See `shiftmend adapt "
+            "--help`."
+        )
     return options

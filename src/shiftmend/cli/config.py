@@ -114,7 +114,7 @@ def read_config(path: Path, command: TyperCommand, others: Iterable[TyperCommand
     try:
         content = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is no TOML file: {error}") from error
+        raise DataError(f"Expected a TOML file, got {path}, which is none: {error}.") from error
     known = {str(one.name): list_options(one) for one in others}
     own, anywhere = list_options(command), {name for options in known.values() for name in options}
     values = {}
@@ -137,8 +137,8 @@ def _find_name(key: str, known: set[str], path: Path) -> str:
     if name in known:
         return name
     close = get_close_matches(name, known, 1)
-    hint = f"did you mean {close[0]!r}?" if close else "see --print-config"
-    raise DataError(f"{path} has an unknown option {key!r}; {hint}")
+    hint = f"Try {close[0]!r}" if close else "See --print-config"
+    raise DataError(f"Expected options of the command in {path}, got {key!r}. {hint}.")
 
 
 def _as_text(value: Any, parameter: Any) -> Any:

@@ -79,7 +79,7 @@ def load_battery(name: str) -> Any:
 def _parse_option(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
-        raise ShiftmendError(f"model option {text!r} should read name=value, e.g. classes=10")
+        raise ShiftmendError(f"Expected --model-option to read name=value, e.g. classes=10, got {text!r}.")
     return key, whole_or_text(value)
 
 
@@ -88,17 +88,17 @@ def _call_factory(name: str, settings: dict[str, Any], known: Iterable[str]) -> 
         given = settings or "no options"
         # Without a frame of the factory's own, the call itself failed and not what it ran.
         if isinstance(error, TypeError) and not frames(error):
-            return ShiftmendError(f"{name} could not be called with {given}: {error}")
+            return ShiftmendError(f"Expected options that {name} takes, got {given}: {error}.")
         return ShiftmendError(
-            f"{name} could not make the model with {given}: {describe_error(error)}; expected it to return a "
-            "torch.nn.Module: mend it there, or pass other --model-option"
+            f"Expected {name} to return a model with {given}, got {describe_error(error)}. Mend it there, or pass "
+            "other --model-option."
         )
 
     with _import_named("model", name, known, "factory") as factory:
         with user_code(refuse):
             model = factory(**settings)
         if not isinstance(model, nn.Module):
-            raise ShiftmendError(f"{name} gave a {type(model).__name__}, expected a torch.nn.Module")
+            raise ShiftmendError(f"Expected {name} to return a torch.nn.Module, got {kind(model)}.")
     return model
 
 
@@ -112,17 +112,19 @@ def _import_named(what: str, name: str, known: Iterable[str], attributes: str) -
     """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where:
-        listed = f"neither built in ({', '.join(known)}) nor" if known else "not"
+        listed = f"built in ({', '.join(known)}), or " if known else ""
         raise ShiftmendError(
-            f"{what} {name!r} is {listed} of the form package.module:{attributes} or file.py:{attributes}"
+            f"Expected the {what} to be {listed}package.module:{attributes} or file.py:{attributes}, got {name!r}."
         )
     is_file = where.endswith(".py")
     if is_file and not Path(where).is_file():
-        raise ShiftmendError(f"{what} {name!r} could not be found: there is no file {where}")
+        raise ShiftmendError(f"Expected the file {where} for the {what} {name!r}, got none. Check its name.")
     with redirect_stdout(sys.stderr), first_on_path(Path(where).resolve().parent if is_file else Path.cwd()):
         module = _import(f"{what} {name!r}", where, is_file, what)
         if not hasattr(module, attribute):
-            raise ShiftmendError(f"{what} {name!r} could not be found: {where} has no {attribute!r}")
+            raise ShiftmendError(
+                f"Expected {attribute!r} in {where} for the {what} {name!r}, got none. Check its name."
+            )
         yield getattr(module, attribute)
 
 
@@ -131,10 +133,11 @@ def _import(named: str, where: str, is_file: bool, what: str) -> ModuleType:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and not is_file and f"{where}.".startswith(f"{missing}."):
             return ShiftmendError(
-                f"{named} could not be found: {error}; expected a module that is installed or in the current folder"
+                f"Expected the module of {named} to be installed or in the current folder, but it could not be found: "
+                f"{error}."
             )
-        remedy = f"install it, or put it beside the {what}" if missing else "mend it there"
-        return ShiftmendError(f"{named} could not be imported: {describe_error(error)}; {remedy}")
+        remedy = f"Install it, or put it beside the {what}" if missing else "Mend it there"
+        return ShiftmendError(f"Expected {named} to be imported, got {describe_error(error)}. {remedy}.")
 
     with user_code(refuse):
         return import_file(Path(where)) if is_file else importlib.import_module(where)
@@ -150,16 +153,19 @@ def _load_weights(model: nn.Module, path: Path, allow_pickle: bool) -> None:
         differ = [f"the file lacks {_summarise(lacking)}"] if lacking else []
         differ += [f"the model lacks {_summarise(strange)}"] if strange else []
         first = next((line.strip() for line in str(error).splitlines()[1:] if line.strip()), str(error))
-        raise DataError(f"the weights in {path} do not fit the model: {' and '.join(differ) or first[:200]}") from error
+        raise DataError(
+            f"Expected weights of the model, got others in {path}: {' and '.join(differ) or first[:200]}. Check "
+            "--model and --model-option."
+        ) from error
 
 
 def _read_weights(path: Path, allow_pickle: bool) -> Mapping[str, Any]:
     if not path.is_file():
-        raise DataError(f"there is no weights file {path}; expected a safetensors file")
+        raise DataError(f"Expected a safetensors file of weights, got {path}, which does not exist.")
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt") and not allow_pickle:
         raise DataError(
-            f"{path} is a pickle, which can run code when read; convert it to safetensors, or pass --allow-pickle if "
-            "you trust where it comes from"
+            f"Expected safetensors, got {path}, a pickle, which can run code when read. Convert it, or pass "
+            "--allow-pickle if you trust its origin."
         )
     try:
         if allow_pickle and path.suffix != ".safetensors":
@@ -168,8 +174,8 @@ def _read_weights(path: Path, allow_pickle: bool) -> Mapping[str, Any]:
             state = safetensors.torch.load_file(path)
     except pickle.UnpicklingError as error:
         raise DataError(
-            f"{path} could not be read as weights: it is damaged or holds more than tensors, such as a whole model; "
-            "expected what torch.save(model.state_dict(), file) writes"
+            f"Expected what torch.save(model.state_dict(), file) writes, got {path}, which could not be read: it is "
+            "damaged or holds more than tensors."
         ) from error
     except (
         SafetensorError,
@@ -181,11 +187,11 @@ def _read_weights(path: Path, allow_pickle: bool) -> Mapping[str, Any]:
         TypeError,
         ValueError,
     ) as error:
-        raise DataError(f"{path} could not be read as weights: {error}") from error
+        raise DataError(f"Weights in {path} could not be read: {error}.") from error
     if not _has_names(state):
         raise DataError(
-            f"{path} holds a {type(state).__name__} without names of weights, expected what "
-            "torch.save(model.state_dict(), file) writes"
+            f"Expected what torch.save(model.state_dict(), file) writes, got {path} with {kind(state)} without names "
+            "of weights."
         )
     return state
 
@@ -229,8 +235,8 @@ class Normalisation:
         present, means, deviations = images.shape[1], len(self.mean), len(self.deviation)
         if len({present, means, deviations} - {1}) > 1:
             raise DataError(
-                f"--mean names {counted(means, 'number')} and --std {deviations}, and the images have "
-                f"{counted(present, 'channel')}; expected one number, or one per channel"
+                f"Expected one number, or one per channel, for {counted(present, 'channel')}, got "
+                f"{counted(means, 'number')} in --mean and {deviations} in --std."
             )
         values = images.float().div_(255)
         return (values - per_channel(self.mean, values)) / per_channel(self.deviation, values)
@@ -240,8 +246,8 @@ def _set_channels(images: Tensor, channels: int) -> Tensor:
     if images.dtype != torch.uint8 or images.ndim != 4:
         kind = str(images.dtype).removeprefix("torch.")
         raise DataError(
-            f"--channels {channels} is for 8-bit images, and the inputs are {kind} {list(images.shape[1:])}: "
-            "leave it out"
+            f"Expected 8-bit images for --channels {channels}, got inputs {kind} {list(images.shape[1:])}. Leave it "
+            "out."
         )
     present = images.shape[1]
     if present == channels:
@@ -253,8 +259,8 @@ def _set_channels(images: Tensor, channels: int) -> Tensor:
         red, green, blue = images.int().unbind(1)
         return ((19595 * red + 38470 * green + 7471 * blue + 32768) >> 16).to(torch.uint8).unsqueeze(1)
     raise DataError(
-        f"the images have {present} channels, which --channels {channels} cannot make of them; expected grey images to "
-        "repeat, or colour and --channels 1"
+        f"Expected grey images for --channels {channels}, or colour for --channels 1, got {present} channels. Leave it "
+        "out."
     )
 
 
@@ -265,15 +271,17 @@ def parse_normalisation(mean: str, deviation: str, channels: int | None) -> Norm
         try:
             values = tuple(float(part) for part in text.split(","))
         except ValueError as error:
-            raise ShiftmendError(f"--{what} {text!r} should be one number, or one per channel with commas") from error
+            raise ShiftmendError(
+                f"Expected --{what} to be one number, or one per channel with commas, got {text!r}."
+            ) from error
         if not all(map(math.isfinite, values)):
-            raise ShiftmendError(f"--{what} {text!r} should be finite")
+            raise ShiftmendError(f"Expected --{what} to be finite, got {text!r}.")
         if what == "std" and any(value <= 0 for value in values):
-            raise ShiftmendError(f"--std {text!r} should be positive")
+            raise ShiftmendError(f"Expected --std to be positive, got {text!r}.")
         return values
 
     if channels is not None and channels < 1:
-        raise ShiftmendError(f"--channels {channels} should be at least 1")
+        raise ShiftmendError(f"Expected --channels to be at least 1, got {channels}.")
     return Normalisation(numbers(mean, "mean"), numbers(deviation, "std"), channels)
 
 
@@ -298,16 +306,16 @@ def load_data(path: Path, size: int | None, choice: Mapping[str, Any] | None = N
     `choice` says what the columns of a table are used for, as arguments of `read_table`.
     """
     if size is not None and size < 1:
-        raise DataError(f"--size {size} should be at least 1 pixel")
+        raise DataError(f"Expected --size to be at least 1 pixel, got {size}.")
     choice = choice or {}
     if path.suffix.lower() in SUFFIXES and not path.is_dir():
         if size is not None:
-            raise DataError(f"--size {size} is for images, and {path} is a table: leave it out")
+            raise DataError(f"Expected images for --size {size}, got the table {path}. Leave it out.")
         table = read_table(path, **choice)
         return Data(table.inputs, table.labels, table.classes or None, table.columns)
     for name in choice.keys() - {"columns"}:
         option = {"quantities": "quantity"}.get(name, name)
-        raise DataError(f"--{option} is for a table, and {path} is none; leave it out")
+        raise DataError(f"Expected a table for --{option}, got {path}, which is none. Leave it out.")
     if path.is_dir():
         folder = image_folder(path, size=size)
         return Data(folder.images, folder.labels, folder.classes or None)
@@ -322,8 +330,8 @@ def load_data(path: Path, size: int | None, choice: Mapping[str, Any] | None = N
             inputs = _read_images(archive, path, size)
         else:
             raise DataError(
-                f"{path} holds {', '.join(archive.files) or 'nothing'}; expected an array 'images' (uint8), or "
-                "'inputs' for anything else"
+                f"Expected an array 'images' (uint8) in {path}, or 'inputs' for anything else, got "
+                f"{', '.join(archive.files) or 'nothing'}."
             )
         return Data(inputs, _read_labels(archive, path, len(inputs)))
 
@@ -331,9 +339,12 @@ def load_data(path: Path, size: int | None, choice: Mapping[str, Any] | None = N
 def check_npz(path: Path, others: str = "") -> None:
     """Refuse a path that is neither a folder nor an .npz file; `others` names what else is read."""
     if not path.exists():
-        raise DataError(f"there is no {path}; expected a folder of images or an .npz file{others and f', or {others}'}")
+        raise DataError(
+            f"Expected a folder of images or an .npz file{others and f', or {others}'}, got {path}, which does not "
+            "exist."
+        )
     if path.suffix != ".npz":
-        raise DataError(f"{path} is neither a folder of images nor an .npz file{others and f', nor {others}'}")
+        raise DataError(f"Expected a folder of images or an .npz file{others and f', or {others}'}, got {path}.")
 
 
 def _read_images(archive: NpzFile, path: Path, size: int | None) -> Tensor:
@@ -343,7 +354,7 @@ def _read_images(archive: NpzFile, path: Path, size: int | None) -> Tensor:
     except DataError as error:
         if read_member(archive, path, "images").dtype == np.uint8:
             raise
-        raise DataError(f"{error}, or name the array 'inputs' if the model takes these numbers as they are") from error
+        raise DataError(f"{error} Name the array 'inputs' if the model takes these numbers as they are.") from error
     return scale_images(images, size)
 
 
@@ -362,14 +373,14 @@ def _read_other_inputs(archive: NpzFile, path: Path, size: int | None) -> Tensor
 def _as_other_inputs(inputs: NDArray[Any], name: str, size: int | None) -> Tensor:
     """Convert inputs that are no images; whole numbers stay whole, since they may be tokens."""
     if size is not None:
-        raise DataError(f"--size {size} is for images, and {name} holds inputs, which are not scaled: leave it out")
+        raise DataError(f"Expected images for --size {size}, got {name}, which is not scaled. Leave it out.")
     whole, real = np.issubdtype(inputs.dtype, np.integer), np.issubdtype(inputs.dtype, np.floating)
     if inputs.ndim < 2 or 0 in inputs.shape or not (whole or real):
-        raise DataError(f"{name} holds {inputs.dtype} {list(inputs.shape)}; expected numbers [N, ...]")
+        raise DataError(f"Expected numbers [N, ...] in {name}, got {inputs.dtype} {list(inputs.shape)}.")
     if inputs.dtype == np.uint8 and inputs.ndim != 4:
         raise DataError(
-            f"{name} holds uint8 {list(inputs.shape)}, but 8-bit inputs are images [N, C, H, W]; store "
-            "tokens as int64 and measurements as float32"
+            f"Expected 8-bit inputs to be images [N, C, H, W], got {list(inputs.shape)} in {name}. Store tokens as "
+            "int64 and measurements as float32."
         )
     check_range(inputs, "input")
     kind = np.uint8 if inputs.dtype == np.uint8 else np.int64 if whole else np.float32
@@ -393,8 +404,8 @@ def _read_labels(archive: NpzFile, path: Path, count: int) -> Tensor | None:
         return None
     if labels.shape[:1] != (count,) or 0 in labels.shape:
         raise DataError(
-            f"{path} has {count} inputs but labels {list(labels.shape)}; expected one label an input [N], or one for "
-            "each position of an output [N, ...]"
+            f"Expected one label for each of {count} inputs, or for each position of an output, got labels "
+            f"{list(labels.shape)} in {path}."
         )
     labels = labels.reshape(count) if labels.size == count else labels
     # Class numbers are not checked here: one that is none may be the --ignore-label.

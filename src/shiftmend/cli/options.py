@@ -154,7 +154,9 @@ def choose_columns(
 ) -> dict[str, Any]:
     """Return what the columns of a table are used for, as arguments of `read_table`; inputs are those of a profile."""
     if classes is not None and label is None:
-        raise DataError("--classes names the classes of a label; name its column with --label")
+        raise DataError(
+            "Expected --label beside --classes, which names its classes, got none. Name the column with --label."
+        )
     given = {
         "label": label,
         "classes": tuple(name.strip() for name in classes.split(",")) if classes else (),
@@ -170,7 +172,7 @@ def _condition(text: str) -> tuple[str, str]:
     """Read `--where column=value`."""
     name, equals, value = text.partition("=")
     if not (equals and name):
-        raise DataError(f"--where {text!r} should read column=value, e.g. board=3")
+        raise DataError(f"Expected --where to read column=value, e.g. board=3, got {text!r}.")
     return name, value
 
 
@@ -183,7 +185,7 @@ def named_tap(text: str) -> tuple[str, str]:
     """Read `--tap name=module`."""
     name, equals, spec = text.partition("=")
     if not (equals and name and spec):
-        raise DataError(f"--tap {text!r} should read name=module, e.g. early=layer1")
+        raise DataError(f"Expected --tap to read name=module, e.g. early=layer1, got {text!r}.")
     return name, spec
 
 
@@ -201,11 +203,11 @@ def method_option(text: str) -> tuple[str, Any]:
     """Read `--option name=value`; values with commas become a tuple."""
     key, equals, value = text.partition("=")
     if not equals:
-        raise DataError(f"--option {text!r} should read name=value, e.g. learning_rate=0.1")
+        raise DataError(f"Expected --option to read name=value, e.g. learning_rate=0.1, got {text!r}.")
     if "," in value:
         parts = tuple(_number(part) for part in value.split(",") if part)
         if key == "learning_rate" and any(isinstance(part, str) for part in parts):
-            raise DataError(f"--option {text!r} should name numbers, e.g. learning_rate=0.01,0.1")
+            raise DataError(f"Expected numbers in --option, e.g. learning_rate=0.01,0.1, got {text!r}.")
         return key, parts
     return key, _number(value)
 

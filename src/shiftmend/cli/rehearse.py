@@ -162,7 +162,8 @@ def _check_sendable(*parts: Any) -> None:
 
     def refuse(error: BaseException) -> ShiftmendError:
         return ShiftmendError(
-            f"the model or a method cannot be sent to other processes: {describe_error(error)}; use --workers 1"
+            f"Expected a model and methods that can be sent to other processes, got {describe_error(error)}. Use "
+            "--workers 1."
         )
 
     with user_code(refuse):
@@ -193,7 +194,7 @@ def _processes(number: int) -> Iterator[Executor | None]:
         yield pool
     except BrokenProcessPool as error:
         raise ShiftmendError(
-            "a process of the rehearsal died, perhaps for lack of memory; use fewer --workers, or 1"
+            "A process of the rehearsal died, perhaps for lack of memory. Use fewer --workers, or 1."
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

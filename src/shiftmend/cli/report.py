@@ -125,8 +125,8 @@ def _check_target(out: Path) -> None:
     """Check that the page replaces nothing but another page."""
     check_folder(out.parent)
     if out.is_dir():
-        raise DataError(f"expected --out to name an HTML file, got the folder {out}")
+        raise DataError(f"Expected --out to name an HTML file, got the folder {out}.")
     if out.is_file():
         with out.open("rb") as file:
             if not file.read(64).lstrip().lower().startswith((b"<!doctype html", b"<html")):
-                raise DataError(f"expected an HTML page to replace, got {out}. Try another name")
+                raise DataError(f"Expected an HTML page to replace, got {out}. Try another name.")

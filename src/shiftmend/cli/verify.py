@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shiftmend.verification.verdict import Verification
 
 logger = logging.getLogger(__name__)
-LABELLED = "expected one folder per class, an array 'labels' in the .npz, or a table with --label or --quantity"
+LABELLED = "Try one folder per class, an array 'labels' in the .npz, or a table with --label or --quantity"
 NOT_REHEARSED = "the profile was not rehearsed; see `shiftmend rehearse`"
 
 Answer = Literal["yes", "no", "unknown"]
@@ -89,7 +89,10 @@ def verify(
     home = shiftmend.Profile.load(profile, trust=trust)
     limit = _read_limit(at_least, at_most, home)
     if labelled is not None and home.rehearsal is None:
-        raise DataError(f"--labelled narrows an estimate, and {NOT_REHEARSED}, or `shiftmend evaluate`")
+        raise DataError(
+            "Expected a rehearsed profile for --labelled, which narrows an estimate. Try `shiftmend rehearse`, or "
+            "`shiftmend evaluate`."
+        )
     choice = choose_columns(label, classes, quantity, drop, where, home)
     # With labelled samples beside them, the data need no labels.
     own = choice if labelled is None else {name: choice[name] for name in choice.keys() & {"drop", "where", "columns"}}
@@ -97,7 +100,7 @@ def verify(
     few = None if labelled is None else load_data(labelled, size, choice)
     if few is not None:
         if few.labels is None:
-            raise DataError(f"{labelled} has no labels that can be used here: {LABELLED}")
+            raise DataError(f"Expected labels in {labelled}, got none that can be used. {LABELLED}.")
         check_labels(net, few, preprocess, output_entry, device)
     found = shiftmend.verify(
         net,
@@ -215,7 +218,8 @@ def _find_manifest(
         manifest = read_manifest(path, trust)
         if manifest["adapted_weights"] != fingerprints.weights(net):
             raise DataError(
-                f"Expected the weights that {path} describes, got others. Try --weights {path.parent}/model.safetensors"
+                f"Expected the weights that {path} describes, got others. Try --weights "
+                f"{path.parent}/model.safetensors."
             )
         return manifest
     beside = None if weights is None else weights.parent / "manifest.json"
@@ -240,18 +244,26 @@ class _Limit(NamedTuple):
 def _read_limit(at_least: str | None, at_most: str | None, profile: Profile) -> _Limit | None:
     """Read `--at-least 0.8`, `--at-least 80%` or `--at-most 2.5`."""
     if at_least is not None and at_most is not None:
-        raise DataError("--at-least is for accuracy and --at-most for errors; leave one of them out")
+        raise DataError(
+            "Expected either --at-least (accuracy) or --at-most (an error), got both. Leave one of them out."
+        )
     record = profile.rehearsal
     if at_least is not None:
         if record is not None and not record.higher_is_better:
-            raise DataError(f"the profile was rehearsed for the {record.metric}, an error; use --at-most")
+            raise DataError(
+                f"Expected --at-most, since the profile was rehearsed for the {record.metric}, an error, got "
+                "--at-least."
+            )
         value = _number(at_least.removesuffix("%")) / (100 if at_least.endswith("%") else 1)
         if not 0 <= value <= 1:
             raise DataError(f"Expected --at-least from 0 to 1, or a percentage, got {at_least}. Try 0.8 or 80%.")
         return _Limit("at least", at_least, value)
     if at_most is not None:
         if record is not None and record.higher_is_better:
-            raise DataError(f"the profile was rehearsed for the {record.metric}, which is no error; use --at-least")
+            raise DataError(
+                f"Expected --at-least, since the profile was rehearsed for the {record.metric}, which is no error, got "
+                "--at-most."
+            )
         value = _number(at_most)
         if not value >= 0:
             raise DataError(f"Expected --at-most to be a number of at least 0, got {at_most}.")
@@ -325,7 +337,7 @@ def evaluate(
     choice = choose_columns(label, classes, quantity, drop, where, home)
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std, choice)
     if given.labels is None:
-        raise DataError(f"{data} has no labels that can be used here: {LABELLED}")
+        raise DataError(f"Expected labels in {data}, got none that can be used. {LABELLED}.")
     scores = shiftmend.evaluate(
         net,
         (given.inputs, given.labels),

@@ -311,7 +311,7 @@ def gather(
     profile.check_architecture(model)
     if not is_whole(samples) or not 0 <= samples <= MAX_SHOWN_SAMPLES:
         raise DataError(
-            f"expected samples (to show) as a whole number from 0 to {MAX_SHOWN_SAMPLES}, got {brief(samples)}"
+            f"Expected samples (to show) as a whole number from 0 to {MAX_SHOWN_SAMPLES}, got {brief(samples)}."
         )
     place = resolve_device(device, model)
     columns = profile.inputs.columns
@@ -385,10 +385,10 @@ def _check_labels(labels: Any, feed: Feed) -> Tensor | None:
     found = as_tensor(labels, "list of labels")
     if found.ndim == 0 or len(found) != feed.samples:
         raise DataError(
-            f"expected one label for each of {feed.samples} samples, got {len(found) if found.ndim else 1} labels"
+            f"Expected one label for each of {feed.samples} samples, got {len(found) if found.ndim else 1} labels."
         )
     if not feed.keeps_order:
-        raise DataError("expected samples in the order of their labels, got a loader that shuffles. Try shuffle=False")
+        raise DataError("Expected samples in the order of their labels, got a loader that shuffles. Try shuffle=False.")
     return found
 
 
@@ -400,10 +400,10 @@ def _resolve_adaptation(given: Any, model: nn.Module, trust: str | None) -> tupl
         return None, None
     if not isinstance(given, Adaptation):
         raise AdaptationError(
-            f"expected an adaptation from shiftmend.adapt, or the folder it was saved in, got {kind(given)}"
+            f"Expected an adaptation from shiftmend.adapt, or the folder it was saved in, got {kind(given)}."
         )
     if fingerprints.architecture(given.model) != fingerprints.architecture(model):
-        raise AdaptationError("expected an adaptation of this model, got one with other layers")
+        raise AdaptationError("Expected an adaptation of this model, got one with other layers.")
     return given, None
 
 
@@ -411,7 +411,7 @@ def _name_classes(classes: Sequence[str] | None, count: int) -> tuple[str, ...]:
     if classes is None:
         return tuple(map(str, range(count)))
     if isinstance(classes, str) or not isinstance(classes, Sequence):
-        raise DataError(f"expected classes as a list of names, one for each class, got {brief(classes)}")
+        raise DataError(f"Expected classes as a list of names, one for each class, got {brief(classes)}.")
     if count:
         check_classes(len(classes), count)
     return tuple(map(str, classes))

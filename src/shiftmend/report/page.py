@@ -45,7 +45,7 @@ def write(facts: Facts, path: str | os.PathLike[str]) -> None:
     """
     target = as_path(path, "the file to write")
     if not isinstance(facts, Facts):
-        raise DataError(f"expected the facts that report.gather returns, got {kind(facts)}")
+        raise DataError(f"Expected the facts that report.gather returns, got {kind(facts)}.")
     page = render(facts).encode()
     with said_where(target):
         write_atomically(target, page)

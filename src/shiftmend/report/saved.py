@@ -24,7 +24,7 @@ from shiftmend.utils.json import from_strict_json, loads
 from shiftmend.verification.class_shares import Shares, Source
 from shiftmend.verification.estimate import Estimate
 
-REMEDY = "Try the folder that `shiftmend adapt --out` wrote, or adapt again"
+REMEDY = "Try the folder that `shiftmend adapt --out` wrote, or adapt again."
 
 
 def load_adaptation(folder: Path, model: nn.Module, trust: str | None = None) -> Adaptation:
@@ -42,17 +42,17 @@ def load_adaptation(folder: Path, model: nn.Module, trust: str | None = None) ->
         AdaptationError: if the weights do not fit the model.
     """
     if not folder.is_dir():
-        raise DataError(f"expected a folder of an adaptation, got {folder}, which does not exist. {REMEDY}")
+        raise DataError(f"Expected a folder of an adaptation, got {folder}, which does not exist. {REMEDY}")
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
-        raise DataError(f"expected {missing[0]} in {folder}, got none. {REMEDY}")
+        raise DataError(f"Expected {missing[0]} in {folder}, got none. {REMEDY}")
     manifest, files = _read_sealed_manifest(folder / "manifest.json", trust)
     for name, digest in files.items():
         if hash_file(folder / name) != digest:
             raise DataError(f"{folder / name} is damaged: it is not the file that manifest.json seals. {REMEDY}")
     history = _read_history(folder / "history.json")
     if manifest["epochs"] != max(0, len(history) - 1):
-        raise DataError(f"expected in {folder / 'history.json'} the epochs of manifest.json, got others. {REMEDY}")
+        raise DataError(f"Expected in {folder / 'history.json'} the epochs of manifest.json, got others. {REMEDY}")
     adapted = copy.deepcopy(model)
     path = folder / "model.safetensors"
     try:
@@ -64,11 +64,11 @@ def load_adaptation(folder: Path, model: nn.Module, trust: str | None = None) ->
     except RuntimeError as error:
         first = next((line.strip() for line in str(error).splitlines()[1:] if line.strip()), str(error))
         raise AdaptationError(
-            f"expected weights of this model, got another architecture in {path} ({first[:200]}). Try the model that "
-            "was adapted"
+            f"Expected weights of this model, got another architecture in {path} ({first[:200]}). Try the model that "
+            "was adapted."
         ) from error
     if fingerprints.weights(adapted) != manifest["adapted_weights"]:
-        raise DataError(f"expected the weights that manifest.json describes, got others in {path}. {REMEDY}")
+        raise DataError(f"Expected the weights that manifest.json describes, got others in {path}. {REMEDY}")
     try:
         estimate, candidates, reason = _read_estimates(manifest)
         shares, changed = _read_change(manifest)
