@@ -260,13 +260,13 @@ def build(name: str, **options: Any) -> nn.Module:
     """
     factory = MODELS.get(name)
     if factory is None:
-        raise DataError(f"there is no model named {name!r}, the known ones are {', '.join(MODELS)}")
+        raise DataError(f"Expected the model to be one of {', '.join(MODELS)}, got {name!r}.")
     signature = inspect.signature(factory)
     try:
         signature.bind(**options)
     except TypeError as error:
         accepted = ", ".join(signature.parameters)
-        raise DataError(f"wrong options for model {name}: {error}; it takes {accepted}") from error
+        raise DataError(f"Expected options of {name} ({accepted}), got others: {error}.") from error
     for option, value in options.items():
         # Command lines and manifests also deliver text, floats and booleans.
         default = signature.parameters[option].default if option in signature.parameters else None
@@ -274,7 +274,7 @@ def build(name: str, **options: Any) -> nn.Module:
             continue
         if isinstance(default, bool):
             if not isinstance(value, bool):
-                raise DataError(f"option {option} of model {name} must be true or false, got {value!r}")
+                raise DataError(f"Expected option {option} of {name} to be true or false, got {value!r}.")
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise DataError(f"option {option} of model {name} must be a whole number above 0, got {value!r}")
+            raise DataError(f"Expected option {option} of {name} to be a whole number above 0, got {value!r}.")
     return factory(**options)

@@ -435,7 +435,7 @@ def test_merge(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ok(capsys, "export", "-f", tmp_path / "again" / STORE, "--format", "compact", "-o", tmp_path / "second.json")
     assert (tmp_path / "second.json").read_text() == (tmp_path / "all.json").read_text()
     assert "with itself" in refused(capsys, "merge", here, "-f", here)
-    assert "there is no store" in refused(capsys, "merge", digits, tmp_path / "nowhere", "-f", tmp_path / "fresh")
+    assert "Expected a store" in refused(capsys, "merge", digits, tmp_path / "nowhere", "-f", tmp_path / "fresh")
     assert not (tmp_path / "fresh").exists()
 
 
@@ -538,9 +538,9 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["table", "digits", *FOLDER, "--seeds", "7"], "has no such results"),
     (["table", "digits", *FOLDER, "--seeds", ","], "whole numbers"),
     (["table", "digits", *FOLDER, "--metric", "acc"], "unknown metric 'acc'"),
-    (["table", "digits", *FOLDER, "--which", "first"], "expected last, best or selected"),
+    (["table", "digits", *FOLDER, "--which", "first"], "last, best or selected"),
     (["table", "digits", *FOLDER, "--which", "best", "--metric", "seconds"], "not known for the best epoch"),
-    (["table", "digits", *FOLDER, "--beside", "paper-elsewhere"], "expected paper, re-run or none"),
+    (["table", "digits", *FOLDER, "--beside", "paper-elsewhere"], "paper, re-run or none"),
     (["table", "digits", *FOLDER, "--format", "pdf"], "pdf"),
     (["table", "digits", *FOLDER, "--format", "html", "--json"], "--json and --format html contradict each other"),
     (["table", "digits", *FOLDER, "--methods", "fry"], "did you mean fr?"),
@@ -556,7 +556,7 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["compare", "digits", "fr", "bufr", *FOLDER, "--metric", "seconds"], "cannot compare by last seconds"),
     (["compare", "digits", "fr", "bufr", *FOLDER, "--which", "first"], "cannot compare by first accuracy"),
     (["correlate", "digits", *FOLDER, "--protocol", "online"], "has no such results"),
-    (["export", *FOLDER, "--format", "xml"], "expected csv, json or compact"),
+    (["export", *FOLDER, "--format", "xml"], "csv, json or compact"),
     (["export", "-f", "{tmp}/nowhere"], "there is no store"),
     (["export", *FOLDER, "--out", "{tmp}/folder"], "is a folder"),
     (["export", *FOLDER, "--out", "{tmp}/file/new/x.csv"], "x.csv cannot be written (Not a directory); choose another"),
@@ -599,7 +599,7 @@ def test_a_compact_export_serves_in_place_of_the_store(
         assert ok(capsys, *command, "-f", file) == ok(capsys, *command, "-f", digits)
     assert ok(capsys, "status", "digits", "-f", file) == ok(capsys, "status", "digits", "-f", digits)
     assert "has no results of mnist-c" in refused(capsys, "export", "mnist-c", "-f", digits)
-    assert "expected csv, json or compact" in refused(capsys, "export", "-f", digits, "--format", "xml")
+    assert "csv, json or compact" in refused(capsys, "export", "-f", digits, "--format", "xml")
     assert len(list(csv.DictReader(io.StringIO(ok(capsys, "export", "-f", file))))) == 32
 
 
@@ -615,7 +615,7 @@ def test_page_takes_the_notes_beside_it(digits: Path, tmp_path: Path, capsys: py
     assert "\n\nMind the *step*.\n\n</details>" in out.read_text().split("## Notes\n")[1]
     (tmp_path / "mine.md").write_text("Mine.")
     assert "\n\nMine.\n\n</details>" in ok(capsys, "page", "digits", "-f", digits, "--notes", tmp_path / "mine.md")
-    assert "there are no notes at" in refused(capsys, "page", "digits", "-f", digits, "--notes", tmp_path / "none.md")
+    assert "Expected notes" in refused(capsys, "page", "digits", "-f", digits, "--notes", tmp_path / "none.md")
     assert "has no results of mnist-c" in refused(capsys, "page", "mnist-c", "-f", digits)
     assert ok(capsys, "page", "digits", "-f", digits, "--data-root", digits) == ok(
         capsys, "page", "digits", "-f", digits

@@ -68,11 +68,11 @@ def compare(
     """
     if metric not in METRICS or which not in get_args(Which):
         raise DataError(
-            f"cannot compare by {which} {metric}; expected one of {', '.join(get_args(Which))} "
-            f"and one of {', '.join(METRICS)}"
+            f"Expected one of {', '.join(get_args(Which))} and one of {', '.join(METRICS)} to compare by, got {which} "
+            f"{metric}."
         )
     if first == second:
-        raise DataError(f"cannot compare {first} with itself; name two methods")
+        raise DataError(f"Expected two methods to compare, got {first} twice. Name another.")
     scores: dict[str, dict[Cell, float]] = {first: {}, second: {}}
     for cell, result in index_by_place(results).items():
         outcome: Outcome | None = getattr(result, which)
@@ -80,7 +80,9 @@ def compare(
             scores[cell.method][replace(cell, method="")] = getattr(outcome, metric)
     lacking = [method for method, cells in scores.items() if not cells]
     if lacking:
-        raise DataError(f"no finished result of {' and '.join(lacking)} has a {which} {metric}; run it first")
+        raise DataError(
+            f"Expected finished results of {' and '.join(lacking)} with a {which} {metric}, got none. Run it first."
+        )
     tables = sorted({(cell.benchmark, cell.protocol) for cells in scores.values() for cell in cells})
     return [
         comparison
@@ -121,13 +123,14 @@ def index_by_place(results: Iterable[Result]) -> dict[Cell, Result]:
         recipe = found.setdefault(place, result).cell.recipe
         if recipe != result.cell.recipe:
             raise DataError(
-                f"there are results of two recipes for {place} ({recipe} and {result.cell.recipe}); choose those of one"
+                f"Expected results of one recipe for {place}, got two: {recipe} and {result.cell.recipe}. Choose those "
+                "of one."
             )
         origin = origins.setdefault((place.benchmark, place.shift), result.origin)
         if origin != result.origin:
             raise DataError(
-                f"the images of {place.shift} are {origin} for some results and {result.origin} for others; "
-                "choose those of one origin"
+                f"Expected images of {place.shift} of one origin, got {origin} and {result.origin}. Choose those of "
+                "one."
             )
     return found
 

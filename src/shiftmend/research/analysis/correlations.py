@@ -81,7 +81,7 @@ def restoration_and_calibration(
     from another.
     """
     if which not in get_args(Which):
-        raise DataError(f"there is no {which!r} outcome; expected one of {', '.join(get_args(Which))}")
+        raise DataError(f"Expected the outcome to be one of {', '.join(get_args(Which))}, got {which!r}.")
     points: dict[str, dict[tuple[str, int], tuple[float, float]]] = {}
     for cell, result in _one_table(results).items():
         outcome: Outcome | None = getattr(result, which)
@@ -135,7 +135,7 @@ def correlate(first: Sequence[float], second: Sequence[float]) -> Correlation:
     """Compute Pearson's coefficient of the ranks, ties having their average rank. NaN has no rank; infinities do."""
     points = len(first)
     if points != len(second):
-        raise DataError(f"cannot correlate {points} values with {len(second)}; expected as many")
+        raise DataError(f"Expected as many values of both to correlate, got {points} and {len(second)}.")
     if points < FEWEST_POINTS:
         return Correlation(None, points, f"too few points, expected at least {FEWEST_POINTS}")
     values = np.asarray([first, second], dtype=np.float64)
@@ -172,7 +172,7 @@ def _one_table(results: Iterable[Result]) -> dict[Cell, Result]:
     table = index_by_place(results)
     names = sorted({f"{cell.benchmark} ({cell.protocol})" for cell in table})
     if len(names) > 1:
-        raise DataError(f"the results are of several tables: {', '.join(names)}; choose those of one")
+        raise DataError(f"Expected results of one table, got several: {', '.join(names)}. Choose those of one.")
     return table
 
 

@@ -38,7 +38,7 @@ def offset_toy(
     """
     _check_samples(samples)
     if not 0 < positives < 1:
-        raise DataError(f"the share of positives must lie between 0 and 1, got {positives!r}")
+        raise DataError(f"Expected the share of positives to lie between 0 and 1, got {positives!r}.")
     generator = torch.Generator().manual_seed(seed)
 
     def draw(share: float, shift: float) -> tuple[Tensor, Tensor]:
@@ -76,7 +76,7 @@ def rotation_toy(degrees: float = 90.0, *, samples: int = 2000, seed: int = 0) -
 
 def _check_samples(samples: int) -> None:
     if samples < 2:
-        raise DataError(f"a toy needs at least 2 samples at either site, got {samples!r}")
+        raise DataError(f"Expected at least 2 samples at either site, got {samples!r}.")
 
 
 def _linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:

@@ -119,7 +119,9 @@ class Online(Protocol):
 
     def __post_init__(self) -> None:
         if self.autocast:
-            raise DataError("Expected an online protocol without autocast: it predicts while it adapts. Leave it out.")
+            raise DataError(
+                "Expected an online protocol without autocast, since it predicts while it adapts. Leave autocast out."
+            )
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,10 @@ def _run_offline(given: CellInputs, result: Result, rates: Sequence[float], tick
             runs.append(run)
             tried.append({"learning_rate": rate, **run.facts()})
     if not runs:
-        raise DataError(f"none of the learning rates {list(rates)} led to a result; the last: {tried[-1]['failed']}")
+        raise DataError(
+            f"Expected a result with one of the learning rates {list(rates)}, got none. The last failed: "
+            f"{tried[-1]['failed']}"
+        )
     kept = runs[choose([run.kept for run in runs], entropy_may_decide=runs[0].choice.entropy_may_decide)]
     best_run = max(runs, key=lambda run: run.best.accuracy)
     adapted = kept.adaptation.model
@@ -198,7 +201,7 @@ def divide_target(target: Target, protocol: Offline, takes_labels: bool, seed: i
     adapt, score, clean = target.adapt, target.score, target.clean
     if takes_labels and (adapt is score) != (protocol.supervised_parts is not None):
         raise DataError(
-            "Expected supervised_parts only if one set is both adapted to and scored on. Otherwise labels of the "
+            "Expected supervised_parts only where one set is both adapted to and scored on. Otherwise labels of the "
             "training data are scored."
         )
     if takes_labels and protocol.supervised_parts is not None:
@@ -341,7 +344,10 @@ def _run_online(given: CellInputs, result: Result, rates: Sequence[float], tick:
             runs.append(run)
             tried.append({"learning_rate": rate, "last": asdict(run.last), "verification": run.signals["slices"]})
     if not runs:
-        raise DataError(f"none of the learning rates {list(rates)} led to a result; the last: {tried[-1]['failed']}")
+        raise DataError(
+            f"Expected a result with one of the learning rates {list(rates)}, got none. The last failed: "
+            f"{tried[-1]['failed']}"
+        )
     kept = min(runs, key=lambda run: _order_slices(run.signals["slices"]))
     best = max(runs, key=lambda run: run.last.accuracy if run.last is not None else 0.0)
     facts = {
@@ -441,8 +447,8 @@ def _measure_restoration(given: CellInputs, adapted: nn.Module, target: Target) 
         return None
     if len(clean) != len(seen) or not torch.equal(labels_of(clean).cpu(), labels_of(seen).cpu()):
         raise DataError(
-            f"{clean.name} is no clean version of {seen.name}: expected the same images, one by one, but number or "
-            "labels differ. Complete the files of both."
+            f"Expected {clean.name} to be the clean version of {seen.name}, image by image, got another number or "
+            "other labels. Complete the files of both."
         )
     distance = RestorationDistance(device=given.resources.device)
     taps = {"features": given.profile.specs["features"]}

@@ -139,7 +139,7 @@ def do_task(job: Job, task: Task, advance: Advance, resources: Resources | None 
 def fail_task(job: Job, task: Task, why: str, seconds: float = 0.0) -> Result:
     """Make a failed result for a cell whose worker is gone; raise for a source model, which other tasks need."""
     if isinstance(task, Preparation):
-        raise ShiftmendError(f"{task} could not be made: {why}; run again to go on from what is done")
+        raise ShiftmendError(f"Task {task} could not be made: {why}. Run again to go on from what is done.")
     origin = find(job.benchmark).origin(task.shift, Path(job.root) if job.root else None)
     return Result(task, origin, error=why, seconds=round(seconds, 3), finished=now_in_utc())
 

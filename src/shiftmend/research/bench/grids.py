@@ -77,11 +77,13 @@ class Grid:
 
     def __post_init__(self) -> None:
         if self.metric not in METRICS:
-            raise DataError(f"unknown metric {self.metric!r}, expected one of {', '.join(METRICS)}")
+            raise DataError(f"Expected the metric to be one of {', '.join(METRICS)}, got {self.metric!r}.")
         if self.which not in ("last", "best", "selected"):
-            raise DataError(f"unknown choice of epoch {self.which!r}, expected last, best or selected")
+            raise DataError(f"Expected the epoch to be last, best or selected, got {self.which!r}.")
         if self.shown.of_the_run and self.which != "last":
-            raise DataError(f"{self.metric} is not known for the {self.which} epoch; ask for it with which='last'")
+            raise DataError(
+                f"Expected which='last' for {self.metric}, which other epochs do not have, got {self.which}."
+            )
         for result in self.results:
             cell = result.cell
             if (cell.benchmark, cell.protocol) != (self.benchmark, self.protocol):
@@ -90,7 +92,9 @@ class Grid:
                 continue
             key = (cell.method, cell.shift, cell.seed)
             if key in self.cells:
-                raise DataError(f"there are two results of {cell}; pass those of one recipe, and each of them once")
+                raise DataError(
+                    f"Expected one result of {cell}, got two. Pass those of one recipe, and each of them once."
+                )
             self.cells[key] = result
 
     @property

@@ -105,7 +105,8 @@ def page(
         others = sum(part.reading.others for part in parts.values())
         found = f", but {others} of other settings, data or learning rates" if others else ""
         raise DataError(
-            f"{os.fspath(folder)} has no results of {benchmark} as it is now{found}; run the benchmark first"
+            f"Expected results of {benchmark} as it is now in {os.fspath(folder)}, got none{found}. Run the benchmark "
+            "first."
         )
     main = run.get("offline") or next(iter(run.values()))
     stories: list[tuple[str, list[Block]]] = [

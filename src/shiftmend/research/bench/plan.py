@@ -75,7 +75,9 @@ def plan(
         if not is_clean(shift) or (method == UNADAPTED and protocol == "offline")
     }
     if not recipes:
-        raise DataError(f"there is nothing to run: {CLEAN} is a shift for {UNADAPTED} and offline alone")
+        raise DataError(
+            f"Expected something to run, got nothing: {CLEAN} is a shift for {UNADAPTED} and offline alone."
+        )
     return [
         Cell(benchmark.name, protocol, method, shift, seed, recipe)
         for seed in seeds
@@ -148,7 +150,7 @@ def settings_of(benchmark: Benchmark, protocol: str) -> dict[str, Setting]:
     """List the settings of a protocol by their rows in the table."""
     if protocol not in benchmark.protocols:
         known = ", ".join(benchmark.protocols)
-        raise DataError(f"benchmark {benchmark.name} has no protocol {protocol!r}; it has {known}")
+        raise DataError(f"Expected a protocol of {benchmark.name} ({known}), got {protocol!r}.")
     return dict(benchmark.settings[protocol])
 
 
@@ -178,12 +180,14 @@ def choose(wanted: Sequence[str] | None, known: Iterable[str], what: str, where:
     if wanted is None:
         return names
     if not wanted:
-        raise DataError(f"no {what} is named; expected some of {', '.join(names)}, or leave the choice out")
+        raise DataError(
+            f"Expected at least one {what}, got none. Name some of {', '.join(names)}, or leave the choice out."
+        )
     for name in wanted:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise DataError(f"{where} has no {what} {name!r}; expected one of {', '.join(names)}{hint}")
+            hint = f". Try {near[0]}" if near else ""
+            raise DataError(f"Expected the {what} of {where} to be one of {', '.join(names)}, got {name!r}{hint}.")
     return [name for name in names if name in wanted]
 
 

@@ -45,7 +45,7 @@ def figure(benchmark: str, protocol: str, metric: str, method: str, shift: str, 
     method `source-only` and the protocol `offline`.
     """
     if source not in SOURCES:
-        raise DataError(f"there are no published figures called {source!r}; expected one of {', '.join(SOURCES)}")
+        raise DataError(f"Expected published figures of {', '.join(SOURCES)}, got {source!r}.")
     if not is_published(benchmark):
         return None
     tables = _read(benchmark).get(source, {})

@@ -146,7 +146,7 @@ def _check(executor: str, workers: int | None, minutes: float | None, rates: Seq
     if any(not 0 < rate < float("inf") for rate in rates):
         raise DataError(f"Expected learning rates to be positive numbers, got {list(rates)}.")
     if home.exists() and not home.is_dir():
-        raise DataError(f"{home} is a file, expected a folder for results. Name another.")
+        raise DataError(f"Expected a folder for results, got the file {home}. Name another.")
 
 
 def _find_data_root(root: str | os.PathLike[str] | None) -> Path | None:
@@ -154,7 +154,9 @@ def _find_data_root(root: str | os.PathLike[str] | None) -> Path | None:
     named = os.fspath(root) if root is not None else os.environ.get(ROOT_VARIABLE, "")
     place = Path(named).expanduser() if named else None
     if root is not None and (place is None or not place.is_dir()):
-        raise DataError(f"the data folder {named!r} does not exist; name the folder that the data sets lie in")
+        raise DataError(
+            f"Expected the folder that the data sets lie in, got {named!r}, which does not exist. Name another."
+        )
     return place
 
 

@@ -99,7 +99,10 @@ def load_results(
     if place.is_file() and not _read_header(place).startswith(_SQLITE_HEADER):
         return [result for result in read_compact(place, trust) if benchmark in (None, result.cell.benchmark)]
     if trust is not None:
-        raise DataError(f"{place} is a store, which bears no signature. Try a file of `bench export --sign`")
+        raise DataError(
+            f"Expected a signed export, got the store {place}, which bears no signature. Try a file of `bench export "
+            "--sign`."
+        )
     with Store(place if place.is_file() else place / STORE, read_only=True, check=not brief) as store:
         return store.brief_results(benchmark) if brief else store.results(benchmark=benchmark)
 
@@ -175,8 +178,8 @@ class Store:
         version = self._pragma("user_version")
         if version != VERSION:
             raise DataError(
-                f"the store {self.path} has version {version}, expected {VERSION}; "
-                "open it with the shiftmend that wrote it, or name a new file"
+                f"Expected a store of version {VERSION}, got {version} in {self.path}. Open it with the shiftmend that "
+                "wrote it, or name a new file."
             )
         if check and self._pragma("quick_check") != "ok":
             raise _refuse_damaged(self.path)
@@ -314,7 +317,7 @@ def _from_row(row: tuple[Any, ...]) -> Result:
         damaged = True
     if damaged:
         cell = Cell(*(values[name] for name in _KEY))
-        raise DataError(f"the row of {cell} is damaged (it does not match its SHA-256); delete it and run it again")
+        raise DataError(f"The row of {cell} is damaged: it does not match its SHA-256. Delete it and run it again.")
     result = unflatten(values | dict.fromkeys(str(values["not_a_number"]).split(), math.nan))
     return result if digest is not None else replace(result, manifest=result.manifest | UNSEALED)
 
@@ -325,7 +328,7 @@ def _from_brief_row(row: tuple[Any, ...]) -> Result:
     *key, status, error, origin, seconds, finished = shared
     cell = Cell(*key)
     if status != ("done" if error is None else "failed") or not isinstance(seconds, float | None):
-        raise DataError(f"the row of {cell} is damaged; delete it and run it again")
+        raise DataError(f"The row of {cell} is damaged. Delete it and run it again.")
     seconds = math.nan if seconds is None else seconds
     return Result(cell, origin=origin, error=error, seconds=seconds, finished=finished)
 
@@ -333,14 +336,19 @@ def _from_brief_row(row: tuple[Any, ...]) -> Result:
 def _check_place(path: Path, read_only: bool) -> None:
     """Refuse what SQLite would report as 'unable to open database file', or only at the first write."""
     if os.path.isdir(path):
-        raise DataError(f"{path} is a folder, expected the name of a store of benchmark results")
+        raise DataError(f"Expected the name of a store of benchmark results, got the folder {path}. Name a file in it.")
     if read_only:
         if not os.path.exists(path):
             raise _refuse_missing(path)
     elif not os.path.isdir(path.parent):
-        raise DataError(f"the folder {path.parent} of the store {path.name} does not exist; make it first")
+        raise DataError(
+            f"Expected the folder of the store {path.name}, got {path.parent}, which does not exist. Make it first."
+        )
     elif not os.access(path.parent, os.W_OK | os.X_OK) or (os.path.exists(path) and not os.access(path, os.W_OK)):
-        raise DataError(f"the store {path} or its folder is write-protected; permit writing or name another place")
+        raise DataError(
+            f"Expected a store that can be written, got {path}, which is write-protected. Permit writing, or name "
+            "another place."
+        )
 
 
 def _check_header(path: Path) -> None:
@@ -348,9 +356,13 @@ def _check_header(path: Path) -> None:
     header = _read_header(path)
     # An empty file is one whose first process has come no further yet.
     if header and not header.startswith(_SQLITE_HEADER):
-        raise DataError(f"{path} is no SQLite database, expected a store of benchmark results; name another file")
+        raise DataError(
+            f"Expected a store of benchmark results, got {path}, which is no SQLite database. Name another file."
+        )
     if header and header[68:72] != APPLICATION_ID:
-        raise DataError(f"{path} is an SQLite database but no store of benchmark results; name another file")
+        raise DataError(
+            f"Expected a store of benchmark results, got {path}, another SQLite database. Name another file."
+        )
 
 
 def _read_header(path: Path) -> bytes:
@@ -358,16 +370,16 @@ def _read_header(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(100)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; permit it or name another file") from None
+        raise DataError(f"File {path} cannot be read: {error.strerror}. Permit it, or name another file.") from None
 
 
 def _refuse_missing(path: Path) -> DataError:
-    return DataError(f"there is no store of benchmark results at {path} yet; run a benchmark to make it")
+    return DataError(f"Expected a store of benchmark results at {path}, got none. Run a benchmark to make it.")
 
 
 def _refuse_damaged(path: Path) -> DataError:
     return DataError(
-        f"the store {path} is damaged; go back to a copy, or rescue what is left with the sqlite3 shell's .recover"
+        f"The store {path} is damaged. Go back to a copy, or rescue what is left with the sqlite3 shell's .recover."
     )
 
 
@@ -445,7 +457,7 @@ def unflatten(row: Mapping[str, Any]) -> Result:
             finished=row["finished"],
         )
     except (TypeError, ValueError) as error:
-        raise DataError(f"the row of {cell} is damaged ({error}); delete it and run it again") from None
+        raise DataError(f"The row of {cell} is damaged ({error}). Delete it and run it again.") from None
 
 
 def _check_row(row: Mapping[str, Any]) -> None:
@@ -585,7 +597,7 @@ def read_compact(path: Path, trust: str | None = None) -> list[Result]:
     try:
         return from_compact(path.read_text(encoding="utf-8"), trust)
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read ({error}); name another file") from None
+        raise DataError(f"File {path} cannot be read ({error}). Name another file.") from None
     except DataError as error:
         raise DataError(f"{path} cannot be used as results: {one_line(error)}") from None
 

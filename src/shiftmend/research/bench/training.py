@@ -110,8 +110,8 @@ def train(
                 total = learner.epoch(epoch, batches(), len(images) // size, rng.generator)
             if not _is_finite(total, model):
                 raise ShiftmendError(
-                    f"training {recipe.network} on {images.name} with seed {seed} diverged in epoch {epoch + 1}: the "
-                    f"loss or the weights became NaN or infinite; lower the learning rate ({recipe.learning_rate:g})"
+                    f"Training {recipe.network} on {images.name} with seed {seed} diverged in epoch {epoch + 1}: NaN "
+                    f"or infinity. Lower the learning rate ({recipe.learning_rate:g})."
                 )
             if checkpoint is not None and time.monotonic() - written >= SECONDS_BETWEEN_CHECKPOINTS:
                 _save(checkpoint, run, epoch + 1, model, learner.optimiser)
@@ -188,8 +188,8 @@ class _Learner:
         # A GPU would report a label beyond the last output as an unreadable crash.
         if logits.shape[1] <= self.highest_label:
             raise DataError(
-                f"{self.name} has labels up to {self.highest_label}, but {self.recipe.network} has {logits.shape[1]} "
-                "outputs. Set `classes` among the options of the recipe."
+                f"Expected {self.recipe.network} to have {self.highest_label + 1} outputs or more for {self.name}, got "
+                f"{logits.shape[1]}. Set `classes` among the options of the recipe."
             )
         loss = functional.cross_entropy(logits, labels, label_smoothing=self.recipe.label_smoothing)
         self.optimiser.zero_grad(set_to_none=True)
@@ -262,13 +262,15 @@ def load_pretrained(model: nn.Module, network: str, file: str, root: PathLike | 
     path = named if named.is_absolute() else data_root(root) / named
     if not path.is_file():
         raise DataError(
-            f"{path} is missing: expected the weights that {network} starts from, as a safetensors file. Put it "
-            "there, or train from scratch with pretrained=None."
+            f"Expected the weights that {network} starts from, got {path}, which is missing. Put a safetensors file "
+            "there, or use pretrained=None."
         )
     try:
         found = safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, OSError) as error:
-        raise DataError(f"{path} is no readable safetensors file ({error}). Replace it.") from error
+        raise DataError(
+            f"Expected a safetensors file, got {path}, which cannot be read ({error}). Replace it."
+        ) from error
     taps: Mapping[str, str] = model.shiftmend_taps  # type: ignore[assignment]
     head = taps["logits"].partition(":")[0]
     wanted = {
@@ -281,8 +283,8 @@ def load_pretrained(model: nn.Module, network: str, file: str, root: PathLike | 
         if name not in found or found[name].shape != value.shape:
             other = list(found[name].shape) if name in found else "nothing"
             raise DataError(
-                f"{path} does not fit {network}: expected {name} of shape {list(value.shape)}, got {other}. "
-                "Get weights of this very network."
+                f"Expected {name} of shape {list(value.shape)} in {path}, as {network} has it, got {other}. Get "
+                "weights of this very network."
             )
     model.load_state_dict({name: found[name] for name in wanted}, strict=False)
 
@@ -306,7 +308,9 @@ def _resume(path: Path, run: str, model: nn.Module, optimiser: SGD) -> int:
         return 0
     saved, own = ({name: value.shape for name, value in state.items()} for state in (kept.model, named_tensors(model)))
     if saved != own:
-        raise ShiftmendError(f"checkpoint {path} is of a network with other layers. Delete it to start over.")
+        raise ShiftmendError(
+            f"Expected a checkpoint of this network, got {path}, which has other layers. Delete it to start over."
+        )
     restore(model, kept.model)
     restore_optimiser(optimiser, model, kept.optimiser)
     logger.info("resuming from %s after epoch %d", path, kept.epoch)

@@ -299,9 +299,9 @@ def table(
     from shiftmend.research.bench.rendering import render, render_terminal
 
     if beside not in ("paper", "re-run", "none"):
-        raise DataError(f"there are no published figures called {beside!r}; expected paper, re-run or none")
+        raise DataError(f"Expected the published figures to be paper, re-run or none, got {beside!r}.")
     if as_json and format != "terminal":
-        raise DataError(f"--json and --format {format} contradict each other; leave one of them out")
+        raise DataError(f"Expected --json or --format {format}, got both. Leave one of them out.")
     found = _read(benchmark, folder, protocol, names(methods), seeds, learning_rates, data_root, needed=True)
     made = _tables(found, protocol, names(shifts), metric, which, per_shift, beside)
     if as_json:
@@ -486,7 +486,9 @@ def _read(
     )
     if needed and not found.results:
         others = f"; {found.others} are {OTHERS}" if found.others else ""
-        raise DataError(f"{folder} has no such results of {benchmark}, {protocol}{others}; run the benchmark first")
+        raise DataError(
+            f"Expected results of {benchmark}, {protocol} in {folder}, got none{others}. Run the benchmark first."
+        )
     return found
 
 
@@ -506,13 +508,13 @@ def export(
 
     writers = {"csv": to_csv, "json": to_json}
     if format not in (*writers, "compact"):
-        raise DataError(f"unknown format {format!r}, expected csv, json or compact")
+        raise DataError(f"Expected --format to be csv, json or compact, got {format!r}.")
     if sign is not None and format != "compact":
         raise DataError(f"Expected --format compact for --sign, got {format}, which has no place for a signature.")
     key = None if sign is None else load_key(sign)
     results = load_results(folder, None if benchmark is None else find(benchmark).name)
     if benchmark is not None and not results:
-        raise DataError(f"{folder} has no results of {benchmark}; run the benchmark first")
+        raise DataError(f"Expected results of {benchmark} in {folder}, got none. Run the benchmark first.")
     write_out(to_compact(results, key) if format == "compact" else writers[format](results), out)
 
 
@@ -531,11 +533,15 @@ def page(
         usual = out.parent / "notes" / f"{find(benchmark).name}.md"
         notes = usual if usual.is_file() else None
     if notes is not None and not notes.is_file():
-        raise DataError(f"there are no notes at {notes}; name a Markdown file, or leave them out")
+        raise DataError(
+            f"Expected notes as a Markdown file, got {notes}, which does not exist. Name another, or leave them out."
+        )
     try:
         own = "" if notes is None else notes.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise DataError(f"the notes {notes} are no text in UTF-8; name a Markdown file, or leave them out") from None
+        raise DataError(
+            f"Expected notes in UTF-8, got {notes}, which is no such text. Name a Markdown file, or leave them out."
+        ) from None
     write_out(write_page(benchmark, folder, own, root_of(data_root)), out)
 
 
@@ -576,9 +582,14 @@ def merge(
     places = {other / STORE if other.is_dir() else other: other for other in others}
     for file in places:
         if not file.exists():
-            raise DataError(f"there is no store of benchmark results at {file}; name one, its folder or an export")
+            raise DataError(
+                f"Expected a store of benchmark results, its folder or an export, got {file}, which does not exist. "
+                "Name another."
+            )
         if (folder / STORE).exists() and file.samefile(folder / STORE):
-            raise DataError(f"{file} cannot be merged with itself; name the store of another machine")
+            raise DataError(
+                f"Expected the store of another machine, got {file}, which cannot be merged with itself. Name another."
+            )
     # All of them are read before anything is changed.
     key = None if trust is None else read_public(trust)
     found = {str(file): load_results(place, trust=key) for file, place in places.items()}
@@ -623,7 +634,7 @@ def parse_seeds(text: str | None) -> list[int] | None:
     except ValueError:
         found = []
     if found is not None and (not found or not all(0 <= seed <= LARGEST_SEED for seed in found)):
-        raise DataError(f"--seeds {text!r} should be whole numbers from 0 to {LARGEST_SEED}, with commas")
+        raise DataError(f"Expected --seeds to be whole numbers from 0 to {LARGEST_SEED}, with commas, got {text!r}.")
     return found
 
 
@@ -634,12 +645,14 @@ def parse_rates(text: str | None) -> list[float] | None:
     except ValueError:
         found = []
     if found is not None and (not found or not all(0 < rate < float("inf") for rate in found)):
-        raise DataError(f"--learning-rates {text!r} should be positive numbers with commas")
+        raise DataError(f"Expected --learning-rates to be positive numbers with commas, got {text!r}.")
     return found
 
 
 def root_of(data_root: Path | None) -> Path | None:
     """Return the folder of the data sets; refuse one that does not exist."""
     if data_root is not None and not data_root.expanduser().is_dir():
-        raise DataError(f"the data folder {data_root} does not exist; name the folder that the data sets lie in")
+        raise DataError(
+            f"Expected the folder that the data sets lie in, got {data_root}, which does not exist. Name another."
+        )
     return None if data_root is None else data_root.expanduser()

@@ -88,7 +88,7 @@ def find_entry(name: str, catalogue: Mapping[str, Entry] | None = None) -> Entry
     for key, entry in entries.items():
         if _plain(key) == _plain(name):
             return entry
-    raise DataError(f"there is no dataset called {name!r}; expected one of {', '.join(entries)}")
+    raise DataError(f"Expected the dataset to be one of {', '.join(entries)}, got {name!r}.")
 
 
 def _plain(name: str) -> str:
@@ -168,7 +168,9 @@ def verify(
     """
     folder = data_root(root)
     if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}; expected the one that holds the datasets: is the name right?")
+        raise DataError(
+            f"Expected the folder that holds the datasets, got {folder}, which does not exist. Check the name."
+        )
     chosen = None if names is None else {find_entry(name, catalogue).name for name in names}
     return [
         verify_entry(entry, folder, checksums=checksums, report=report)
@@ -266,8 +268,8 @@ def _check_folder(path: Path, content: Content) -> str:
         found += sum(os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".") for name in names)
     if found == 0 or (content.exact_count and content.images not in (None, found)):
         raise DataError(
-            f"{path} holds {found:,} images; expected {content.images or 1:,}: unpack the set again, or "
-            "remove what does not belong there"
+            f"Expected {content.images or 1:,} images in {path}, got {found:,}. Unpack the set again, or remove what "
+            "does not belong there."
         )
     if content.images in (None, found):
         return ""
@@ -277,16 +279,16 @@ def _check_folder(path: Path, content: Content) -> str:
 def _check_file(path: Path, content: Content, checksums: bool) -> str:
     size = path.stat().st_size
     if content.size not in (None, size):
-        raise DataError(f"{path} is {size:,} bytes long; expected {content.size:,}: delete it and fetch it again")
+        raise DataError(f"Expected {path} to have {content.size:,} bytes, got {size:,}. Delete it and fetch it again.")
     if size == 0:
-        raise DataError(f"{path} is empty; delete it and fetch it again")
+        raise DataError(f"Expected a file with content, got {path}, which is empty. Delete it and fetch it again.")
     if checksums and content.md5 is not None:
         if file_digest(path, "md5") == content.md5:
             return ""
         if not _is_idx(path):
             raise DataError(
-                f"{path} has not the published MD5 {content.md5}: it is damaged, or another edition; delete "
-                "it and fetch it again"
+                f"Expected the published MD5 {content.md5} of {path}, got another: it is damaged or another edition. "
+                "Delete it and fetch it again."
             )
     return _check_form(path, content, checksums)
 
@@ -320,8 +322,8 @@ def _check_idx(path: Path, content: Content, checksums: bool) -> str:
     found = hashlib.md5(unpacked, usedforsecurity=False).hexdigest()
     if found != content.md5_unpacked:
         raise DataError(
-            f"{path} holds other data than the published file (unpacked MD5 {found} instead of "
-            f"{content.md5_unpacked}); delete it and fetch it again"
+            f"Expected the published content of {path} (unpacked MD5 {content.md5_unpacked}), got {found}. Delete it "
+            "and fetch it again."
         )
     return note
 
@@ -331,7 +333,9 @@ def _compare_shape(path: Path, shape: tuple[int, ...], content: Content) -> str:
     if expected is None or shape == expected or (*shape, 1) == expected:
         return ""
     if content.exact_count or shape[1:] != expected[1:]:
-        raise DataError(f"{path} holds an array {list(shape)}; expected {list(expected)}: delete it and fetch it again")
+        raise DataError(
+            f"Expected an array {list(expected)} in {path}, got {list(shape)}. Delete it and fetch it again."
+        )
     return f"{path.name}: {shape[0]:,} entries, the release has {expected[0]:,}"
 
 

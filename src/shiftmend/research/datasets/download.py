@@ -75,11 +75,11 @@ def unpack(
         raise
     except _DAMAGE as error:
         raise DataError(
-            f"{archive} could not be unpacked into {destination} ({one_line(error)}). Delete the archive and fetch it "
+            f"Archive {archive} could not be unpacked into {destination} ({one_line(error)}). Delete it and fetch it "
             "again, or free disk space."
         ) from error
     if count == 0:
-        raise DataError(f"{archive} holds no file {only + '*' if only else 'at all'}: it is not the expected archive")
+        raise DataError(f"Expected files {only + '*' if only else ''} in {archive}, got none. Replace the archive.")
     return count
 
 
@@ -190,22 +190,22 @@ def fetch(
     if before.state == "complete":
         return before
     if not entry.downloads:
-        raise DataError(f"{entry.name} cannot be fetched from here; {entry.by_hand(folder)}")
+        raise DataError(f"Dataset {entry.name} cannot be fetched from here; {entry.by_hand(folder)}")
     for download in entry.downloads:
         transfer = _Transfer(entry, download, folder, tell, attempts, pause, timeout)
         try:
             with alone_with(transfer.target) as alone:
                 if not alone:
-                    raise DataError(f"another process is fetching {transfer.target}; let it finish, then call again")
+                    raise DataError(f"Another process is fetching {transfer.target}. Let it finish, then call again.")
                 _provide(transfer, keep_archives)
         except OSError as error:
             raise DataError(
-                f"{transfer.target} cannot be written ({error}); make room or get leave to write there, or choose "
-                "another data folder"
+                f"File {transfer.target} cannot be written ({error}). Make room or get leave to write there, or choose "
+                "another data folder."
             ) from error
     after = verify_entry(entry, folder)
     if after.state != "complete":
-        raise DataError(f"{entry.name} was fetched, but is {after.state}: {after.detail}")
+        raise DataError(f"Dataset {entry.name} was fetched, but is {after.state}: {after.detail}")
     return after
 
 
@@ -291,7 +291,7 @@ def _obtain(transfer: _Transfer) -> None:
         idle = 0 if gained else idle + 1
     reasons = "; ".join(f"{url}: {reason}" for url, reason in failures.items())
     raise DataError(
-        f"{transfer.download.path} could not be fetched ({reasons or 'no address is known'}); "
+        f"File {transfer.download.path} could not be fetched ({reasons or 'no address is known'}); "
         f"{transfer.entry.by_hand(transfer.root)}"
     )
 

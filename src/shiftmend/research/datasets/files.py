@@ -29,7 +29,9 @@ def data_root(argument: PathLike | None = None) -> Path:
     """Return the folder that holds all datasets: `argument`, else the environment variable SHIFTMEND_DATA."""
     chosen = os.fspath(argument) if argument is not None else os.environ.get(ROOT_VARIABLE, "")
     if not chosen:
-        raise DataError(f"no data folder is known. Try `root` (--data-root), or `export {ROOT_VARIABLE}=/path/to/data`")
+        raise DataError(
+            f"Expected a data folder, got none. Pass root= (--data-root), or `export {ROOT_VARIABLE}=/path/to/data`."
+        )
     return Path(chosen).expanduser()
 
 
@@ -39,7 +41,7 @@ def first_existing(candidates: Iterable[Path], expected: str, remedy: str) -> Pa
     for place in places:
         if place.exists():
             return place
-    raise DataError(f"{places[0]} is missing: expected {expected} there; {remedy}")
+    raise DataError(f"Expected {expected}, got {places[0]}, which is missing; {remedy}.")
 
 
 def read_whole(path: Path, expected: str, remedy: str) -> bytes:
@@ -51,10 +53,10 @@ def read_whole(path: Path, expected: str, remedy: str) -> bytes:
         with bz2.open(path, "rb") if path.suffix == ".bz2" else path.open("rb") as file:
             return read_stream(file)
     except FileNotFoundError:
-        raise DataError(f"{path} is missing: expected {expected} there; {remedy}") from None
+        raise DataError(f"Expected {expected}, got {path}, which is missing; {remedy}.") from None
     except (EOFError, zlib.error, ValueError, OSError) as error:
         raise DataError(
-            f"{path} cannot be read whole ({one_line(error)}): expected {expected}; delete it and {remedy}"
+            f"Expected {expected}, got {path}, which cannot be read whole ({one_line(error)}); delete it and {remedy}."
         ) from error
 
 
@@ -67,13 +69,13 @@ def check_split(split: str, known: Iterable[str], dataset: str) -> None:
     """Refuse an unknown split, e.g. "val" of MNIST."""
     names = tuple(known)
     if split not in names:
-        raise DataError(f"{dataset} has no split called {split!r}; expected one of {', '.join(names)}")
+        raise DataError(f"Expected a split of {dataset} among {', '.join(names)}, got {split!r}.")
 
 
 def wrong_array(path: Path, array: NDArray[Any], expected: str, dataset: str) -> DataError:
     """Describe an array of another type or shape than the release has."""
     return DataError(
-        f"{path} holds {array.dtype} {list(array.shape)}; expected {expected}: delete it and {fetch_hint(dataset)}"
+        f"Expected {expected} in {path}, got {array.dtype} {list(array.shape)}; delete it and {fetch_hint(dataset)}."
     )
 
 
@@ -99,8 +101,8 @@ def read_pickled_arrays(content: bytes, path: Path) -> dict[str, Any]:
         read = {_as_text(key): value for key, value in entries.items()}
     except _DAMAGE as error:
         raise DataError(
-            f"{path} was not read ({one_line(error) or type(error).__name__}): expected a pickle of arrays; delete it "
-            "and fetch it again"
+            f"Expected a pickle of arrays, got {path}, which was not read ({one_line(error) or type(error).__name__}). "
+            "Delete it and fetch it again."
         ) from error
     return {key: value.content if isinstance(value, _PickledArray) else value for key, value in read.items()}
 

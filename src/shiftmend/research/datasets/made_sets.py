@@ -120,7 +120,7 @@ def make(
     made = 0
     with alone_with(folder / MANIFEST) as alone:
         if not alone:
-            raise DataError(f"{folder} is being written by another process; wait for its end")
+            raise DataError(f"Another process is writing {folder}. Wait for its end.")
         manifest = _read_manifest(folder) or {"format": FORMAT, "version": 1, "set": name, "seed": SEED, "parts": {}}
         for number, part in enumerate(parts):
             if report is not None:
@@ -172,11 +172,14 @@ def _is_whole(folder: Path, part: Part, manifest: Mapping[str, Any]) -> bool:
     there = [output for output in part.outputs if (folder / output).exists()]
     if known is None:
         if there:
-            raise DataError(f"{folder / there[0]} is there already and was not made here; name another folder")
+            raise DataError(
+                f"Expected a new folder, got {folder}, where {there[0]} was not made here. Name another folder."
+            )
         return False
     if known["made_from"] != dict(part.made_from):
         raise DataError(
-            f"{part.name} in {folder} was made from other images or pictures than those here now; name another folder"
+            f"Expected {part.name} in {folder} to be made from the images here, got one from others. Name another "
+            "folder."
         )
     return len(there) == len(part.outputs) and all(
         _describe(folder / output) == known["outputs"][output] for output in part.outputs
@@ -241,7 +244,9 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
         found, _ = sealing.check_json(path.read_text(encoding="utf-8"))
         if found.get("format") == FORMAT and isinstance(found.get("parts"), dict):
             return found
-    raise DataError(f"{path} is no manifest of made data; remove it together with what was made beside it")
+    raise DataError(
+        f"Expected a manifest of made data, got {path}, which is none. Remove it together with what was made beside it."
+    )
 
 
 # ---- images

@@ -58,7 +58,7 @@ def measure_shares(
     missing = [name for name in names if name not in profile.taps]
     if missing:
         known = ", ".join(map(repr, profile.taps))
-        raise ProfileError(f"expected one of the profile's taps {known}, got {missing[0]!r}")
+        raise ProfileError(f"Expected one of the profile's taps {known}, got {missing[0]!r}.")
     profile.check_architecture(plain)
     place = resolve_device(device, plain)
     feed = Feed(data, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
@@ -75,7 +75,7 @@ def measure_shares(
     shares = {name: (counter.counts / counter.samples).float().cpu() for name, counter in counters.items()}
     for name, table in shares.items():
         if not bool(table[profile.taps[name].usable].isfinite().all()):
-            raise DataError(f"expected finite activations on the target data, got NaN at tap {name!r}")
+            raise DataError(f"Expected finite activations on the target data, got NaN at tap {name!r}.")
     return shares
 
 
@@ -137,7 +137,7 @@ def layer_taps(
             axis = -1 if isinstance(modules[module], nn.Linear) else 1
             taps[name] = Tap(name, module, channel_axis=axis)
     if not taps:
-        raise TapError("expected a convolution or linear layer below the features to tap, got none")
+        raise TapError("Expected a convolution or linear layer below the features to tap, got none.")
     return taps
 
 
@@ -305,11 +305,11 @@ def draw_affected(
         device: where to run.
     """
     if order not in get_args(Order):
-        raise DataError(f"expected the order 'first' or 'worst', got {order!r}")
+        raise DataError(f"Expected the order 'first' or 'worst', got {order!r}.")
     if layers is None and set(profile.taps) == {"features", "logits"}:
         raise ProfileError(
-            "expected a profile with taps on layers, got features and logits only. "
-            "Try shiftmend.profile(..., taps=layer_taps(model, sample))"
+            "Expected a profile with taps on layers, got features and logits only. "
+            "Try shiftmend.profile(..., taps=layer_taps(model, sample))."
         )
     options: dict[str, Any] = {"batch_size": batch_size, "preprocess": preprocess, "device": device}
     states = {"before adapting": model, **adapted}

@@ -42,11 +42,11 @@ def draw_curves(
     if not rows or any(len(each) < 2 for each in rows.values()):
         lacking = next((name for name, each in rows.items() if len(each) < 2), "")
         whose = f" of {lacking}" if lacking else ""
-        raise DataError(f"expected a history{whose} with an epoch after the first state, got none. Try another method")
+        raise DataError(f"Expected a history{whose} with an epoch after the first state, got none. Try another method.")
     lines = {panel: {name: _points(each, panel) for name, each in rows.items()} for panel in _PANELS}
     panels = [panel for panel, known in lines.items() if any(known.values())]
     if not panels:
-        raise DataError("expected a finite loss, verification or accuracy in the history, got none")
+        raise DataError("Expected a finite loss, verification or accuracy in the history, got none.")
     figure, axes = style.make_canvas(len(panels), 1, width=5.2, height=1.45, sharex=True)
     if len(panels) == 1:
         figure.set_figheight(2.4)

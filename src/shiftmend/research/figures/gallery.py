@@ -87,12 +87,12 @@ class Rerun:
         benchmark = self.resources.benchmark
         setting, protocol = settings_of(benchmark, self.protocol)[method], benchmark.protocols[self.protocol]
         if setting.source != "plain":
-            raise DataError(f"expected methods with the same source model, got {method}, which has one of its own")
+            raise DataError(f"Expected methods with the same source model, got {method}, which has one of its own.")
         if setting.preset != (profile or self.profile).preset:
             if profile is not None:
                 raise DataError(
-                    f"expected a row with the preset {profile.preset} for this figure, got {method} with "
-                    f"{setting.preset}. Try a row without a preset"
+                    f"Expected a row with the preset {profile.preset} for this figure, got {method} with "
+                    f"{setting.preset}. Try a row without a preset."
                 )
             home = benchmark.source_for(setting, self.shift)
             profile = self.resources.profile(home, self.seed, protocol.temperature, setting.preset)
@@ -171,7 +171,7 @@ def rerun(
     number = found.seeds[0] if seed is None else seed
     divided = found.protocols[protocol]
     if not isinstance(divided, Offline):
-        raise DataError(f"expected an offline or few-shot protocol for a figure that adapts again, got {protocol}")
+        raise DataError(f"Expected an offline or few-shot protocol for a figure that adapts again, got {protocol}.")
     resources = Resources(found, folder, root, device)
     home = found.source_for(Setting(SourceOnly.name), name)
     model, _ = resources.model(home, number)
@@ -253,11 +253,11 @@ class Request:
 def draw(name: str, request: Request) -> Figure:
     """Draw a figure by its name, one of `FIGURES`."""
     if name not in FIGURES:
-        raise DataError(f"expected one of {', '.join(FIGURES)}, got the unknown figure {name!r}")
+        raise DataError(f"Expected one of {', '.join(FIGURES)}, got the unknown figure {name!r}.")
     if request.folder.is_file() and name not in (*FROM_EXPORTS, "sheet"):
         raise DataError(
-            f"expected the folder of a run for {name}, got the file {request.folder}. An export is enough for "
-            f"{', '.join(FROM_EXPORTS)}"
+            f"Expected the folder of a run for {name}, got the file {request.folder}. An export is enough for "
+            f"{', '.join(FROM_EXPORTS)}."
         )
     # Ask before adapting, which may take minutes.
     require("matplotlib", "research")
@@ -324,7 +324,7 @@ def _curves(request: Request) -> Figure:
         if result.cell.shift in shifts and result.cell.method in methods and not result.failed
     ]
     if not results:
-        raise DataError(f"expected results of {named} on {where}, got no finished result. Try shiftmend bench run")
+        raise DataError(f"Expected results of {named} on {where}, got no finished result. Try shiftmend bench run.")
     histories = {
         (result.cell.seed, result.cell.method, result.cell.shift): result.history
         for result in results
@@ -332,8 +332,8 @@ def _curves(request: Request) -> Figure:
     }
     if not histories:
         raise DataError(
-            f"expected a result of {named} on {where} with a history, got none. Streams and compact "
-            "exports have no history. Try the folder of the run"
+            f"Expected a result of {named} on {where} with a history, got none. Streams and compact "
+            "exports have no history. Try the folder of the run."
         )
     lines = Counter(seed for seed, _, _ in sorted(histories))
     # Of seeds with equally many lines the first is taken.

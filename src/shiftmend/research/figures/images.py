@@ -45,7 +45,7 @@ def draw_sheet(rows: Mapping[str, Tensor], title: str = "") -> Figure:
         title: title of the figure.
     """
     if not rows or any(images.ndim != 4 or len(images) == 0 for images in rows.values()):
-        raise DataError("expected rows of images [N, C, H, W] with at least one image each, got none or another shape")
+        raise DataError("Expected rows of images [N, C, H, W] with at least one image each, got none or another shape.")
     most = max(len(images) for images in rows.values())
     figure, axes = style.make_canvas(len(rows), 1, width=0.55 * most + 1.4, height=0.6)
     for axis, (name, images) in zip(axes[:, 0], rows.items(), strict=True):
@@ -134,7 +134,7 @@ def draw_patches(
         for _, each, feed, _ in columns
     ]
     if float(found[0].values.min()) == float(found[0].values.max()):
-        raise DataError(f"expected a filter that varies on the source, got {number} of {layer!r}. Try another")
+        raise DataError(f"Expected a filter that varies on the source, got {number} of {layer!r}. Try another.")
     figure, axes = style.make_canvas(2, len(columns), width=2.4, height=1.7)
     edges = np.linspace(
         min(float(each.values.min()) for each in found), max(float(each.values.max()) for each in found), _BARS + 1
@@ -185,7 +185,7 @@ def find_strongest(
     first = _images(feed.first(2))
     ready = prepare(first)
     if ready.ndim != 4:
-        raise DataError(f"expected images [N, channels, height, width], got {list(ready.shape)}")
+        raise DataError(f"Expected images [N, channels, height, width], got {list(ready.shape)}.")
     raw = first
 
     def prepare_batches() -> Iterator[tuple[Tensor, None]]:
@@ -198,10 +198,10 @@ def find_strongest(
         nonlocal low, high, best
         activations, inputs = seen.activations[layer], _images(seen.inputs)
         if not 0 <= number < activations.shape[1]:
-            raise DataError(f"expected one of filters 0 to {activations.shape[1] - 1} of {layer!r}, got {number}")
+            raise DataError(f"Expected one of filters 0 to {activations.shape[1] - 1} of {layer!r}, got {number}.")
         maps = activations[:, number].reshape(len(inputs), *field.positions)
         if not bool(maps.isfinite().all()):
-            raise DataError(f"expected finite activations at {layer!r} on the {feed.what}, got others")
+            raise DataError(f"Expected finite activations at {layer!r} on the {feed.what}, got others.")
         values.append(maps.flatten().float().cpu())
         shown = raw if raw.shape[-2:] == inputs.shape[-2:] else inputs
         low, high = min(low, float(shown.min())), max(high, float(shown.max()))
@@ -288,7 +288,7 @@ def first_convolution(model: nn.Module, sample: Tensor) -> str:
     for name, module, _, _ in _trace_shapes(unwrap(model), sample):
         if isinstance(module, nn.Conv2d):
             return name
-    raise TapError("expected a model with filters to show, got no 2-D convolution")
+    raise TapError("Expected a model with filters to show, got no 2-D convolution.")
 
 
 def receptive_field(model: nn.Module, layer: str, sample: Tensor) -> ReceptiveField:
@@ -302,15 +302,15 @@ def receptive_field(model: nn.Module, layer: str, sample: Tensor) -> ReceptiveFi
     if not isinstance(modules.get(layer), nn.Conv2d):
         known = [name for name, module in modules.items() if isinstance(module, nn.Conv2d)]
         hint = f". Try {', '.join(map(repr, known[:6]))}" if known else ". The model has none"
-        raise TapError(f"expected the name of a 2-D convolution, got {layer!r}{hint}")
+        raise TapError(f"Expected the name of a 2-D convolution, got {layer!r}{hint}")
     size, step, start = [1, 1], [1, 1], [0, 0]
     before = sample.shape
     for name, module, read, written in _trace_shapes(plain, sample):
         window = _window_of(module)
         if read != before or (window is None and written != read):
             raise TapError(
-                f"expected a chain of convolutions and pooling below {layer!r}, got {name!r}, which breaks it. "
-                "Try an earlier layer"
+                f"Expected a chain of convolutions and pooling below {layer!r}, got {name!r}, which breaks it. "
+                "Try an earlier layer."
             )
         before = written
         if window is not None:
@@ -320,7 +320,7 @@ def receptive_field(model: nn.Module, layer: str, sample: Tensor) -> ReceptiveFi
                 step[axis] *= stride
         if name == layer:
             return ReceptiveField(*((pair[0], pair[1]) for pair in (size, step, start, written[-2:])))
-    raise TapError(f"expected a convolution that runs in a forward pass, got {layer!r}, which does not")
+    raise TapError(f"Expected a convolution that runs in a forward pass, got {layer!r}, which does not.")
 
 
 def _trace_shapes(model: nn.Module, sample: Tensor) -> list[tuple[str, nn.Module, torch.Size, torch.Size]]:
@@ -363,5 +363,5 @@ def _window_of(module: nn.Module) -> list[tuple[int, int, int, int]] | None:
 def _images(inputs: Inputs) -> Tensor:
     """Return inputs that are one tensor."""
     if not isinstance(inputs, Tensor):
-        raise DataError(f"expected images in one tensor, got {', '.join(inputs.names)}; draw a model of images")
+        raise DataError(f"Expected images in one tensor, got {', '.join(inputs.names)}; draw a model of images.")
     return inputs

@@ -65,11 +65,11 @@ def select(
         chosen += [f"on {', '.join(shifts)}"] if shifts is not None else []
         failed = f", {len(wanted)} failed" if wanted else ""
         what = " ".join(["results", *chosen])
-        raise DataError(f"expected {what}, got no finished result{failed}. Try shiftmend bench run, or other methods")
+        raise DataError(f"Expected {what}, got no finished result{failed}. Try shiftmend bench run, or other methods.")
     tables = sorted({(cell.benchmark, cell.protocol) for cell in finished})
     if len(tables) > 1:
         names = ", ".join(f"{benchmark} ({protocol})" for benchmark, protocol in tables)
-        raise DataError(f"expected results of one benchmark and protocol, got several tables: {names}")
+        raise DataError(f"Expected results of one benchmark and protocol, got several tables: {names}.")
     done = {name for cell in finished for name in (cell.method, cell.shift)}
     return Grid(
         results=wanted,
@@ -257,8 +257,8 @@ def draw_shots(
     lines = _average_by_count(grids, methods, over)
     if not any(lines.values()):
         raise DataError(
-            f"expected a seed with all shifts ({', '.join(over) or 'none'}) in few-shot-N or offline, got no seed. "
-            "Try fewer shifts"
+            f"Expected a seed with all shifts ({', '.join(over) or 'none'}) in few-shot-N or offline, got no seed. "
+            "Try fewer shifts."
         )
     return _draw_shot_lines(lines, grids, over, which)
 
@@ -386,8 +386,8 @@ def draw_restoration(
     points = {method: point for method, point in found.means.items() if all(map(math.isfinite, point))}
     if not points:
         raise DataError(
-            f"expected finite restoration distances, got none: {found.correlation.remark or 'all are infinite'}. "
-            "Try fewer methods, or a benchmark with clean images"
+            f"Expected finite restoration distances, got none: {found.correlation.remark or 'all are infinite'}. "
+            "Try fewer methods, or a benchmark with clean images."
         )
     figure, axes = style.make_canvas(1, 1, width=4.6, height=3.2)
     axis = axes[0, 0]
@@ -465,7 +465,7 @@ def draw_reliability(results: Sequence[Result], methods: Sequence[str], shifts: 
         shared = sorted(set.intersection(*places))
         if not shared:
             raise DataError(
-                f"expected a shift and seed that all of {', '.join(grid.methods)} have, got none. Try fewer methods"
+                f"Expected a shift and seed that all of {', '.join(grid.methods)} have, got none. Try fewer methods."
             )
         columns = {method: [grid.cells[method, *place] for place in shared] for method in grid.methods}
         there = [shift for shift in grid.shifts if any(shift == other for other, _ in shared)]
@@ -502,7 +502,7 @@ def pool_bins(results: Sequence[Result]) -> ReliabilityBins:
     edges = {(*(part["lower"] for part in table), table[-1]["upper"]) for table in tables}
     if len(edges) > 1:
         counts = sorted({len(edge) - 1 for edge in edges})
-        raise DataError(f"expected results with the same bins, got {counts} bins")
+        raise DataError(f"Expected results with the same bins, got {counts} bins.")
 
     def sums(part: Mapping[str, Any]) -> tuple[float, float, float]:
         count = part["count"]

@@ -296,7 +296,7 @@ def save(figure: Figure, path: Path) -> None:
     """
     kind = path.suffix.lstrip(".").lower()
     if kind not in FORMATS:
-        raise DataError(f"expected a file .png or .svg, got {path.name!r}")
+        raise DataError(f"Expected a file .png or .svg, got {path.name!r}.")
     import matplotlib
 
     if figure.get_layout_engine() is not None:

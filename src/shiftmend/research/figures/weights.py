@@ -43,7 +43,7 @@ def draw_moved(
         notes: notes for the foot, such as the learning rate.
     """
     if not adapted:
-        raise DataError("expected at least one adapted model, e.g. {'bufr': result.model}, got none")
+        raise DataError("Expected at least one adapted model, e.g. {'bufr': result.model}, got none.")
     chosen = group_by_layer(model) if groups is None else groups
     measured = {name: measure_distances(model, weights, chosen) for name, weights in adapted.items()}
     # Names that would not fit side by side are written one below the other.
@@ -80,7 +80,7 @@ def group_by_layer(model: nn.Module) -> dict[str, tuple[str, ...]]:
     modules = dict(plain.named_modules())
     found: dict[str, tuple[str, ...]] = {name: (name,) for name in find_owners(plain) if _has_kernel(modules[name])}
     if not found:
-        raise DataError("expected a model with weight matrices, got no layer with one")
+        raise DataError("Expected a model with weight matrices, got no layer with one.")
     return found
 
 
@@ -106,7 +106,7 @@ def measure_distances(source: nn.Module, adapted: Weights, groups: Groups | None
     for title, names in chosen.items():
         missing = [name for name in names if name not in ours]
         if missing:
-            raise DataError(f"expected layers of the model in group {title!r}, got {missing[0]!r}")
+            raise DataError(f"Expected layers of the model in group {title!r}, got {missing[0]!r}.")
         distances = [measure_unit_distances(ours[name], theirs[name]) for name in names]
         result[title] = float(np.concatenate(distances).mean())
     return result
@@ -129,7 +129,7 @@ def _load_weights(source: nn.Module, adapted: Weights) -> nn.Module:
     for name, value in source.state_dict().items():
         if name not in state or (isinstance(value, Tensor) and state[name].shape != value.shape):
             what = "is missing" if name not in state else f"is {list(state[name].shape)}, not {list(value.shape)}"
-            raise DataError(f"expected an adapted version of the source model, got one whose {name!r} {what}")
+            raise DataError(f"Expected an adapted version of the source model, got one whose {name!r} {what}.")
     if isinstance(adapted, nn.Module):
         return unwrap(adapted)
     filled = copy.deepcopy(source)
