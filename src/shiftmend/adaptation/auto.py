@@ -1,7 +1,8 @@
 """`auto`: try several candidates on the target and keep the one that is estimated best.
 
-The untouched model is always a candidate, and wins unless another one is clearly better. With a rehearsed profile the
-estimates decide. Without one, the features decide, and the result says that nobody could know more.
+The untouched model is always a candidate, and is kept unless another candidate is clearly better. With a rehearsed
+profile, the estimated accuracy decides. Without one, the divergence of the features decides, and the result has no
+estimate.
 """
 
 from __future__ import annotations
@@ -45,24 +46,24 @@ logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
 
 CANDIDATES = (UNTOUCHED, "match-mean", "match-moments", "adabn", "fr-shares", "fr", "bufr", "bufr-im")
-"""Candidates of `auto`, the simplest first: of several that are as good, the simplest is kept."""
+"""Candidates of `auto`, the simplest first. Among equally good candidates, the simplest is kept."""
 
 MUCH_CLOSER = 0.7
-"""Without a rehearsal: slices, as a share of those of the untouched model, that a candidate must come below."""
+"""Without a rehearsal, a candidate's slice divergence must be below this fraction of the untouched model's."""
 SIMPLER = 1.2
-"""Without a rehearsal: the simplest candidate is kept whose slices exceed the lowest by no more than this factor."""
+"""Without a rehearsal, the simplest candidate is kept whose slice divergence is within this factor of the lowest."""
 
 ADVICE = "try profile = shiftmend.rehearse(model, held_out_home_data, profile) at home"
 
 OTHER_PATIENTS = 0.07
-"""Total variation between class shares, beyond chance, from which on a site counts as one of other patients."""
+"""Total variation between class shares, beyond sampling noise, above which the classes count as changed."""
 
 CandidateNames = Iterable[str | Method | type[Method]]
 
 
 @dataclass
 class Trial:
-    """One candidate on the target: its run and its reading, or why there is none."""
+    """The outcome of one candidate on the target: its run and its signals, or the reason for its failure."""
 
     name: str
     method: Method
@@ -81,11 +82,11 @@ def list_candidates(given: CandidateNames | None, profile: Profile) -> dict[str,
         profile: The source's profile.
 
     Raises:
-        AdaptationError: If a candidate is unknown, needs labels, or is there twice.
+        AdaptationError: If a candidate is unknown, needs labels, or is listed twice.
     """
     if given is None:
         rehearsed = profile.rehearsal.candidates if profile.rehearsal is not None else ()
-        # A method of one's own cannot be made from its name.
+        # A user's own method cannot be constructed from its name.
         given = tuple(name for name in rehearsed if name in METHODS) or choose_usual(CANDIDATES, profile)
     elif isinstance(given, str | Method | type) or not isinstance(given, Iterable):
         raise AdaptationError(
@@ -103,15 +104,15 @@ def list_candidates(given: CandidateNames | None, profile: Profile) -> dict[str,
 
 
 def choose_usual(names: Sequence[str], profile: Profile) -> tuple[str, ...]:
-    """Return the candidates that a model can have: several inputs are not mapped."""
+    """Leave out candidates that map inputs if the model takes several inputs."""
     several = isinstance(profile.inputs, TreeSummary)
     return tuple(name for name in names if not (several and METHODS[name].maps_inputs))
 
 
 def try_candidates(task: Task, settings: Settings, methods: Mapping[str, Method]) -> list[Trial]:
-    """Adapt by each candidate to the same target, and read each outcome.
+    """Run each candidate on the same target data, and read the signals of each adapted model.
 
-    A candidate that diverges or cannot work with the data counts as failed. Ctrl-C ends the trials.
+    A candidate that diverges or refuses the data counts as failed. Ctrl-C stops the loop over candidates.
     """
     assert task.profile is not None
     before: Verification | None = None
@@ -136,7 +137,8 @@ def try_candidates(task: Task, settings: Settings, methods: Mapping[str, Method]
                 trial.failure = str(error)
             finally:
                 if task.feed.may_resize:
-                    # A schedule of its own may have changed the batches, which must not reach the next candidate.
+                    # The candidate's schedule may have changed the batch size, which must not affect the next
+                    # candidate.
                     task.feed.resize(size)
                     task.feed.reduced_from = reduced
             trial.seconds = time.perf_counter() - started
@@ -150,7 +152,7 @@ def try_candidates(task: Task, settings: Settings, methods: Mapping[str, Method]
 
 def _read(task: Task, model: nn.Module, method: Method, *, free_shares: bool = False) -> Reading:
     assert task.profile is not None
-    # A result lies where the caller's model is, which may be another device.
+    # The adapted model lies on the device of the caller's model, which may not be the feed's device.
     place = task.feed.device
 
     @torch.no_grad()
@@ -164,7 +166,7 @@ def _read(task: Task, model: nn.Module, method: Method, *, free_shares: bool = F
 
 
 def _compare_for_shares(result: Adaptation, reading: Reading) -> None:
-    """Let a result be verified against home for the class shares that its model finds, if they were free."""
+    """Verify a result against home reweighted to the class shares that its method estimated, if it estimated any."""
     if reading.shares is not None:
         result.after = replace(reading.verification, adapted=True)
         result.manifest["verification"]["after"] = result.after.to_json()
@@ -172,14 +174,15 @@ def _compare_for_shares(result: Adaptation, reading: Reading) -> None:
 
 
 def _add_signals(task: Task, trials: Sequence[Trial]) -> None:
-    """Join the signals of each trial by its agreement with the others, where samples come in one order."""
+    """Add to each trial's signals its agreement with the other trials, if all saw the samples in the same order."""
     assert task.profile is not None
     readings = {trial.name: trial.reading for trial in trials if trial.reading is not None}
     if task.feed.resident or task.feed.keeps_order:
         joined = add_agreements(readings, task.profile.rehearsal)
         for trial in trials:
             if trial.method.frees_shares and trial.reading is not None:
-                # Where classes have other shares, the others go wrong, and to agree with them says nothing.
+                # If class shares changed, the other candidates are wrong, and agreement with them carries no
+                # information.
                 joined[trial.name] = dict(trial.reading.signals)
     else:
         joined = {name: dict(reading.signals) for name, reading in readings.items()}
@@ -196,7 +199,7 @@ def adapt_auto(
 ) -> Adaptation:
     """Try all candidates and return the one that is estimated best, calibrated.
 
-    Nothing is trained where the data are as at home.
+    If the target data look like home data, nothing is trained.
     """
     if task.profile is None:
         raise AdaptationError(
@@ -231,7 +234,7 @@ def adapt_auto(
 
 
 def _try_others(task: Task, settings: Settings, methods: Mapping[str, Method], untouched: Trial) -> list[Trial]:
-    """Try all other candidates, and return them behind the untouched model."""
+    """Try all other candidates; return the untouched model's trial followed by theirs."""
     rest = {name: method for name, method in methods.items() if name != UNTOUCHED}
     trials = [untouched, *try_candidates(task, settings, rest)]
     _add_signals(task, trials)
@@ -239,7 +242,7 @@ def _try_others(task: Task, settings: Settings, methods: Mapping[str, Method], u
 
 
 def _finish_at_home(untouched: Trial, estimator: Estimator) -> Adaptation:
-    """Return the untouched model: the data are as at home."""
+    """Return the untouched model, because the target data look like home data."""
     result, reading = untouched.adaptation, untouched.reading
     assert result is not None
     assert reading is not None
@@ -252,8 +255,8 @@ def _finish_at_home(untouched: Trial, estimator: Estimator) -> Adaptation:
 def _explained_by_shares(task: Task, untouched: Trial) -> bool:
     """Return whether other class shares explain how features and logits differ from home.
 
-    A device can make a model certain of wrong classes. The samples of each class then do not look as at home, whatever
-    the shares. Without histograms of the classes that cannot be told, and the answer is no.
+    A new device can make a model confident in wrong classes. The features within each class then differ from home under
+    any class shares. Without histograms per class, the two cases cannot be distinguished, and the result is False.
     """
     assert task.profile is not None
     if task.profile.rehearsal is None or not task.profile.rehearsal.by_class:
@@ -264,7 +267,7 @@ def _explained_by_shares(task: Task, untouched: Trial) -> bool:
 
 
 def _finish_with_other_shares(task: Task, untouched: Trial, estimator: Estimator) -> Adaptation:
-    """Return the untouched model: other classes are frequent here, which no candidate can undo."""
+    """Return the untouched model, because only class shares changed, which no candidate can correct."""
     result, reading = untouched.adaptation, untouched.reading
     assert result is not None
     assert reading is not None
@@ -282,7 +285,7 @@ def _finish_with_other_shares(task: Task, untouched: Trial, estimator: Estimator
 def _finish_rehearsed(
     task: Task, trials: Sequence[Trial], estimator: Estimator, calibrate: bool, output: Entry
 ) -> Adaptation:
-    """Choose by the estimates."""
+    """Choose the candidate with the best estimated score, and complete its result."""
     record = estimator.record
     tried: list[Candidate] = []
     readings: dict[str, dict[str, float]] = {}
@@ -325,7 +328,7 @@ def _finish_rehearsed(
 
 
 def _tell_change(shares: Shares | None, record: Rehearsal) -> Change | None:
-    """Tell whether class shares changed beside the device; None if the shares are not known."""
+    """Tell whether class shares changed in addition to the device; None if the shares are unknown."""
     if shares is None or not shares.reliable:
         return None
     by_chance = HOME_DEVIATIONS * skew_by_chance(record.label_shares, shares.samples, record.samples)[1]
@@ -334,7 +337,7 @@ def _tell_change(shares: Shares | None, record: Rehearsal) -> Change | None:
 
 
 def _finish_unrehearsed(trials: Sequence[Trial], chosen: Trial, reason: str) -> Adaptation:
-    """Return a candidate without an estimate, and say how to get one."""
+    """Complete the chosen result without an estimate; its reason says how to get one."""
     assert chosen.adaptation is not None
     nobody = Estimate(None, None, None, "accuracy", ("the profile was not rehearsed",))
     tried = tuple(Candidate(trial.name, None, trial.signals, trial.seconds, trial.failure) for trial in trials)
@@ -344,7 +347,7 @@ def _finish_unrehearsed(trials: Sequence[Trial], chosen: Trial, reason: str) -> 
 
 
 def _find_reason_to_stay(untouched: Trial, profile: Profile) -> str | None:
-    """Return why nothing has to be tried without a rehearsal, in words; None if candidates have to be."""
+    """Return, without a rehearsal, the reason to keep the untouched model; None if candidates should be tried."""
     assert untouched.reading is not None
     if untouched.reading.verification.verdict == "restored":
         return "the features are as at home, so nothing was changed"
@@ -354,7 +357,7 @@ def _find_reason_to_stay(untouched: Trial, profile: Profile) -> str | None:
 
 
 def _choose_by_features(trials: Sequence[Trial], profile: Profile) -> tuple[Trial, str]:
-    """Choose by the features: slices must come much closer to home, and marginals and answers not speak against it."""
+    """Choose by divergences: slices must come much closer to home, and marginals and predictions must not object."""
     untouched = trials[0]
     limits = {name: untouched.signals.get(name, float("inf")) for name in ("slices", "marginals")}
     closer = [
@@ -380,7 +383,7 @@ def _choose_by_features(trials: Sequence[Trial], profile: Profile) -> tuple[Tria
 
 
 def _complete(result: Adaptation, estimates: Estimates, tried: tuple[Candidate, ...], reason: str) -> Adaptation:
-    """Put estimates and candidates on the result and into its manifest."""
+    """Store the estimates and the tried candidates in the result and its manifest."""
     result.estimate, result.candidates, result.reason = estimates, tried, reason
     result.manifest["chosen"] = {"by": "auto", "reason": reason}
     result.manifest["candidates"] = [one.to_json() for one in tried]
@@ -394,7 +397,7 @@ def _complete(result: Adaptation, estimates: Estimates, tried: tuple[Candidate, 
 
 
 def mark(result: Adaptation, temperature: float = 1.0) -> None:
-    """Write on the model how it was adapted, so that `verify` knows which map to read."""
+    """Record on the model how it was adapted, so that `verify` uses the estimate's map for that method."""
     result.model.shiftmend_adaptation = {  # type: ignore[assignment]
         "method": result.manifest["method"]["name"],
         "temperature": temperature,
@@ -403,7 +406,7 @@ def mark(result: Adaptation, temperature: float = 1.0) -> None:
 
 
 def read_both(task: Task, method: Method, result: Adaptation) -> dict[str, Reading]:
-    """Read the untouched model and the adapted one on the target; the untouched one alone if that was returned."""
+    """Read the signals of the untouched and the adapted model on the target; only the former if they are the same."""
     untouched = copy_model(task.model).to(task.feed.device).eval()
     readings = {UNTOUCHED: _read(task, untouched, make_method(UNTOUCHED))}
     name = result.manifest["method"]["name"]
@@ -422,7 +425,7 @@ def estimate_one(
     calibrate: bool = True,
     output: Entry = None,
 ) -> None:
-    """Add estimates before and after to the run of a named method, from the readings of both models."""
+    """Add the estimated scores before and after to the result of a single method, from the signals of both models."""
     assert task.profile is not None
     record = task.profile.rehearsal
     assert record is not None
@@ -443,9 +446,9 @@ def estimate_one(
 
 
 def calibrate_result(result: Adaptation, reading: Reading, task: Task, output: Entry = None) -> None:
-    """Fold a temperature into the head: that at which the mean confidence equals the estimated accuracy.
+    """Fold into the head the temperature at which the mean confidence equals the estimated accuracy.
 
-    Where no estimate holds, the temperature that calibrates the untouched model at home is taken.
+    Without a valid estimate, use the temperature that calibrates the untouched model at home.
     """
     after = result.estimate.after if result.estimate is not None else None
     profile = task.profile
@@ -461,7 +464,7 @@ def calibrate_result(result: Adaptation, reading: Reading, task: Task, output: E
         refusal = fold_temperature(result.model, profile.specs["logits"], temperature, sample, output)
     if refusal is None:
         mark(result, temperature)
-        # The weights that are saved, by which a manifest is recognised.
+        # A manifest is matched to its weights by this fingerprint.
         result.manifest["adapted_weights"] = fingerprints.weights(result.model)
     folded = {"temperature": temperature, "by": by}
     result.manifest["calibration"] = folded if refusal is None else {"refused": refusal}
