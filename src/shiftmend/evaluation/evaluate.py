@@ -50,13 +50,13 @@ def evaluate(
         model: A module, also a scripted, traced or exported one.
         data: Pairs of inputs and labels: a tuple of tensors, a `Dataset`, a `DataLoader`, ... Labels of a regression
             are `[N]`, or `[N, quantities, ...]`.
-        batch_size: Samples in a batch.
-        preprocess: Called with each batch on the device, before the model.
+        batch_size: Number of samples per batch.
+        preprocess: Function applied to each batch of inputs on the device, before the model.
         output: Entry of a tuple or dict that is the model's output.
-        device: Where to compute.
+        device: Device to compute on.
         classes: Names of the classes that labels number. A model with another number of classes is refused.
         ignore_label: A label that counts in no score, such as 255 for pixels without a class.
-        progress: True shows a progress bar, False does not, None does so on a terminal.
+        progress: Whether to show a progress bar; None shows one on a terminal only.
 
     Returns:
         The scores, as fractions rather than percent.
@@ -93,15 +93,15 @@ class Evaluator:
 
     Args:
         data: Pairs of inputs and labels, as for `evaluate`.
-        batch_size: Samples in a batch.
-        preprocess: Called with each batch on the device, before the model.
+        batch_size: Number of samples per batch.
+        preprocess: Function applied to each batch of inputs on the device, before the model.
         output: Entry of a tuple or dict that is the model's output.
-        device: Where to compute; `"auto"` is the accelerator of the first model, else CUDA if there is one, else the
+        device: Device to compute on; `"auto"` is the accelerator of the first model, else CUDA if there is one, else the
             CPU.
         classes: Names of the classes that labels number. A model with another number of classes is refused.
         ignore_label: A label that counts in no score, such as 255 for pixels without a class.
         capture: Whether repeated passes may be captured as a CUDA graph.
-        progress: True shows a progress bar, False does not, None does so on a terminal.
+        progress: Whether to show a progress bar; None shows one on a terminal only.
 
     Example:
         >>> import torch, shiftmend

@@ -227,7 +227,7 @@ class ShiftMender(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc] # sk
         method: How `adapt` mends; see `shiftmend.adapt`.
         candidates: Methods that are rehearsed and that `"auto"` tries.
         random_state: Seed of everything random.
-        device: Where to compute.
+        device: Device to compute on.
 
     Attributes:
         estimator_: The fitted estimator.

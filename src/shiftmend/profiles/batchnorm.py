@@ -100,10 +100,10 @@ def refresh_batchnorm(
     Args:
         model: Any `nn.Module`. It is not changed.
         source: A tensor, an array, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
-        batch_size: Samples in a batch; at least 2.
-        preprocess: Called with each batch on the device, before the model.
-        device: Where to compute.
-        progress: True shows a progress bar, False does not, None does so on a terminal.
+        batch_size: Number of samples per batch; at least 2.
+        preprocess: Function applied to each batch of inputs on the device, before the model.
+        device: Device to compute on.
+        progress: Whether to show a progress bar; None shows one on a terminal only.
 
     Returns:
         The copy, on the device and in the modes of the given model.

@@ -108,12 +108,12 @@ def profile(
         output: Entry of a tuple or dict that is the model's output.
         gaussian: `"full"` also stores the covariance of the features, four bytes a pair, for the method `full-gauss`.
         like: Another profile, or its file, whose ranges and slices are used. Both profiles can then be merged.
-        batch_size: Samples in a batch.
-        preprocess: Called with each batch on the device, before the model.
-        device: Where to compute.
+        batch_size: Number of samples per batch.
+        preprocess: Function applied to each batch of inputs on the device, before the model.
+        device: Device to compute on.
         keep_bytes: Activations up to this size are kept, so that the network runs once. Otherwise it runs three times
             (ranges, counts, slices) with the same result.
-        progress: True shows a progress bar, False does not, None does so on a terminal.
+        progress: Whether to show a progress bar; None shows one on a terminal only.
 
     Returns:
         The profile; `profile.save(path)` writes its one small file.

@@ -122,7 +122,7 @@ class Profile:
         """Return the profile of both samples together.
 
         Args:
-            other: A profile that was collected with `like=` this one, or the name of its file.
+            other: A profile that was collected with `like=` this one, or the path of its file.
 
         Returns:
             A new profile.
@@ -361,7 +361,7 @@ def as_profile(given: Profile | str | os.PathLike[str], what: str = "the profile
     if isinstance(given, str | os.PathLike):
         return Profile.load(given, trust=trust)
     if not isinstance(given, Profile):
-        raise ProfileError(f"Expected {what} to be a Profile or the name of its file, got {kind(given)}.")
+        raise ProfileError(f"Expected {what} to be a Profile or the path of its file, got {kind(given)}.")
     return given
 
 

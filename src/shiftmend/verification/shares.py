@@ -45,13 +45,13 @@ def shares(
     Args:
         model: The model, as it came or mended.
         target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
-        profile: The profile of the source, rehearsed with labels, or the name of its file.
+        profile: The profile of the source, rehearsed with labels, or the path of its file.
         adaptation: How the model was adapted, as for `verify`.
-        batch_size: Samples in a batch.
-        preprocess: Called with each batch on the device, before the model.
-        device: Where to compute.
+        batch_size: Number of samples per batch.
+        preprocess: Function applied to each batch of inputs on the device, before the model.
+        device: Device to compute on.
         seed: Decides the bootstrap draws behind the intervals.
-        progress: True shows a progress bar, False does not, None does so on a terminal.
+        progress: Whether to show a progress bar; None shows one on a terminal only.
 
     Returns:
         The share of each class with a 90 % interval, and reasons for which they cannot be relied on.

@@ -53,16 +53,16 @@ def verify(
     Args:
         model: The model to judge. It runs in eval mode and gets its own modes back.
         target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
-        profile: The source's profile, or the name of its file.
+        profile: The source's profile, or the path of its file.
         adaptation: How the model was adapted: the result of `adapt` or its manifest. A model that `adapt` returned says
             so itself, and one with the weights of the profile is untouched.
         labelled: A few labelled samples of the target, as pairs of inputs and labels. They narrow the estimate, and
             are shown beside it.
-        batch_size: Samples in a batch.
-        preprocess: Called with each batch on the device, before the model.
+        batch_size: Number of samples per batch.
+        preprocess: Function applied to each batch of inputs on the device, before the model.
         output: Entry of a tuple or dict that is the model's output; for `labelled` alone.
-        device: Where to compute.
-        progress: True shows a progress bar, False does not, None does so on a terminal.
+        device: Device to compute on.
+        progress: Whether to show a progress bar; None shows one on a terminal only.
 
     Returns:
         The divergences and the verdict that follows from them.
