@@ -378,7 +378,7 @@ def test_models_profiles_and_data_that_do_not_fit() -> None:
     assert_refused("is empty", None, torch.zeros(0, 6))
     assert_refused("NaN or infinity", None, torch.full((5, 6), float("nan")))
     assert_refused("shape", None, torch.zeros(5, 7))
-    assert_refused("Profile or the name", None, None, 3)
+    assert_refused("Profile or the path", None, None, 3)
     assert_refused("3 labels", labels=torch.zeros(3))
     assert_refused("whole number", samples=-1)
     assert_refused("3 classes.* 2", classes=["a", "b"])

@@ -96,7 +96,7 @@ class Evaluator:
         batch_size: Number of samples per batch.
         preprocess: Function applied to each batch of inputs on the device, before the model.
         output: Entry of a tuple or dict that is the model's output.
-        device: Device to compute on; `"auto"` is the accelerator of the first model, else CUDA if there is one, else the
+        device: Device to compute on; `"auto"` is the accelerator of the first model, else CUDA if available, else the
             CPU.
         classes: Names of the classes that labels number. A model with another number of classes is refused.
         ignore_label: A label that counts in no score, such as 255 for pixels without a class.

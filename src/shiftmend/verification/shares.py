@@ -1,4 +1,4 @@
-"""`shares`: how frequent are the classes at a site?"""
+"""`shares`: estimate how frequent the classes are at a site."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shiftmend.verification.reading import read, shares_explain
 from shiftmend.verification.verify import find_adaptation
 
 OTHER_SHARES_DISTANCE = 0.1
-"""Total variation from home beyond which shares have to explain how features differ from home."""
+"""Total variation from home above which the shares must explain why features differ from home."""
 NOT_EXPLAINED = "these shares do not explain how features differ from home, as behind another device"
 
 
@@ -40,21 +40,21 @@ def shares(
 ) -> Shares:
     """Estimate how frequent the classes are at a site, without labels.
 
-    The model must answer at the site about as it does at home. Where the device changed, pass the mended model.
+    The model must make about the same mistakes at the site as at home. If the device changed, pass the adapted model.
 
     Args:
-        model: The model, as it came or mended.
+        model: The model, untouched or adapted.
         target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
         profile: The profile of the source, rehearsed with labels, or the path of its file.
         adaptation: How the model was adapted, as for `verify`.
         batch_size: Number of samples per batch.
         preprocess: Function applied to each batch of inputs on the device, before the model.
         device: Device to compute on.
-        seed: Decides the bootstrap draws behind the intervals.
+        seed: Seed of the bootstrap draws for the intervals.
         progress: Whether to show a progress bar; None shows one on a terminal only.
 
     Returns:
-        The share of each class with a 90 % interval, and reasons for which they cannot be relied on.
+        The share of each class with a 90 % interval, and reasons if the shares are not reliable.
 
     Raises:
         ShiftmendError: If the model, the data or the profile cannot be used together.
