@@ -1,4 +1,4 @@
-"""Methods of adaptation by name. To add one, write its file, a line here, its test, and a line in `docs/methods.md`.
+"""Adaptation methods by name. To add one, write its file, a line here, a test, and a row in `docs/methods.md`.
 
 Example:
     >>> from shiftmend.methods import METHODS, method
@@ -59,7 +59,7 @@ METHODS: dict[str, type[Method]] = {
 
 
 def kind_of(name: str | type[Method]) -> type[Method]:
-    """Return the class of a method by name. Users may add their own classes to `METHODS`."""
+    """Return the class of a method by its name. Users may add their own classes to `METHODS`."""
     if not isinstance(name, type) or not issubclass(name, Method):
         check_known(name, METHODS, "method", AdaptationError)
     return METHODS[name] if isinstance(name, str) else name
@@ -69,7 +69,7 @@ def method(name: str | Method | type[Method], **options: Any) -> Method:
     """Make a method from its name or class and its options.
 
     Args:
-        name: Name or class of a method, or an instance, which is returned as it is.
+        name: Name or class of a method, or an instance, which is returned unchanged.
         **options: Hyper-parameters.
 
     Returns:

@@ -1,9 +1,9 @@
-"""FR-shares: Feature Restoration where the class shares of the target are free.
+"""FR-shares: Feature Restoration with free class shares at the target.
 
-Matching features to those of home assumes that classes are as frequent as there. Otherwise alignment moves samples into
-wrong classes. Here the target is matched to a mixture of the classes of home, whose shares are learnt beside the
-network. Little else is learnt, so that the network cannot make up for wrong shares: scale and offset of the
-normalisation layers alone.
+Aligning features with home assumes that classes are as frequent as at home. Otherwise, alignment moves samples into
+wrong classes. Here the target is aligned with a mixture of the classes of home, whose shares are trained together with
+the network. Only scale and offset of the normalisation layers are trained, so that the network cannot compensate for
+wrong shares.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ NORMS = (_BatchNorm, _InstanceNorm, nn.LayerNorm, nn.GroupNorm)
 ALIGNED = ("features", "logits")
 BATCH = 256
 MAX_KEPT_VALUES = 1 << 28
-"""Input values that are kept in memory. Of more inputs, every second one is left out, then every second of these."""
+"""Largest number of input values kept in memory. With more, every second input is dropped, repeatedly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FRShares(Method):
-    """Alignment of features and logits with home for any class shares.
+    """Alignment of features and logits with home under free class shares.
 
     Scale and offset of all normalisation layers and the class shares are trained together by Adam, for `steps` batches.
-    The profile must hold histograms of its classes: rehearse it with labels. Networks without normalisation layers stay
-    as they are.
+    The profile must hold histograms of its classes: rehearse it with labels. Networks without normalisation layers are
+    not changed.
     """
 
     name: ClassVar[str] = "fr-shares"
@@ -93,7 +93,7 @@ class FRShares(Method):
 
 
 class _Mixture:
-    """Histograms of home for class shares that are trained; `scores` are their logarithms, less those at home."""
+    """Histograms of home under trainable class shares; `scores` are log-shares relative to home."""
 
     def __init__(self, profile: Profile, device: torch.device) -> None:
         record = find_classes(profile)
@@ -103,7 +103,7 @@ class _Mixture:
         self.classes = {name: record.class_histograms(name).float().to(device) for name in ALIGNED}
 
     def divergence(self, activations: dict[str, Tensor]) -> Tensor:
-        """Return the divergence of a batch from the mixture, unit by unit, of features and of logits."""
+        """Return the mean divergence of a batch from the mixture over units, summed over features and logits."""
         shares = (self.home.clamp_min(1e-6).log() + self.scores).softmax(0)
         terms = []
         for name, histogram in self.histograms.items():
@@ -122,7 +122,7 @@ def _find_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def _trainable(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Let parameters have gradients inside the block."""
+    """Enable gradients of the parameters inside the block."""
     before = [parameter.requires_grad for parameter in parameters]
     try:
         for parameter in parameters:
@@ -135,7 +135,7 @@ def _trainable(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _collect(batches: Iterable[Inputs]) -> Inputs:
-    """Return the inputs of all batches, or evenly thinned out if they are too many to keep."""
+    """Concatenate the inputs of all batches; thin them out evenly if there are too many to keep."""
     kept: list[Inputs] = []
     step, seen = 1, 0
     for batch in batches:
@@ -147,7 +147,7 @@ def _collect(batches: Iterable[Inputs]) -> Inputs:
 
 
 def _draw_batches(samples: int, number: int, rng: torch.Generator) -> Iterator[Tensor]:
-    """Yield the rows of batches, each sample once before any comes again."""
+    """Yield sample indices of batches; each sample is used once before any is used again."""
     size, rows = min(BATCH, samples), torch.empty(0, dtype=torch.long)
     for _ in range(number):
         if len(rows) < size:

@@ -1,4 +1,4 @@
-"""Full Gaussian: align mean and covariance of all features together (the paper's "Full Gauss.")."""
+"""Full Gaussian: align mean and covariance of the features jointly ("Full Gauss." in the paper)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from shiftmend.utils.checks import is_real
 
 @dataclass(frozen=True, kw_only=True)
 class FullGauss(Prediction):
-    """Alignment of a Gaussian over all features, with full covariance: KL(batch || source).
+    """Alignment of a Gaussian with full covariance over all features by KL(batch || source).
 
-    As in the reference implementation, a batch must hold more samples than there are features. Otherwise set
+    As in the reference implementation, a batch must have more samples than there are features. Otherwise, set
     `shrinkage` between 0 and 1, which shrinks the correlations of batch and source. The profile needs
     `gaussian="full"`. Learning rates above the published 0.001 diverge.
     """
@@ -42,7 +42,7 @@ class FullGauss(Prediction):
         return ("features",)
 
     def smallest_batch(self, profile: Profile | None) -> int:
-        """Return 2: one input has no covariance. The loss says how many are enough."""
+        """Return 2, since one sample has no covariance; the loss checks whether there are enough."""
         return 2 if has_one_sample_per_input(("features",), profile) else 1
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:

@@ -1,4 +1,4 @@
-"""Target-supervised: training with labels of the new site. An upper bound to compare with, not an adaptation."""
+"""Target-supervised: training with labels of the target. An upper bound for comparison, not an adaptation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shiftmend.profiles.profile import Profile
 
 
 def _class_numbers(given: Any) -> Tensor:
-    """Return a copy of labels as whole numbers on the CPU."""
+    """Convert labels to a new int64 tensor on the CPU."""
     try:
         labels = given.detach().cpu().clone() if isinstance(given, Tensor) else torch.from_numpy(np.array(given))
     except (TypeError, ValueError) as error:
@@ -35,10 +35,10 @@ def _class_numbers(given: Any) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TargetSupervised(Prediction):
-    """Supervised training of all parameters on labelled target data, with dropout on: an upper bound for other methods.
+    """Supervised training of all parameters on labelled target data, with dropout: an upper bound for other methods.
 
-    This is the only method that takes labels: one for each sample, in the order of the data. Benchmarks train it on 80
-    % of the target and score it on another 10 %.
+    This is the only method that takes labels: one per sample, in the order of the data. Benchmarks train it on 80 % of
+    the target and score it on another 10 %.
     """
 
     name: ClassVar[str] = "target-supervised"
@@ -82,6 +82,6 @@ class TargetSupervised(Prediction):
         return losses
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return the hyper-parameters for a manifest; labels are identified by their digest."""
+        """Return the hyper-parameters for a manifest, with a digest in place of the labels."""
         own = {"epochs": self.epochs, "learning_rate": self.learning_rate, "weight_decay": self.weight_decay}
         return own | {"momentum": self.momentum, "labels_sha256": fingerprints.digest(self.labels)}

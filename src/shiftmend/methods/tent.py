@@ -17,9 +17,9 @@ from shiftmend.profiles.profile import Profile
 
 @dataclass(frozen=True, kw_only=True)
 class TENT(Prediction):
-    """Mean entropy of the batch's predictions; trains the affine parameters of every BatchNorm and nothing else.
+    """Minimisation of the mean entropy of predictions, by the affine parameters of BatchNorm only.
 
-    As in the reference implementation with momentum SGD; the original offers Adam as well.
+    Uses momentum SGD as in the reference implementation; the original offers Adam as well.
     """
 
     name: ClassVar[str] = "tent"

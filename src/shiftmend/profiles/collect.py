@@ -1,4 +1,4 @@
-"""Collect a profile at the source site: passes over the data that find ranges, then count what lies in them."""
+"""Collecting a profile at the source: passes over the data that find ranges and then count histograms."""
 
 from __future__ import annotations
 
@@ -63,11 +63,12 @@ Gaussian = Literal["marginal", "full"]
 
 
 LEAST_SAMPLES = 10
-"""Fewest samples of a profile. Fewer would nearly be revealed by it: the mean of one sample is that sample."""
+"""Smallest number of samples of a profile. With fewer, the profile would almost reveal them: the mean of one sample is
+that sample."""
 
 
 MOST_CORRELATED = 4096
-"""Features whose covariance is stored at most: 32 MiB."""
+"""Largest number of features whose covariance is stored: 32 MiB."""
 
 
 @torch.inference_mode(False)
@@ -89,34 +90,37 @@ def profile(
     keep_bytes: int = KEEP_BYTES,
     progress: Progress = None,
 ) -> Profile:
-    """Collect the profile of a model: how its features and logits are distributed over the source inputs.
+    """Collect the profile of a model: the distributions of its features and logits over the source inputs.
 
-    The model runs in eval mode and gets its own modes back. If BatchNorm's running statistics are clearly others than
-    those of the source data, a warning says so; see `shiftmend.refresh_batchnorm`.
+    The model runs in eval mode, and its train and eval modes are restored. A warning is logged if BatchNorm's running
+    statistics clearly differ from those of the source data; see `shiftmend.refresh_batchnorm`.
 
-    In a process group every process calls this with the same model and the same data and gets the same profile; each
-    runs its share of every batch.
+    In a process group, every process calls `profile` with the same model and data, and gets the same profile; each runs
+    its part of every batch.
 
     Args:
-        model: Any `nn.Module`. Inputs in a dict are passed by name, and those in a tuple in order.
+        model: Any `nn.Module`. Inputs in a dict are passed by name, those in a tuple in order.
         source: A tensor, an array, a data frame, a dict of arrays, a `Dataset` or a `DataLoader`, of inputs or of
-            (inputs, anything). The names of a data frame's columns are remembered.
+            (inputs, ...). The column names of a data frame are stored.
         preset: Bins and loss: `"reference"` (the default), `"paper"` or `"sliced"`.
-        bins: Bins of your own. By default those of the preset, softer (temperature 0.05) without BatchNorm.
-        head: Name of the module that classifies, if it is not found by itself.
-        taps: Further taps by name, e.g. `{"early": "layer1"}`.
+        bins: Bins to use instead of the preset's. The default bins are softer (temperature 0.05) for models without
+            BatchNorm.
+        head: Name of the module that classifies, if it cannot be found automatically.
+        taps: Additional taps by name, e.g. `{"early": "layer1"}`.
         output: Entry of a tuple or dict that is the model's output.
-        gaussian: `"full"` also stores the covariance of the features, four bytes a pair, for the method `full-gauss`.
-        like: Another profile, or its file, whose ranges and slices are used. Both profiles can then be merged.
+        gaussian: `"full"` also stores the covariance of the features (four bytes per pair), for the methods
+            `full-gauss` and `coral`.
+        like: Another profile, or the path of its file, whose ranges and slices are used. Both profiles can then be
+            merged.
         batch_size: Number of samples per batch.
         preprocess: Function applied to each batch of inputs on the device, before the model.
         device: Device to compute on.
-        keep_bytes: Activations up to this size are kept, so that the network runs once. Otherwise it runs three times
-            (ranges, counts, slices) with the same result.
+        keep_bytes: Largest size of activations that are kept, so that the network runs once. Larger activations are
+            computed three times (ranges, counts, slices), with the same result.
         progress: Whether to show a progress bar; None shows one on a terminal only.
 
     Returns:
-        The profile; `profile.save(path)` writes its one small file.
+        The profile; `profile.save(path)` writes it to one small file.
 
     Raises:
         ProfileError: If features are constant, not finite or too many.
@@ -150,7 +154,7 @@ def profile(
     cut = like.bins if like else check_bins(bins, usual)
     columns = like.inputs.columns if like else ()
     feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, columns=columns, what="source data")
-    weights = fingerprints.weights(model)  # Some models change their buffers whenever they run.
+    weights = fingerprints.weights(model)  # First, since some models change their buffers when they run.
     with (
         on_device(model, place),
         preserve_modes(model),
@@ -193,7 +197,7 @@ def profile(
             inputs_seen=feed.samples,
         )
         if like is None:
-            # With the ranges of another profile, the data may be of one class, whose statistics are others.
+            # Data profiled with `like=` may be of a single class, whose statistics rightly differ.
             warn_if_stale(model, feed, result)
     _remark(result)
     return result
@@ -201,7 +205,7 @@ def profile(
 
 @dataclass(frozen=True)
 class _Frame:
-    """Ranges, standardisation and directions, fixed before anything is counted; on the CPU but for ranges."""
+    """Ranges, standardisation and slice directions, fixed before counting; all but the ranges are on the CPU."""
 
     ranges: dict[str, tuple[Tensor, Tensor]]
     mean: Tensor
@@ -211,7 +215,7 @@ class _Frame:
 
 
 def _frame(trackers: Mapping[str, RangeTracker], chosen: Preset, like: Profile | None) -> _Frame:
-    """Take the frame of another profile, or make one from the ranges of the first pass."""
+    """Take the ranges and directions of another profile, or make them from the first pass."""
     if like is not None:
         return _Frame(
             {name: (tap.low, tap.high) for name, tap in like.taps.items()},
@@ -241,7 +245,7 @@ def _frame(trackers: Mapping[str, RangeTracker], chosen: Preset, like: Profile |
 
 
 class _Passes:
-    """Passes over the source; the network runs once only if the activations at the taps can be kept."""
+    """Passes over the source; the network runs only once if the activations at the taps can be kept."""
 
     def __init__(self, model: nn.Module, feed: Feed, specs: Mapping[str, Tap], keep_bytes: int, bar: Bar) -> None:
         self.model, self.feed, self.specs, self.bar = model, feed, specs, bar
@@ -251,7 +255,7 @@ class _Passes:
         self._kept: list[Samples] | None = None
 
     def run(self, update: Callable[[Samples], None]) -> None:
-        """Call `update` with the activations `[samples, units]` by tap of every batch."""
+        """Call `update` with the activations `[samples, units]` of every batch, by tap."""
         if self._kept is not None:
             for samples in self._kept:
                 update(samples)
@@ -267,7 +271,7 @@ class _Passes:
             samples = seen.activations
             used += sum(value.numel() * value.element_size() for value in samples.values())
             inputs += len(seen.inputs)
-            if max(used, used / inputs * own) > self.keep_bytes:  # Known from the first batch, if the size is known.
+            if max(used, used / inputs * own) > self.keep_bytes:  # The first batch shows it, if the size is known.
                 kept = None
             if kept is not None:
                 kept.append(samples)
@@ -284,7 +288,7 @@ class _Passes:
 
 
 def _ranges(passes: _Passes, specs: Mapping[str, Tap], like: Profile | None) -> dict[str, RangeTracker]:
-    """Run the first pass: find ranges. With those of another profile samples need not vary, as of a rare class."""
+    """Run the first pass, which finds ranges. With `like`, units may be constant, e.g. for a rare class."""
     trackers = {name: RangeTracker() for name in specs}
 
     def track(samples: Samples) -> None:
@@ -295,7 +299,7 @@ def _ranges(passes: _Passes, specs: Mapping[str, Tap], like: Profile | None) -> 
     trackers = {name: tracker.reduce_over_processes() for name, tracker in trackers.items()}
     for name, tracker in trackers.items():
         finite = torch.isfinite(tracker.low) & torch.isfinite(tracker.high)
-        if name == "features":  # their variance is stored
+        if name == "features":  # The variance of the values is stored in float32.
             finite &= torch.isfinite(tracker.gaussian().variance).to(finite.device)
         if not bool(finite.all()):
             raise ProfileError(
@@ -372,8 +376,8 @@ def _remark(made: Profile) -> None:
 
 
 def _check_agreement(model: nn.Module, feed: Feed, settings: tuple[Any, ...], like: Profile | None) -> None:
-    """Raise if processes were given different arguments. Of streamed data only the first samples are compared."""
-    if world_size() == 1:  # digests of everything are not for free
+    """Raise if processes were given different arguments. For streamed data, only the first samples are compared."""
+    if world_size() == 1:  # Hashing all data takes time, so a single process skips it.
         return
     first = fingerprints.digest(feed.first(64))
     data = first if feed.inputs is None else fingerprints.digest(feed.inputs)

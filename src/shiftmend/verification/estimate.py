@@ -73,7 +73,7 @@ HOME_DEVIATIONS = 3.0
 """Number of standard deviations within which signals count as those of home."""
 AS_CERTAIN = 0.02
 """Drop of the mean confidence, beyond sampling noise, up to which a model counts as confident as at home. Other class
-shares cost at most 0.014 on EMNIST and digits; devices that cost more than five points of accuracy cost at least 0.03."""
+shares cost at most 0.014 on EMNIST and digits; devices that cost more than five points of accuracy, at least 0.03."""
 
 OTHER_WEIGHTS = "the weights of the model are not those that the profile was made with"
 
