@@ -34,7 +34,7 @@ class Block:
 
 
 def split_blocks(model: nn.Module, trace: Trace, names: BlockNames | None = None) -> tuple[Block, ...]:
-    """Split the modules below the features into blocks, in the order in which they run. The head is in no block.
+    """Split the modules below the features into blocks, in running order. The head is in no block.
 
     `names`, or the model's attribute `shiftmend_blocks`, gives the modules of each block. Otherwise blocks follow the
     order in which modules first run: the modules before the repeated stages are the stem, each stage or layer of their
@@ -61,9 +61,9 @@ def split_blocks(model: nn.Module, trace: Trace, names: BlockNames | None = None
 def _find_parameters_below(model: nn.Module, trace: Trace) -> dict[str, tuple[str, ...]]:
     """Return the parameters below the features by the module that runs them, in running order.
 
-    A module that is used without being called, such as the projection inside attention, counts with the nearest module
-    above it that ran. Parameters that are shared with a head, or with anything behind the features, must stay fixed
-    and are left out.
+    A module that is used without being called, such as the projection inside attention, belongs to the nearest called
+    module above it. Parameters that are shared with a head, or with anything after the features, must stay fixed and
+    are left out.
     """
     ran = set(trace.order)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -87,7 +87,7 @@ def _find_parameters_below(model: nn.Module, trace: Trace) -> dict[str, tuple[st
 
 
 def _owner_of(parameter: str) -> str:
-    """Return the module that owns a parameter; helper modules of a parametrisation count with the layer they serve."""
+    """Return the module that owns a parameter; helper modules of a parametrisation belong to their layer."""
     path = parameter.split(".")
     end = path.index("parametrizations") if "parametrizations" in path else len(path) - 1
     return ".".join(path[:end])
@@ -130,7 +130,7 @@ def _is_inside(name: str, ancestor: str) -> bool:
 
 
 def _group_by_stages(model: nn.Module, running: list[str], level: str = "") -> list[list[str]]:
-    """Cut between the children of `level`; go down a level if one child holds all the repetition.
+    """Split between the children of `level`; descend a level if one child contains all repeated layers.
 
     A child with at least two layers is a stage. Layers before the first stage are the stem. A layer after a stage is a
     block. A module without a kernel, such as normalisation or tokens, joins the layer before it.
@@ -147,7 +147,7 @@ def _group_by_stages(model: nn.Module, running: list[str], level: str = "") -> l
             go_down = len(stages) == 1 or _is_plain_chain(modules, name, inside)
             parts = _group_by_stages(model, inside, name) if go_down else [inside]
             if blocks and not _count_layers(modules, blocks[-1]):
-                # Tokens alone are no block.
+                # Tokens alone form no block.
                 parts = [blocks.pop() + parts[0], *parts[1:]]
             blocks += parts
             in_stem = False
@@ -200,7 +200,7 @@ def _make_block(model: nn.Module, group: list[str], below: dict[str, tuple[str, 
 
 
 def _make_title(group: list[str], everything: list[str]) -> str:
-    """Return a readable name: the common parent, if all of it is in the group, or else the modules themselves."""
+    """Return a readable name: the common parent if the group contains all of it, else the modules themselves."""
     if len(group) == 1:
         return group[0] or "(own parameters)"
     paths = [name.split(".") for name in group]

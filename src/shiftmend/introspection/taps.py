@@ -1,7 +1,7 @@
-"""Put taps on any `nn.Module` and take them off again.
+"""Attaching taps to any `nn.Module`, and removing them.
 
-Taps are forward hooks: the model is never rebuilt, and no hook outlives its `with` block. What a module returns is
-cloned at once, because an in-place ReLU that follows would overwrite it.
+Taps are forward hooks: the model is never rebuilt, and no hook outlives its `with` block. Activations are cloned at
+once, because an in-place ReLU that follows would overwrite them.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Tap:
     `@axis` where units do not lie on axis 1, such as `"encoder.3@-1"` for tokens `[N, T, C]`.
 
     Args:
-        name: what the tap is called in the profile, e.g. `"features"`.
-        module: name of the module, as in `model.named_modules()`.
-        side: whether to track what the module reads (`"input"`) or what it returns (`"output"`).
-        channel_axis: axis that counts units; all other axes count samples.
-        entry: which tensor to track of a module that returns a tuple or a dict: an index or a key.
+        name: Name of the tap in the profile, e.g. `"features"`.
+        module: Name of the module, as in `model.named_modules()`.
+        side: Whether to record what the module reads (`"input"`) or what it returns (`"output"`).
+        channel_axis: Axis of the units; all other axes count samples.
+        entry: Index or key of the tensor to record, if the module returns a tuple or a dict.
 
     Raises:
-        TapError: if an argument has the wrong type, or the axis is that of the samples.
+        TapError: If an argument has the wrong type, or the axis is that of the samples.
 
     Example:
         >>> from shiftmend import Tap
@@ -66,11 +66,11 @@ class Tap:
         """Make a tap from its text.
 
         Args:
-            name: what the tap is called in the profile.
+            name: Name of the tap in the profile.
             spec: `module`, `module:input` or `module:output`, perhaps followed by `@axis`; or a tap to rename.
 
         Returns:
-            The tap. A text of another form raises a `TapError`.
+            The tap. Malformed text raises a `TapError`.
         """
         if isinstance(spec, Tap):
             return replace(spec, name=name)
@@ -93,20 +93,20 @@ class Tap:
 
 
 class Recorder:
-    """Store of the activations at the taps in the last forward pass. Reading them empties the store."""
+    """Recorder of the activations at the taps in one forward pass. Reading clears it."""
 
     def __init__(self, taps: Mapping[str, Tap]) -> None:
         self._taps = taps
         self._seen: dict[str, list[Tensor]] = {name: [] for name in taps}
 
     def record(self, name: str, value: Any) -> None:
-        """Store what the module of a tap read or returned."""
+        """Record the input or output of a tap's module."""
         tap = self._taps[name]
         tensor = pick(value, tap.entry, f"module {tap.module!r} of tap {name!r}", "Tap(..., entry={!r})")
         self._seen[name].append(tensor.clone())
 
     def read(self) -> dict[str, Tensor]:
-        """Return activations `[samples, units]` by tap, and forget them; each module must have run exactly once."""
+        """Return activations `[samples, units]` by tap, and clear them; each module must have run exactly once."""
         seen = self._seen
         self.forget()
         for name, values in seen.items():
@@ -119,12 +119,12 @@ class Recorder:
         return {name: _to_samples(self._taps[name], values[0]) for name, values in seen.items()}
 
     def forget(self) -> None:
-        """Drop what was recorded: a checkpointed part of a model runs again, with its taps, in the backward pass."""
+        """Clear the recorded activations; with activation checkpointing, taps run again in the backward pass."""
         self._seen = {name: [] for name in self._taps}
 
 
 def _to_samples(tap: Tap, values: Tensor) -> Tensor:
-    """Bring activations into the shape `[samples, units]`."""
+    """Reshape activations to `[samples, units]`."""
     if values.ndim == 0:
         raise TapError(
             f"Expected a row for each sample at tap {tap.name!r} ({str(tap)!r}), got a single number. Tap another "
@@ -144,7 +144,7 @@ def _to_samples(tap: Tap, values: Tensor) -> Tensor:
 
 
 def module_of(model: nn.Module, tap: Tap) -> nn.Module:
-    """Return the module that a tap names; an unknown name gets a hint."""
+    """Return the module of a tap; the error for an unknown name suggests similar ones."""
     modules: dict[str, nn.Module] = dict(model.named_modules())
     if tap.module not in modules:
         close = [name for name in modules if name.endswith(f".{tap.module}")] or get_close_matches(tap.module, modules)
