@@ -1,4 +1,4 @@
-"""Read NumPy files without unpickling: `.npz` archives of images, and `.npy` arrays part by part."""
+"""Reading NumPy files without unpickling: `.npz` archives of images, and memory-mapped `.npy` arrays."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shiftmend.inputs.images import PathLike, Split, as_images, as_labels
 from shiftmend.utils.bounded import read_array, read_array_header
 from shiftmend.utils.checks import one_line
 
-# Damage shows in the directory of an archive (where a member may even seem encrypted), in the compressed stream of a
-# member, or in the header of an array, which is Python.
+# Damage can show in the directory of an archive (where a member may even seem encrypted), in the compressed data of a
+# member, or in the header of an array, which is a Python literal.
 DAMAGE = (
     *(OSError, ValueError, EOFError, KeyError, RuntimeError, SyntaxError, TypeError, OverflowError, MemoryError),
     *(tokenize.TokenError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error),
@@ -36,18 +36,18 @@ def npz_file(
     channels_last: bool | None = None,
     name: str | None = None,
 ) -> Split:
-    """Read an `.npz` of uint8 images and, if there are any, integer labels.
+    """Read an `.npz` archive of uint8 images and, if present, integer labels.
 
     Args:
         path: The file.
-        images: Name of the array of images: [N, H, W], [N, H, W, C] or [N, C, H, W].
-        labels: Name of the array of labels [N].
+        images: Name of the array of images, `[N, H, W]`, `[N, H, W, C]` or `[N, C, H, W]`.
+        labels: Name of the array of labels `[N]`.
         classes: Names of the classes, in the order of their numbers.
-        channels_last: Whether the channels are the last axis. By default they are the axis of length 1 or 3.
-        name: What to call the set; by default the file's name.
+        channels_last: Whether the channels are the last axis. By default, they are the axis of size 1 or 3.
+        name: Name of the set; by default the name of the file.
 
     Raises:
-        DataError: If the file is missing or damaged, or holds something else.
+        DataError: If the file is missing or damaged, or has other content.
     """
     file = Path(path)
     with open_npz(file) as archive:
@@ -118,7 +118,7 @@ def read_member(archive: NpzFile, path: Path, key: str) -> NDArray[Any]:
 
 
 def holds_objects(archive: NpzFile, key: str) -> bool:
-    """Tell whether an array holds Python objects, which only unpickling could read."""
+    """Tell whether an array contains Python objects, which can only be unpickled."""
     try:
         with _open_member(archive, key) as file:
             return bool(read_array_header(file)[2].hasobject)
@@ -137,7 +137,7 @@ def _zip_of(archive: NpzFile) -> zipfile.ZipFile:
 
 
 def map_npy(path: Path, expected: str, remedy: str) -> NDArray[Any]:
-    """Map an `.npy` array into memory: only what is taken from it is read."""
+    """Memory-map an `.npy` array, so that only the used parts are read."""
     try:
         kind = _kind_of_file(path)
         if kind == "npz":
@@ -157,7 +157,7 @@ def map_npy(path: Path, expected: str, remedy: str) -> NDArray[Any]:
 
 
 def _kind_of_file(path: Path) -> Literal["npy", "npz"]:
-    """Tell what NumPy would read; it takes a file of any other kind for a pickle, and advises to run it."""
+    """Return the format of a NumPy file. NumPy itself would take any other file for a pickle."""
     with path.open("rb") as file:
         magic = file.read(6)
     if magic.startswith(b"PK"):

@@ -21,12 +21,12 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Split:
-    """A set of images in memory, as stored, before any scaling.
+    """A set of images in memory, as stored, without scaling.
 
     Attributes:
         images: uint8 `[N, C, H, W]`.
-        labels: int64 `[N]`, numbers of classes, or None for images without labels.
-        name: What to call the set.
+        labels: Class numbers, int64 `[N]`, or None.
+        name: Name of the set.
         classes: Names of the classes, in the order of their numbers.
 
     >>> Split(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1]), "scans", ("good", "bad"))
@@ -74,12 +74,12 @@ class Split:
 
 
 def as_images(array: NDArray[np.uint8]) -> Tensor:
-    """Copy an array into a tensor: what is read from a file is read-only, mapped or laid out in another order."""
+    """Copy an array into a tensor. Arrays from files may be read-only, memory-mapped or of another layout."""
     return torch.from_numpy(np.array(array, dtype=np.uint8, order="C"))
 
 
 def check_range(array: NDArray[Any], what: str) -> None:
-    """Refuse numbers that int64 or float32, which models take, cannot hold: they would change without a word."""
+    """Refuse values beyond the range of int64 or float32, which would change silently."""
     if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.size and int(array.max()) >= 1 << 63:
         raise DataError(f"Expected every {what} below 2 ** 63, got {int(array.max())}. Try smaller numbers.")
     if array.dtype.kind == "f" and array.dtype.itemsize > 4 and array.size:
@@ -90,7 +90,7 @@ def check_range(array: NDArray[Any], what: str) -> None:
 
 
 def as_labels(array: NDArray[np.integer]) -> Tensor:
-    """Copy class numbers into an int64 tensor; refuse those beyond its range, which would become other numbers."""
+    """Copy class numbers into an int64 tensor; refuse values beyond its range."""
     check_range(array, "class number")
     return torch.from_numpy(np.array(array, dtype=np.int64, order="C"))
 
@@ -102,7 +102,7 @@ def signed(images: Tensor) -> Tensor:
 
 
 def standardised(mean: Sequence[float], deviation: Sequence[float]) -> Callable[[Tensor], Tensor]:
-    """Make a function that scales 8-bit images to [0, 1], subtracts a mean and divides by a deviation per channel."""
+    """Make a function that scales 8-bit images to [0, 1] and standardises them per channel."""
 
     def preprocess(images: Tensor) -> Tensor:
         scaled = images.float().div_(255)
@@ -112,15 +112,15 @@ def standardised(mean: Sequence[float], deviation: Sequence[float]) -> Callable[
 
 
 def per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:
-    """Make a tensor `[1, channels, 1, 1]` of one number per channel, with the type and device of `like`, once.
+    """Return a tensor `[1, channels, 1, 1]` with the dtype and device of `like`, created once and cached.
 
-    Copying numbers to a GPU for every batch would wait for the GPU each time, and could not be part of a CUDA graph.
+    Copying the values to a GPU for every batch would synchronise each time, and cannot be part of a CUDA graph.
     """
     return _make_per_channel(values, like.dtype, like.device)
 
 
 @functools.cache
 def _make_per_channel(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # The tensor is kept for callers of any kind, also those that train.
+    # The cached tensor must be usable in training as well.
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device).view(1, -1, 1, 1)

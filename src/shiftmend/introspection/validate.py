@@ -1,7 +1,7 @@
-"""Validate models: the one place that refuses them.
+"""Validation of models: the one place that refuses them.
 
-`validate` lists what keeps a model from being used, after the validator of Opacus. `check_model` raises the first
-problem, `unwrap` does so for what a caller handed over, and `copy_model` makes the copy that is adapted.
+`validate` lists what prevents a model from being used, like the validator of Opacus. `check_model` raises the first
+problem, `unwrap` also removes wrappers, and `copy_model` makes the copy that is adapted.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from shiftmend.utils.tensor_tree import Inputs, TensorTree, describe_samples
 _FORWARD_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
 )  # fmt: skip
-"""Exceptions that models raise for inputs that they do not take."""
+"""Exceptions that models raise for unsuitable inputs."""
 
 _PLAIN_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
-"""Errors whose text says enough without their type."""
+"""Exceptions whose text is clear without their type."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One reason why a model cannot be used, as a sentence with what was expected and what to do."""
+    """A reason why a model cannot be used: a sentence that says what was expected and what to do."""
 
     message: str
     error: type[ShiftmendError]
@@ -58,7 +58,7 @@ def validate(
     trained: bool = False,
     original: nn.Module | None = None,
 ) -> list[Problem]:
-    """List what keeps a model from being used; the list is empty for a good one.
+    """List what prevents a model from being used; the list is empty for a valid model.
 
     Args:
         model: The object that a caller passed as the model.
@@ -70,7 +70,7 @@ def validate(
         original: The model that `model` is a copy of. A copy that calls the original in its forward pass is refused.
 
     Returns:
-        One problem for each thing that is wrong. The model runs only if nothing else is wrong.
+        One entry for each problem. The model runs only if there is no other problem.
     """
     if not isinstance(model, nn.Module):
         stored = isinstance(model, str | os.PathLike | Mapping)
@@ -103,7 +103,7 @@ def run_checked(model: nn.Module, sample: Inputs, *, output: Entry = None, origi
 
 
 def unwrap(model: nn.Module, **options: Any) -> nn.Module:
-    """Check a model, and return the module inside `torch.compile` or data-parallel wrappers; options of `validate`."""
+    """Validate a model, and return the module inside `torch.compile` or data-parallel wrappers; see `validate`."""
     inner: Any = model
     while isinstance(inner, nn.Module):
         model = inner
@@ -115,10 +115,10 @@ def unwrap(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """Copy a model, so that the caller's own is never changed.
+    """Copy a model, so that the caller's model is never changed.
 
-    A model may still hold tensors of its last training step: a weight computed by `weight_norm`, or features that it
-    remembers. Torch refuses to copy tensors with a graph; the copy gets their values alone.
+    A model may still refer to tensors of its last training step, such as a weight computed by `weight_norm` or cached
+    features. Torch refuses to copy tensors with an autograd graph, so the copy gets their values only.
     """
     values: dict[int, Any] = {}
     for tensor in (tensor for module in model.modules() for tensor in find_tensors(vars(module))):
@@ -169,12 +169,12 @@ def _check_hooks(model: nn.Module, traced: bool) -> Iterator[Problem]:
 
 
 def _check_weights(model: nn.Module) -> Iterator[Problem]:
-    """Find weights that make every loss NaN, for which the learning rate would be blamed later."""
+    """Find weights that would make every loss NaN, which would otherwise look like a bad learning rate."""
     for name, parameter in model.named_parameters():
         if not is_trainable(parameter):
             continue
         value = parameter.detach()
-        # A mask that is kept among the parameters may hold infinities.
+        # A mask among the parameters may contain infinities.
         bad = ~torch.isfinite(value) if parameter.requires_grad else torch.isnan(value)
         if bool(bad.any()):
             message = (
@@ -187,7 +187,7 @@ def _check_weights(model: nn.Module) -> Iterator[Problem]:
 def _check_forward(
     model: nn.Module, samples: Sequence[Inputs], output: Entry, original: nn.Module | None
 ) -> Iterator[Problem]:
-    """Run the model on each batch; batches differ in size where each is padded by itself."""
+    """Run the model on each batch; batches may differ in size if each is padded separately."""
     for number, sample in enumerate(samples):
         returned = _try_forward(model, sample, original)
         if isinstance(returned, Problem):
@@ -201,7 +201,7 @@ def _check_forward(
 
 
 def _try_forward(model: nn.Module, sample: Inputs, original: nn.Module | None) -> Any:
-    """Run the model in eval mode, without gradients; return what the model returned, or the problem that it has."""
+    """Run the model in eval mode without gradients; return its output, or the problem."""
     try:
         with torch.no_grad(), preserve_modes(model), force_eager(model), _watch_original(original, model):
             enter_eval(model)
@@ -224,14 +224,14 @@ def _check_entry(returned: Any, output: Entry) -> Iterator[Problem]:
 
 
 class _OriginalCalled(Exception):
-    """A copy called a module of the model that it was made from."""
+    """Raised when a copy calls a module of the original model."""
 
 
 @contextmanager
 def _watch_original(original: nn.Module | None, copied: nn.Module) -> Iterator[None]:
     """Raise as soon as a module of the original is called.
 
-    Functions cannot be copied: a lambda or a hook that refers to `self` goes on referring to the caller's model.
+    Functions cannot be copied: a lambda or hook that refers to `self` still refers to the caller's model.
     """
     shared, thread = {id(module) for module in copied.modules()}, threading.get_ident()
     with ExitStack() as stack:
@@ -240,7 +240,7 @@ def _watch_original(original: nn.Module | None, copied: nn.Module) -> Iterator[N
                 continue
 
             def stop(module: nn.Module, inputs: Any, name: str = name) -> None:
-                # Another thread may go on predicting with the caller's model.
+                # Another thread may still predict with the caller's model.
                 if threading.get_ident() != thread:
                     return
                 raise _OriginalCalled(
@@ -253,7 +253,7 @@ def _watch_original(original: nn.Module | None, copied: nn.Module) -> Iterator[N
 
 
 def _explain(model: nn.Module, sample: Inputs, error: Exception) -> str:
-    """Say in one sentence that a model does not take some inputs, and what to do."""
+    """Explain in one sentence why a model does not accept some inputs, with advice."""
     lines = str(error).strip().splitlines()
     reason = lines[0] if lines and isinstance(error, _PLAIN_ERRORS) else " ".join([type(error).__name__, *lines[:1]])
     advice = _advise(model, sample)
@@ -261,7 +261,7 @@ def _explain(model: nn.Module, sample: Inputs, error: Exception) -> str:
 
 
 def _advise(model: nn.Module, sample: Inputs) -> str:
-    """Suggest what to do about inputs of another type than the weights, too few of them, or without a batch axis."""
+    """Suggest a remedy for inputs with another dtype than the weights, too few samples, or no batch axis."""
     if isinstance(sample, TensorTree):
         return _advise_several(model, sample)
     if not accepts(model, None):
@@ -277,7 +277,7 @@ def _advise(model: nn.Module, sample: Inputs) -> str:
     if sample.is_floating_point():
         return f" Convert them first, e.g. preprocess=lambda inputs: inputs.to({wanted})."
     if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in model.modules()):
-        # The inputs are tokens, and something else is wrong with them.
+        # The inputs are tokens, so their dtype is not the problem.
         return ""
     scale = " / 255" if sample.dtype == torch.uint8 else ""
     return f" Convert them as in training, e.g. preprocess=lambda inputs: inputs.to({wanted}){scale}."

@@ -49,9 +49,6 @@ def verify(
     `adapt`, a warning is logged if the inputs seem to be preprocessed in another way than at the source. Weights that
     differ from the profile's cause no warning, because an adapted model has such weights.
 
-    Inputs that seem to be preprocessed otherwise than at the source are warned of, as in `adapt`. Other weights are
-    not, because a mended model rightly has them.
-
     Args:
         model: The model to verify. It runs in eval mode, and its train and eval modes are restored.
         target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
