@@ -1,4 +1,4 @@
-"""`StatsLayer`: the paper's layer (appendix G) that a user places in a network by hand."""
+"""`StatsLayer`: the paper's layer (appendix G), which a user places in a network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Mode = Literal["off", "range", "counts", "align"]
 
 
 class StatsLayer(nn.Module):
-    """A layer that returns its input unchanged and tracks how it is distributed.
+    """A layer that returns its input unchanged and tracks its distribution.
 
     At home, call `layer.track("range")` and pass the data through the network, then `layer.track("counts")` and pass
     it again. The statistics are persistent buffers: they are saved and loaded with the state dict. At the new site,
@@ -25,10 +25,10 @@ class StatsLayer(nn.Module):
     Args:
         units: D, the number of units of the input.
         bins: The bins of the histograms; `Bins()` by default.
-        channel_axis: The axis of the input that counts units; 1, or -1 for the last.
+        channel_axis: Axis of the units; 1, or -1 for the last.
 
     Raises:
-        ShiftmendError: If an argument is not of the expected kind.
+        ShiftmendError: If an argument is invalid.
 
     Example:
         >>> layer = StatsLayer(3)
@@ -59,15 +59,15 @@ class StatsLayer(nn.Module):
         self.register_buffer("high", torch.full((units,), -torch.inf))
         self.register_buffer("counts", torch.zeros(units, self.bins.total))
         self.register_buffer("samples", torch.zeros((), dtype=torch.int64))
-        # Counts mean something only with the bins that they were made with.
+        # Counts are meaningful only with the bins that they were made with.
         self.register_buffer("cut", _describe_bins(self.bins))
 
     def track(self, mode: Mode) -> StatsLayer:
-        """Choose what the next forward passes are for.
+        """Set the purpose of the next forward passes.
 
         Args:
-            mode: `"range"` tracks the range of each unit and `"counts"` counts within these ranges; both start anew.
-                `"align"` keeps each batch for `loss`. `"off"` does nothing.
+            mode: `"range"` tracks the range of each unit, and `"counts"` counts within these ranges; both reset earlier
+                values. `"align"` keeps each batch for `loss`. `"off"` does nothing.
 
         Returns:
             The layer itself.
@@ -107,7 +107,7 @@ class StatsLayer(nn.Module):
         return self
 
     def _check_range(self, mode: Mode) -> None:
-        # The ranges start as infinity to minus infinity.
+        # Initially, the ranges are infinity to minus infinity.
         if bool((self.low > self.high).any()):
             raise ShiftmendError(
                 f"Expected ranges before mode {mode!r}, got none. Call track('range') and run one pass over the source "
@@ -121,7 +121,7 @@ class StatsLayer(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Track a batch as the mode says, and return it unchanged.
+        """Track a batch according to the mode, and return it unchanged.
 
         Args:
             x: Activations `[N, ...]` with D units on `channel_axis`, or `[N]` for a single unit.
@@ -130,7 +130,7 @@ class StatsLayer(nn.Module):
             `x` itself.
 
         Raises:
-            ShiftmendError: If the input is not of D units.
+            ShiftmendError: If the input does not have D units.
 
         Example:
             >>> x = torch.ones(4, 3, 8, 8)
@@ -164,12 +164,12 @@ class StatsLayer(nn.Module):
             self.counts += counter.counts.to(self.counts.dtype)
             self.samples += values.shape[0]
         else:
-            # A layer behind this one may work in place.
+            # A later layer may work in place.
             self._last = values.clone()
         return x
 
     def histogram(self) -> Histogram:
-        """Return the statistics tracked so far, in the form that a profile stores.
+        """Return the tracked statistics in the form of a profile.
 
         Returns:
             A histogram with counts `[D, B]` and ranges `[D]`.
@@ -208,7 +208,7 @@ class StatsLayer(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         stored = state_dict.get(f"{prefix}cut")
-        # Ours is rounded as the stored one is: a model in bfloat16 has few digits.
+        # The layer's own bins are rounded like the stored ones, because bfloat16 has few digits.
         if stored is not None and not torch.equal(
             stored.cpu().float(), _describe_bins(self.bins).to(stored.dtype).float()
         ):
@@ -222,7 +222,7 @@ class StatsLayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The last batch may hang in an autograd graph, which can neither be copied nor saved.
+        # The last batch may be part of an autograd graph, which can neither be copied nor saved.
         return {**super().__getstate__(), "_last": None}
 
     def extra_repr(self) -> str:
@@ -231,5 +231,5 @@ class StatsLayer(nn.Module):
 
 
 def _describe_bins(bins: Bins) -> Tensor:
-    """Describe bins in a float32 tensor: a model with a float64 buffer cannot move to a device without float64."""
+    """Describe bins in a float32 tensor, because a float64 buffer cannot move to a device without float64."""
     return torch.tensor([bins.inner, bins.temperature], dtype=torch.float32)
