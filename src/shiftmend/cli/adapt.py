@@ -60,7 +60,7 @@ def blocks(
     allow_pickle: opt.Pickle = False,
     as_json: opt.Json = False,
 ) -> None:
-    """Show the bottom-up blocks a model is split into."""
+    """Show the blocks that BUFR unfreezes one after the other."""
     import torch
 
     from shiftmend.cli.loading import load_model
@@ -153,10 +153,10 @@ def adapt(
     trust: opt.Trust = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Mend the model at the new site with the profile, from unlabelled data alone; say what was won.
+    """Adapt the model to a new site from unlabelled data and a profile, and estimate the gain.
 
-    By default several methods are tried, and the model that is estimated best is kept, perhaps the untouched one. Only
-    the method target-supervised uses labels. If there are labels, they score the model afterwards.
+    By default, several methods are tried, and the model with the best estimate is kept, perhaps the untouched one. Only
+    the method target-supervised uses labels. If there are labels, they are used to score the model afterwards.
     """
     import shiftmend
     from shiftmend.cli.loading import load_candidates, load_method, pick_telling_rows
@@ -194,7 +194,7 @@ def adapt(
     home.check_architecture(net)
     check_types(full_state_dict(net))
     if labels is not None:
-        # Whatever is wrong with the labels must not show after the work is done.
+        # Labels are checked before the work, so that mistakes in them do not show up only at the end.
         score(net, pick_telling_rows(labels, ignore_label))
     result = shiftmend.adapt(
         net,
@@ -228,12 +228,12 @@ def adapt(
             seen = " (on the labels that it was trained with)" if supervised and name == "after" else ""
             say(f"{name}: {found}{seen}")
     if result.interrupted:
-        # What was reached is saved, but nobody should go on with it unasked.
+        # The partial result is saved, but the exit code stops scripts from continuing with it.
         raise typer.Exit(130)
 
 
 def _check_place(out: Path, weights: Path | None) -> None:
-    """Refuse to replace the weights that the adaptation starts from; an earlier result may be replaced."""
+    """Refuse to overwrite the weights that the adaptation starts from; an earlier result may be replaced."""
     check_folder(out)
     result = out / "model.safetensors"
     if weights is not None and result.exists() and weights.exists() and result.samefile(weights):
@@ -244,7 +244,7 @@ def _check_place(out: Path, weights: Path | None) -> None:
 
 
 def _method_options(texts: list[str] | None) -> dict[str, Any]:
-    """Read hyper-parameters given as name=value; refuse an argument of `adapt`, which would pass for one."""
+    """Read hyper-parameters given as name=value; refuse arguments of `adapt`, which are not hyper-parameters."""
     import shiftmend
 
     options = dict(method_option(text) for text in texts or [])

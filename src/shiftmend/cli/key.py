@@ -1,4 +1,4 @@
-"""`key`: make the keys that profiles and results are signed with."""
+"""`key`: make the keys for signing profiles and results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def new(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the private key; not replaced.")],
     as_json: opt.Json = False,
 ) -> None:
-    """Make a key: FILE is private, for --sign; FILE.pub is public, for --trust at every site."""
+    """Make a key pair: FILE is private, for --sign; FILE.pub is public, for --trust at every site."""
     from shiftmend.utils.signing import new_key
 
     made = new_key(file)

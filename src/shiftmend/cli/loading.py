@@ -1,4 +1,4 @@
-"""Turn what stands on the command line into a model, a method, data, and the normalisation of images."""
+"""Conversion of command-line arguments to a model, a method, data, and the normalisation of images."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(name: str, weights: Path | None, options: list[str], allow_pickle: bool = False) -> nn.Module:
-    """Make a built-in network by name, or call `package.module:factory` or `file.py:factory`; load its weights.
+    """Build a built-in network, or call `package.module:factory` or `file.py:factory`; then load its weights.
 
-    Built-in networks belong to `research`, which no import statement of the command line may name.
+    Built-in networks belong to `research`, which the command line must not import statically.
     """
     networks = importlib.import_module("shiftmend.research.networks")
     settings = dict(_parse_option(text) for text in options)
@@ -56,7 +56,7 @@ def load_model(name: str, weights: Path | None, options: list[str], allow_pickle
 
 
 def load_method(name: str) -> Any:
-    """Return the name of a built-in method as it is, or the class that `module:Class` or `file.py:Class` names."""
+    """Return the name of a built-in method unchanged, or import the class `module:Class` or `file.py:Class`."""
     if ":" not in name:
         return name
     with _import_named("method", name, METHODS, "Class") as found:
@@ -69,7 +69,7 @@ def load_candidates(text: str | None) -> list[Any] | None:
 
 
 def load_battery(name: str) -> Any:
-    """Return the simulated devices that `module:NAME` or `file.py:NAME` names: functions by name, or a list of them."""
+    """Import the simulated devices `module:NAME` or `file.py:NAME`: functions by name, or a list of them."""
     with _import_named("battery", name, (), "NAME") as found:
         if not isinstance(found, Mapping | list | tuple):
             raise ShiftmendError(f"Expected {name} to be a dict or list of functions, got {kind(found)}.")
@@ -86,7 +86,7 @@ def _parse_option(text: str) -> tuple[str, Any]:
 def _call_factory(name: str, settings: dict[str, Any], known: Iterable[str]) -> nn.Module:
     def refuse(error: BaseException) -> ShiftmendError:
         given = settings or "no options"
-        # Without a frame of the factory's own, the call itself failed and not what it ran.
+        # Without a frame inside the factory, the call itself failed, not the code of the factory.
         if isinstance(error, TypeError) and not frames(error):
             return ShiftmendError(f"Expected options that {name} takes, got {given}: {error}.")
         return ShiftmendError(
@@ -104,11 +104,11 @@ def _call_factory(name: str, settings: dict[str, Any], known: Iterable[str]) -> 
 
 @contextmanager
 def _import_named(what: str, name: str, known: Iterable[str], attributes: str) -> Iterator[Any]:
-    """Import the object that `package.module:attribute` or `file.py:attribute` names, for the length of a block.
+    """Import the object `package.module:attribute` or `file.py:attribute` for the duration of the block.
 
-    Inside the block, modules beside the file can be imported, too.
+    Inside the block, modules beside the file can be imported as well.
 
-    What the code prints goes to standard error: on standard output it would stand before the JSON.
+    The output of the code goes to standard error, so that it does not mix with JSON on standard output.
     """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where:
@@ -197,10 +197,10 @@ def _read_weights(path: Path, allow_pickle: bool) -> Mapping[str, Any]:
 
 
 def _unwrap(state: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Find the weights in a checkpoint, by the names that the model has for them.
+    """Find the weights in a checkpoint by the names of the model's parameters.
 
-    A training loop keeps weights beside its own state, and `DataParallel`, `torch.compile` and trainers write a prefix
-    before each name.
+    A training loop stores weights beside its own state, and `DataParallel`, `torch.compile` and trainers add a prefix
+    to each name.
     """
     kept = (state.get(key) for key in ("state_dict", "model_state_dict", "model"))
     state = next((found for found in kept if _has_names(found)), state)
@@ -221,7 +221,7 @@ def _summarise(names: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Preprocessing of 8-bit images: x / 255, less the mean, over the deviation, per channel."""
+    """Preprocessing of 8-bit images per channel: (x / 255 - mean) / deviation."""
 
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
@@ -255,7 +255,7 @@ def _set_channels(images: Tensor, channels: int) -> Tensor:
     if present == 1:
         return images.expand(-1, channels, -1, -1)
     if (present, channels) == (3, 1):
-        # Grey as Pillow rounds it: the same as image_folder(channels=1) reads.
+        # Grey levels are rounded as Pillow does, like image_folder(channels=1).
         red, green, blue = images.int().unbind(1)
         return ((19595 * red + 38470 * green + 7471 * blue + 32768) >> 16).to(torch.uint8).unsqueeze(1)
     raise DataError(
@@ -265,7 +265,7 @@ def _set_channels(images: Tensor, channels: int) -> Tensor:
 
 
 def parse_normalisation(mean: str, deviation: str, channels: int | None) -> Normalisation:
-    """Read the text of the options, e.g. `0.485,0.456,0.406`."""
+    """Parse the text of the options, e.g. `0.485,0.456,0.406`."""
 
     def numbers(text: str, what: str) -> tuple[float, ...]:
         try:
@@ -286,24 +286,24 @@ def parse_normalisation(mean: str, deviation: str, channels: int | None) -> Norm
 
 
 class Data(NamedTuple):
-    """Inputs of a model, with their labels where there are any."""
+    """Inputs of a model and, optionally, their labels."""
 
     inputs: Tensor
     labels: Tensor | None
     classes: tuple[str, ...] | None = None
-    """Names of the classes, where there is one folder for each."""
+    """Names of the classes, if there is one folder for each."""
     columns: tuple[str, ...] = ()
     """Names of the columns, if the inputs are a table."""
 
     def as_table(self) -> Table | Tensor:
-        """Return the inputs with the names of their columns, where they have any."""
+        """Return the inputs as a table if they have column names."""
         return Table(self.inputs, self.columns) if self.columns else self.inputs
 
 
 def load_data(path: Path, size: int | None, choice: Mapping[str, Any] | None = None) -> Data:
-    """Read a folder of images, an array or `.npz` of images or of any other inputs, or a table.
+    """Load a folder of images, an array or `.npz` archive of images or other inputs, or a table.
 
-    `choice` says what the columns of a table are used for, as arguments of `read_table`.
+    `choice` holds the roles of the columns of a table, as arguments of `read_table`.
     """
     if size is not None and size < 1:
         raise DataError(f"Expected --size to be at least 1 pixel, got {size}.")
@@ -337,7 +337,7 @@ def load_data(path: Path, size: int | None, choice: Mapping[str, Any] | None = N
 
 
 def check_npz(path: Path, others: str = "") -> None:
-    """Refuse a path that is neither a folder nor an .npz file; `others` names what else is read."""
+    """Refuse a path that is neither a folder nor an .npz file; `others` names further supported files."""
     if not path.exists():
         raise DataError(
             f"Expected a folder of images or an .npz file{others and f', or {others}'}, got {path}, which does not "
@@ -349,7 +349,7 @@ def check_npz(path: Path, others: str = "") -> None:
 
 def _read_images(archive: NpzFile, path: Path, size: int | None) -> Tensor:
     try:
-        # Labels are read apart: not every command needs them.
+        # Labels are read separately, because not every command needs them.
         images = npz_file(path, labels="").images
     except DataError as error:
         if read_member(archive, path, "images").dtype == np.uint8:
@@ -359,7 +359,7 @@ def _read_images(archive: NpzFile, path: Path, size: int | None) -> Tensor:
 
 
 def scale_images(images: Tensor, size: int | None) -> Tensor:
-    """Scale 8-bit images `[N, C, H, W]` to a height and width, as Pillow scales those of a folder."""
+    """Scale 8-bit images `[N, C, H, W]` to a side length, as Pillow does for images of a folder."""
     if size is None or images.shape[2:] == (size, size):
         return images
     return functional.interpolate(images, (size, size), mode="bilinear", antialias=True)
@@ -371,7 +371,7 @@ def _read_other_inputs(archive: NpzFile, path: Path, size: int | None) -> Tensor
 
 
 def _as_other_inputs(inputs: NDArray[Any], name: str, size: int | None) -> Tensor:
-    """Convert inputs that are no images; whole numbers stay whole, since they may be tokens."""
+    """Convert inputs that are not images; integers stay integers, because they may be tokens."""
     if size is not None:
         raise DataError(f"Expected images for --size {size}, got {name}, which is not scaled. Leave it out.")
     whole, real = np.issubdtype(inputs.dtype, np.integer), np.issubdtype(inputs.dtype, np.floating)
@@ -388,7 +388,7 @@ def _as_other_inputs(inputs: NDArray[Any], name: str, size: int | None) -> Tenso
 
 
 def _read_labels(archive: NpzFile, path: Path, count: int) -> Tensor | None:
-    """Read class numbers or fractions, at least one an input; warn and return None where they are text or objects."""
+    """Read class numbers or floating-point labels; warn and return None if they are text or objects."""
     if "labels" not in archive.files:
         return None
     objects = holds_objects(archive, "labels")
@@ -408,17 +408,17 @@ def _read_labels(archive: NpzFile, path: Path, count: int) -> Tensor | None:
             f"{list(labels.shape)} in {path}."
         )
     labels = labels.reshape(count) if labels.size == count else labels
-    # Class numbers are not checked here: one that is none may be the --ignore-label.
+    # Class numbers are not checked here, because an invalid one may be the --ignore-label.
     check_range(labels, "label")
     return torch.from_numpy(labels.astype(np.float32)) if fractions else as_labels(labels)
 
 
 def pick_telling_rows(labels: Tensor, ignore_label: int | None) -> list[int]:
-    """Pick the inputs with the lowest and the highest label that counts, and with most that are neither 0 nor 1.
+    """Pick the inputs with the lowest and the highest label, and with the most labels other than 0 and 1.
 
-    Scoring these few shows what is wrong with the labels before the work is done.
+    Scoring these few inputs reveals problems with the labels before the work begins.
     """
-    # Refuses what could be no label.
+    # Raises if the labels have an invalid type.
     metrics_for(labels, ignore_label=ignore_label)
     rows = labels.reshape(len(labels), -1)
     left_out = torch.zeros_like(rows, dtype=torch.bool) if ignore_label is None else rows == ignore_label

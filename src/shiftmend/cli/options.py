@@ -1,4 +1,4 @@
-"""Options that commands share, how their text is read, and how results are printed."""
+"""Shared options of commands, parsing of their text, and printing of results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shiftmend.profiles.profile import Profile
 
 WIDTH = 100
-"""Columns where there is no terminal that says how many it has."""
+"""Width in columns if there is no terminal."""
 
 Model = Annotated[
     str,
@@ -82,10 +82,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print machine-readable resul
 
 
 def screen() -> Console:
-    """Open standard output, anew for each use: whether it is a terminal, and how wide, may have changed.
+    """Open standard output, anew for each use, because its kind and width may have changed.
 
-    Names of files and of classes may hold brackets and colons, which are printed as they are, and control characters,
-    which are not.
+    File and class names may contain brackets and colons, which are printed literally, and control characters, which are
+    escaped.
     """
     console = open_console(soft_wrap=True)
     if not console.is_terminal:
@@ -99,7 +99,7 @@ def say(text: str) -> None:
 
 
 def columns(*titles: str, numbers: tuple[str, ...] = ()) -> Table:
-    """Make an empty table in which nothing is ever cut off and numbers stand to the right."""
+    """Make an empty table that never truncates text and right-aligns numbers."""
     made = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
         made.add_column(title, justify="right" if title in numbers else "left", overflow="fold")
@@ -112,7 +112,7 @@ def show(table: Table) -> None:
 
 
 def by_all_processes(command: Callable[..., None]) -> Callable[..., None]:
-    """Share the work of a command among the processes of `torchrun`; the first of them writes and prints."""
+    """Share the work of a command among the processes of `torchrun`; only the first one writes and prints."""
 
     @functools.wraps(command)
     def shared(**arguments: Any) -> None:
@@ -136,7 +136,7 @@ def gather(
     std: str,
     choice: dict[str, Any],
 ) -> tuple[nn.Module, loading.Data, loading.Normalisation]:
-    """Load the model and the data that the options name, and make the function that turns images into inputs."""
+    """Load the model and the data that the options name, and make the preprocessing function."""
     from shiftmend.cli.loading import load_data, load_model, parse_normalisation
 
     preprocess = parse_normalisation(mean, std, channels)
@@ -152,7 +152,7 @@ def choose_columns(
     where: list[str] | None,
     profile: Profile | None = None,
 ) -> dict[str, Any]:
-    """Return what the columns of a table are used for, as arguments of `read_table`; inputs are those of a profile."""
+    """Return the roles of a table's columns as arguments of `read_table`; inputs are the columns of a profile."""
     if classes is not None and label is None:
         raise DataError(
             "Expected --label beside --classes, which names its classes, got none. Name the column with --label."
@@ -169,7 +169,7 @@ def choose_columns(
 
 
 def _condition(text: str) -> tuple[str, str]:
-    """Read `--where column=value`."""
+    """Parse `--where column=value`."""
     name, equals, value = text.partition("=")
     if not (equals and name):
         raise DataError(f"Expected --where to read column=value, e.g. board=3, got {text!r}.")
@@ -177,12 +177,12 @@ def _condition(text: str) -> tuple[str, str]:
 
 
 def block_names(blocks: list[str] | None) -> list[list[str]] | None:
-    """Read `--block conv1,bn1`, once for each block."""
+    """Parse `--block conv1,bn1`, one option per block."""
     return [text.split(",") for text in blocks] if blocks else None
 
 
 def named_tap(text: str) -> tuple[str, str]:
-    """Read `--tap name=module`."""
+    """Parse `--tap name=module`."""
     name, equals, spec = text.partition("=")
     if not (equals and name and spec):
         raise DataError(f"Expected --tap to read name=module, e.g. early=layer1, got {text!r}.")
@@ -190,17 +190,17 @@ def named_tap(text: str) -> tuple[str, str]:
 
 
 def entry(text: str | None) -> int | str | None:
-    """Read `--output-entry`: a position or a key."""
+    """Parse `--output-entry`: an index or a key."""
     return text if text is None else whole_or_text(text)
 
 
 def whole_or_text(text: str) -> int | str:
-    """Read a whole number where the text is one."""
+    """Convert text to an integer if possible."""
     return int(text) if re.fullmatch("-?[0-9]+", text) else text
 
 
 def method_option(text: str) -> tuple[str, Any]:
-    """Read `--option name=value`; values with commas become a tuple."""
+    """Parse `--option name=value`; values with commas become a tuple."""
     key, equals, value = text.partition("=")
     if not equals:
         raise DataError(f"Expected --option to read name=value, e.g. learning_rate=0.1, got {text!r}.")

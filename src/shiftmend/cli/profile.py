@@ -107,7 +107,7 @@ def inspect(
     trust: opt.Trust = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Show what a profile holds, and what its rehearsal taught."""
+    """Show what a profile contains, and the results of its rehearsal."""
     import shiftmend
 
     loaded = shiftmend.Profile.load(file, trust=trust)
@@ -131,7 +131,7 @@ def mix(
     trust: opt.Trust = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Mix the profiles of several classes for a site where they are otherwise frequent."""
+    """Mix the profiles of several classes for a site where the classes have other shares."""
     from shiftmend.profiles.profile import Profile
 
     check_place(out)
@@ -148,7 +148,7 @@ def mix(
 
 
 def check_key(sign: Path | None) -> None:
-    """Refuse a key that cannot sign before work is spent."""
+    """Refuse a key that cannot sign, before the work."""
     from shiftmend.utils.signing import load_key
 
     if sign is not None:
@@ -165,7 +165,7 @@ def _write(made: Any, out: Path, as_json: bool, sign: Path | None) -> None:
 
 
 def _write_weights(net: Any, out: Path) -> None:
-    """Save the weights of a refreshed model, to be used from then on."""
+    """Save the weights of a refreshed model, which should be used from then on."""
     from shiftmend.introspection.model_state import full_state_dict, save_tensors
     from shiftmend.utils.files import replacing
 
@@ -180,7 +180,7 @@ def _write_weights(net: Any, out: Path) -> None:
 
 
 def _check_weights_place(place: Path, out: Path) -> None:
-    """Refuse to replace anything by refreshed weights."""
+    """Refuse to overwrite anything by refreshed weights."""
     check_folder(place.parent)
     if place.suffix != ".safetensors":
         raise DataError(f"Expected --refresh-batchnorm to name a file ending in .safetensors, got {place}.")
@@ -191,7 +191,7 @@ def _check_weights_place(place: Path, out: Path) -> None:
 
 
 def check_place(out: Path, weights: Path | None = None) -> None:
-    """Refuse to replace anything but a profile."""
+    """Refuse to overwrite anything except a profile."""
     from shiftmend.errors import ProfileError
     from shiftmend.profiles.profile import Profile
 

@@ -68,11 +68,11 @@ def rehearse(
     trust: opt.Trust = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Simulate other devices at home and mend the model for each, so that sites can tell their accuracy.
+    """Simulate other devices at home and adapt the model to each, so that sites can estimate their accuracy.
 
-    The data are held-out data from home, which the model was not trained on. Labels are used where there are any.
-    Without labels, scores compare with the model's own answers to the unshifted data. The profile stays as it is, and
-    a new one is written. Give the options of `adapt` that sites will give.
+    The data must be held-out data from home, on which the model was not trained. Labels are used if there are any.
+    Without labels, scores compare with the model's own predictions on the unshifted data. The profile is not changed; a
+    new one is written. Pass the same options as sites will pass to `adapt`.
     """
     import shiftmend
     from shiftmend.cli.loading import load_battery, load_candidates
@@ -129,7 +129,7 @@ def _announce(
     quick: bool,
     workers: int,
 ) -> str:
-    """Say in one line what will be done, about how long it takes, and what `--quick` would leave out."""
+    """Describe in one line what will be done, how long it will take, and what `--quick` would leave out."""
     from shiftmend.adaptation.auto import CANDIDATES, list_candidates
     from shiftmend.rehearsal import rehearse as library
 
@@ -139,7 +139,7 @@ def _announce(
     number = usual if shifts is None else shifts
     default = library.QUICK_CANDIDATES if quick else CANDIDATES
     methods = list_candidates(default if candidates is None else candidates, profile)
-    # The unshifted data are rehearsed too.
+    # The unshifted data are rehearsed as well.
     length = max(1, math.ceil((number + 1) * sum(sizes) / samples))
     labels = "with their labels" if given.labels is not None else "without labels"
     shared = f", shared by {workers} processes" if workers > 1 else ""
@@ -155,7 +155,7 @@ def _announce(
 
 
 def _check_sendable(*parts: Any) -> None:
-    """Refuse a model or methods that no other process can be sent, before the work."""
+    """Refuse a model or methods that cannot be pickled for other processes, before the work."""
     import pickle
 
     from shiftmend.utils.python_files import describe_error, user_code
@@ -172,7 +172,7 @@ def _check_sendable(*parts: Any) -> None:
 
 @contextmanager
 def _processes(number: int) -> Iterator[Executor | None]:
-    """Start processes that share the cores; none if there should be one."""
+    """Start worker processes that share the cores; none if `number` is 1."""
     if number == 1:
         yield None
         return
@@ -185,7 +185,7 @@ def _processes(number: int) -> Iterator[Executor | None]:
     threads = max(1, torch.get_num_threads() // number)
     pool = ProcessPoolExecutor(
         number,
-        # A forked process could not use CUDA.
+        # A forked process cannot use CUDA.
         mp_context=multiprocessing.get_context("spawn"),
         initializer=torch.set_num_threads,
         initargs=(threads,),

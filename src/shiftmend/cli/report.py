@@ -74,9 +74,9 @@ def report(
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:
-    """Write one HTML page: how accurate the model is here, what to do, what mending changed.
+    """Write one HTML page: how accurate the model is here, what to do, and what mending changed.
 
-    Labels are used for scores alone, where the data has any.
+    Labels, if there are any, are used for scores only.
     """
     from shiftmend.profiles.profile import Profile
     from shiftmend.report.answer import give_answer
@@ -115,7 +115,7 @@ def report(
         facts |= {"verdict": state_verdict(found).headline.lower(), "cautions": found.cautions}
         print(dumps(facts | values))
     else:
-        # Every terminal can show these characters.
+        # Every terminal can display these characters.
         lines = (answer.headline, answer.truth, answer.advice)
         words = "\n".join(filter(None, lines)).translate({ord("’"): "'", ord("\u00a0"): " "})
         say(f"{words}\nwritten to {out}")

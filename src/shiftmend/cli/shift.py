@@ -42,7 +42,7 @@ def shift(
     size: Size = None,
     as_json: Json = False,
 ) -> None:
-    """Apply a shift to a folder of images or an .npz; a manifest beside the result says how it was made."""
+    """Apply a shift to a folder of images or an .npz; a manifest beside the result records how it was made."""
     import shiftmend
     from shiftmend import shifts as library
     from shiftmend.shifts.textures import digest
@@ -78,7 +78,7 @@ def shift(
 
 
 def _check_target(target: Path, manifest: Path, shift: Shift) -> None:
-    """Refuse to replace anything but an .npz and its manifest."""
+    """Refuse to overwrite anything except an .npz and its manifest."""
     if target.exists() and (target.suffix != ".npz" or target.is_dir()):
         raise DataError(f"Expected a new folder or an .npz file, got {target}, which exists. Name another.")
     if shift.domain == "signal" and target.suffix != ".npz":
@@ -131,7 +131,7 @@ def _compress(key: str, images: Tensor, data: Data) -> bytes:
 
 
 def _write_folder(images: Tensor, data: Data, target: Path, manifest: bytes) -> None:
-    """Write one PNG an image, in a folder per class where the source had classes; all of it or nothing."""
+    """Write one PNG per image, in one folder per class if there are classes; write everything or nothing."""
     from PIL import Image
 
     labels, classes = data.labels, data.classes
@@ -211,7 +211,7 @@ def _draw_sheet(sheet: Path, chosen: dict[str, Shift], data: Path | None, **opti
     from shiftmend.shifts.sheet import contact_sheet
 
     images = enlarged_digits().images if data is None else _read_images(data).inputs
-    # Shifts of colours take no grey images, and shifts of glyphs take three equal channels.
+    # Shifts of colours reject grey images, and shifts of glyphs need three equal channels.
     images = images[:8].expand(-1, 3, -1, -1) if images.shape[1] == 1 else images[:8]
     names = [name for name, entry in chosen.items() if entry.domain == "image" and not name.endswith("/identity")]
     if not names:

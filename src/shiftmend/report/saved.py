@@ -1,4 +1,4 @@
-"""Load an adaptation from the folder that `Adaptation.save` wrote."""
+"""Loading an adaptation from the folder that `Adaptation.save` wrote."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def load_adaptation(folder: Path, model: nn.Module, trust: str | None = None) ->
         trust: Public key that the result must be signed with.
 
     Raises:
-        DataError: if a file is missing, damaged, or does not belong to the others.
-        AdaptationError: if the weights do not fit the model.
+        DataError: If a file is missing, damaged, or does not belong to the others.
+        AdaptationError: If the weights do not fit the model.
     """
     if not folder.is_dir():
         raise DataError(f"Expected a folder of an adaptation, got {folder}, which does not exist. {REMEDY}")
@@ -103,7 +103,7 @@ def _read_change(manifest: dict[str, Any]) -> tuple[Shares | None, Change | None
 
 
 def _read_estimates(manifest: dict[str, Any]) -> tuple[Estimates | None, tuple[Candidate, ...], str]:
-    """Read the estimates, the candidates and the reason for the choice; results of older versions have none of them."""
+    """Read the estimates, the candidates and the reason for the choice; results of older versions have none."""
     told = manifest.get("estimate")
     estimates = None if told is None else Estimates(_read_estimate(told.get("before")), _read_estimate(told["after"]))
     candidates = tuple(
@@ -130,7 +130,7 @@ def _read_estimate(data: Any) -> Estimate | None:
 
 
 def read_temperature(manifest: dict[str, Any]) -> float:
-    """Return the temperature that was folded into the mended model; 1 if there is none."""
+    """Return the temperature in the head of the mended model; 1 if there is none."""
     temperature = float(manifest.get("calibration", {}).get("temperature", 1.0))
     if not 0 < temperature < math.inf:
         raise ValueError("a temperature is not positive")
@@ -145,16 +145,16 @@ def _read_json(path: Path) -> Any:
 
 
 def read_manifest(path: Path, trust: str | None = None) -> dict[str, Any]:
-    """Read the manifest of an adaptation; with `trust`, only if it is signed with that public key.
+    """Read the manifest of an adaptation; with `trust`, require a signature by that public key.
 
     Raises:
-        DataError: if the file is damaged or something else.
+        DataError: If the file is damaged or something else.
     """
     return _read_sealed_manifest(path, trust)[0]
 
 
 def _read_sealed_manifest(path: Path, trust: str | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a manifest, and the SHA-256 of the files that it seals by name."""
+    """Return a manifest, and the SHA-256 of the files that it seals, by name."""
     try:
         data, seal = sealing.check_json(path.read_text(encoding="utf-8"), trust)
     except (OSError, ValueError) as error:
