@@ -264,7 +264,7 @@ def test_a_model_of_numbers_has_no_predictions(quantities: int) -> None:
     assert isinstance(found.scores_before, shiftmend.RegressionScores)
     assert found.scores_before.mean_absolute_error == pytest.approx(error, rel=1e-5)
     page = render(found)
-    assert "does not choose between classes" in page
+    assert "predicts no classes" in page
     assert (f"{quantities} unit is compared" in page) == (quantities == 1)
     assert f"mean absolute error{', of 2 quantities' if quantities == 2 else ''}</td><td>{error:.4g}" in page
     assert "R²" in page

@@ -346,7 +346,7 @@ def _list_remarks(facts: Facts, known: _Known, choice: Choice, doubt: Literal[""
     elif _was_at_home(facts):
         remarks.append("The data look as at home.")
     elif facts.mending is not None and facts.mending.changed == "patients":
-        remarks.append("Other classes are frequent here than at home. The device did not change.")
+        remarks.append("The device did not change, but the classes are not as frequent here as at home.")
     elif choice == "untouched" and facts.mending is not None and not facts.mending.left_alone:
         remarks.append(
             "The mended model is not known to be better." if known.after is None else "Mending did not help."
@@ -356,7 +356,7 @@ def _list_remarks(facts: Facts, known: _Known, choice: Choice, doubt: Literal[""
     elif choice == "mend":
         remarks.append("The device has shifted: the data differ from those that the model was trained on.")
     if choice == "mended" and facts.mending is not None and facts.mending.same_data is False:
-        remarks.append("The estimate is for the inputs of this report, which were not adapted to.")
+        remarks.append("The estimate is for the inputs of this report. The model was mended with other inputs.")
     if any(each.low is None for each in _list_held(facts)):
         remarks.append("Too few devices were simulated at home to say how far the estimate may be off.")
     if missed := _describe_miss(facts):

@@ -63,12 +63,12 @@ EXPLAINED_CANDIDATES = {
     "match-mean": "shifts the inputs to the mean at home",
     "match-moments": "shifts and scales the inputs to the mean and the spread at home",
     "match-histogram": "maps the values of the inputs so that each is as frequent as at home",
-    "neo": "shifts what the last layer reads to the mean at home",
+    "neo": "shifts the inner values that the last layer reads to the mean at home",
     "coral": "shifts, scales and mixes what the last layer reads, to the mean and the correlations at home",
     "adabn": "measures mean and spread inside the network again, on these inputs",
-    "fr-shares": "trains scales inside the network until features are as at home, for any class shares",
-    "fr": "trains the network until its features are as at home, all layers at once",
-    "bufr": "trains the network until its features are as at home, lowest layers first",
+    "fr-shares": "adjusts scales inside the network until its inner values are as at home, for any mix of classes",
+    "fr": "trains the network until its inner values are as at home, all layers at once",
+    "bufr": "trains the network until its inner values are as at home, the first layers first",
     "bufr-im": "trains like bufr, and then for clear answers",
 }
 
