@@ -299,7 +299,7 @@ def test_one_sample() -> None:
     with pytest.raises(AdaptationError, match="one target sample"):
         shiftmend.adapt(with_norm.model, with_norm.target[:1], with_norm.profile(), "fr")
     for method in ("fr", "bufr", "bnm", "bnm-im", "shot-im"):
-        with pytest.raises(AdaptationError, match=rf"one target sample.* {method} "):
+        with pytest.raises(AdaptationError, match=f"{method}, got one target sample"):
             shiftmend.adapt(without.model, without.target[:1], without.profile(), method)
         with pytest.raises(AdaptationError, match="batch size of one"):
             shiftmend.adapt(without.model, without.target[:9], without.profile(), method, batch_size=1)
@@ -755,7 +755,7 @@ def test_a_model_that_cuts_the_gradient_off_is_named() -> None:
             return self.head(hidden)
 
     world, model = sensors(), Cut()
-    with pytest.raises(AdaptationError, match="with a gradient, got none"):
+    with pytest.raises(AdaptationError, match="with a gradient"):
         shiftmend.adapt(model, world.target, shiftmend.profile(model, world.source), "bufr", progress=False)
 
 
@@ -1219,7 +1219,7 @@ def test_sequences_that_are_padded_by_batches(tokens: bool, tmp_path: Path) -> N
     labelled = [(batch, torch.zeros(len(batch), *[batch.shape[2]] * tokens).long()) for batch in home]
     scores = shiftmend.evaluate(net, DataLoader(labelled, batch_size=None), progress=False)
     assert scores.samples == made.taps["features"].samples
-    with pytest.raises(AdaptationError, match="of one size"):
+    with pytest.raises(AdaptationError, match="fits into memory"):
         shiftmend.adapt(net, loader, made, "shot", progress=False)
 
 

@@ -287,7 +287,7 @@ def test_a_few_labels_are_shown_beside_the_estimate(
     assert second.startswith("  the 30 labelled samples alone: ")
     assert json.loads(ok(capsys, *given, home / "few.npz", "--json"))["estimate"]["labelled"]["samples"] == 30
     code, _, err = call(capsys, *given, home / "bare.npz")
-    assert (code, "has no labels" in err) == (2, True)
+    assert (code, "Expected labels in" in err) == (2, True)
     inputs, labels = draw(6, 3)
     write(tmp_path / "odd.npz", inputs, labels + 5)
     code, _, err = call(capsys, *given, tmp_path / "odd.npz")

@@ -143,7 +143,7 @@ def test_names_given_by_the_user() -> None:
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["nowhere"], "names no module"),
+        (["nowhere"], "name a module"),
         (["head"], "below the features"),
         (["blocks.0", "blocks"], "twice"),
         ([], "empty"),

@@ -78,7 +78,7 @@ def test_fewer_samples_than_units_against_numpy(seed: int, samples: int) -> None
     source, values = full_of(drawn(60, 6, seed)), drawn(samples, 6, seed + 1)
     expected = full_divergence_in_numpy(values, source, 0.2)
     assert float(source.divergence(values, 0.2)) == pytest.approx(expected, rel=1e-7)
-    with pytest.raises(AdaptationError, match=f"6 features, got {samples};"):
+    with pytest.raises(AdaptationError, match=f"6 features, got {samples}"):
         source.divergence(values)
 
 

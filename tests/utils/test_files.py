@@ -201,7 +201,7 @@ def test_a_reader_of_the_old_file_is_not_disturbed(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError, match="got the folder"):
+    with pytest.raises(IsADirectoryError, match="is a folder"):
         write_atomically(tmp_path, b"content")
     assert names(tmp_path) == []
 

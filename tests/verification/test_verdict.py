@@ -470,5 +470,5 @@ def test_batches_with_more_positions_weigh_as_much_as_in_the_profile() -> None:
         online.step(batch)
     assert online.verification is not None
     assert online.verification.divergence < 1e-3
-    with pytest.raises(DataError, match="single sample"):
+    with pytest.raises(DataError, match="of one sample"):
         online.step(long[0])

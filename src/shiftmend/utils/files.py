@@ -63,9 +63,9 @@ def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
     with ExitStack() as stack:
         for path in paths:
             if path.is_dir():
-                raise IsADirectoryError(f"Expected the name of a file to write, got the folder {path}.")
+                raise IsADirectoryError(f"{path} is a folder")
             if is_special(path):
-                raise FileExistsError(f"Expected the name of a file to write, got {path}, a device or a pipe.")
+                raise FileExistsError(f"{path} is a device or a pipe")
             target = Path(os.path.realpath(path))
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary = stack.enter_context(_staging_folder(target.parent, target.name)) / target.name

@@ -408,7 +408,7 @@ def test_restoration_needs_the_same_images_one_by_one() -> None:
     shuffled = whole.clean.take(torch.randperm(100, generator=torch.Generator().manual_seed(0)))
     for clean in (shuffled, whole.clean.take(torch.arange(99))):
         broken = lambda *_, clean=clean: Target(whole.adapt, whole.score, clean)  # noqa: E731
-        assert "is no clean version of away, dim" in run("adabn", load_target=broken).error
+        assert "the clean version of away, dim" in run("adabn", load_target=broken).error
 
 
 def test_the_source_model_on_clean_images() -> None:
@@ -551,7 +551,7 @@ def test_one_rate_is_like_the_setting_with_that_rate() -> None:
 @pytest.mark.slow
 def test_if_all_rates_fail_the_cell_does() -> None:
     result = run("fr", rates=[2e38, 3e38])
-    assert result.error.startswith("none of the learning rates [2e+38, 3e+38] led to a result; the last: ")
+    assert result.error.startswith("Expected a result with one of the learning rates [2e+38, 3e+38]")
 
 
 @pytest.mark.slow

@@ -322,20 +322,20 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "text": (lambda path: path.write_text("method,accuracy\nbufr,0.8\n"), "is no SQLite database"),
     "one byte": (lambda path: path.write_bytes(b"\0"), "is no SQLite database"),
     "zeros": (lambda path: path.write_bytes(bytes(8192)), "is no SQLite database"),
-    "header alone": (lambda path: path.write_bytes(b"SQLite format 3\0"), "no store of benchmark results"),
-    "another program's": (lambda path: foreign(path, "CREATE TABLE photos (name)"), "no store of benchmark results"),
+    "header alone": (lambda path: path.write_bytes(b"SQLite format 3\0"), "a store of benchmark"),
+    "another program's": (lambda path: foreign(path, "CREATE TABLE photos (name)"), "a store of benchmark"),
     "another program's table of that name": (
         lambda path: foreign(path, "CREATE TABLE cells (name)", "PRAGMA user_version = 1"),
-        "no store of benchmark results",
+        "a store of benchmark",
     ),
     "another version": (
         lambda path: foreign(filled(path, done()), "PRAGMA user_version = 2"),
-        "has version 2, expected 1; open it with the shiftmend that wrote it",
+        "a store of version 1",
     ),
-    "overwritten pages": (overwritten, "is damaged; go back to a copy"),
-    "a row less": (one_row_less, "is damaged; go back to a copy"),
-    "half the file": (truncated, "is damaged; go back to a copy"),
-    "a folder": (Path.mkdir, "is a folder, expected the name of a store"),
+    "overwritten pages": (overwritten, "is damaged. Go back"),
+    "a row less": (one_row_less, "is damaged. Go back"),
+    "half the file": (truncated, "is damaged. Go back"),
+    "a folder": (Path.mkdir, "got the folder"),
 }
 
 

@@ -223,7 +223,7 @@ def test_the_command_writes_what_it_says(
     for wrong, said in (
         (["pie", TINY], "unknown figure"),
         (["dots", TINY, "--out", "c.pdf"], ".png or .svg"),
-        (["dots", TINY, "--folder", "nowhere"], "no store"),
+        (["dots", TINY, "--folder", "nowhere"], "Expected a store"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["figure", *wrong[:2], *shared, *wrong[2:]])
