@@ -299,7 +299,7 @@ def test_one_sample() -> None:
     with pytest.raises(AdaptationError, match="one target sample"):
         shiftmend.adapt(with_norm.model, with_norm.target[:1], with_norm.profile(), "fr")
     for method in ("fr", "bufr", "bnm", "bnm-im", "shot-im"):
-        with pytest.raises(AdaptationError, match=f"{method}, got one target sample"):
+        with pytest.raises(AdaptationError, match=f"{method}, got one target"):
             shiftmend.adapt(without.model, without.target[:1], without.profile(), method)
         with pytest.raises(AdaptationError, match="batch size of one"):
             shiftmend.adapt(without.model, without.target[:9], without.profile(), method, batch_size=1)

@@ -66,7 +66,7 @@ def test_a_model_that_ends_in_softmax_asks_for_its_head() -> None:
 
 
 def test_a_model_without_a_head_is_one_sentence() -> None:
-    with pytest.raises(TapError, match="with parameters, got one without"):
+    with pytest.raises(TapError, match="a model with parameters"):
         trace(nn.Flatten(), torch.randn(2, 4))
     with pytest.raises(TapError, match="single layer"):
         trace(nn.Linear(4, 2), torch.randn(2, 4))

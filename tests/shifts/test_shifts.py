@@ -143,7 +143,7 @@ def test_images_without_a_pixel_are_refused(name):
 
 @pytest.mark.parametrize("severity", [0, 6, -1, "5", 1.5, [1], True])
 def test_wrong_severity(severity, images):
-    with pytest.raises(DataError, match="severity from 1 to 5"):
+    with pytest.raises(DataError, match="from 1 to 5"):
         apply("emnist-da/fog", images, severity=severity)
 
 

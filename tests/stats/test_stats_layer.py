@@ -313,7 +313,7 @@ def test_wrong_use_is_one_clear_error() -> None:
     with pytest.raises(ShiftmendError, match=r"off, range.*'train'"):
         layer.track("train")  # type: ignore[arg-type]
     for mode in ("counts", "align"):
-        with pytest.raises(ShiftmendError, match=f"ranges before mode '{mode}'"):
+        with pytest.raises(ShiftmendError, match=f"before mode '{mode}'"):
             layer.track(mode)  # type: ignore[arg-type]
     layer.track("range")
     with pytest.raises(ShiftmendError, match="ranges before mode"):
@@ -330,7 +330,7 @@ def test_wrong_use_is_one_clear_error() -> None:
     layer.track("align")
     with pytest.raises(ShiftmendError, match="a batch to compare"):
         layer.loss()
-    with pytest.raises(ShiftmendError, match=r"4 units on axis 1.*\[10, 5\]"):
+    with pytest.raises(ShiftmendError, match=r"4 units.*axis 1.*\[10, 5\]"):
         layer(torch.randn(10, 5))
     with pytest.raises(ShiftmendError, match=r"axis -1.*got 7"):
         StatsLayer(4, channel_axis=-1).track("range")(torch.randn(2, 4, 7))
@@ -354,7 +354,7 @@ def test_a_number_that_is_none_in_the_second_pass_is_noticed() -> None:
     layer(values)
     values[100, 2] = float("nan")
     layer.track("counts")(values)
-    with pytest.raises(ShiftmendError, match=r"without NaN, got 1 unit"):
+    with pytest.raises(ShiftmendError, match="NaN, got 1 unit"):
         layer.track("align")
 
 

@@ -222,7 +222,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_beforehand(tmp_path: Path
     assert names(tmp_path) == ["file"]
     with pytest.raises(ShiftmendError, match="Expected a folder"):
         check_folder(file)
-    with pytest.raises(ShiftmendError, match=r"cannot be made below the file"):
+    with pytest.raises(ShiftmendError, match="made below the file"):
         check_folder(file / "below")
     with pytest.raises(ShiftmendError, match="File name too long"):
         check_folder(tmp_path / ("x" * 300))

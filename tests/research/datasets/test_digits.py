@@ -335,7 +335,7 @@ def test_emnist_da_needs_only_the_split_asked_for_and_all_its_classes(tmp_path: 
     with pytest.raises(DataError, match=r"\.\.\. 46.*12 class"):
         emnist_da("sky", "test", tmp_path)
     for split in ("train", "valid"):
-        with pytest.raises(DataError, match=f"EMNIST/sky/{split}, which is missing"):
+        with pytest.raises(DataError, match=f"EMNIST/sky/{split}, .*missing"):
             emnist_da("sky", split, tmp_path)
     with pytest.raises(DataError, match=r"EMNIST-DA.*'all'"):
         emnist_da("sky", "all", tmp_path)
