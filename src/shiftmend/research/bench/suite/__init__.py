@@ -62,7 +62,7 @@ def _find_in_file(file: Path, attribute: str) -> Benchmark:
 
 
 def list_problems(benchmark: Benchmark) -> Iterator[str]:
-    """List what in a definition refers to something that is not there, or is easily written wrongly."""
+    """List references in a definition that do not exist, and values that are easily mistyped."""
     for name, example in (("shifts", '("dim",)'), ("seeds", "(1,)")):
         values = getattr(benchmark, name)
         # ("dim") is a text, and (1) a number.

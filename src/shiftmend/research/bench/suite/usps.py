@@ -45,7 +45,7 @@ def load_source(source: str, root: Root) -> Source:
 
 
 def load_target(shift: str, root: Root) -> Target:
-    """Load the other of both sets, at the size of MNIST."""
+    """Load the other of the two sets, at the size of MNIST."""
     if shift == CLEAN:
         test = mnist("test", root)
         return Target(test, test, test)
