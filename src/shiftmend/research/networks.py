@@ -1,8 +1,8 @@
 """The paper's networks, by the names that the command line and the benchmarks use.
 
-shiftmend adapts any `nn.Module`. These networks are here to run the paper's experiments. The parameters of the residual
-networks carry torchvision's names, so weights published for torchvision's `resnet18`, `resnet50` and `resnet101` load
-as they are, without torchvision being installed.
+shiftmend adapts any `nn.Module`. These networks are for the paper's experiments. The parameters of the residual
+networks have torchvision's names, so weights published for torchvision's `resnet18`, `resnet50` and `resnet101` can be
+loaded, without torchvision being installed.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 def build(name: str, **options: Any) -> nn.Module:
     """Make a freshly initialised network.
 
-    A network of your own, put into `MODELS`, may also have options that are fractions or text by their defaults.
+    Your own network in `MODELS` may also have options whose defaults are floats or text.
 
     >>> build("digit-cnn", classes=47).head.out_features
     47
@@ -268,7 +268,7 @@ def build(name: str, **options: Any) -> nn.Module:
         accepted = ", ".join(signature.parameters)
         raise DataError(f"Expected options of {name} ({accepted}), got others: {error}.") from error
     for option, value in options.items():
-        # Command lines and manifests also deliver text, floats and booleans.
+        # Command lines and manifests also contain text, floats and booleans.
         default = signature.parameters[option].default if option in signature.parameters else None
         if default is None or isinstance(default, float | str):
             continue

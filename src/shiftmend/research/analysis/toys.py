@@ -1,6 +1,6 @@
-"""Two problems small enough to see through: one that aligning features solves, one that it cannot (appendix C).
+"""Two transparent problems: one that aligning features solves, and one that it cannot (appendix C).
 
-They are for the documentation and for tests. Data and training are drawn from `seed` alone.
+They are for the documentation and for tests. Data and training depend only on `seed`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _check_samples(samples: int) -> None:
 
 
 def _linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
-    """Initialise a layer from the toy's own generator; the global one is left alone."""
+    """Initialise a layer from the toy's own generator, without using the global one."""
     layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)
     for parameter in layer.parameters():
         nn.init.uniform_(parameter, -1 / math.sqrt(inputs), 1 / math.sqrt(inputs), generator=generator)

@@ -68,7 +68,7 @@ def show_help(context: typer.Context) -> None:
 
 @bench.command("list")
 def list_benchmarks(as_json: Json = False) -> None:
-    """List all benchmarks, one in a line."""
+    """List all benchmarks, one per line."""
     from shiftmend.research.bench.suite import BENCHMARKS, find
 
     found = [find(name) for name in BENCHMARKS]
@@ -131,7 +131,7 @@ def show_benchmark(benchmark: Name, data_root: Root = None, as_json: Json = Fals
 
 
 def _show_methods(benchmark: Benchmark, facts: Mapping[str, Any]) -> None:
-    """Show a row for each method and choice of its options; protocols that share one share the row."""
+    """Show one row per method and set of options; protocols with equal options share a row."""
     from shiftmend.research.bench.benchmark import USUAL_PRESET
 
     rows: dict[tuple[str, str, str], list[str]] = {}
@@ -159,7 +159,7 @@ def _show_rows(title: str, what: str, rows: Mapping[str, str]) -> None:
 
 
 def _list_values(values: Mapping[str, Any]) -> str:
-    """Write `epochs 12, learning_rate 0.1`; what is not set, or off, is left out."""
+    """Format `epochs 12, learning_rate 0.1`, without options that are unset or off."""
     return ", ".join(
         f"{name} {_format_value(value)}" for name, value in values.items() if value not in (None, {}, False)
     )
@@ -193,7 +193,7 @@ def run(
     executor: Annotated[str, typer.Option(help="local, or ray for a cluster.")] = "local",
     as_json: Json = False,
 ) -> None:
-    """Run the cells that are not done yet. Stop it at any time: what is done stays done. Exit code 1 if any failed."""
+    """Run the missing cells. It can be stopped at any time: finished cells are kept. Exit code 1 if any failed."""
     from shiftmend.research.bench.run import run as run_benchmark
 
     check_folder(folder)
@@ -295,7 +295,7 @@ def table(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Show mean and deviation over seeds beside the paper's figures, and what choosing without labels costs."""
+    """Show mean and deviation over seeds beside the paper's figures, and the cost of choosing without labels."""
     from shiftmend.research.bench.rendering import render, render_terminal
 
     if beside not in ("paper", "re-run", "none"):
@@ -454,7 +454,7 @@ def _coefficient(correlation: Any) -> str:
 
 
 def _say_remarks(results: Sequence[Result]) -> None:
-    """Say how the source images differ from the published ones, and which results do not belong together."""
+    """Say how the source images differ from the published ones, and which results must not be compared."""
     from shiftmend.research.bench.footnotes import about_mixtures, source_remarks
 
     for remark in (*source_remarks(results), *about_mixtures(results)):
@@ -502,7 +502,7 @@ def export(
     sign: Sign = None,
     out: Out = None,
 ) -> None:
-    """Write everything in the store for other programs, or as a small file that `--folder` takes instead of a store."""
+    """Write all results of the store for other programs, or as a small file that `--folder` accepts."""
     from shiftmend.research.bench.store import load_results, to_compact, to_csv, to_json
     from shiftmend.research.bench.suite import find
 
@@ -525,7 +525,7 @@ def page(
     data_root: Root = None,
     out: Out = None,
 ) -> None:
-    """Write all results of a benchmark as a page in Markdown, with how they were made and what is missing."""
+    """Write all results of a benchmark as a Markdown page, with how they were made and what is missing."""
     from shiftmend.research.bench.pages import page as write_page
     from shiftmend.research.bench.suite import find
 
@@ -552,7 +552,7 @@ def storage(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Measure from files what a profile costs beside the model and the data; --out writes a page in Markdown."""
+    """Measure the size of a profile compared with the model and the data; --out writes a Markdown page."""
     from shiftmend.research.bench import profile_sizes
     from shiftmend.research.bench.rendering import render_terminal
 
@@ -576,7 +576,7 @@ def merge(
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:
-    """Add the results of other machines to the store. Results that are here already stay."""
+    """Add the results of other machines to the store. Existing results are kept."""
     from shiftmend.research.bench.store import STORE, Store, load_results
 
     places = {other / STORE if other.is_dir() else other: other for other in others}

@@ -65,7 +65,7 @@ def cifar10(split: str = "train", root: PathLike | None = None) -> Split:
 
 
 def cifar100(split: str = "train", root: PathLike | None = None) -> Split:
-    """Load CIFAR-100 with its 100 fine labels; the 20 coarse ones stored beside them are passed over."""
+    """Load CIFAR-100 with its 100 fine labels; the 20 coarse ones are ignored."""
     check_split(split, ("train", "test"), "CIFAR-100")
     folder = _find_release(root, "cifar-100", "cifar-100-binary", "cifar-100-python")
     if folder.name.endswith("-binary"):
@@ -76,7 +76,7 @@ def cifar100(split: str = "train", root: PathLike | None = None) -> Split:
 
 
 def cifar10_c(corruption: str, severity: int = 5, root: PathLike | None = None, *, per_severity: int = 10_000) -> Split:
-    """Load the CIFAR-10 test images under one corruption; only the severity asked for is read from the disk."""
+    """Load the CIFAR-10 test images under one corruption; only the requested severity is read."""
     return _read_corrupted("cifar-10-c", "CIFAR-10-C", corruption, severity, root, per_severity, CIFAR10_CLASSES)
 
 
@@ -156,7 +156,7 @@ def _read_corrupted(
         raise wrong_array(images_path, images, f"uint8 [{rows}, 32, 32, 3]", dataset)
     if labels.shape != (rows,) or not np.issubdtype(labels.dtype, np.integer):
         raise wrong_array(labels_path, labels, f"{rows} integer labels", dataset)
-    # The file holds severity 1 first, and each severity in the order of the test images.
+    # The file starts with severity 1, and each severity is in the order of the test images.
     part = slice((severity - 1) * per_severity, severity * per_severity)
     pictures = as_images(images[part].transpose(0, 3, 1, 2))
     return Split(pictures, as_labels(labels[part]), f"{dataset}-{corruption}-{severity}", classes)

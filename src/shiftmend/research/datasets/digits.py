@@ -1,4 +1,4 @@
-"""MNIST and its relatives, their shifted versions, and the forms in which they are published."""
+"""MNIST and related sets, their shifted versions, and their file formats."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shiftmend.utils.checks import check_known
 # Upper case, then those lower-case letters that do not look like their capital.
 EMNIST_CLASSES = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghnqrt")
 EMNIST_COUNTS = {"train": 112_800, "test": 18_800}
-"""Images in the official Balanced split."""
+"""Number of images in the official Balanced split."""
 
 FASHION_CLASSES = (
     "T-shirt/top",
@@ -76,7 +76,7 @@ def kmnist(split: str = "train", root: PathLike | None = None) -> Split:
 
 
 def emnist(split: str = "train", root: PathLike | None = None) -> Split:
-    """Load EMNIST Balanced: digits and letters, 47 classes. The files hold them lying on their side; turn them up."""
+    """Load EMNIST Balanced: digits and letters, 47 classes. The stored images are transposed, which is undone."""
     names = {"train": "emnist-balanced-train", "test": "emnist-balanced-test"}
     stored = _read_idx_pair(root, "emnist", "EMNIST", split, names, EMNIST_CLASSES)
     return replace(stored, images=stored.images.transpose(2, 3).contiguous())

@@ -1,4 +1,4 @@
-"""Find the published files of a dataset and read them whole: plain, compressed, or pickled."""
+"""Finding the published files of a dataset, and reading them: plain, compressed, or pickled."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def read_whole(path: Path, expected: str, remedy: str) -> bytes:
 
 
 def fetch_hint(dataset: str) -> str:
-    """Say what to do about a missing or damaged file of a set in the catalogue."""
+    """Return advice about a missing or damaged file of a set in the catalogue."""
     return f'fetch it with shiftmend.research.datasets.fetch("{dataset}"), or put it there by hand'
 
 
@@ -80,11 +80,11 @@ def wrong_array(path: Path, array: NDArray[Any], expected: str, dataset: str) ->
 
 
 def read_pickled_arrays(content: bytes, path: Path) -> dict[str, Any]:
-    """Read a pickled dictionary of arrays, lists, numbers and text, and run none of the code a pickle can name.
+    """Read a pickled dictionary of arrays, lists, numbers and text, without running code that a pickle can name.
 
-    Old releases (CIFAR "for Python", MNIST-M) are pickles, and a pickle may call any function. Here a pickle meets an
-    allow-list of instructions, then an allow-list of names, and each allowed name is a stand-in: NumPy is not called.
-    Arrays are views of `content`, so memory is bounded by the file.
+    Old releases (CIFAR "for Python", MNIST-M) are pickles, and a pickle may call any function. Here it is checked
+    against an allow-list of instructions and an allow-list of names, and each allowed name is a substitute: NumPy is
+    not called. Arrays are views of `content`, so memory is bounded by the file.
 
     Args:
         content: The pickle, as Python 2 or 3 wrote it.
@@ -131,7 +131,7 @@ _INSTRUCTIONS = frozenset(_INSTRUCTIONS_TEXT.split())
 
 
 def _check_instructions(content: bytes) -> None:
-    """Refuse what array data never needs, e.g. persistent objects, before anything is built."""
+    """Refuse instructions that array data never need, e.g. persistent objects, before anything is built."""
     for opcode, argument, position in pickletools.genops(content):
         if opcode.name not in _INSTRUCTIONS:
             raise ValueError(f"it uses the instruction {opcode.name}")
@@ -141,7 +141,7 @@ def _check_instructions(content: bytes) -> None:
 
 
 class _PickledNumberType:
-    """Stand-in for `numpy.dtype` in a pickle."""
+    """Substitute for `numpy.dtype` in a pickle."""
 
     def __init__(self, code: Any, *_: Any) -> None:
         self.code, self.order = _as_text(code), "|"
@@ -151,7 +151,7 @@ class _PickledNumberType:
 
 
 class _PickledArray:
-    """Stand-in for an array in a pickle, and for the function that makes one."""
+    """Substitute for an array in a pickle, and for the function that makes one."""
 
     content: NDArray[Any] | None = None
 
@@ -172,7 +172,7 @@ class _PickledArray:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Unpickler that knows the names of array data alone."""
+    """Unpickler that knows only the names of array data."""
 
     names: dict[tuple[str, str], Any] = {  # noqa: RUF012
         ("numpy.core.multiarray", "_reconstruct"): _PickledArray,

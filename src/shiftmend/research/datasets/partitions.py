@@ -1,4 +1,4 @@
-"""Divide data for the benchmarks, by indices that depend on a seed and nothing else."""
+"""Division of data for the benchmarks, by indices that depend only on a seed."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def few_shot(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
 
 
 def balanced(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
-    """Draw exactly `per_class` indices of each class: drop some where there are more, repeat some where fewer.
+    """Draw exactly `per_class` indices of each class, by dropping or repeating samples.
 
-    Within a class no sample appears more than once more often than another, so as many as possible are kept.
+    Within a class, counts of samples differ by at most one, so that as many as possible are kept.
     """
     if per_class < 1:
         raise DataError(f"Expected at least one sample per class, got {per_class}.")

@@ -1,4 +1,4 @@
-"""Datasets that do not fit in memory: the workers of a `DataLoader` decode an image when it is asked for."""
+"""Datasets that do not fit in memory: the workers of a `DataLoader` decode images on demand."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class ImageFiles(Dataset[tuple[Tensor, int, int]]):
     """Image files with labels. An item is (uint8 image [3, H, W], label, index).
 
     An image of another `size` (height, width) is scaled or, with `scale=False`, refused. Then `transform` is applied,
-    if there is one. File names are held as one array of bytes, not as Python strings, so that the workers of a loader
-    share the array instead of copying it.
+    if given. File names are stored as one array of bytes instead of Python strings, so that the workers of a loader
+    share it.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ImageFiles(Dataset[tuple[Tensor, int, int]]):
         return self.folder / os.fsdecode(bytes(self._files[index]))
 
     def take(self, indices: Tensor, name: str | None = None) -> ImageFiles:
-        """Take the images at `indices`, in that order; an index named twice appears twice."""
+        """Take the images at `indices`, in that order; repeated indices are allowed."""
         files = [os.fsdecode(bytes(file)) for file in self._files[indices.numpy()]]
         return ImageFiles(
             self.folder,
@@ -144,7 +144,7 @@ def camelyon17(hospital: int, root: PathLike | None = None, *, transform: Transf
 
 
 def _read_metadata(table: Path, hospital: int) -> tuple[list[str], list[int]]:
-    """Read which patches a hospital has, and whether they show a tumour."""
+    """Read the patches of a hospital, and whether they show a tumour."""
     wanted = ("patient", "node", "x_coord", "y_coord", "tumor", "center")
     files: list[str] = []
     labels: list[int] = []

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MIN_POINTS = 10
-"""Points of both sites together that t-SNE needs to show anything."""
+"""Smallest number of points of both sites for t-SNE."""
 
 PERPLEXITY = 30.0
 
@@ -54,18 +54,18 @@ def draw_embedding(
     name stands its accuracy over all of `target`.
 
     Args:
-        model: the model as it came.
+        model: The untouched model.
         adapted: adapted models by name.
         source: labelled source data, (inputs, labels).
         target: labelled target data, (inputs, labels).
         profile: the profile of the source.
         classes: numbers of the classes to show, by default the first five that both have.
         class_names: the name of every class.
-        samples: points of either site, at most.
+        samples: Largest number of points per site.
         seed: seed of the choice of samples and of t-SNE.
-        batch_size: samples in a batch.
-        preprocess: function applied to each batch.
-        device: where to run.
+        batch_size: Number of samples per batch.
+        preprocess: Function applied to each batch of inputs on the device, before the model.
+        device: Device to compute on.
     """
     place = resolve_device(device, unwrap(model))
     options: dict[str, Any] = {"batch_size": batch_size, "device": place, "preprocess": preprocess}
@@ -94,7 +94,7 @@ def draw_embedding(
 
 
 def choose_samples(labels: Tensor, classes: Sequence[int], samples: int, seed: int) -> Tensor:
-    """Choose up to `samples` samples of these classes at random, and return their places in ascending order."""
+    """Choose up to `samples` random samples of these classes, and return their sorted indices."""
     inside = torch.isin(labels, torch.tensor(list(classes))).nonzero().flatten()
     order = torch.randperm(len(inside), generator=torch.Generator().manual_seed(seed))
     return inside[order[:samples]].sort().values
@@ -148,10 +148,10 @@ def read_features(
 
 
 def embed(source: NDArray[np.float64], target: NDArray[np.float64], seed: int = 0) -> NDArray[np.float64]:
-    """Embed both in two dimensions, the rows of the source first.
+    """Embed both sets in two dimensions, with the rows of the source first.
 
-    Every panel starts from the principal plane of the source, so that its clusters lie alike in all panels. For few
-    points the perplexity is a third of their number.
+    Every panel starts from the principal plane of the source, so that its clusters are similar in all panels. For few
+    points, the perplexity is a third of their number.
     """
     manifold = require("sklearn.manifold", "research")
     everything = np.concatenate([source, target])

@@ -49,9 +49,9 @@ SHEET_COLUMNS = 10
 
 @dataclass
 class Rerun:
-    """A cell of a benchmark run again, for figures that look into models: a store holds numbers, not models.
+    """A cell of a benchmark that is run again, for figures that need models, which a store does not contain.
 
-    `target` is what the protocol divides the shift's images into: under a few-shot protocol a method adapts to few.
+    `target` is the protocol's division of the shift's images: under a few-shot protocol, a method adapts to few.
     """
 
     resources: Resources
@@ -83,7 +83,7 @@ class Rerun:
         return {name: result.model for name, result in self.adapted.items()}
 
     def adapt(self, method: str, profile: Profile | None = None, **changes: Any) -> Adaptation:
-        """Adapt as the benchmark does, except for `changes` of the method's options."""
+        """Adapt as in the benchmark, except for `changes` of the method's options."""
         benchmark = self.resources.benchmark
         setting, protocol = settings_of(benchmark, self.protocol)[method], benchmark.protocols[self.protocol]
         if setting.source != "plain":
@@ -147,7 +147,7 @@ class Rerun:
         return layer_taps(self.model, self.first_inputs(self.source))
 
     def first_inputs(self, images: Images) -> Tensor:
-        """Return two inputs as the model takes them, on the device."""
+        """Return two inputs in the form that the model takes, on the device."""
         inputs: Tensor = self.preprocess(first_inputs(images, 2).to(self.device))
         return inputs
 
@@ -188,7 +188,7 @@ def rerun(
 
 @dataclass(frozen=True)
 class Request:
-    """The run, methods, shifts and seed to draw; the figure decides on what is left open."""
+    """The run, methods, shifts and seed to draw; the figure chooses what is not given."""
 
     benchmark: str
     folder: Path
@@ -218,16 +218,16 @@ class Request:
             choose(self.shifts, (*benchmark.shifts, *benchmark.clean_sets), "shift", benchmark.name)
 
     def chosen_shifts(self) -> list[str]:
-        """Return the shifts that are named, in the benchmark's order, else its first."""
+        """Return the requested shifts in the benchmark's order, else its first."""
         benchmark = find(self.benchmark)
         return choose(self.shifts, benchmark.shifts, "shift", benchmark.name) if self.shifts else [self.first_shift()]
 
     def first_shift(self) -> str:
-        """Return the shift of a figure that shows one: the first that is named, or the benchmark's first."""
+        """Return the shift of a figure that shows one: the first requested, or the benchmark's first."""
         return self.shifts[0] if self.shifts else find(self.benchmark).shifts[0]
 
     def rows(self, *usual: str) -> list[str]:
-        """Return the methods asked for, else the usual ones of a figure, else the first ones of the benchmark."""
+        """Return the requested methods, else the usual ones of a figure, else the first ones of the benchmark."""
         benchmark = find(self.benchmark)
         known = settings_of(benchmark, self.protocol)
         if self.methods:
@@ -238,7 +238,7 @@ class Request:
         return [name for name in usual if name in known] or first[: len(usual)] or list(known)[:1]
 
     def rerun(self, *usual: str) -> Rerun:
-        """Run a cell again with the methods asked for, or with the usual ones of a figure, if it has any."""
+        """Run a cell again with the requested methods, or with the usual ones of a figure."""
         # A source model may have to be trained, and is stored then.
         check_folder(self.folder)
         methods = self.rows(*usual) if usual else ()
@@ -259,7 +259,7 @@ def draw(name: str, request: Request) -> Figure:
             f"Expected the folder of a run for {name}, got the file {request.folder}. An export is enough for "
             f"{', '.join(FROM_EXPORTS)}."
         )
-    # Ask before adapting, which may take minutes.
+    # The question comes before adapting, which may take minutes.
     require("matplotlib", "research")
     return FIGURES[name][0](request)
 
@@ -336,7 +336,7 @@ def _curves(request: Request) -> Figure:
             "exports have no history. Try the folder of the run."
         )
     lines = Counter(seed for seed, _, _ in sorted(histories))
-    # Of seeds with equally many lines the first is taken.
+    # Among seeds with equally many lines, the first is taken.
     [(seed, _)] = lines.most_common(1)
     own = {
         _name_line(method, shift, methods, shifts): histories[seed, method, shift]
@@ -406,7 +406,7 @@ def _affected(request: Request) -> Figure:
 
 
 def _moved(request: Request) -> Figure:
-    """Draw distances at one constant learning rate, as in the paper: they would tell of the rates otherwise."""
+    """Draw distances at one constant learning rate, as in the paper, because they depend on the rate."""
     methods = request.rows("fr", "bufr")
     cell = request.rerun()
     adapted = cell.adapt_at_one_rate(methods)
@@ -440,4 +440,4 @@ FIGURES: Mapping[str, tuple[Callable[[Request], Figure], str]] = {
 """Name, function and description of each figure. Figures that look into models adapt again."""
 
 FROM_EXPORTS = ("dots", "shots", "restoration")
-"""Figures that a compact export is enough for; it has no histories and no reliability bins."""
+"""Figures for which a compact export suffices, since it has no histories and no reliability bins."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GAP_PIXELS = 2
-"""White around each image of a contact sheet."""
+"""White margin in pixels around each image of a contact sheet."""
 
 _BARS = 50
 
@@ -38,7 +38,7 @@ _BARS = 50
 
 
 def draw_sheet(rows: Mapping[str, Tensor], title: str = "") -> Figure:
-    """Draw the same images under one shift after the other.
+    """Draw the same images under several shifts, one row each.
 
     Args:
         rows: uint8 images `[N, 1 or 3, H, W]` of each row, by its name.
@@ -61,7 +61,7 @@ def draw_sheet(rows: Mapping[str, Tensor], title: str = "") -> Figure:
 
 
 def _join_images(images: Tensor) -> Tensor:
-    """Put images side by side with white between them, `[H, W, 3]`."""
+    """Join images side by side with white between them, `[H, W, 3]`."""
     colour = images.cpu().expand(-1, 3, -1, -1) if images.shape[1] == 1 else images.cpu()
     apart = functional.pad(colour, (GAP_PIXELS,) * 4, value=255)
     return apart.permute(2, 0, 3, 1).reshape(apart.shape[2], -1, 3)
@@ -104,18 +104,18 @@ def draw_patches(
     the layer itself, as `shiftmend.adapt(..., align=(layer,))` does with a profile that has a tap there.
 
     Args:
-        model: the model as it came.
+        model: The untouched model.
         source: images of the source.
         target: images of the target.
         adapted: the adapted model.
         layer: name of a convolution, by default the first that runs.
-        number: the filter, counted from 0.
-        count: patches in a column, at most one of each image.
-        samples: images of either site to look at, at most.
+        number: Index of the filter.
+        count: Number of patches in a column, at most one per image.
+        samples: Largest number of images per site.
         seed: seed of the choice of images.
-        batch_size: samples in a batch.
-        preprocess: function applied to each batch.
-        device: where to run.
+        batch_size: Number of samples per batch.
+        preprocess: Function applied to each batch of inputs on the device, before the model.
+        device: Device to compute on.
     """
     place = resolve_device(device, unwrap(model))
     feeds = [
@@ -171,7 +171,7 @@ def find_strongest(
     samples: int = 2000,
     seed: int = 0,
 ) -> Responses:
-    """Find the patches at which a filter is largest, at most one of each of `samples` images of a raw feed.
+    """Find the patches with the largest response of a filter, at most one of each of `samples` images.
 
     Patches are cut from the stored images; where preprocessing changes their size, from the preprocessed ones.
     """
@@ -292,7 +292,7 @@ def first_convolution(model: nn.Module, sample: Tensor) -> str:
 
 
 def receptive_field(model: nn.Module, layer: str, sample: Tensor) -> ReceptiveField:
-    """Find out what each position of a convolution's output sees, by running the model on one batch.
+    """Find the receptive field of a convolution's output positions, by running the model on one batch.
 
     The layers below must form a chain of convolutions, pooling and layers that keep the shape. A shortcut that keeps
     the shape, as in a plain residual block, does no harm: it sees less than the layers it goes around.

@@ -31,16 +31,16 @@ Groups = Mapping[str, Sequence[str]]
 def draw_moved(
     model: nn.Module, adapted: Mapping[str, Weights], *, groups: Groups | None = None, notes: Sequence[str] = ()
 ) -> Figure:
-    """Draw the mean distance that a unit was moved, a bar for each method in each group of layers.
+    """Draw the mean distance by which units moved, one bar per method and group of layers.
 
     Distances depend on the learning rate and its schedule: compare methods that had the same, as the paper does.
 
     Args:
         model: the model before adapting.
         adapted: adapted models, or their state dicts, by method.
-        groups: the layers that stand together. `group_by_block` gives the blocks in running order. By default every
-            layer with a kernel stands by itself.
-        notes: notes for the foot, such as the learning rate.
+        groups: Groups of layers. `group_by_block` returns the blocks in running order. By default, every layer with a
+            kernel is a group.
+        notes: Notes below the figure, such as the learning rate.
     """
     if not adapted:
         raise DataError("Expected at least one adapted model, e.g. {'bufr': result.model}, got none.")
@@ -85,7 +85,7 @@ def group_by_layer(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def group_by_block(model: nn.Module, sample: Tensor) -> dict[str, tuple[str, ...]]:
-    """Return the blocks that BUFR unfreezes in running order, each with those of its layers that have a kernel."""
+    """Return the blocks that BUFR unfreezes, in running order, each with its layers that have a kernel."""
     plain = unwrap(model)
     modules = dict(plain.named_modules())
     groups = {}
@@ -97,7 +97,7 @@ def group_by_block(model: nn.Module, sample: Tensor) -> dict[str, tuple[str, ...
 
 
 def measure_distances(source: nn.Module, adapted: Weights, groups: Groups | None = None) -> dict[str, float]:
-    """Return the mean distance that the units of each group of layers were moved."""
+    """Return the mean distance by which the units of each group of layers moved."""
     before = unwrap(source)
     after = _load_weights(before, adapted)
     chosen = group_by_layer(before) if groups is None else groups
@@ -124,7 +124,7 @@ def measure_unit_distances(source: nn.Module, adapted: nn.Module) -> NDArray[np.
 
 
 def _load_weights(source: nn.Module, adapted: Weights) -> nn.Module:
-    """Return the adapted model, after checking that its tensors fit those of the source model."""
+    """Return the adapted model, after checking that its tensors fit the source model."""
     state = unwrap(adapted).state_dict() if isinstance(adapted, nn.Module) else dict(adapted)
     for name, value in source.state_dict().items():
         if name not in state or (isinstance(value, Tensor) and state[name].shape != value.shape):
