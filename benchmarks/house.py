@@ -579,28 +579,36 @@ def error_messages(source: Source, classes: set[str]) -> Iterator[tuple[ast.AST,
                 yield node, text
 
 
-def error_texts(package: Path, sources: list[Source]) -> list[Figure]:
-    """Measure the messages of the errors that users meet: the classes of errors.py.
+def list_errors(sources: list[Source]) -> list[tuple[str, str]]:
+    """List place and message of the errors that users meet: the classes of errors.py.
 
-    Other exceptions are caught inside the library, and their text is a part of such a message. An error that names a
-    damaged file, or one that cannot be written, may open in another way; whether a message tells the reader what to do
-    is guessed from `ADVICE_VERBS`.
+    Other exceptions are caught inside the library, and their text becomes part of such a message.
     """
     (errors,) = (source for source in sources if source.name == "errors.py")
     classes = {node.name for node in errors.tree.body if isinstance(node, ast.ClassDef)} | {"error"}
-    found = [(place(source, node, text), text) for source in sources for node, text in error_messages(source, classes)]
-    advises = re.compile(rf"[.;:,] ((otherwise|or|and|then|please) )?({ADVICE_VERBS})\b", re.IGNORECASE)
+    return [(place(source, node, text), text) for source in sources for node, text in error_messages(source, classes)]
+
+
+def error_forms(package: Path, sources: list[Source]) -> list[Figure]:
+    """Count the errors of the form "Expected X, got Y. Try Z.".
+
+    An error about a damaged file, or one that cannot be written, may open in another way. Whether a message says what
+    to do is guessed from `ADVICE_VERBS`; a sentence that is filled in at the end counts as advice.
+    """
+    found = list_errors(sources)
+    advises = re.compile(rf"[.;:,] ((otherwise|or|and|then) )?({ADVICE_VERBS})\b", re.IGNORECASE)
     others = [line for line, text in found if not text.startswith("Expected ")]
-    # A sentence that is filled in at the end is advice: hints that depend on the case stand there.
     silent = [line for line, text in found if not advises.search(text) and not re.search(r"[.;:] ?{}\.?$", text)]
-    lengthy = [line for line, text in found if len(text.split()) > MAX_ERROR_WORDS]
-    opening = len(found) - len(others)
-    advising = len(found) - len(silent)
     return [
-        Figure(f"errors (of {len(found)}) that open with Expected", opening, "-", True, others),
-        Figure(f"errors (of {len(found)}) that say what to do", advising, "-", True, silent),
-        at_most(f"errors of more than {MAX_ERROR_WORDS} words", 0, lengthy),
+        Figure(f"errors (of {len(found)}) that open with Expected", len(found) - len(others), "-", True, others),
+        Figure(f"errors (of {len(found)}) that say what to do", len(found) - len(silent), "-", True, silent),
     ]
+
+
+def lengthy_errors(package: Path, sources: list[Source]) -> Figure:
+    """Count errors of more words than anybody reads."""
+    where = [line for line, text in list_errors(sources) if len(text.split()) > MAX_ERROR_WORDS]
+    return at_most(f"errors of more than {MAX_ERROR_WORDS} words", 0, where)
 
 
 def docstring_share(package: Path, sources: list[Source]) -> Figure:
@@ -628,7 +636,8 @@ MEASURES: tuple[Callable[[Path, list[Source]], Figure | list[Figure]], ...] = (
     docstring_openings,
     undocumented_names,
     pinned_sentences,
-    error_texts,
+    error_forms,
+    lengthy_errors,
     docstring_share,
 )
 

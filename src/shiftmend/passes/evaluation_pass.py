@@ -26,7 +26,7 @@ from shiftmend.utils.rng import reseed
 from shiftmend.utils.tensor_tree import Inputs, describe_samples
 
 MAX_CAPTURED_VALUES = 1 << 14
-"""Values of one sample, above which a pass is not captured: a graph keeps its memory, and large samples gain little."""
+"""Largest number of values per sample at which a pass is captured; a graph holds memory."""
 
 T = TypeVar("T")
 R = TypeVar("R", covariant=True)

@@ -1,4 +1,4 @@
-"""`Profile`: how features and logits are distributed at the source, in a few kilobytes. Nothing else leaves home."""
+"""`Profile`: the distributions of features and logits at the source, in a few kilobytes. Nothing else leaves home."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ logger.addFilter(of_first_process)
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Statistics of a source by name, with the model and the inputs that they belong to. Made by `shiftmend.profile`.
+    """Statistics of a source by name, and fingerprints of the model and inputs; made by `shiftmend.profile`.
 
-    `statistics` holds `tap.NAME`, the histograms of each tap; `gaussian`, the Gaussian of the features; `slices.NAME`,
-    sets of slices of the features; `inputs`, the moments of the inputs; and `inputs.quantiles`. The properties `taps`,
-    `gaussian` and `slices` give access to them by type. `slices["verification"]` is for judging and never aligned;
-    `slices["alignment"]` exists only for the preset `sliced`.
+    `statistics` contains `tap.NAME`, the histograms of each tap; `gaussian`, the Gaussian of the features;
+    `slices.NAME`, sets of slices of the features; `inputs`, the moments of the inputs; and `inputs.quantiles`. The
+    properties `taps`, `gaussian` and `slices` give typed access. `slices["verification"]` is used for verdicts and
+    never aligned; `slices["alignment"]` exists only with the preset `sliced`.
 
     `mean` and `deviation` `[D]` standardise the features before they are sliced. Merging profiles does not change
     them; the moments of all samples are those of `gaussian`.

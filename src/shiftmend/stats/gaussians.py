@@ -110,7 +110,7 @@ class FullGaussian:
 
     @classmethod
     def mix(cls, parts: Sequence[FullGaussian], times: Sequence[float]) -> FullGaussian:
-        """Combine the Gaussian of all samples, with the weight `times` for each sample of a part."""
+        """Combine the Gaussians of all samples, with the weight `times` for each sample of a part."""
         return FullGaussian(*_mix_moments(parts, [part.covariance for part in parts], times))
 
     def divergence(self, values: Tensor, shrinkage: float = 0.0) -> Tensor:
@@ -118,7 +118,7 @@ class FullGaussian:
         return Comparison.to_source(self, shrinkage)(values)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the mean and the upper triangle of the covariance, row by row: the matrix is symmetric."""
+        """Return the mean and the upper triangle of the symmetric covariance, row by row."""
         rows, columns = torch.triu_indices(*self.covariance.shape, device="cpu")
         return {"mean": self.mean, "covariance": self.covariance[rows, columns]}
 
@@ -160,7 +160,7 @@ def _check_sizes(name: str, tensors: Mapping[str, Tensor], sizes: Mapping[str, i
 def _mix_moments(
     parts: Sequence[MarginalGaussian | FullGaussian], spreads: Sequence[Tensor], times: Sequence[float]
 ) -> tuple[Tensor, Tensor, int]:
-    """Compute mean, unbiased (co)variance and number of all samples together, in float64 in between."""
+    """Compute mean, unbiased (co)variance and number of all samples together, in float64."""
     first = parts[0]
     for other in parts[1:]:
         if first.mean.shape != other.mean.shape:

@@ -51,7 +51,7 @@ def is_clean(shift: str) -> bool:
 
 
 def sees_labels(row: str) -> bool:
-    """Tell by its name if a row belongs to a method that is given the target's labels, and so is no rival of others.
+    """Tell by its name whether a row belongs to a method that uses labels of the target.
 
     Such a row is called like its method, or begins with the method's name.
     """
@@ -81,7 +81,7 @@ class Protocol:
         return self.autocast and device.type == "cuda"
 
     def facts(self) -> dict[str, Any]:
-        """List what decides a result. A switch that is off is left out: recipes are older than the switch."""
+        """List the settings that determine a result; options that are off are omitted, as in older recipes."""
         return {"kind": self.kind} | {name: value for name, value in asdict(self).items() if value is not False}
 
 
@@ -180,7 +180,7 @@ class Benchmark:
     small: bool = False
     """Whether the network is so small that one thread beats several, and one process per core fits into memory."""
     clean_sets: tuple[str, ...] = (CLEAN,)
-    """Names of clean images, `clean` first. Others begin with `clean `, and belong to source models of some shifts."""
+    """Names of clean image sets, `clean` first. Others begin with `clean `, for source models of some shifts."""
     by_class: bool = False
     """Whether to score each class as well, because the mean over classes of different sizes is not the accuracy."""
     cells_per_gpu: int = 1

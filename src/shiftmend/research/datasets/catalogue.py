@@ -24,7 +24,7 @@ from shiftmend.research.datasets.made_sets import check_made
 
 @dataclass(frozen=True)
 class Unpack:
-    """Instructions for an archive: members whose name begins with `only`, less their first `drop` folders."""
+    """Instructions for unpacking: members whose name begins with `only`, without their first `drop` folders."""
 
     into: str = "."
     only: str = ""
