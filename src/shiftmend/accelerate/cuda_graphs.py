@@ -238,7 +238,7 @@ class CapturedEpoch:
 
 
 def _end_capture(device: torch.device) -> None:
-    """Capture nothing, because torch's random generator would otherwise stay in capture mode after a failure."""
+    """Capture an empty graph, which takes torch's random generator out of capture mode after a failed capture."""
     nothing = torch.zeros(1, device=device)
     torch.cuda.synchronize(device)
     _record(lambda: nothing.add_(1), device, 0)

@@ -168,7 +168,7 @@ def all_gather(values: Tensor) -> Tensor:
 
 
 def reduce_range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the lowest and the highest value `[D]` over processes. NaN stays NaN; `all_reduce` does not promise that."""
+    """Find the lowest and highest value `[D]` over processes. NaN is preserved, unlike with `all_reduce`."""
     every = all_gather(torch.stack([low, high]))
     return every[:, 0].amin(0), every[:, 1].amax(0)
 

@@ -93,12 +93,12 @@ def has_input_map(model: nn.Module) -> bool:
 
 
 def set_input_map(model: nn.Module, scale: Tensor, offset: Tensor) -> None:
-    """Write new values of the same number into the map of a model in place, so that captured graphs use them."""
+    """Overwrite the map of a model in place, with the same shapes, so that captured graphs use the new values."""
     _write(model, {SCALE: scale, OFFSET: offset})
 
 
 def set_input_curve(model: nn.Module, knots: Tensor, shifts: Tensor) -> None:
-    """Write new values of the same number into the curves of a model in place, so that captured graphs use them."""
+    """Overwrite the curves of a model in place, with the same shapes, so that captured graphs use the new values."""
     _write(model, {KNOTS: knots, SHIFTS: shifts})
 
 

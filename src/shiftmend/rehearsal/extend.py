@@ -60,7 +60,7 @@ def plan_again(record: Rehearsal, inputs: Inputs, battery: Any) -> list[PlannedS
 
 
 def start_record(record: Rehearsal, missing: Mapping[str, Method]) -> Rehearsal:
-    """Start a record with the same home, for the untouched model and the missing candidates."""
+    """Return a copy of the record's facts about home, for the untouched model and the missing candidates only."""
     names = (UNTOUCHED, *missing)
     signals = [name for name in record.signals if not name.startswith(AGREEMENT)]
     return replace(

@@ -409,7 +409,7 @@ class _Home:
         )
 
     def _count_by_class(self, classes: int) -> dict[str, Tensor]:
-        """Count histograms per true class in the form of `Rehearsal.by_class`; return none if they are too large."""
+        """Count histograms per true class in the form of `Rehearsal.by_class`; return {} if they are too large."""
         profile = self.profile.to(resolve_device(self.settings.device))
         slices = profile.slices["verification"]
         whole = {name: profile.taps[name] for name in VERIFIED} | {"slices": slices.histogram}

@@ -88,7 +88,7 @@ def progress_bar(show: Progress, title: str, total: int | None) -> Iterator[Bar]
 
 
 class _Lines(Bar):
-    """A line on standard error every few seconds, for log files."""
+    """Progress as a line on standard error every few seconds, for log files."""
 
     def __init__(self, title: str, total: int | None) -> None:
         self.title, self.total, self.done = title, total, 0

@@ -25,7 +25,7 @@ def neutralise(text: str) -> str:
 
 
 def neutralise_cell(text: str) -> str:
-    """Neutralise text for a CSV file, in which spreadsheets would run text that begins like a formula.
+    """Escape text for a CSV file, because spreadsheets would evaluate text that begins like a formula.
 
     >>> neutralise_cell("=1+1")
     "'=1+1"

@@ -652,7 +652,7 @@ class Estimator:
             chosen: Whether `auto` chose the candidate. If so, the wider of two intervals is used.
 
         Returns:
-            The half-width without sampling noise; and False with fewer than nine families.
+            The half-width without sampling noise, and whether there are the nine families that a level of 90 % needs.
         """
         total, is_claimed = 0.0, True
         for size, weight in self._weigh_sizes(samples):

@@ -350,7 +350,8 @@ def _hold_out(
 ) -> HeldOut | None:
     """Judge each shift by a rule learnt from all other shifts.
 
-    `decide` gets a mask of the cells to learn from, with their kinds, and tells for each cell whether it is accepted.
+    `decide` gets a mask of the cells to learn from and whether each of these is good. It returns a mask of the accepted
+    cells.
     """
     chosen, where = np.asarray(good, dtype=bool), np.asarray(shifts)
     decided = np.zeros(len(chosen), dtype=bool)

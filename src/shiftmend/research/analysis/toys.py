@@ -58,8 +58,8 @@ def offset_toy(
 def rotation_toy(degrees: float = 90.0, *, samples: int = 2000, seed: int = 0) -> Toy:
     """Make X from L, a standard Gaussian in the plane, turned by E; Y is the sign of L's first component.
 
-    A turned Gaussian is the same Gaussian: the inputs are distributed alike at any E, hence so are the features of any
-    network and every projection of them. Nothing but labels could tell that they mean something else.
+    A rotated standard Gaussian is the same distribution: inputs, and so the features of any network and all their
+    projections, are distributed in the same way for any E. Only labels could reveal the shift.
     """
     _check_samples(samples)
     generator = torch.Generator().manual_seed(seed)

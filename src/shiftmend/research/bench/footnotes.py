@@ -183,7 +183,7 @@ def _about_seeds(shown: Sequence[tuple[str, str, Entry]], line: str | None) -> l
 
 
 def _count_by_set(by_method: dict[str, dict[str, tuple[int, ...]]]) -> str:
-    """Count seeds by the set of shifts, if their number does not depend on the method, and none is one."""
+    """Describe the number of seeds of each set of shifts; "" if it depends on the method, or is one for some set."""
     numbers: dict[str, set[int]] = {}
     for means in by_method.values():
         for name, seeds in means.items():

@@ -244,7 +244,7 @@ def identify_data(data: Split | ImageFiles, preprocess: Preprocess) -> dict[str,
 
 
 def probe_preprocess(preprocess: Preprocess, shape: tuple[int, ...]) -> list[Any]:
-    """Preprocess a black and a white image, which reveals another normalisation or layout."""
+    """Preprocess a black and a white image; the result changes with the normalisation or layout."""
     black = torch.zeros(shape, dtype=torch.uint8)
     seen: Any = preprocess(torch.stack([black, black + 255]))
     if not isinstance(seen, Tensor) or seen.ndim < 2 or len(seen) != 2:
