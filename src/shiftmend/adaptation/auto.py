@@ -342,7 +342,7 @@ def _finish_unrehearsed(trials: Sequence[Trial], chosen: Trial, reason: str) -> 
     nobody = Estimate(None, None, None, "accuracy", ("the profile was not rehearsed",))
     tried = tuple(Candidate(trial.name, None, trial.signals, trial.seconds, trial.failure) for trial in trials)
     result = _complete(chosen.adaptation, Estimates(nobody, nobody), tried, reason)
-    logger.warning("the profile was not rehearsed, so nobody can say what was won; %s", ADVICE)
+    logger.warning("the profile was not rehearsed, so the gain cannot be estimated; %s", ADVICE)
     return result
 
 

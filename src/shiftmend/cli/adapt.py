@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 def demo(
-    folder: Annotated[Path, typer.Option("--out", "-o", help="Where to write the results.")] = Path("demo"),
-    seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
+    folder: Annotated[Path, typer.Option("--out", "-o", help="Folder to write the results to.")] = Path("demo"),
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     as_json: opt.Json = False,
 ) -> None:
     """Train and rehearse a small digit reader, mend it for four devices, and compare estimated with true accuracy.
@@ -115,17 +115,20 @@ def adapt(
     option: Annotated[
         list[str] | None,
         typer.Option(
-            help="name=value for the named method; repeatable. Of learning_rate=0.01,0.1 the better is chosen."
+            help="name=value for the named method; repeatable. With learning_rate=0.01,0.1 the better is chosen."
         ),
     ] = None,
     keep: Annotated[
         str | None,
-        typer.Option(help="Which epoch: last, or selected by the verification slices. By default as fits the method."),
+        typer.Option(
+            help="Epoch to keep: last, or selected by the verification slices. The default depends on the method."
+        ),
     ] = None,
     calibrate: Annotated[
         bool,
         typer.Option(
-            "--calibrate/--no-calibrate", help="Set the mean confidence to the estimated accuracy; answers stay."
+            "--calibrate/--no-calibrate",
+            help="Set the mean confidence to the estimated accuracy; predictions do not change.",
         ),
     ] = True,
     block: opt.Blocks = None,
@@ -142,11 +145,13 @@ def adapt(
     mean: opt.Mean = "0.5",
     std: opt.Deviation = "0.5",
     batch_size: opt.MaybeBatch = None,
-    seed: Annotated[int, typer.Option(help="Order of the batches, and whatever else is random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the order of batches and of all other random numbers.")] = 0,
     device: opt.Device = "auto",
     autocast: Annotated[bool, typer.Option(help="Run the network in bfloat16.")] = False,
-    compile: Annotated[bool, typer.Option(help="On a GPU, compile the steps: pays for long runs.")] = False,
-    checkpoint: Annotated[Path | None, typer.Option(help="Save here after each epoch; go on if it exists.")] = None,
+    compile: Annotated[bool, typer.Option(help="On a GPU, compile the steps; worthwhile for long runs.")] = False,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint file, written after each epoch; a killed run resumes from it.")
+    ] = None,
     allow_pickle: opt.Pickle = False,
     ignore_label: opt.Ignore = None,
     sign: opt.Sign = None,

@@ -21,10 +21,10 @@ SHARED = {
     "config": (
         Path | None,
         None,
-        typer.Option("--config", help="A TOML file with options by name; those of the command line win."),
+        typer.Option("--config", help="A TOML file with options by name; the command line takes precedence."),
     ),
-    "print_config": (bool, False, typer.Option("--print-config", help="Print all options as such a file, and end.")),
-    "quiet": (bool, False, typer.Option("--quiet", help="Show results and errors alone: no progress, no warnings.")),
+    "print_config": (bool, False, typer.Option("--print-config", help="Print all options as such a file, and exit.")),
+    "quiet": (bool, False, typer.Option("--quiet", help="Show only results and errors: no progress, no warnings.")),
 }
 """Type, default and description of the options that this module adds to a command."""
 

@@ -30,7 +30,7 @@ def show_help(context: typer.Context) -> None:
 
 @key.command()
 def new(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the private key; not replaced.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File of the private key to write; it must not exist.")],
     as_json: opt.Json = False,
 ) -> None:
     """Make a key pair: FILE is private, for --sign; FILE.pub is public, for --trust at every site."""

@@ -43,19 +43,25 @@ ProfileFile = Annotated[Path, typer.Option("--profile", "-p", help="The source's
 Sign = Annotated[Path | None, typer.Option("--sign", metavar="KEY", help="Sign with this private key.")]
 Trust = Annotated[
     str | None,
-    typer.Option("--trust", metavar="PUBKEY", help="Refuse what is not signed with this public key, or its file."),
+    typer.Option(
+        "--trust", metavar="PUBKEY", help="Public key, or its file; refuse files that are not signed with it."
+    ),
 ]
 Size = Annotated[int | None, typer.Option(help="Scale images to this side.")]
-Channels = Annotated[int | None, typer.Option(help="Repeat grey images to so many channels; 1 makes colour grey.")]
-Mean = Annotated[str, typer.Option(help="Subtracted from images in 0..1; one number, or one per channel.")]
-Deviation = Annotated[str, typer.Option("--std", help="Divides them afterwards; one number, or one per channel.")]
-Batch = Annotated[int, typer.Option("--batch-size", help="Samples in a batch.")]
+Channels = Annotated[
+    int | None, typer.Option(help="Repeat grey images to this number of channels; 1 turns colour grey.")
+]
+Mean = Annotated[str, typer.Option(help="Mean to subtract from images in 0..1; one number, or one per channel.")]
+Deviation = Annotated[
+    str, typer.Option("--std", help="Standard deviation to divide by; one number, or one per channel.")
+]
+Batch = Annotated[int, typer.Option("--batch-size", help="Number of samples per batch.")]
 MaybeBatch = Annotated[
-    int | None, typer.Option("--batch-size", help="Samples in a batch; 256, or all where they are few.")
+    int | None, typer.Option("--batch-size", help="Number of samples per batch; default: 256, or all if there are few.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, ...")]
-Head = Annotated[str | None, typer.Option(help="Name of the model's last layer, if it is not found by itself.")]
-Output = Annotated[str | None, typer.Option("--output-entry", help="Which entry of a tuple or dict is the output.")]
+Head = Annotated[str | None, typer.Option(help="Name of the model's last layer, if it is not found automatically.")]
+Output = Annotated[str | None, typer.Option("--output-entry", help="Entry of a tuple or dict that is the output.")]
 Blocks = Annotated[
     list[str] | None,
     typer.Option("--block", help="Modules of one block, with commas; repeat for each block, bottom first."),
@@ -64,8 +70,8 @@ Taps = Annotated[
     list[str] | None,
     typer.Option("--tap", help="name=module, e.g. early=layer1 or tokens=blocks.2@-1; repeatable."),
 ]
-Root = Annotated[Path | None, typer.Option("--data-root", help="Where the data sets lie; default SHIFTMEND_DATA.")]
-Ignore = Annotated[int | None, typer.Option("--ignore-label", help="A class number that counts in no score, e.g. 255.")]
+Root = Annotated[Path | None, typer.Option("--data-root", help="Folder of the data sets; default: SHIFTMEND_DATA.")]
+Ignore = Annotated[int | None, typer.Option("--ignore-label", help="A class number to ignore in all scores, e.g. 255.")]
 Candidates = Annotated[
     str | None, typer.Option(help="Methods to try, with commas: names, or file.py:Class of your own.")
 ]

@@ -35,7 +35,7 @@ def profile(
         str | None, typer.Option(help="marginal (the default), or full for the method full-gauss.")
     ] = None,
     like: Annotated[
-        Path | None, typer.Option(help="Ranges, slices and taps of this profile, so that the two can be mixed.")
+        Path | None, typer.Option(help="Use the ranges, slices and taps of this profile, so that both can be mixed.")
     ] = None,
     refresh_batchnorm: Annotated[
         Path | None,

@@ -40,13 +40,15 @@ def rehearse(
     extend: Annotated[
         bool, typer.Option("--extend", help="Keep the profile's rehearsal and add the candidates that it lacks.")
     ] = False,
-    site_size: Annotated[int | None, typer.Option(help="Samples that sites have, if that is known.")] = None,
+    site_size: Annotated[int | None, typer.Option(help="Number of samples at the sites, if known.")] = None,
     battery: Annotated[
         str | None,
         typer.Option(help="Simulated devices of your own: file.py:NAME of a dict or list of functions on inputs."),
     ] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="Save here after each shift; go on if it exists.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that share the simulated shifts.")] = 1,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint file, written after each shift; a killed rehearsal resumes from it.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Number of processes that run the simulated shifts.")] = 1,
     block: opt.Blocks = None,
     output_entry: opt.Output = None,
     label: opt.Label = None,
@@ -59,7 +61,7 @@ def rehearse(
     mean: opt.Mean = "0.5",
     std: opt.Deviation = "0.5",
     batch_size: opt.MaybeBatch = None,
-    seed: Annotated[int, typer.Option(help="Draws of samples and of simulated devices.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the drawn samples and simulated devices.")] = 0,
     device: opt.Device = "auto",
     autocast: Annotated[bool, typer.Option(help="Run the network in bfloat16.")] = False,
     allow_pickle: opt.Pickle = False,

@@ -53,8 +53,8 @@ def report(
     adapted: Annotated[
         Path | None, typer.Option(help="Folder that `adapt --out` wrote; without it: has the data shifted?")
     ] = None,
-    samples: Annotated[int, typer.Option(help="Inputs shown in the page; 0 where none may leave the site.")] = 12,
-    title: Annotated[str, typer.Option(help="What the model is called in the page.")] = "",
+    samples: Annotated[int, typer.Option(help="Number of inputs on the page; 0 if none may leave the site.")] = 12,
+    title: Annotated[str, typer.Option(help="Name of the model on the page.")] = "",
     weights: Weights = None,
     model_option: Options = None,
     output_entry: Output = None,

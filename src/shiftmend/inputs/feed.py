@@ -347,7 +347,7 @@ class Feed:
             sizes.append(len(inputs))
             if not self._checked and self.known_samples is None and time.monotonic() - started > SECONDS_TO_WARN:
                 logger.warning(
-                    "the %s has given %d samples and does not say how many there are; a pass ends only when it does",
+                    "the %s has given %d samples and has no known length; a pass ends only with the data",
                     self.what,
                     samples,
                 )

@@ -189,7 +189,9 @@ def run(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     workers: Annotated[int | None, typer.Option(help="Processes; default: one per GPU, or per core if small.")] = None,
     compile: Annotated[bool, typer.Option(help="Compile steps on a GPU; pays off for many ResNet cells.")] = False,
-    minutes: Annotated[float | None, typer.Option(help="Start nothing that would probably take longer.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Time limit; start nothing that would probably exceed it.")
+    ] = None,
     executor: Annotated[str, typer.Option(help="local, or ray for a cluster.")] = "local",
     as_json: Json = False,
 ) -> None:
