@@ -250,8 +250,6 @@ def spatter(
     `strength` is how much the brightest point of the water lightens, `edge_sigma` how soft drops of mud end.
     """
     check_colour(images)
-    if liquid not in LIQUIDS:
-        raise DataError(f"Expected water or mud for spatter, got {liquid!r}.")
     count, _, height, width = images.shape
     drops = primitives.gaussian_blur(normal((count, height, width), mean, deviation, generator), sigma)
     drops = drops.masked_fill_(drops < threshold, 0)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shiftmend.errors import ShiftmendError
 from shiftmend.stats.histograms import Bins, CountTracker, Histogram, RangeTracker, as_samples, check_bins
-from shiftmend.utils.checks import brief, check_axis, check_known, counted, is_whole, kind
+from shiftmend.utils.checks import brief, check_axis, check_known, counted, is_whole
 
 Mode = Literal["off", "range", "counts", "align"]
 
@@ -140,8 +140,6 @@ class StatsLayer(nn.Module):
         if self.mode == "off":
             return x
         units, axis = self.low.shape[0], self.channel_axis
-        if not isinstance(x, Tensor):
-            raise ShiftmendError(f"Expected the input of a StatsLayer to be a tensor, got {kind(x)}.")
         if x.ndim == 0 or x.numel() == 0 or (x.ndim > 1 and not -x.ndim < axis < x.ndim):
             raise ShiftmendError(
                 f"Expected the input of a StatsLayer to have samples with {units} units on axis {axis}, got "
