@@ -74,7 +74,7 @@ def adapt(
 
     Args:
         model: Any `nn.Module` that is called with one tensor.
-        target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
+        target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or (inputs, ...).
             Nothing but the inputs reaches the method. Columns of a data frame are found by name.
         profile: The source's profile, or the path of its file. Some methods need none.
         method: Name, class or instance of a method. `"auto"` tries several candidates and returns the one that is

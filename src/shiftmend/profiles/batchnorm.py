@@ -100,7 +100,7 @@ def refresh_batchnorm(
 
     Args:
         model: Any `nn.Module`. It is not changed.
-        source: A tensor, an array, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
+        source: A tensor, an array, a `Dataset` or a `DataLoader`, of inputs or (inputs, ...).
         batch_size: Number of samples per batch; at least 2.
         preprocess: Function applied to each batch of inputs on the device, before the model.
         device: Device to compute on.

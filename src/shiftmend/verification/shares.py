@@ -44,7 +44,7 @@ def shares(
 
     Args:
         model: The model, untouched or adapted.
-        target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
+        target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or (inputs, ...).
         profile: The profile of the source, rehearsed with labels, or the path of its file.
         adaptation: How the model was adapted, as for `verify`.
         batch_size: Number of samples per batch.

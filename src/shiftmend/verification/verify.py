@@ -51,7 +51,7 @@ def verify(
 
     Args:
         model: The model to verify. It runs in eval mode, and its train and eval modes are restored.
-        target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
+        target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or (inputs, ...).
         profile: The source's profile, or the path of its file.
         adaptation: How the model was adapted: the result of `adapt` or its manifest. Not needed for a model that
             `adapt` returned, nor for one with the weights of the profile, which is untouched.
